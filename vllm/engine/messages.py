@@ -1,0 +1,65 @@
+"""Messages between front end and core. msgspec structs: in process they are passed as they are, over a socket as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm.core.plan import TokenLogprobs
+from vllm.sampling_params import SamplingParams
+
+
+class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One sequence to generate. A user's request with `n > 1` becomes n of these, with ids of the form `"{index}_{request_id}"`.
+
+    `prompt_token_ids` is validated: every id is below the model's logits width and the length fits `max_model_len`.
+    `params.max_tokens` is resolved (never None). `seed` is the resolved 64-bit seed of this sequence.
+    `stop_token_ids` are all ids that end the request: eos (unless ignore_eos) and the user's.
+    `fork_of` names a live request whose first tokens equal this prompt: its blocks are shared copy-on-write.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    priority: int = 0
+    lora_id: int = 0
+    cache_salt: str | None = None
+    fork_of: str | None = None
+
+
+class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step brought for one request.
+
+    `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token id, None for eos.
+    `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in chunks, without the leading None.
+    `error` is the text for finish_reason "error".
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    first_scheduled_time: float = 0.0
+    num_preemptions: int = 0
+
+
+class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A snapshot of the core after a step, for the log line and /metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0  # cached but unreferenced blocks count as free
+    prefix_cache_queries: int = 0  # tokens, cumulative
+    prefix_cache_hits: int = 0  # tokens, cumulative
+    num_preemptions: int = 0  # cumulative
+    prompt_tokens: int = 0  # computed in this step
+    generation_tokens: int = 0  # sampled in this step
+    step_time_s: float = 0.0

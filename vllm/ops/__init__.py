@@ -1,0 +1,1 @@
+"""Operations: signature with shapes, torch reference, fast kernels; one file each."""

@@ -1,0 +1,29 @@
+"""Activations of the feed-forward layers, plain and gated."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.registry import op
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@op
+def activate(x: Tensor, kind: str) -> Tensor:
+    """Elementwise `kind`: silu | gelu | gelu_tanh | relu | relu2. x: [..., dim]."""
+    return _ACTIVATIONS[kind](x)
+
+
+@op
+def activate_gated(x: Tensor, kind: str) -> Tensor:
+    """activate(gate) * up, where x = [gate | up] along the last dimension. x: [..., 2 * dim] -> [..., dim]."""
+    gate, up = x.chunk(2, -1)
+    return _ACTIVATIONS[kind](gate) * up

@@ -1,0 +1,49 @@
+"""Normalisation, alone and fused with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm.ops.registry import op
+
+
+@op
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (weight + offset) over the last dimension, computed in fp32, returned in x's dtype. x: [..., dim]."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        h = h * (weight.float() + offset)
+    return h.to(x.dtype)
+
+
+@op
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before the norm reads it. May update in place."""
+    residual = x + residual
+    return rms_norm.reference(residual, weight, eps, offset), residual
+
+
+@op
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """(x - mean) / std * (weight + offset) + bias over the last dimension, in fp32, returned in x's dtype. x: [..., dim]."""
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        h = h * (weight.float() + offset)
+    if bias is not None:
+        h = h + bias.float()
+    return h.to(x.dtype)
+
+
+@op
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual). May update in place."""
+    residual = x + residual
+    return layer_norm.reference(residual, weight, bias, eps, offset), residual

@@ -1,0 +1,41 @@
+"""Rotary position embedding, and its fusion with the cache write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm.ops.attention import write_kv
+from vllm.ops.registry import op
+
+
+@op
+def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first `2 * cos_sin.shape[-1] / 2` dimensions of each head by its position.
+
+    x: [tokens, heads, head_dim]; positions: [tokens] int64; cos_sin: [max_positions, rotary_dim] fp32 = [cos | sin], each rotary_dim / 2.
+    Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved. Computed in fp32. Returns x's dtype; may update in place.
+    """
+    rotary_dim = cos_sin.shape[-1]
+    cos, sin = cos_sin[positions][:, None].chunk(2, -1)  # [tokens, 1, rotary_dim / 2]
+    rot, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    a, b = (rot[..., ::2], rot[..., 1::2]) if interleaved else rot.chunk(2, -1)
+    u, v = a * cos - b * sin, b * cos + a * sin
+    rot = torch.stack((u, v), -1).flatten(-2) if interleaved else torch.cat((u, v), -1)
+    return torch.cat((rot.to(x.dtype), rest), -1)
+
+
+@op
+def rotate_and_write_kv(
+    qkv: Tensor, heads: int, positions: Tensor, cos_sin: Tensor, interleaved: bool, kv_cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """Rotate queries and keys, store keys and values, return the rotated queries.
+
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], as the fused projection gives it -> q: [tokens, heads, head_dim].
+    """
+    kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+    q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+    q = rotate.reference(q, positions, cos_sin, interleaved)
+    k = rotate.reference(k, positions, cos_sin, interleaved)
+    write_kv.reference(k, v, kv_cache, slot_mapping)
+    return q
