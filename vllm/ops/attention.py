@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,37 +44,77 @@ def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInput
     Token t of request r sits at position seq_len - query_len + t and sees positions p with 0 <= position - p < window.
     Query head h reads kv head h // (heads / kv_heads).
     """
-    heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     out = torch.empty_like(q)
     starts, lens = step.host_query_starts, step.host_seq_lens
-    for r in range(len(lens)):
-        lo, hi, n = int(starts[r]), int(starts[r + 1]), int(lens[r])
-        if lo == hi:
-            continue
-        m = hi - lo
-        first = 0 if params.window is None else max(0, n - m - params.window + 1) // block_size
-        table = group.block_table[r, first : -(-n // block_size)].long()
-        # [kv_heads, keys, head_dim]
-        k = kv_cache[0][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, : n - first * block_size]
-        v = kv_cache[1][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, : n - first * block_size]
-        k, v = k.float() * params.k_scale, v.float() * params.v_scale
-        # the query heads of one kv head are extra rows: [kv_heads, group * m, head_dim]
-        qr = q[lo:hi].float().transpose(0, 1).reshape(kv_heads, -1, head_dim)
-        scores = torch.matmul(qr, k.transpose(1, 2)).view(heads, m, -1) * params.scale
-        if params.softcap is not None:
-            scores = params.softcap * torch.tanh(scores / params.softcap)
-        q_pos = torch.arange(n - m, n, device=q.device)[:, None]
-        k_pos = torch.arange(first * block_size, n, device=q.device)[None]
-        if params.alibi_slopes is not None:
-            scores = scores + params.alibi_slopes[:, None, None] * (k_pos - q_pos)
-        hidden = k_pos > q_pos
-        if params.window is not None:
-            hidden = hidden | (q_pos - k_pos >= params.window)
-        probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        ctx = torch.matmul(probs.view(kv_heads, -1, probs.shape[-1]), v).view(heads, m, head_dim)
-        out[lo:hi] = ctx.transpose(0, 1).to(q.dtype)
+    query_lens = starts[1:] - starts[:-1]
+    single = np.flatnonzero(query_lens == 1)
+    if len(single) > 1:
+        rows = torch.from_numpy(starts[single].astype(np.int64)).to(q.device)
+        requests = torch.from_numpy(single).to(q.device)
+        seq_lens = torch.from_numpy(lens[single].astype(np.int64)).to(q.device)
+        blocks = -(-int(lens[single].max()) // kv_cache.shape[3])
+        out[rows] = _attend_single(q[rows], kv_cache, params, group.block_table[requests, :blocks].long(), seq_lens)
+    for r in np.flatnonzero(query_lens > (1 if len(single) > 1 else 0)):
+        lo, hi = int(starts[r]), int(starts[r + 1])
+        out[lo:hi] = _attend_request(q[lo:hi], kv_cache, params, group.block_table[r], int(lens[r]))
     return out
+
+
+def _attend_single(q: Tensor, kv_cache: Tensor, params: AttentionParams, table: Tensor, seq_lens: Tensor) -> Tensor:
+    """One new token per request, all requests at once, padded to the longest.
+
+    q: [requests, heads, head_dim]; table: [requests, blocks]; seq_lens: [requests] -> [requests, heads, head_dim].
+    """
+    requests, heads, head_dim = q.shape
+    kv_heads = kv_cache.shape[2]
+    # [requests, kv_heads, keys, head_dim]
+    k = kv_cache[0][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.k_scale
+    v = kv_cache[1][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.v_scale
+    distance = seq_lens[:, None] - 1 - torch.arange(k.shape[2], device=q.device)  # [requests, keys]
+    hidden = distance < 0
+    if params.window is not None:
+        hidden = hidden | (distance >= params.window)
+    # unwritten cache may hold anything, NaN included, and 0 * NaN is NaN
+    v = v.masked_fill(hidden[:, None, :, None], 0.0)
+    scores = torch.matmul(q.float().view(requests, kv_heads, -1, head_dim), k.transpose(2, 3))
+    scores = scores.view(requests, heads, 1, -1) * params.scale
+    scores = _cap_and_bias(scores, params, -distance[:, None, None])
+    probs = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+    out = torch.matmul(probs.view(requests, kv_heads, -1, probs.shape[-1]), v)
+    return out.view(requests, heads, head_dim).to(q.dtype)
+
+
+def _attend_request(q: Tensor, kv_cache: Tensor, params: AttentionParams, table: Tensor, seq_len: int) -> Tensor:
+    """The new tokens of one request. q: [m, heads, head_dim]; table: [max_blocks] -> [m, heads, head_dim]."""
+    m, heads, head_dim = q.shape
+    kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
+    first = 0 if params.window is None else max(0, seq_len - m - params.window + 1) // block_size
+    table = table[first : -(-seq_len // block_size)].long()
+    keys = seq_len - first * block_size
+    # [kv_heads, keys, head_dim]
+    k = kv_cache[0][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :keys].float() * params.k_scale
+    v = kv_cache[1][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :keys].float() * params.v_scale
+    # the query heads of one kv head are extra rows: [kv_heads, group * m, head_dim]
+    rows = q.float().transpose(0, 1).reshape(kv_heads, -1, head_dim)
+    q_pos = torch.arange(seq_len - m, seq_len, device=q.device)[:, None]
+    k_pos = torch.arange(first * block_size, seq_len, device=q.device)[None]
+    scores = torch.matmul(rows, k.transpose(1, 2)).view(heads, m, -1) * params.scale
+    scores = _cap_and_bias(scores, params, k_pos - q_pos)
+    hidden = k_pos > q_pos
+    if params.window is not None:
+        hidden = hidden | (q_pos - k_pos >= params.window)
+    probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    out = torch.matmul(probs.view(kv_heads, -1, keys), v).view(heads, m, head_dim)
+    return out.transpose(0, 1).to(q.dtype)
+
+
+def _cap_and_bias(scores: Tensor, params: AttentionParams, offset: Tensor) -> Tensor:
+    """Soft-cap, then ALiBi. scores: [..., heads, m, keys]; offset: key position - query position, [..., m, keys]."""
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    if params.alibi_slopes is not None:
+        scores = scores + params.alibi_slopes.float()[:, None, None] * offset
+    return scores
 
 
 @op

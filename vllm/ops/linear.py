@@ -12,7 +12,7 @@ from vllm.ops.registry import op
 
 @op
 def linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x: [..., in]; weight: [out, in], or whatever `pack_weight` returned on this device; bias: [out]."""
+    """x @ weight.T + bias. x: [..., in]; weight: [out, in], or what `pack_weight` returned on this device; bias: [out]."""
     return F.linear(x, weight, bias)
 
 

@@ -1,0 +1,21 @@
+"""Linear layers through oneDNN's packed weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm.ops.cpu import onednn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 3, 70])
+def test_packed_linear_agrees_with_the_plain_one(dtype, rows):
+    weight, bias, x = torch.randn(700, 390).to(dtype), torch.randn(700).to(dtype), torch.randn(rows, 390).to(dtype)
+    packed = onednn._pack(weight)
+    assert packed.shape == weight.shape and packed.dtype == dtype
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    got = onednn._linear(x, packed, bias)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)

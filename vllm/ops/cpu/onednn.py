@@ -1,0 +1,43 @@
+"""Linear layers through oneDNN with weights repacked once: what plain torch offers, used where the native library is absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.ops.linear import linear, pack_weight
+
+
+class OneDnnWeight:
+    """A [out, in] weight in oneDNN's own blocked layout. `shape` and `dtype` are those of the original."""
+
+    # Small batches gain most from packing; larger ones run on the same layout at full speed.
+    _TYPICAL_ROWS = 32
+
+    def __init__(self, weight: Tensor) -> None:
+        self.shape, self.dtype = weight.shape, weight.dtype
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._TYPICAL_ROWS)
+
+
+def _pack(weight: Tensor) -> Any:
+    # oneDNN costs some 15 us a call, and has no fp16 product on most machines: small and fp16 weights stay as they are.
+    if weight.dim() != 2 or weight.numel() < 1 << 18 or weight.dtype not in (torch.float32, torch.bfloat16):
+        return weight
+    return OneDnnWeight(weight)
+
+
+def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, OneDnnWeight):
+        return linear.reference(x, weight, bias)
+    if x.numel() == 0:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
+
+
+def register() -> None:
+    """Use oneDNN for linear layers on the CPU, if this torch was built with it."""
+    if torch.backends.mkldnn.is_available():
+        pack_weight.register("cpu", _pack)
+        linear.register("cpu", _linear)
