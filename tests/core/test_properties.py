@@ -1,0 +1,102 @@
+"""Hypothesis drives the scheduler through random add / step / abort / fork / priority / reset; nothing is ever lost or mixed up."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.core.simulation import EOS, Simulation, expected_output, full_layout, mixed_layout
+from vllm.core.scheduler import SchedulerLimits
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        mixed=st.booleans(),
+        blocks=st.integers(36, 120),
+        budget=st.sampled_from([9, 16, 64]),
+        depth=st.integers(1, 3),
+        chunked=st.booleans(),
+        priority=st.booleans(),
+        caching=st.booleans(),
+        seqs=st.sampled_from([1, 3, 8]),
+    )
+    def start(
+        self, mixed: bool, blocks: int, budget: int, depth: int, chunked: bool, priority: bool, caching: bool, seqs: int
+    ) -> None:
+        limits = SchedulerLimits(seqs, budget if chunked else 64, 60, chunked_prefill=chunked, priority=priority)
+        self.sim = Simulation(
+            mixed_layout() if mixed else full_layout(), blocks, limits, depth, enable_prefix_caching=caching
+        )
+        self.want: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.rng = random.Random(0)
+        self.common = [self.rng.randrange(50) for _ in range(40)]
+        self.count = 0
+
+    def _add(self, prompt: list[int], max_tokens: int, priority: int, fork_of: str | None = None) -> None:
+        name = f"r{self.count}"
+        self.count += 1
+        max_tokens = min(max_tokens, 60 - len(prompt))
+        self.want[name] = expected_output(prompt, max_tokens, frozenset([EOS]))
+        self.sim.add(
+            name, prompt, max_tokens, priority=priority, fork_of=fork_of, eos_token_id=EOS, stop_token_ids=(EOS,)
+        )
+
+    @rule(shared=st.integers(0, 40), own=st.integers(1, 15), max_tokens=st.integers(1, 25), priority=st.integers(0, 2))
+    def add(self, shared: int, own: int, max_tokens: int, priority: int) -> None:
+        self._add(self.common[:shared] + [self.rng.randrange(50) for _ in range(own)], max_tokens, priority)
+
+    @precondition(lambda self: self.sim.scheduler.requests)
+    @rule(children=st.integers(1, 3), longer=st.booleans(), data=st.data())
+    def fork(self, children: int, longer: bool, data: st.DataObject) -> None:
+        parent = self.sim.scheduler.requests[data.draw(st.sampled_from(sorted(self.sim.scheduler.requests)))]
+        tokens = list(parent.tokens) + ([5] if longer else [])
+        if not longer:
+            tokens = tokens[: parent.num_prompt_tokens]
+        for _ in range(children):
+            if len(tokens) < 60:
+                self._add(tokens, 20, parent.priority, fork_of=parent.id)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.sim.step()
+            self.sim.scheduler.check_invariants()
+
+    @precondition(lambda self: self.sim.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.sim.scheduler.requests)))
+        self.sim.record(self.sim.scheduler.abort([name]))
+        self.aborted.add(name)
+
+    @rule()
+    def reset_cache(self) -> None:
+        idle = not self.sim.scheduler.running
+        assert self.sim.scheduler.reset_prefix_cache() == idle
+
+    @invariant()
+    def blocks_are_conserved_and_outputs_right_so_far(self) -> None:
+        if not hasattr(self, "sim"):
+            return
+        self.sim.scheduler.check_invariants()
+        for name, got in self.sim.output.items():
+            assert got == self.want[name][: len(got)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sim"):
+            return
+        self.sim.run()
+        for name, got in self.sim.output.items():
+            if name not in self.aborted:
+                assert got == self.want[name]
+        assert self.sim.scheduler.kv.pool.num_free == self.sim.scheduler.kv.pool.num_blocks - 1
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,255 @@
+"""The scheduler against a device whose right answers are known in advance."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.core.simulation import EOS, Simulation, expected_output, full_layout, mixed_layout
+from vllm.core.policies import DelayPolicy, PartialPrefillPolicy
+from vllm.core.scheduler import SchedulerLimits
+
+LAYOUTS = {"full": full_layout(), "mixed": mixed_layout()}
+
+
+def limits(**kwargs: object) -> SchedulerLimits:
+    defaults: dict[str, object] = dict(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=96)
+    return SchedulerLimits(**{**defaults, **kwargs})  # type: ignore[arg-type]
+
+
+def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    common = [rng.randrange(50) for _ in range(30)]
+    out = []
+    for _ in range(count):
+        head = common[: rng.randrange(31)] if rng.random() < 0.5 else []
+        out.append((head + [rng.randrange(50) for _ in range(rng.randrange(1, longest))])[:longest])
+    return out
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("blocks", [50, 400])
+def test_every_request_gets_its_own_answer(layout: str, depth: int, blocks: int) -> None:
+    sim = Simulation(LAYOUTS[layout], blocks, limits(), depth)
+    work = prompts(40)
+    for i, prompt in enumerate(work):
+        sim.add(str(i), prompt, 1 + i % 30, eos_token_id=EOS, stop_token_ids=(EOS,))
+    sim.run()
+    for i, prompt in enumerate(work):
+        assert sim.output[str(i)] == expected_output(prompt, 1 + i % 30, frozenset([EOS]))
+        assert sim.finished[str(i)] == ("stop" if sim.output[str(i)][-1] == EOS else "length")
+    assert sim.scheduler.kv.pool.num_free == blocks - 1
+
+
+def test_small_pool_preempts_often_and_changes_nothing() -> None:
+    sim = Simulation(full_layout(), 26, limits(max_num_seqs=16), 2)
+    work = prompts(60, seed=3, longest=40)
+    for i, prompt in enumerate(work):
+        sim.add(str(i), prompt, 50)
+    sim.run()
+    assert sim.scheduler.stats().num_preemptions >= 100
+    for i, prompt in enumerate(work):
+        assert sim.output[str(i)] == expected_output(prompt, 50)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forks_share_the_prompt_and_copy_on_write(layout: str, depth: int) -> None:
+    sim = Simulation(LAYOUTS[layout], 300, limits(max_num_seqs=16), depth, enable_prefix_caching=False)
+    prompt = prompts(1, seed=5)[0][:39] + [7] * 3
+    sim.add("p", prompt, 20)
+    for i in range(5):
+        sim.add(f"c{i}", prompt, 20, fork_of="p")
+    while len(sim.scheduler.running) < 6:
+        assert sim.step()
+        sim.scheduler.check_invariants()
+    used = 299 - sim.scheduler.kv.pool.num_free
+    alone = sim.scheduler.kv.blocks_for(len(prompt) + 8, 32)
+    assert used < 3 * alone, "six sequences must not hold six copies of the prompt"
+    sim.run()
+    assert all(sim.output[k] == expected_output(prompt, 20) for k in sim.output)
+
+
+def test_fork_of_a_longer_live_request_continues_from_its_prefix() -> None:
+    sim = Simulation(full_layout(), 300, limits(), 1, enable_prefix_caching=False)
+    prompt = list(range(10))
+    sim.add("p", prompt, 30)
+    for _ in range(6):
+        sim.step()
+    tokens = prompt + sim.output["p"]
+    sim.add("beam", tokens, 10, fork_of="p")
+    plan = sim.scheduler.schedule()
+    assert plan is not None and dict(zip([n.request_id for n in plan.new], plan.num_tokens[-1:], strict=True)) == {"beam": 1}
+    sim.device.submit(plan)
+    sim.record(sim.scheduler.apply(sim.device.collect()))
+    sim.run()
+    assert sim.output["beam"] == expected_output(tokens, 10)
+    assert sim.output["p"] == expected_output(prompt, 30)
+
+
+def test_second_request_with_the_same_prefix_computes_only_the_rest() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 1)
+    prompt = list(range(30))
+    sim.add("a", prompt, 4)
+    sim.run()
+    sim.add("b", [*prompt, 1, 2], 4)
+    plan = sim.scheduler.schedule()
+    assert plan is not None
+    # 30 prompt tokens and 3 written outputs make 8 full blocks, 7 of which "b" shares (28 tokens)
+    assert plan.num_computed.tolist() == [28] and plan.num_tokens.tolist() == [4]
+    sim.device.submit(plan)
+    sim.record(sim.scheduler.apply(sim.device.collect()))
+    sim.run()
+    assert sim.output["b"] == expected_output([*prompt, 1, 2], 4)
+    assert sim.scheduler.stats().prefix_cache_hits == 28
+
+
+def test_a_salt_or_another_adapter_never_hits() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 1)
+    prompt = list(range(30))
+    sim.add("a", prompt, 2)
+    sim.run()
+    for i, extra in enumerate([{"cache_salt": "x"}, {"lora_id": 1}]):
+        sim.add(f"b{i}", prompt, 2, **extra)
+        sim.run()
+    assert sim.scheduler.stats().prefix_cache_hits == 0
+
+
+def test_chunked_prefill_mixes_with_decode_under_the_budget() -> None:
+    sim = Simulation(full_layout(), 200, limits(max_num_batched_tokens=16), 1)
+    sim.add("a", list(range(5)), 40)
+    sim.step()
+    sim.add("long", [i % 50 for i in range(60)], 5)
+    plan = sim.scheduler.schedule()
+    assert plan is not None and sorted(plan.num_tokens.tolist()) == [1, 15]
+    assert plan.sample.tolist() == [True, False]
+    sim.device.submit(plan)
+    sim.record(sim.scheduler.apply(sim.device.collect()))
+    sim.run()
+    assert sim.output["long"] == expected_output([i % 50 for i in range(60)], 5)
+
+
+def test_without_chunked_prefill_a_prompt_is_never_split() -> None:
+    sim = Simulation(full_layout(), 200, limits(max_num_batched_tokens=64, chunked_prefill=False), 1)
+    for i in range(5):
+        sim.add(str(i), [i] * 40, 6)
+    while sim.scheduler.has_unfinished():
+        plan = sim.scheduler.schedule()
+        assert plan is not None and all(n in (1, 40) for n in plan.num_tokens.tolist())
+        sim.device.submit(plan)
+        sim.record(sim.scheduler.apply(sim.device.collect()))
+    with pytest.raises(ValueError, match="chunked prefill is off"):
+        sim.add("x", [1] * 65, 4)
+
+
+def test_priority_runs_first_and_is_preempted_last() -> None:
+    sim = Simulation(full_layout(), 26, limits(max_num_seqs=3, priority=True), 1)
+    for i in range(4):
+        sim.add(f"low{i}", [i] * 30, 20, priority=5)
+    for _ in range(3):
+        sim.step()
+    sim.add("high", [9] * 30, 20, priority=0)
+    order: list[str] = []
+    while sim.scheduler.has_unfinished():
+        before = set(sim.finished)
+        sim.step()
+        order += [r for r in sim.finished if r not in before]
+    assert order.index("high") <= 1
+    assert all(sim.output[f"low{i}"] == expected_output([i] * 30, 20) for i in range(4))
+
+
+def test_abort_frees_everything_and_drops_tokens_in_flight() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 3)
+    for i in range(6):
+        sim.add(str(i), [i] * 20, 20)
+    for _ in range(4):
+        sim.step()
+    sim.record(sim.scheduler.abort(["0", "3", "nobody"]))
+    sim.run()
+    assert sim.finished["0"] == sim.finished["3"] == "abort"
+    assert all(sim.output[str(i)] == expected_output([i] * 20, 20) for i in (1, 2, 4, 5))
+    assert sim.scheduler.kv.pool.num_free == 99
+
+
+def test_a_failed_step_ends_all_requests_and_leaves_a_working_engine() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 2)
+    for i in range(4):
+        sim.add(str(i), [i] * 20, 20)
+    sim.step()
+    sim.record(sim.scheduler.fail_all("boom"))
+    sim.device.results.clear()
+    assert set(sim.finished.values()) == {"error"}
+    sim.scheduler.check_invariants()
+    sim.add("next", [1] * 20, 5)
+    sim.run()
+    assert sim.output["next"] == expected_output([1] * 20, 5)
+
+
+def test_min_tokens_and_stop_token_reasons() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 1)
+    prompt = [4, 8, 15]
+    answer = expected_output(prompt, 20)
+    sim.add("stop", prompt, 20, stop_token_ids=(answer[4],))
+    sim.run()
+    assert sim.output["stop"] == answer[: answer.index(answer[4]) + 1]
+
+
+def test_delay_policy_lets_prompts_gather() -> None:
+    now = [100.0]
+    policy = DelayPolicy(2.0, clock=lambda: now[0])
+    sim = Simulation(full_layout(), 100, limits(), 1, policies=[policy])
+    sim.add("a", [1] * 10, 30, arrival_time=100.0)
+    sim.step()
+    policy.observe(1.0)
+    sim.add("b", [2] * 10, 5, arrival_time=100.0)
+    sim.step()
+    assert sim.scheduler.num_waiting == 1
+    now[0] = 102.5
+    sim.step()
+    assert sim.scheduler.num_waiting == 0
+
+
+def test_partial_prefill_policy_lets_short_prompts_pass_long_ones() -> None:
+    policy = PartialPrefillPolicy(max_partial=2, max_long=1, long_threshold=8)
+    sim = Simulation(full_layout(), 200, limits(chunk_threshold=8, max_num_batched_tokens=64), 1, policies=[policy])
+    sim.add("long0", [0] * 60, 2)
+    sim.add("long1", [1] * 60, 2)
+    sim.add("short", [2] * 5, 2)
+    plan = sim.scheduler.schedule()
+    assert plan is not None and [n.request_id for n in plan.new] == ["long0", "short"]
+
+
+def test_pool_too_small_for_one_request_is_refused_at_start() -> None:
+    with pytest.raises(ValueError, match="max_model_len"):
+        Simulation(full_layout(), 10, limits(), 1)
+
+
+def test_prefix_cache_reset_only_when_idle() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 1)
+    sim.add("a", list(range(30)), 10)
+    sim.step()
+    assert not sim.scheduler.reset_prefix_cache()
+    sim.run()
+    assert sim.scheduler.reset_prefix_cache()
+    assert sim.scheduler.kv.pool.num_cached == 0
+
+
+def test_ten_thousand_requests() -> None:
+    sim = Simulation(full_layout(16), 4000, limits(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=256), 2)
+    rng = random.Random(1)
+    work = {str(i): [rng.randrange(50) for _ in range(rng.randrange(1, 12))] for i in range(10_000)}
+    for key, prompt in work.items():
+        sim.add(key, prompt, 1 + len(prompt) % 7)
+    sim.run(check=False)
+    sim.scheduler.check_invariants()
+    assert all(sim.output[k] == expected_output(p, 1 + len(p) % 7) for k, p in work.items())
+
+
+def test_core_runs_without_torch() -> None:
+    code = "import sys, vllm.core.scheduler, vllm.engine.messages; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]

@@ -1,0 +1,238 @@
+"""Each request's block tables, in groups: growth, prefix hits, forks with copy-on-write, release behind a window."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from vllm.core.block_pool import NULL_BLOCK, BlockPool
+from vllm.core.kv_spec import KVKind, KVLayout
+from vllm.core.plan import BlockAppend, BlockCopy
+from vllm.core.request import Request
+
+
+class KVManager:
+    """Owns the block tables (`Request.tables`, one list of block ids per group) over one `BlockPool`.
+
+    A block holds `block_size` tokens of one group. Full blocks are shared between requests by content; the block that a
+    request writes to is its own, by copy if a fork still shares it.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, enable_prefix_caching: bool = True) -> None:
+        for group in layout.groups:
+            if group.kind not in (KVKind.FULL, KVKind.SLIDING):
+                raise NotImplementedError(f"KV group kind {group.kind.value!r} is not supported yet.")
+            if group.kind is KVKind.SLIDING and not group.window:
+                raise ValueError("A sliding KV group needs a window of at least one token.")
+        self.pool = BlockPool(num_blocks)
+        self.block_size = layout.block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._windows = [g.window if g.kind is KVKind.SLIDING else None for g in layout.groups]
+        self.num_groups = len(layout.groups)
+        self._single = self.num_groups == 1 and self._windows[0] is None
+        self._group_suffix = [bytes([g]) for g in range(self.num_groups)]
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """Blocks, over all groups, that one request of `num_tokens` can hold at once if it computes at most `chunk` a step."""
+        total = 0
+        for window in self._windows:
+            tokens = num_tokens if window is None else min(num_tokens, window - 1 + chunk + self.block_size)
+            total += -(-tokens // self.block_size)
+        return total
+
+    def can_admit(self, request: Request, num_tokens: int, chunk: int, reserve: int) -> bool:
+        """Whether `num_tokens` of a waiting request fit beside what runs, leaving `reserve` blocks free."""
+        return self.blocks_for(num_tokens, chunk) + reserve <= self.pool.num_free
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def attach_prefix(self, request: Request) -> int:
+        """Give a request without blocks the longest cached prefix of its tokens; returns its length in tokens.
+
+        At least one token is always left to compute, since its logits are wanted.
+        """
+        if not self.enable_prefix_caching or not request.reads_cache:
+            return 0
+        size = self.block_size
+        limit = (len(request.tokens) - 1) // size
+        self._extend_hashes(request, limit)
+        hits = self._matching_blocks(request, limit)
+        if hits is None:
+            return 0
+        for table, blocks in zip(request.tables, hits, strict=True):
+            self.pool.acquire(b for b in blocks if b != NULL_BLOCK)
+            table[:] = blocks
+        count = len(hits[0])
+        for g, blocks in enumerate(hits):
+            request.freed_behind_window[g] = sum(1 for b in blocks if b == NULL_BLOCK)
+        request.num_registered = count
+        request.num_computed = request.num_cached_tokens = count * size
+        request.capacity = count * size
+        return request.num_computed
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Share the parent's blocks of the first `num_tokens` tokens with a child that has none.
+
+        The last of them may be partly filled; whoever writes to it first copies it.
+        """
+        size = self.block_size
+        count = -(-num_tokens // size)
+        for g in range(self.num_groups):
+            blocks = parent.tables[g][:count]
+            self.pool.acquire(b for b in blocks if b != NULL_BLOCK)
+            child.tables[g][:] = blocks
+            child.freed_behind_window[g] = min(parent.freed_behind_window[g], count)
+        child.capacity = count * size
+        child.num_computed = num_tokens
+        child.num_registered = min(parent.num_registered, num_tokens // size)
+        child.hashes = parent.hashes[: num_tokens // size]
+        parent.shares_tail = child.shares_tail = True
+
+    def can_fork(self, parent: Request, num_tokens: int) -> bool:
+        """Whether the parent still holds every block that a query at position `num_tokens` can see."""
+        size = self.block_size
+        return num_tokens <= parent.capacity and all(
+            freed <= (0 if window is None else max(0, num_tokens - window + 1) // size)
+            for freed, window in zip(parent.freed_behind_window, self._windows, strict=True)
+        )
+
+    # -- growth --------------------------------------------------------------------------------------------------------
+
+    def grow(self, request: Request, end: int, appends: list[BlockAppend], copies: list[BlockCopy]) -> bool:
+        """Make room for tokens up to `end` and make the blocks to be written private. False, changing nothing, if blocks lack.
+
+        What changed in an already running request's tables is added to `appends` and `copies`.
+        """
+        size = self.block_size
+        pool = self.pool
+        if request.shares_tail and not self._copy_shared_tail(request, appends, copies):
+            return False
+        missing = -(-(end - request.capacity) // size)
+        if missing <= 0:
+            return True
+        if not self._single:
+            self._free_behind_window(request)
+        if missing * self.num_groups > pool.num_free:
+            return False
+        for g, table in enumerate(request.tables):
+            new = pool.allocate(missing)
+            appends.append(BlockAppend(request.slot, g, len(table), new))
+            table.extend(new)
+        request.capacity += missing * size
+        return True
+
+    def register_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """Make the request's full blocks within its first `num_tokens` tokens findable by later requests."""
+        full = num_tokens // self.block_size
+        start = request.num_registered
+        if full <= start:
+            return
+        if self.enable_prefix_caching:
+            self._extend_hashes(request, full)
+            size = self.block_size
+            for i in range(start, full):
+                content = request.token_bytes(i * size, (i + 1) * size)
+                for g, table in enumerate(request.tables):
+                    if table[i] != NULL_BLOCK:
+                        self.pool.register(table[i], request.hashes[i] + self._group_suffix[g], content)
+        request.num_registered = full
+
+    # -- release -------------------------------------------------------------------------------------------------------
+
+    def free(self, requests: Iterable[Request]) -> None:
+        """Release all blocks of these requests. Of blocks released together, those with the longest prefix are evicted first."""
+        doomed: list[tuple[int, int]] = []
+        for request in requests:
+            for table in request.tables:
+                doomed.extend((-depth, block) for depth, block in enumerate(table) if block != NULL_BLOCK)
+                table.clear()
+            request.capacity = 0
+            request.num_registered = 0
+            request.shares_tail = False
+            request.freed_behind_window = [0] * self.num_groups
+        doomed.sort(key=lambda pair: pair[0])
+        self.pool.release(block for _, block in doomed)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        """Hash chain: SHA-256 over the parent's hash and the block's tokens; the root covers adapter and salt."""
+        hashes, size = request.hashes, self.block_size
+        if len(hashes) >= count:
+            return
+        if hashes:
+            parent = hashes[-1]
+        else:
+            salt = (request.cache_salt or "").encode()
+            parent = hashlib.sha256(b"%d:%d:" % (request.lora_id, len(salt)) + salt).digest()
+        start = len(hashes)
+        data = request.token_bytes(start * size, count * size)
+        width = 8 * size
+        for i in range(count - start):
+            parent = hashlib.sha256(parent + data[i * width : (i + 1) * width]).digest()
+            hashes.append(parent)
+
+    def _matching_blocks(self, request: Request, limit: int) -> list[list[int]] | None:
+        """Per group, the blocks of the longest cached prefix of at most `limit` blocks, or None if there is none."""
+        size = self.block_size
+        found: list[list[int | None]] = []
+        longest = limit
+        for g, window in enumerate(self._windows):
+            suffix = self._group_suffix[g]
+            blocks: list[int | None] = []
+            for i in range(longest):
+                block = self.pool.lookup(request.hashes[i] + suffix, request.token_bytes(i * size, (i + 1) * size))
+                if block is None and window is None:
+                    break
+                blocks.append(block)
+            found.append(blocks)
+            longest = min(longest, len(blocks))
+        while longest > 0:
+            # the first token the next query, at position longest * size, sees in each group
+            firsts = [0 if w is None else max(0, longest * size - w + 1) // size for w in self._windows]
+            if all(None not in found[g][first:longest] for g, first in enumerate(firsts)):
+                return [
+                    [NULL_BLOCK] * first + [b for b in found[g][first:longest] if b is not None]
+                    for g, first in enumerate(firsts)
+                ]
+            longest -= 1
+        return None
+
+    def _copy_shared_tail(self, request: Request, appends: list[BlockAppend], copies: list[BlockCopy]) -> bool:
+        """Make the partly filled block that came from a fork private: a copy if others hold it, else just unfindable."""
+        index = request.num_computed // self.block_size
+        refs = self.pool.ref_counts
+        held = [g for g, t in enumerate(request.tables) if index < len(t) and t[index] != NULL_BLOCK]
+        shared = [g for g in held if refs[request.tables[g][index]] > 1]
+        if len(shared) > self.pool.num_free:
+            return False
+        for g in held:
+            if g not in shared:  # the other holder is gone, and may have filled and registered it
+                self.pool.forget(request.tables[g][index])
+        for g in shared:
+            table = request.tables[g]
+            (copy,) = self.pool.allocate(1)
+            copies.append(BlockCopy(table[index], copy))
+            self.pool.release([table[index]])
+            table[index] = copy
+            appends.append(BlockAppend(request.slot, g, index, [copy]))
+        # Nothing behind the tail is shared for writing, and the tail is private now.
+        request.shares_tail = False
+        return True
+
+    def _free_behind_window(self, request: Request) -> None:
+        """Release blocks of sliding groups that no later query sees; their table entries become the null block."""
+        for g, window in enumerate(self._windows):
+            if window is None:
+                continue
+            keep = max(0, request.num_computed - window + 1) // self.block_size
+            start = request.freed_behind_window[g]
+            if keep <= start:
+                continue
+            table = request.tables[g]
+            keep = min(keep, len(table))
+            self.pool.release(b for b in reversed(table[start:keep]) if b != NULL_BLOCK)
+            table[start:keep] = [NULL_BLOCK] * (keep - start)
+            request.freed_behind_window[g] = keep

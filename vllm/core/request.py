@@ -1,0 +1,104 @@
+"""One sequence inside the core: its tokens, how many are computed, and where its blocks are."""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.core.plan import TokenLogprobs
+    from vllm.engine.messages import CoreRequest
+
+
+class Status(IntEnum):
+    """Life of a request. A preempted request is WAITING again."""
+
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class Request:
+    """A token list and `num_computed`. Only the scheduler and the KV manager change it.
+
+    tokens:        prompt and every output token the host knows.
+    num_computed:  tokens whose keys and values are in the cache, or will be once the steps in flight are done.
+    num_pending:   tokens sampled by steps in flight, whose ids only the device knows. They follow `tokens`.
+    capacity:      tokens that the blocks held now have room for.
+    """
+
+    __slots__ = (
+        "id", "tokens", "num_prompt_tokens", "params", "seed", "eos_token_id", "stop_token_ids", "arrival_time",
+        "priority", "lora_id", "cache_salt", "fork_of", "sequence_number",
+        "status", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
+        "capacity", "tables", "hashes", "num_registered", "freed_behind_window", "shares_tail",
+        "plan_step", "plan_tokens", "num_cached_tokens", "cached_reported", "num_prompt_logprobs", "num_preemptions", "first_scheduled_time",
+    )  # fmt: skip
+
+    def __init__(self, message: CoreRequest, max_model_len: int, num_groups: int, sequence_number: int) -> None:
+        params = message.params
+        self.id = message.request_id
+        self.tokens: list[int] = list(message.prompt_token_ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.params = params
+        self.seed = message.seed
+        self.eos_token_id = message.eos_token_id
+        self.stop_token_ids = frozenset(message.stop_token_ids)
+        self.arrival_time = message.arrival_time
+        self.priority = message.priority
+        self.lora_id = message.lora_id
+        self.cache_salt = message.cache_salt
+        self.fork_of = message.fork_of
+        self.sequence_number = sequence_number
+
+        self.status = Status.WAITING
+        self.slot = -1
+        self.num_computed = 0
+        self.num_pending = 0
+        max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len
+        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        self.min_len = self.num_prompt_tokens + params.min_tokens
+        # A Python logits processor reads the tokens so far, so the next step may not start before they are known.
+        self.synchronous = bool(params.logits_processors)
+        # Prompt logprobs need the logits of every prompt position, which a cached prefix does not compute.
+        self.reads_cache = params.prompt_logprobs is None
+
+        self.capacity = 0
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.hashes: list[bytes] = []
+        self.num_registered = 0
+        self.freed_behind_window = [0] * num_groups
+        self.shares_tail = False
+
+        self.plan_step = -1
+        self.plan_tokens = 0
+        self.num_cached_tokens = 0
+        self.cached_reported = False
+        self.num_prompt_logprobs = 0
+        self.num_preemptions = 0
+        self.first_scheduled_time = 0.0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def order(self) -> tuple[int, float, int]:
+        """Sort key of the priority policy: smaller runs first."""
+        return (self.priority, self.arrival_time, self.sequence_number)
+
+    def unseen_prompt_logprobs(self, start: int, chunk: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """The part of a chunk that begins at prompt position `start + 1` which was not reported before a preemption."""
+        fresh = chunk[max(0, self.num_prompt_logprobs - start) :]
+        self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + len(chunk))
+        return fresh
+
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """Canonical encoding of tokens[start:end] for block hashes: 8 bytes each, native order of this machine."""
+        return array("q", self.tokens[start:end]).tobytes()
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "
+            f"computed={self.num_computed}, pending={self.num_pending}, slot={self.slot})"
+        )

@@ -1,0 +1,482 @@
+"""Decides what every step computes. No phases: each request gets `min(tokens it still has to compute, budget left)`."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm.core.kv_manager import KVManager
+from vllm.core.kv_spec import KVLayout
+from vllm.core.plan import BlockAppend, BlockCopy, SlotInit, StepPlan, StepResult
+from vllm.core.policies import AdmissionPolicy, StepView, Verdict
+from vllm.core.request import Request, Status
+from vllm.core.stop import check_stop
+from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The bounds of one step and the order of requests.
+
+    max_num_batched_tokens: tokens computed per step.   max_num_seqs: requests running at once (number of slots).
+    chunk_threshold: a prompt gets at most this many tokens per step (0: no bound).
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    chunked_prefill: bool = True
+    priority: bool = False
+    chunk_threshold: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan while it is being made."""
+
+    budget: int
+    new: list[SlotInit]
+    blocks: list[BlockAppend]
+    copies: list[BlockCopy]
+    requests: list[Request]
+    num_tokens: list[int]
+    num_computed: list[int]
+    sample: list[bool]
+
+
+class Scheduler:
+    """Owns requests, slots and, through the KV manager, blocks.
+
+    `schedule()` may be called again before `apply()` has seen the result of the plan before: whatever the device only
+    knows yet (`num_pending` tokens) is planned on, and a token computed past a stop is dropped in `apply()`. Results are
+    applied in the order of their plans.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        policies: Sequence[AdmissionPolicy] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.limits = limits
+        self.kv = KVManager(layout, num_blocks, enable_prefix_caching)
+        self._chunk = min(limits.max_num_batched_tokens, limits.chunk_threshold or limits.max_num_batched_tokens)
+        needed = self.kv.blocks_for(limits.max_model_len, self._chunk)
+        if needed > num_blocks - 1:
+            raise ValueError(
+                f"One request of max_model_len={limits.max_model_len} tokens needs {needed} KV cache blocks, but only "
+                f"{num_blocks - 1} are available. Decrease max_model_len or give the cache more memory."
+            )
+        self._policies = tuple(policies)
+        self._clock = clock
+        self._watermark = num_blocks // 100
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._in_flight: deque[tuple[StepPlan, list[Request], float]] = deque()
+        self._step_id = 0
+        self._sequence = 0
+        self._outputs: list[CoreOutput] = []
+        self._stats = CoreStats(kv_blocks_total=num_blocks - 1, kv_blocks_free=num_blocks - 1)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, message: CoreRequest) -> None:
+        """Queue a request. Raises ValueError if its id is in use or its prompt cannot be served."""
+        limits = self.limits
+        length = len(message.prompt_token_ids)
+        if message.request_id in self.requests:
+            raise ValueError(f"Request {message.request_id} already exists.")
+        if not 1 <= length < limits.max_model_len + 1:
+            raise ValueError(f"A prompt must have 1 to {limits.max_model_len} tokens, got {length}.")
+        if not limits.chunked_prefill and length > limits.max_num_batched_tokens:
+            raise ValueError(
+                f"A prompt of {length} tokens exceeds max_num_batched_tokens={limits.max_num_batched_tokens} and chunked "
+                "prefill is off. Enable chunked prefill or raise max_num_batched_tokens."
+            )
+        request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence)
+        self._sequence += 1
+        self.requests[request.id] = request
+        self._enqueue(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
+        """End requests now; unknown ids are ignored. Tokens still in flight for them will be dropped."""
+        doomed = [r for r in (self.requests.get(i) for i in request_ids) if r is not None]
+        self._finish(doomed)
+        return [CoreOutput(request_id=r.id, new_token_ids=[], finish_reason="abort") for r in doomed]
+
+    def fail_all(self, error: str) -> list[CoreOutput]:
+        """End every request with an error and forget the steps in flight and the prefix cache: a step failed as a whole."""
+        doomed = list(self.requests.values())
+        self._in_flight.clear()
+        self._finish(doomed)
+        self.kv.pool.reset_cache()
+        return [CoreOutput(request_id=r.id, new_token_ids=[], finish_reason="error", error=error) for r in doomed]
+
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan one step, or None if nothing can be computed now (all done, or every next token depends on steps in flight)."""
+        draft = _Draft(self.limits.max_num_batched_tokens, [], [], [], [], [], [], [])
+        if self.limits.priority:
+            self._make_way_for_priority()
+        preempted = self._continue_running(draft)
+        if self._waiting and not preempted and draft.budget > 0:
+            self._admit_waiting(draft)
+        if not draft.requests:
+            return None
+        plan = StepPlan(
+            step_id=self._step_id,
+            freed=tuple(self._freed_slots),
+            new=tuple(draft.new),
+            blocks=tuple(draft.blocks),
+            copies=tuple(draft.copies),
+            slots=np.array([r.slot for r in draft.requests], dtype=np.int32),
+            num_tokens=np.array(draft.num_tokens, dtype=np.int32),
+            num_computed=np.array(draft.num_computed, dtype=np.int32),
+            sample=np.array(draft.sample, dtype=bool),
+        )
+        self._freed_slots.clear()
+        self._step_id += 1
+        self._in_flight.append((plan, draft.requests, self._clock()))
+        return plan
+
+    def _make_way_for_priority(self) -> None:
+        """Preempt running requests of lower priority while the first waiting one finds no slot or too few blocks."""
+        while self._waiting and self.running:
+            first, last = self._waiting[0], self.running[-1]
+            if first.num_pending or first.priority >= last.priority:
+                return
+            if self._free_slots and self.kv.can_admit(first, len(first.tokens), self._chunk, 0):
+                return
+            self._preempt(self.running.pop())
+
+    def _continue_running(self, draft: _Draft) -> bool:
+        """Give every running request its next tokens, preempting from the end when blocks run out. True if any was preempted."""
+        running, kv = self.running, self.kv
+        chunk = self._chunk
+        preempted = False
+        i = 0
+        while i < len(running) and draft.budget > 0:
+            request = running[i]
+            i += 1
+            pending = request.num_pending
+            total = len(request.tokens) + pending
+            start = request.num_computed
+            if pending and (total >= request.max_len or request.synchronous):
+                continue  # its last token, or one that Python must see first, is in flight
+            count = total - start
+            if count > 1:
+                count = min(count, chunk, draft.budget)
+            while (start + count > request.capacity or request.shares_tail) and not kv.grow(
+                request, start + count, draft.blocks, draft.copies
+            ):
+                preempted = True
+                victim = running.pop()
+                self._preempt(victim)
+                if victim is request:
+                    return True
+            self._take(draft, request, count)
+        return preempted
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """Start waiting requests in order while slots, blocks, budget and policies allow."""
+        skipped: list[Request] = []
+        chunk = self._chunk
+        while self._waiting and self._free_slots and draft.budget > 0:
+            request = self._waiting.popleft()
+            verdict = self._verdict(request)
+            if verdict is Verdict.SKIP:
+                skipped.append(request)
+                continue
+            if verdict is Verdict.STOP or not self._start(request):
+                self._waiting.appendleft(request)
+                break
+            remaining = len(request.tokens) - request.num_computed
+            count = min(remaining, chunk, draft.budget)
+            if count < remaining and not self.limits.chunked_prefill:
+                self.kv.free([request])
+                request.num_computed = 0
+                self._waiting.appendleft(request)
+                break
+            if not self.kv.grow(request, request.num_computed + count, [], draft.copies):
+                self.kv.free([request])
+                request.num_computed = 0
+                self._waiting.appendleft(request)
+                break
+            self._enter_slot(draft, request)
+            self._take(draft, request, count)
+        self._waiting.extendleft(reversed(skipped))
+
+    def _verdict(self, request: Request) -> Verdict:
+        if request.num_pending:
+            return Verdict.SKIP  # preempted with a token in flight: its tokens are not all known yet
+        if self._fork_parent_unready(request):
+            return Verdict.SKIP
+        if self._policies:
+            view = self._view()
+            for policy in self._policies:
+                verdict = policy.admit(request, view)
+                if verdict is not Verdict.ADMIT:
+                    return verdict
+        return Verdict.ADMIT
+
+    def _view(self) -> StepView:
+        prefilling = [r for r in self.running if r.num_computed < len(r.tokens)]
+        threshold = self.limits.chunk_threshold or self.limits.max_model_len
+        return StepView(
+            num_running=len(self.running),
+            num_prefilling=len(prefilling),
+            num_long_prefilling=sum(1 for r in prefilling if len(r.tokens) > threshold),
+            step_id=self._step_id,
+        )
+
+    def _fork_parent_unready(self, request: Request) -> bool:
+        parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
+        if parent is None or not request.reads_cache:
+            return False
+        return self._computed_before(parent) < self._fork_length(parent, request) and parent.num_preemptions == 0
+
+    def _fork_length(self, parent: Request, child: Request) -> int:
+        """Tokens of the parent's cache that the child can use: one is left to compute."""
+        return min(child.num_prompt_tokens, len(parent.tokens), len(child.tokens) - 1)
+
+    def _computed_before(self, request: Request) -> int:
+        """Tokens computed by plans before the one being made."""
+        return request.num_computed - (request.plan_tokens if request.plan_step == self._step_id else 0)
+
+    def _start(self, request: Request) -> bool:
+        """Attach what is cached or forked; False, changing nothing, if the whole prompt would not fit beside what runs."""
+        reserve = self._watermark if self.running else 0
+        parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
+        if parent is not None and request.reads_cache:
+            shared = self._fork_length(parent, request)
+            if (
+                shared <= self._computed_before(parent)
+                and self.kv.can_fork(parent, shared)
+                and parent.tokens[:shared] == request.tokens[:shared]
+            ):
+                rest = len(request.tokens) - shared + self.kv.block_size
+                if not self.kv.can_admit(request, rest, self._chunk, reserve):
+                    return False
+                self.kv.fork(parent, request, shared)
+                return True
+        cached = self.kv.attach_prefix(request)
+        self._stats.prefix_cache_queries += len(request.tokens) if request.reads_cache else 0
+        rest = len(request.tokens) - cached
+        if not self.kv.can_admit(request, rest, self._chunk, reserve):
+            self.kv.free([request])
+            request.num_computed = 0
+            self._stats.prefix_cache_queries -= len(request.tokens) if request.reads_cache else 0
+            return False
+        self._stats.prefix_cache_hits += cached
+        return True
+
+    def _enter_slot(self, draft: _Draft, request: Request) -> None:
+        request.slot = self._free_slots.pop()
+        request.status = Status.RUNNING
+        if request.first_scheduled_time == 0.0:
+            request.first_scheduled_time = self._clock()
+        if self.limits.priority:
+            insort(self.running, request, key=Request.order)
+        else:
+            self.running.append(request)
+        draft.new.append(
+            SlotInit(
+                request_id=request.id,
+                slot=request.slot,
+                token_ids=list(request.tokens),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed=request.num_computed,
+                block_ids=tuple(list(t) for t in request.tables),
+                params=request.params,
+                seed=request.seed,
+                stop_token_ids=tuple(request.stop_token_ids),
+                lora_id=request.lora_id,
+            )
+        )
+
+    def _take(self, draft: _Draft, request: Request, count: int) -> None:
+        """Put `count` tokens of a request into the plan; it samples if these are its last."""
+        start = request.num_computed
+        end = start + count
+        samples = end == len(request.tokens) + request.num_pending
+        request.num_computed = end
+        request.plan_step = self._step_id
+        request.plan_tokens = count
+        if samples:
+            request.num_pending += 1
+        if count > 1:
+            # Prompt chunks are findable at once, also by the next request of this plan: in every layer a mixed batch writes
+            # all its keys before any query reads. Blocks that single tokens complete are registered in apply().
+            self.kv.register_full_blocks(request, min(end, len(request.tokens)))
+        draft.requests.append(request)
+        draft.num_tokens.append(count)
+        draft.num_computed.append(start)
+        draft.sample.append(samples)
+        draft.budget -= count
+
+    def _preempt(self, request: Request) -> None:
+        """Take slot and blocks away; the request will compute its tokens again, prompt and output alike."""
+        self.kv.free([request])
+        self._release_slot(request)
+        request.status = Status.WAITING
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        self._enqueue(request, front=True)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[CoreOutput]:
+        """Take in the result of the oldest plan in flight. The only place where what the device found changes state."""
+        plan, requests, planned_at = self._in_flight.popleft()
+        if plan.step_id != result.step_id:
+            raise ValueError(f"Result of step {result.step_id} where step {plan.step_id} was due.")
+        outputs: list[CoreOutput] = []
+        finished: list[Request] = []
+        generated = 0
+        token_ids, logprobs, prompt_logprobs = result.token_ids, result.logprobs, result.prompt_logprobs
+        block_size = self.kv.block_size
+        for i, request in enumerate(requests):
+            if request.status is Status.FINISHED:
+                continue
+            if result.errors and i in result.errors:
+                finished.append(request)
+                outputs.append(
+                    CoreOutput(request_id=request.id, new_token_ids=[], finish_reason="error", error=result.errors[i])
+                )
+                continue
+            token = token_ids[i]
+            prompt_part = (
+                request.unseen_prompt_logprobs(int(plan.num_computed[i]), prompt_logprobs[i]) if i in prompt_logprobs else None
+            )
+            if token < 0:
+                if prompt_part:
+                    outputs.append(self._output(request, [], prompt_logprobs=prompt_part))
+                continue
+            request.num_pending -= 1
+            request.tokens.append(token)
+            generated += 1
+            computed = min(request.num_computed, len(request.tokens))
+            if computed // block_size > request.num_registered and request.status is Status.RUNNING:
+                self.kv.register_full_blocks(request, computed)
+            stop = check_stop(request, token)
+            output = self._output(
+                request,
+                [token],
+                logprobs=[logprobs[i]] if i in logprobs else None,
+                prompt_logprobs=prompt_part,
+            )
+            if stop is not None:
+                output.finish_reason, output.stop_reason = stop
+                finished.append(request)
+            outputs.append(output)
+        self._finish(finished)
+        self._observe(plan, generated, self._clock() - planned_at)
+        return outputs
+
+    def _output(self, request: Request, tokens: list[int], **kwargs: object) -> CoreOutput:
+        output = CoreOutput(request_id=request.id, new_token_ids=tokens, **kwargs)  # type: ignore[arg-type]
+        if not request.cached_reported:
+            request.cached_reported = True
+            output.num_cached_tokens = request.num_cached_tokens
+            output.first_scheduled_time = request.first_scheduled_time
+        output.num_preemptions = request.num_preemptions
+        return output
+
+    def _observe(self, plan: StepPlan, generated: int, seconds: float) -> None:
+        prompt_tokens = int(plan.num_tokens.sum()) - generated
+        if prompt_tokens > 0:
+            for policy in self._policies:
+                policy.observe(seconds)
+        self._stats.prompt_tokens = prompt_tokens
+        self._stats.generation_tokens = generated
+        self._stats.step_time_s = seconds
+
+    def _finish(self, requests: list[Request]) -> None:
+        """Free everything a request holds and forget it."""
+        if not requests:
+            return
+        for request in requests:
+            if request.status is Status.RUNNING:
+                self.running.remove(request)
+                self._release_slot(request)
+            elif request.status is Status.WAITING:
+                self._waiting.remove(request)
+            request.status = Status.FINISHED
+            del self.requests[request.id]
+        self.kv.free(requests)
+
+    def _release_slot(self, request: Request) -> None:
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
+
+    def _enqueue(self, request: Request, front: bool = False) -> None:
+        if self.limits.priority:
+            insort(self._waiting, request, key=Request.order)
+        elif front:
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> CoreStats:
+        """A snapshot; counters are cumulative, per-step figures are of the last applied step."""
+        stats = self._stats
+        stats.num_running = len(self.running)
+        stats.num_waiting = len(self._waiting)
+        stats.kv_blocks_free = self.kv.pool.num_free
+        return copy(stats)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; refused (False) while any request holds blocks."""
+        if self.running:
+            return False
+        self.kv.pool.reset_cache()
+        return True
+
+    def check_invariants(self) -> None:
+        """Raise RuntimeError unless every block is referenced exactly as often as tables name it and slots add up."""
+        counts = [0] * self.kv.pool.num_blocks
+        for request in self.requests.values():
+            for table in request.tables:
+                for block in table:
+                    counts[block] += 1
+        counts[0] = 0
+        if counts != self.kv.pool.ref_counts:
+            bad = [b for b, (want, got) in enumerate(zip(counts, self.kv.pool.ref_counts, strict=True)) if want != got]
+            raise RuntimeError(f"KV blocks {bad[:8]} are not referenced as often as block tables name them.")
+        free = self.kv.pool.free_blocks()
+        if len(free) != self.kv.pool.num_free or any(counts[b] for b in free) or len(set(free)) != len(free):
+            raise RuntimeError("The free queue of KV blocks does not match the reference counts.")
+        if len(free) + sum(1 for c in counts if c) != self.kv.pool.num_blocks - 1:
+            raise RuntimeError("KV blocks are lost: neither free nor referenced.")
+        held = sorted([r.slot for r in self.running] + self._free_slots)
+        if held != list(range(self.limits.max_num_seqs)):
+            raise RuntimeError(f"Slots do not add up: {held}.")
