@@ -1,0 +1,460 @@
+"""The one reader of Hugging Face configs: config.json to typed, checked values, without importing transformers.
+
+Files of a model folder come from strangers, so everything here is bounded and checked, and the gate that keeps model
+code from being imported (`refuse_model_code`) is here too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm.config.hf_defaults import CLASS_DEFAULTS, NO_SLIDING_WINDOW, WINDOW_ON_REQUEST
+from vllm.config.hf_rope import ROPE_KINDS, RopeSettings, parse_rope
+
+__all__ = ["ROPE_KINDS", "HFConfig", "RopeSettings", "read_json_object", "refuse_model_code"]
+
+MAX_JSON_BYTES = 16 * 2**20
+_MAX_LAYERS = 10_000
+_MAX_HEADS = 65_536
+_MAX_WIDTH = 2**24
+_MAX_VOCAB = 2**28
+_MAX_LENGTH = 2**31 - 1
+
+_MISSING = object()
+_NAMES = {  # our word -> the names that model families use for it
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "max_position_embeddings": (
+        "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
+        "model_max_length",
+    ),
+}  # fmt: skip
+
+HFOverrides = Mapping[str, Any] | Callable[[Any], Any]
+
+
+class _MissingFieldError(ValueError):
+    """A field is absent and has no default."""
+
+
+def read_json_object(file: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read `file`, which must be a JSON object of at most `max_bytes`. Raises ValueError that names the file."""
+    try:
+        size = file.stat().st_size
+        if size > max_bytes:
+            raise ValueError(f"{file} has {size} bytes, expected at most {max_bytes}. Is it the right file?")
+        document = json.loads(file.read_bytes()[: max_bytes + 1])
+    except FileNotFoundError:
+        raise ValueError(f"{file} does not exist. Expected a model folder in Hugging Face format.") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}.") from None
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{file} must hold a JSON object, but holds a {type(document).__name__}.")
+    return document
+
+
+def refuse_model_code(document: Any, source: Path | str, *, trust_remote_code: bool) -> None:
+    """Raise ValueError if `document` asks for a repository's Python code (`auto_map`, at any depth) without trust.
+
+    All that may import code from a model folder or the Hub calls this first, with the JSON it read from `source`.
+    """
+    if trust_remote_code:
+        return
+    pending = [document]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if value.get("auto_map"):
+                raise ValueError(
+                    f"{source} asks for Python code from the model's repository (`auto_map`), which is not run by "
+                    "default. If you trust the repository, pass `trust_remote_code` (--trust-remote-code); otherwise use "
+                    "a version of the model without `auto_map`."
+                )
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it; dictionaries are merged, anything else is replaced."""
+    merged = dict(base)
+    for name, value in changes.items():
+        old = merged.get(name)
+        merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """A model's config.json.
+
+    raw:    the file's fields, overrides applied. Treat it as read-only.
+    path:   the model folder.
+    """
+
+    raw: dict[str, Any]
+    path: Path = field(default_factory=Path)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        hf_overrides: HFOverrides | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        rope_theta: float | None = None,
+        trust_remote_code: bool = False,
+    ) -> HFConfig:
+        """Read `folder`/config.json, lay `hf_overrides`, `rope_scaling` and `rope_theta` over it, and check it.
+
+        A callable in `hf_overrides` gets transformers' own config object and returns it changed.
+        """
+        folder = Path(folder)
+        file = folder / "config.json"
+        if not file.exists() and (folder / "params.json").exists():
+            raise ValueError(
+                f"{folder} holds a model in Mistral's own format (params.json), which is not supported. "
+                "Use the version of the model in Hugging Face format, which has a config.json."
+            )
+        raw = read_json_object(file)
+        refuse_model_code(raw, file, trust_remote_code=trust_remote_code)
+        if callable(hf_overrides):
+            raw = _override_with_function(folder, hf_overrides, trust_remote_code)
+        elif hf_overrides:
+            raw = _merge(raw, hf_overrides)
+        if rope_scaling:
+            raw = _with_rope_scaling(raw, rope_scaling)
+        if rope_theta is not None:
+            raw = _with_rope_theta(raw, rope_theta)
+        refuse_model_code(raw, "hf_overrides", trust_remote_code=trust_remote_code)
+        return cls.from_dict(raw, folder)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], path: Path | None = None) -> HFConfig:
+        """A config from its fields, checked. Raises ValueError naming the file, the field and what was expected."""
+        config = cls(raw, path if path is not None else Path())
+        config._check()
+        return config
+
+    # ---- raw access -------------------------------------------------------------------------------------------------
+
+    def get(self, *names: str, default: Any = _MISSING) -> Any:
+        """The first of `names` that is present and not null; then Hugging Face's class default; then `default`.
+
+        A name that is present but null never falls back to the class default (null means "off" there).
+        Raises ValueError if there is nothing at all.
+        """
+        value = self._find(names)
+        if value is not _MISSING:
+            return value
+        if default is not _MISSING:
+            return default
+        wanted = " or ".join(f"`{name}`" for name in names)
+        raise _MissingFieldError(f"{self.file} has no field {wanted}, which a model of type {self.model_type!r} needs.")
+
+    def _find(self, names: tuple[str, ...]) -> Any:
+        explicit_null = False
+        for name in names:
+            for source in self._sources:
+                if source.get(name) is not None:
+                    return source[name]
+                explicit_null = explicit_null or name in source
+        if not explicit_null:
+            class_defaults = CLASS_DEFAULTS.get(self.model_type, {})
+            for name in names:
+                if name in class_defaults:
+                    return class_defaults[name]
+        return _MISSING
+
+    def get_int(self, *names: str, default: Any = _MISSING, minimum: int = 1, maximum: int = _MAX_LENGTH) -> Any:
+        """Like `get`, checked to be an integer in [minimum, maximum]. `default` may be anything, such as None."""
+        value = self._find(names)
+        if value is _MISSING:
+            return self.get(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self._wrong(names[0], value, f"an integer from {minimum} to {maximum}")
+        return value
+
+    def get_float(self, *names: str, default: Any = _MISSING, minimum: float = -1e300, maximum: float = 1e300) -> Any:
+        """Like `get`, checked to be a number in [minimum, maximum]. `default` may be anything, such as None."""
+        value = self._find(names)
+        if value is _MISSING:
+            return self.get(*names, default=default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not minimum <= value <= maximum:  # NaN compares false
+            raise self._wrong(names[0], value, f"a number from {minimum:g} to {maximum:g}")
+        return float(value)
+
+    def get_bool(self, *names: str, default: Any = _MISSING) -> Any:
+        """Like `get`, checked to be true or false. `default` may be anything, such as None."""
+        value = self._find(names)
+        if value is not _MISSING and not isinstance(value, bool):
+            raise self._wrong(names[0], value, "true or false")
+        return self.get(*names, default=default)
+
+    def get_str(self, *names: str, default: Any = _MISSING) -> Any:
+        """Like `get`, checked to be a string. `default` may be anything, such as None."""
+        value = self._find(names)
+        if value is not _MISSING and not isinstance(value, str):
+            raise self._wrong(names[0], value, "a string")
+        return self.get(*names, default=default)
+
+    def _wrong(self, name: str, value: Any, expected: str) -> ValueError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return ValueError(f"{self.file}: field `{name}` is {shown}, expected {expected}.")
+
+    @property
+    def file(self) -> Path:
+        return self.path / "config.json"
+
+    @cached_property
+    def _sources(self) -> tuple[dict[str, Any], ...]:
+        """Where fields are looked up: the file's own, then (multimodal models) those of its text model."""
+        text = self.raw.get("text_config")
+        return (self.raw, text) if isinstance(text, dict) else (self.raw,)
+
+    # ---- identity ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def model_type(self) -> str:
+        value = self.raw.get("model_type", "")
+        if not isinstance(value, str):
+            raise self._wrong("model_type", value, "a string")
+        return value
+
+    @cached_property
+    def architectures(self) -> tuple[str, ...]:
+        value = self.raw.get("architectures") or []
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self._wrong("architectures", value, "a list of strings")
+        return tuple(value)
+
+    @cached_property
+    def torch_dtype(self) -> str | None:
+        """The checkpoint's dtype by name ("float16", "bfloat16", "float32"), None if the file does not say."""
+        value = self.get("dtype", "torch_dtype", default=None)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self._wrong("torch_dtype", value, "a string")
+        return value.removeprefix("torch.")
+
+    @cached_property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """How the checkpoint is quantized, None if it is not."""
+        value = self.get("quantization_config", "compression_config", default=None)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong("quantization_config", value, "an object")
+        return value
+
+    @cached_property
+    def is_multimodal(self) -> bool:
+        return any(isinstance(self.raw.get(name), dict) for name in ("vision_config", "audio_config"))
+
+    @cached_property
+    def is_encoder_decoder(self) -> bool:
+        value: bool = self.get_bool("is_encoder_decoder", default=False)
+        return value
+
+    # ---- sizes ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def hidden_size(self) -> int:
+        value: int = self.get_int(*_NAMES["hidden_size"], maximum=_MAX_WIDTH)
+        return value
+
+    @cached_property
+    def num_layers(self) -> int:
+        value: int = self.get_int(*_NAMES["num_layers"], maximum=_MAX_LAYERS)
+        return value
+
+    @cached_property
+    def num_heads(self) -> int:
+        value: int = self.get_int(*_NAMES["num_heads"], maximum=_MAX_HEADS)
+        return value
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """Key/value heads; the number of attention heads if the file does not say."""
+        count: int | None = self.get_int(*_NAMES["num_kv_heads"], default=None, maximum=_MAX_HEADS)
+        return self.num_heads if count is None else count
+
+    @cached_property
+    def head_dim(self) -> int:
+        size: int | None = self.get_int("head_dim", default=None, maximum=_MAX_WIDTH)
+        return self.hidden_size // self.num_heads if size is None else size
+
+    @cached_property
+    def vocab_size(self) -> int:
+        value: int = self.get_int("vocab_size", maximum=_MAX_VOCAB)
+        return value
+
+    @cached_property
+    def max_position_embeddings(self) -> int | None:
+        """The longest sequence the model was made for, before rope scaling; None if the file does not say."""
+        value: int | None = self.get_int(*_NAMES["max_position_embeddings"], default=None)
+        return value
+
+    @cached_property
+    def tie_word_embeddings(self) -> bool:
+        value: bool = self.get_bool("tie_word_embeddings", default=True)
+        return value
+
+    # ---- attention --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def sliding_window(self) -> int | None:
+        """Tokens that a windowed layer sees (itself included); None if no layer has a window."""
+        if self.model_type in NO_SLIDING_WINDOW:
+            return None
+        if self.model_type in WINDOW_ON_REQUEST and not self.get_bool("use_sliding_window", default=False):
+            return None
+        window: int | None = self.get_int("sliding_window", "sliding_window_size", default=None)
+        return window
+
+    @cached_property
+    def layer_types(self) -> tuple[str, ...]:
+        """Per layer "full_attention" or "sliding_attention" (or another kind that the file names)."""
+        named = self.get("layer_types", default=None)
+        if named is not None:
+            if not isinstance(named, list) or not all(isinstance(kind, str) for kind in named):
+                raise self._wrong("layer_types", named, "a list of strings")
+            if len(named) != self.num_layers:
+                raise self._wrong("layer_types", named, f"one entry for each of the {self.num_layers} layers")
+            return tuple(named)
+        if self.sliding_window is None:
+            return ("full_attention",) * self.num_layers
+        return tuple(
+            "sliding_attention" if self._has_window(layer) else "full_attention" for layer in range(self.num_layers)
+        )
+
+    def _has_window(self, layer: int) -> bool:
+        if self.model_type == "gemma2":
+            return layer % 2 == 0
+        if self.model_type in WINDOW_ON_REQUEST:
+            first: int = self.get_int("max_window_layers", default=0, minimum=0)
+            return layer >= first
+        pattern: int | None = self.get_int("sliding_window_pattern", default=None)
+        return pattern is None or (layer + 1) % pattern != 0
+
+    @cached_property
+    def rope(self) -> RopeSettings:
+        """Rotary embedding of full-attention layers."""
+        return self.rope_for("full_attention")
+
+    def rope_for(self, layer_type: str) -> RopeSettings:
+        """Rotary embedding of the layers of one type (configs may give each type its own)."""
+        where = "rope_scaling" if self.get("rope_scaling", default=None) else "rope_parameters"
+        params = self.get(where, default={})
+        if isinstance(params, dict) and isinstance(params.get(layer_type), dict):
+            params, where = params[layer_type], f"{where}.{layer_type}"
+        theta = self.get_float("rope_theta", "rotary_emb_base", default=10000.0)
+        local_theta = self.get_float("rope_local_base_freq", default=None)
+        if layer_type == "sliding_attention" and local_theta is not None:
+            theta, params = local_theta, {}  # Gemma 3's windowed layers: their own base, no scaling
+        return parse_rope(
+            params,
+            where=where,
+            theta=theta,
+            partial_rotary_factor=self._partial_rotary_factor(),
+            original_max_position_embeddings=self.get_int("original_max_position_embeddings", default=None),
+            max_position_embeddings=self.max_position_embeddings,
+            model_type=self.model_type,
+            fail=self._wrong,
+        )
+
+    def _partial_rotary_factor(self) -> float:
+        factor: float | None = self.get_float(
+            "partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent", default=None
+        )
+        if factor is not None:
+            return factor
+        rotary_dim: int | None = self.get_int("rotary_dim", default=None)
+        return 1.0 if rotary_dim is None else rotary_dim / self.head_dim
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        value = self.get("eos_token_id", default=[])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise self._wrong("eos_token_id", value, "an integer or a list of integers")
+        return tuple(ids)
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Compute every value once, so that a hostile file fails here and not in the middle of loading."""
+        for name in ("model_type", "architectures", "torch_dtype", "quantization_config", "is_encoder_decoder",
+                     "hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "max_position_embeddings",
+                     "tie_word_embeddings", "sliding_window", "eos_token_ids"):  # fmt: skip
+            self._probe(name)
+        heads, kv_heads, hidden = self._probe("num_heads"), self._probe("num_kv_heads"), self._probe("hidden_size")
+        if heads and kv_heads and heads % kv_heads:
+            raise self._wrong(_NAMES["num_kv_heads"][0], kv_heads, f"a divisor of the {heads} attention heads")
+        if heads and hidden and self.get("head_dim", default=None) is None and hidden % heads:
+            raise self._wrong(_NAMES["num_heads"][0], heads, f"a divisor of the hidden size {hidden}")
+        for name in ("head_dim", "layer_types", "rope"):
+            self._probe(name)
+
+    def _probe(self, name: str) -> Any:
+        """The property `name`, or None if the file lacks a field for it (whoever needs the field says so then)."""
+        try:
+            return getattr(self, name)
+        except _MissingFieldError:
+            return None
+
+    # ---- transformers -----------------------------------------------------------------------------------------------
+
+    def to_transformers(self, *, trust_remote_code: bool = False) -> Any:
+        """transformers' own config object with the same fields (imports transformers)."""
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        refuse_model_code(self.raw, self.file, trust_remote_code=trust_remote_code)
+        if self.model_type in CONFIG_MAPPING:
+            return CONFIG_MAPPING[self.model_type].from_dict(dict(self.raw))
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def _override_with_function(folder: Path, function: Callable[[Any], Any], trust_remote_code: bool) -> dict[str, Any]:
+    """config.json after a user's function changed transformers' config object."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    changed = function(config)
+    if not hasattr(changed, "to_json_string"):
+        raise ValueError(
+            f"hf_overrides must return the config it was given, but returned a {type(changed).__name__}. "
+            "End the function with `return config`."
+        )
+    fields: dict[str, Any] = json.loads(changed.to_json_string(use_diff=False))
+    return fields
+
+
+def _with_rope_scaling(raw: dict[str, Any], rope_scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the scaling, in whichever spelling the file uses; theta and the partial factor stay."""
+    new = raw.get("rope_parameters")
+    if not isinstance(new, dict):
+        return {**raw, "rope_scaling": dict(rope_scaling)}
+    kept = {name: new[name] for name in ("rope_theta", "partial_rotary_factor") if name in new}
+    return {**raw, "rope_parameters": {**kept, **rope_scaling}}
+
+
+def _with_rope_theta(raw: dict[str, Any], rope_theta: float) -> dict[str, Any]:
+    new = raw.get("rope_parameters")
+    if isinstance(new, dict):
+        return {**raw, "rope_parameters": {**new, "rope_theta": rope_theta}}
+    return {**raw, "rope_theta": rope_theta}
