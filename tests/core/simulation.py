@@ -107,14 +107,18 @@ class FakeDevice:
             for group, table in zip(self.layout.groups, tables, strict=True):
                 first = 0 if group.window is None else start - group.window + 1
                 if position >= first:
-                    assert self.cache[table[position // size]][position % size] == state, "stale or foreign cache content"
+                    assert self.cache[table[position // size]][position % size] == state, (
+                        "stale or foreign cache content"
+                    )
         return state
 
 
 class Simulation:
     """Scheduler and fake device in a loop, with up to `depth` steps in flight."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, limits: SchedulerLimits, depth: int = 1, **kwargs: object) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, limits: SchedulerLimits, depth: int = 1, **kwargs: object
+    ) -> None:
         self.scheduler = Scheduler(limits, layout, num_blocks, **kwargs)  # type: ignore[arg-type]
         self.device = FakeDevice(layout, num_blocks)
         self.depth = depth

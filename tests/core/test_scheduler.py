@@ -83,7 +83,9 @@ def test_fork_of_a_longer_live_request_continues_from_its_prefix() -> None:
     tokens = prompt + sim.output["p"]
     sim.add("beam", tokens, 10, fork_of="p")
     plan = sim.scheduler.schedule()
-    assert plan is not None and dict(zip([n.request_id for n in plan.new], plan.num_tokens[-1:], strict=True)) == {"beam": 1}
+    assert plan is not None and dict(zip([n.request_id for n in plan.new], plan.num_tokens[-1:], strict=True)) == {
+        "beam": 1
+    }
     sim.device.submit(plan)
     sim.record(sim.scheduler.apply(sim.device.collect()))
     sim.run()

@@ -359,54 +359,53 @@ class Scheduler:
         outputs: list[CoreOutput] = []
         finished: list[Request] = []
         generated = 0
-        token_ids, logprobs, prompt_logprobs = result.token_ids, result.logprobs, result.prompt_logprobs
+        # This loop runs once per request and step: names are bound once, the common case touches no dictionary.
+        logprobs, prompt_logprobs, errors = result.logprobs, result.prompt_logprobs, result.errors
+        extras = bool(logprobs or prompt_logprobs or errors)
         block_size = self.kv.block_size
-        for i, request in enumerate(requests):
-            if request.status is Status.FINISHED:
+        finished_status, running_status = Status.FINISHED, Status.RUNNING
+        for i, (request, token) in enumerate(zip(requests, result.token_ids, strict=True)):
+            if request.status is finished_status:
                 continue
-            if result.errors and i in result.errors:
+            if extras and i in errors:
                 finished.append(request)
-                outputs.append(
-                    CoreOutput(request_id=request.id, new_token_ids=[], finish_reason="error", error=result.errors[i])
+                outputs.append(CoreOutput(request.id, [], finish_reason="error", error=errors[i]))
+                continue
+            if token < 0 and not (extras and i in prompt_logprobs):
+                continue  # a chunk of a prompt: nothing to tell
+            output = CoreOutput(request.id, [])
+            if extras and i in prompt_logprobs:
+                output.prompt_logprobs = (
+                    request.unseen_prompt_logprobs(int(plan.num_computed[i]), prompt_logprobs[i]) or None
                 )
-                continue
-            token = token_ids[i]
-            prompt_part = (
-                request.unseen_prompt_logprobs(int(plan.num_computed[i]), prompt_logprobs[i]) if i in prompt_logprobs else None
-            )
-            if token < 0:
-                if prompt_part:
-                    outputs.append(self._output(request, [], prompt_logprobs=prompt_part))
-                continue
-            request.num_pending -= 1
-            request.tokens.append(token)
-            generated += 1
-            computed = min(request.num_computed, len(request.tokens))
-            if computed // block_size > request.num_registered and request.status is Status.RUNNING:
-                self.kv.register_full_blocks(request, computed)
-            stop = check_stop(request, token)
-            output = self._output(
-                request,
-                [token],
-                logprobs=[logprobs[i]] if i in logprobs else None,
-                prompt_logprobs=prompt_part,
-            )
-            if stop is not None:
-                output.finish_reason, output.stop_reason = stop
-                finished.append(request)
+            if not request.cached_reported:
+                request.cached_reported = True
+                output.num_cached_tokens = request.num_cached_tokens
+                output.first_scheduled_time = request.first_scheduled_time
+            if request.num_preemptions:
+                output.num_preemptions = request.num_preemptions
             outputs.append(output)
+            if token < 0:
+                continue
+            tokens = request.tokens
+            request.num_pending -= 1
+            tokens.append(token)
+            generated += 1
+            length = len(tokens)
+            computed = request.num_computed if request.num_computed < length else length
+            if computed // block_size > request.num_registered and request.status is running_status:
+                self.kv.register_full_blocks(request, computed)
+            output.new_token_ids.append(token)
+            if extras and i in logprobs:
+                output.logprobs = [logprobs[i]]
+            if length >= request.max_len or token in request.stop_token_ids:
+                stop = check_stop(request, token)
+                if stop is not None:
+                    output.finish_reason, output.stop_reason = stop
+                    finished.append(request)
         self._finish(finished)
         self._observe(plan, generated, self._clock() - planned_at)
         return outputs
-
-    def _output(self, request: Request, tokens: list[int], **kwargs: object) -> CoreOutput:
-        output = CoreOutput(request_id=request.id, new_token_ids=tokens, **kwargs)  # type: ignore[arg-type]
-        if not request.cached_reported:
-            request.cached_reported = True
-            output.num_cached_tokens = request.num_cached_tokens
-            output.first_scheduled_time = request.first_scheduled_time
-        output.num_preemptions = request.num_preemptions
-        return output
 
     def _observe(self, plan: StepPlan, generated: int, seconds: float) -> None:
         prompt_tokens = int(plan.num_tokens.sum()) - generated
