@@ -24,16 +24,26 @@ class AttentionParams:
     v_scale: float = 1.0
 
 
+def to_cache_dtype(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale in the cache's dtype; float8 saturates at its largest finite value, because it has no infinity to warn with."""
+    if not dtype.is_floating_point or dtype.itemsize > 1:
+        return x.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+
+
 @op
-def write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store keys and values of the step's tokens.
+def write_kv(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """Store keys and values of the step's tokens; the scales matter to a float8 cache only.
 
     k, v: [tokens, kv_heads, head_dim]; kv_cache: [2, blocks, kv_heads, block_size, head_dim]; slot_mapping: [tokens] int64.
     """
     block_size = kv_cache.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[0][block, :, offset] = k.to(kv_cache.dtype)
-    kv_cache[1][block, :, offset] = v.to(kv_cache.dtype)
+    kv_cache[0][block, :, offset] = to_cache_dtype(k, k_scale, kv_cache.dtype)
+    kv_cache[1][block, :, offset] = to_cache_dtype(v, v_scale, kv_cache.dtype)
 
 
 @op

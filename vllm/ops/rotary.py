@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from vllm.ops.attention import write_kv
+from vllm.ops.norm import rms_norm
 from vllm.ops.registry import op
 
 
@@ -25,17 +28,39 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> 
     return torch.cat((rot.to(x.dtype), rest), -1)
 
 
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """RMS norm of each query and key head before its rotation. q_weight, k_weight: [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
 @op
 def rotate_and_write_kv(
-    qkv: Tensor, heads: int, positions: Tensor, cos_sin: Tensor, interleaved: bool, kv_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    heads: int,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    qk_norm: QKNorm | None = None,
 ) -> Tensor:
-    """Rotate queries and keys, store keys and values, return the rotated queries.
+    """Normalise (if asked) and rotate queries and keys, store keys and values, return the rotated queries.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], as the fused projection gives it -> q: [tokens, heads, head_dim].
     """
     kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+    if qk_norm is not None:
+        q = rms_norm.reference(q, qk_norm.q_weight, qk_norm.eps, qk_norm.offset)
+        k = rms_norm.reference(k, qk_norm.k_weight, qk_norm.eps, qk_norm.offset)
     q = rotate.reference(q, positions, cos_sin, interleaved)
     k = rotate.reference(k, positions, cos_sin, interleaved)
-    write_kv.reference(k, v, kv_cache, slot_mapping)
+    write_kv.reference(k, v, kv_cache, slot_mapping, k_scale, v_scale)
     return q

@@ -1,0 +1,109 @@
+"""Paged attention kernels against the torch reference."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.triton.batches import make_batch
+from vllm.ops import attention as ops
+from vllm.ops.triton import attention as kernels
+
+
+def check(batch, params, tolerance=2e-3):
+    got = kernels.attend(batch.q, batch.cache, params, batch.step, batch.group)
+    want = ops.attend.reference(batch.q, batch.cache, params, batch.step, batch.group)
+    assert not torch.isnan(got).any()
+    assert (got.float() - want.float()).norm() / want.float().norm() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([1, 1, 1], [1, 17, 70]),  # decode
+        ([33, 5], [33, 5]),  # fresh prompts
+        ([1, 40, 1, 19], [65, 90, 3, 19]),  # a chunk behind a cached prefix among decodes
+    ],
+)
+def test_mixed_batches_match_the_reference(query_lens, seq_lens, dtype):
+    batch = make_batch(query_lens, seq_lens, heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=dtype)
+    check(batch, ops.AttentionParams(scale=0.25))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (7, 1), (6, 2), (20, 1)])
+def test_every_grouping_of_heads(heads, kv_heads):
+    batch = make_batch([1, 22, 2], [40, 30, 2], heads=heads, kv_heads=kv_heads, head_dim=16, block_size=8)
+    check(batch, ops.AttentionParams(scale=0.3))
+
+
+@pytest.mark.parametrize("head_dim", [24, 80, 256])
+def test_odd_and_large_head_sizes(head_dim):
+    batch = make_batch([1, 9], [35, 20], heads=2, kv_heads=1, head_dim=head_dim, block_size=32)
+    check(batch, ops.AttentionParams(scale=head_dim**-0.5))
+
+
+@pytest.mark.parametrize("window", [1, 7, 32])
+def test_sliding_window_never_reads_behind_itself(window):
+    batch = make_batch([1, 30, 3], [50, 80, 3], heads=4, kv_heads=2, head_dim=16, block_size=8, window=window)
+    check(batch, ops.AttentionParams(scale=0.25, window=window))
+
+
+def test_softcap_and_alibi():
+    batch = make_batch([1, 21], [33, 40], heads=4, kv_heads=2, head_dim=16, block_size=8)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    check(batch, ops.AttentionParams(scale=0.25, softcap=3.0))
+    check(batch, ops.AttentionParams(scale=0.25, alibi_slopes=slopes))
+    check(batch, ops.AttentionParams(scale=0.25, alibi_slopes=slopes, softcap=5.0, window=9))
+
+
+def test_keys_of_one_query_are_split_over_programs():
+    batch = make_batch([1, 1], [300, 129], heads=2, kv_heads=1, head_dim=16, block_size=16)
+    assert kernels.choose_splits(2, 300, None) == 4
+    check(batch, ops.AttentionParams(scale=0.25))
+    check(batch, ops.AttentionParams(scale=0.25, window=200))
+
+
+def test_queries_may_be_a_view_of_the_fused_projection():
+    batch = make_batch([1, 12], [20, 12], heads=4, kv_heads=2, head_dim=16, block_size=8)
+    fused = torch.randn(13, 8, 16)
+    fused[:, :4] = batch.q
+    got = kernels.attend(fused[:, :4], batch.cache, ops.AttentionParams(scale=0.25), batch.step, batch.group)
+    want = kernels.attend(batch.q, batch.cache, ops.AttentionParams(scale=0.25), batch.step, batch.group)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_cache_saturates_and_is_scaled_back(dtype):
+    batch = make_batch([1, 6], [30, 6], heads=4, kv_heads=2, head_dim=16, block_size=8)
+    cache = torch.zeros(batch.cache.shape, dtype=dtype)
+    tokens = int(batch.step.host_query_starts[-1])
+    k, v = torch.randn(tokens, 2, 16) * 3, torch.randn(tokens, 2, 16) * 3
+    k[0, 0, 0] = 1e6
+    kernels.write_kv(k, v, cache, batch.group.slot_mapping, k_scale=0.02, v_scale=0.5)
+    slot = batch.group.slot_mapping
+    stored = cache.float()[:, slot // 8, :, slot % 8]
+    limit = torch.finfo(dtype).max
+    assert stored[0, 0, 0, 0] == limit
+    for got, value, scale in ((stored[0], k, 0.02), (stored[1], v, 0.5)):
+        assert torch.equal(got, (value / scale).clamp(-limit, limit).to(dtype).float())
+    params = ops.AttentionParams(scale=0.25, k_scale=0.02, v_scale=0.5)
+    batch.cache = cache
+    check(batch, params)
+
+
+def test_write_kv_touches_only_its_slots():
+    cache = torch.full((2, 5, 2, 8, 24), 7.0)
+    k, v = torch.randn(3, 2, 24), torch.randn(3, 4, 24)[:, 1:3]
+    want = cache.clone()
+    slots = torch.tensor([9, 39, 16])
+    ops.write_kv.reference(k, v, want, slots)
+    kernels.write_kv(k, v, cache, slots)
+    assert torch.equal(cache, want)
+
+
+def test_splits_grow_with_idle_processors_and_stop_at_short_shares():
+    assert kernels.choose_splits(2048, 100_000, None) == 1
+    assert kernels.choose_splits(8, 100_000, None) == 64
+    assert kernels.choose_splits(8, 100, None) == 1
+    assert kernels.choose_splits(8, 100_000, 128) == 2
+    assert all(np.log2(kernels.choose_splits(p, n, None)).is_integer() for p in (1, 3, 500) for n in (1, 700, 9000))

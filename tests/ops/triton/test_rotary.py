@@ -1,0 +1,49 @@
+"""Rotation fused with norm and cache write against the torch reference."""
+
+import pytest
+import torch
+
+from vllm.ops import rotary as ops
+from vllm.ops.triton import rotary as kernels
+
+
+def table(rotary_dim, positions=64):
+    angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(rotary_dim // 2) / (rotary_dim / 2))
+    return torch.cat([angle.cos(), angle.sin()], -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (24, 12), (80, 32)])
+def test_rotation_matches_the_reference(head_dim, rotary_dim, interleaved):
+    x, positions = torch.randn(5, 3, head_dim), torch.randint(0, 64, (5,))
+    want = ops.rotate.reference(x.clone(), positions, table(rotary_dim), interleaved)
+    torch.testing.assert_close(kernels.rotate(x, positions, table(rotary_dim), interleaved), want)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (24, 12), (40, 40)])
+def test_rotate_and_write_matches_the_reference(head_dim, rotary_dim, norm, interleaved):
+    heads, kv_heads, block = 6, 3, 8
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * head_dim)
+    positions, slots = torch.randint(0, 64, (5,)), torch.tensor([9, 8, 33, 20, 16])
+    weights = ops.QKNorm(torch.randn(head_dim), torch.randn(head_dim), 1e-5, 1.0) if norm else None
+    caches = [torch.full((2, 5, kv_heads, block, head_dim), 3.0) for _ in range(2)]
+    q = [
+        f(qkv.clone(), heads, positions, table(rotary_dim), interleaved, cache, slots, qk_norm=weights)
+        for f, cache in zip((kernels.rotate_and_write_kv, ops.rotate_and_write_kv.reference), caches, strict=True)
+    ]
+    torch.testing.assert_close(q[0], q[1])
+    torch.testing.assert_close(caches[0], caches[1])
+
+
+def test_float8_cache_is_scaled_and_saturates():
+    qkv = torch.randn(4, 4 * 16) * 40
+    positions, slots = torch.arange(4), torch.arange(8, 12)
+    cache = torch.zeros(2, 3, 1, 8, 16, dtype=torch.float8_e4m3fn)
+    kernels.rotate_and_write_kv(qkv.clone(), 2, positions, table(16), False, cache, slots, 0.1, 0.2)
+    rotated = ops.rotate.reference(qkv.view(4, 4, 16), positions, table(16), False)
+    want = (rotated[:, 2] / 0.1).clamp(-448, 448)
+    torch.testing.assert_close(cache[0, 1, 0, :4].float(), want, rtol=0.07, atol=0.01)
+    want = (qkv.view(4, 4, 16)[:, 3] / 0.2).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(cache[1, 1, 0, :4].float(), want)

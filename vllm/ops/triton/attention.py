@@ -1,0 +1,339 @@
+"""Triton kernels of paged attention: prefill tiles and split-KV decode over block tables, in one family.
+
+A tile holds the rows of one KV head: `BQ` tokens times the `GROUP` query heads that read it. Long queries are cut into
+tiles of many tokens; queries of a token or two get the small tile, and their keys are split over several programs when
+the batch alone does not fill the device. Both walk the keys through the block table with an online softmax in base 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.ops import attention as ops
+from vllm.ops.attention import AttentionParams
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+_LOG2E = math.log2(math.e)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@triton.jit
+def _walk(
+    m, l, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, hi, first, last,
+    qk_scale, cap, stride_block,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys [lo, hi) (lo is a multiple of TILE); keys outside [first, last) are not read when MASKED."""
+    d = tl.arange(0, DP)
+    for start in tl.range(lo, hi, TILE, num_stages=STAGES):
+        k_pos = start + tl.arange(0, TILE)
+        if MASKED:
+            live = (k_pos >= first) & (k_pos < last)
+            block = tl.load(table + k_pos // BS, mask=live, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + k_pos // BS).to(tl.int64)
+        base = block * stride_block + kv_head * (BS * D) + (k_pos % BS) * D
+        if MASKED:
+            # stale memory may hold NaN, and 0 * NaN is NaN: what is not live must be loaded as zero
+            k = tl.load(cache + base[None, :] + d[:, None], mask=live[None, :] & (d[:, None] < D), other=0.0)
+            v = tl.load(cache + v_offset + base[:, None] + d[None, :], mask=live[:, None] & (d[None, :] < D), other=0.0)
+        elif D == DP:
+            k = tl.load(cache + base[None, :] + d[:, None])
+            v = tl.load(cache + v_offset + base[:, None] + d[None, :])
+        else:
+            k = tl.load(cache + base[None, :] + d[:, None], mask=d[:, None] < D, other=0.0)
+            v = tl.load(cache + v_offset + base[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+        s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if SOFTCAP:
+            # cap * tanh(s / cap) with tanh(x) = 2 * sigmoid(2 x) - 1; qk_scale carries no log2(e) here
+            s = cap * (2.0 * tl.sigmoid(2.0 * s * qk_scale / cap) - 1.0) * 1.4426950408889634
+        else:
+            s = s * qk_scale
+        if ALIBI:
+            s += slope[:, None] * (k_pos[None, :] - q_pos[:, None]).to(tl.float32)
+        if MASKED:
+            seen = live[None, :] & (k_pos[None, :] <= q_pos[:, None])
+            if WINDOW > 0:
+                seen = seen & (q_pos[:, None] - k_pos[None, :] < WINDOW)
+            s = tl.where(seen, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    return m, l, acc
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
+    requests, qk_scale, cap, v_scale, v_offset, stride_block, stride_table, stride_q, stride_qh, stride_o,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
+    BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SMALL: tl.constexpr,
+    MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens. Else: grid (tiles, kv_heads), those of MIN_QUERY or more."""
+    if SMALL:
+        kv_head = tl.program_id(0)
+        split = tl.program_id(1)
+        r = tl.program_id(2)
+        tile_token = 0
+    else:
+        # heavy tiles (late in their sequence) first; request r's tiles begin at starts[r] // BQ + r, an upper bound
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        kv_head = tl.program_id(1)
+        split = 0
+        left = 0
+        right = requests
+        while left < right:
+            mid = (left + right) // 2
+            if tl.load(starts_ptr + mid) // BQ + mid <= tile:
+                left = mid + 1
+            else:
+                right = mid
+        r = left - 1
+        tile_token = (tile - tl.load(starts_ptr + r) // BQ - r) * BQ
+    start = tl.load(starts_ptr + r)
+    query_len = tl.load(starts_ptr + r + 1) - start
+    seq_len = tl.load(lens_ptr + r)
+    if tile_token >= query_len:
+        return
+    if SMALL:
+        if query_len > BQ:
+            return
+    elif query_len < MIN_QUERY:
+        return
+
+    row = tl.arange(0, BM)
+    token = tile_token + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    ok = (row < BQ * GROUP) & (token < query_len)
+    q_pos = seq_len - query_len + tl.where(ok, token, tile_token)
+    d = tl.arange(0, DP)
+    q_at = (start + token).to(tl.int64) * stride_q + head * stride_qh
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
+    slope = tl.zeros([BM], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=ok, other=0.0) * 1.4426950408889634
+
+    first_pos = seq_len - query_len + tile_token
+    last = tl.minimum(first_pos + BQ, seq_len)  # one past the last key that any row sees
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(first_pos - WINDOW + 1, 0)
+    lo = first // TILE * TILE
+    hi = last
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(last - lo, SPLITS), TILE) * TILE
+        lo += split * share
+        hi = tl.minimum(lo + share, last)
+
+    m = tl.full([BM], -1.0e30, tl.float32)  # finite, so that a row without a visible key stays free of NaN
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    table = table_ptr + r.to(tl.int64) * stride_table
+    if WINDOW > 0:
+        bare = lo  # every tile is masked
+    else:
+        bare = lo + tl.maximum(tl.minimum(hi, first_pos + 1) - lo, 0) // TILE * TILE
+    m, l, acc = _walk(
+        m, l, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, bare, first, last, qk_scale, cap, stride_block,
+        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, False, STAGES, PRECISION,
+    )  # fmt: skip
+    m, l, acc = _walk(
+        m, l, acc, q, q_pos, slope, cache, v_offset, table, kv_head, bare, hi, first, last, qk_scale, cap, stride_block,
+        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION,
+    )  # fmt: skip
+
+    keep = ok[:, None] & (d[None, :] < D)
+    if SPLITS > 1:
+        part = ((r * BQ + token) * (KV_HEADS * GROUP) + head) * SPLITS + split
+        tl.store(part_ptr + part[:, None].to(tl.int64) * D + d[None, :], acc, mask=keep)
+        tl.store(lse_ptr + part * 2, m, mask=ok)
+        tl.store(lse_ptr + part * 2 + 1, l, mask=ok)
+    else:
+        out = acc / tl.maximum(l, 1.0e-30)[:, None] * v_scale
+        at = (start + token).to(tl.int64) * stride_o + head * D
+        tl.store(out_ptr + at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _combine_kernel(
+    part_ptr, lse_ptr, starts_ptr, out_ptr, v_scale, stride_o,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests * BQ, heads): merge the splits of one row, each weighted by its share of the softmax."""
+    r = tl.program_id(0) // BQ
+    token = tl.program_id(0) % BQ
+    head = tl.program_id(1)
+    start = tl.load(starts_ptr + r)
+    query_len = tl.load(starts_ptr + r + 1) - start
+    if (token >= query_len) | (query_len > BQ):
+        return
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, DP)
+    part = ((r * BQ + token) * HEADS + head) * SPLITS + s
+    m = tl.load(lse_ptr + part * 2)
+    l = tl.load(lse_ptr + part * 2 + 1)
+    acc = tl.load(part_ptr + part[:, None].to(tl.int64) * D + d[None, :], mask=d[None, :] < D, other=0.0)
+    w = tl.exp2(m - tl.max(m, 0))
+    out = tl.sum(acc * w[:, None], 0) / tl.maximum(tl.sum(l * w, 0), 1.0e-30) * v_scale
+    at = (start + token).to(tl.int64) * stride_o + head * D
+    tl.store(out_ptr + at + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs) -> Tensor:
+    """`vllm.ops.attention.attend` for CUDA: short queries through the small tile, long ones through the big one."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.shape[0] == 0:
+        return out
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    heads_per_kv = q.shape[1] // kv_cache.shape[2]
+    short = _short_query(heads_per_kv)
+    if step.max_query_len > short:
+        _launch_long(q, kv_cache, params, step, group, out, short)
+        lengths = step.host_query_starts[1:] - step.host_query_starts[:-1]
+        if not (lengths <= short).any():
+            return out
+    _launch_short(q, kv_cache, params, step, group, out, short)
+    return out
+
+
+def _short_query(heads_per_kv: int) -> int:
+    """The longest query, in tokens, that the small tile of 16 rows takes."""
+    return max(1, 16 // heads_per_kv)
+
+
+def _common(q: Tensor, kv_cache: Tensor, params: AttentionParams) -> dict:
+    head_dim = q.shape[2]
+    return {
+        "KV_HEADS": kv_cache.shape[2],
+        "GROUP": q.shape[1] // kv_cache.shape[2],
+        "D": head_dim,
+        "DP": max(16, triton.next_power_of_2(head_dim)),
+        "BS": kv_cache.shape[3],
+        "WINDOW": params.window or 0,
+        "SOFTCAP": params.softcap is not None,
+        "ALIBI": params.alibi_slopes is not None,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _arguments(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs) -> tuple:
+    """The kernel's arguments between the tensors it writes and its constants."""
+    scale = params.scale * params.k_scale * (1.0 if params.softcap is not None else _LOG2E)
+    return (
+        step.seq_lens.shape[0], scale, params.softcap or 0.0, params.v_scale, kv_cache.stride(0), kv_cache.stride(1),
+        group.block_table.stride(0), q.stride(0), q.stride(1), q.shape[1] * q.shape[2],
+    )  # fmt: skip
+
+
+def _launch_long(
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, out: Tensor, short: int
+) -> None:
+    const = _common(q, kv_cache, params)
+    wide = const["DP"] > 128 or q.dtype == torch.float32
+    rows = 64 if wide else 128
+    rows = max(rows, triton.next_power_of_2(const["GROUP"]))
+    tokens_per_tile = rows // const["GROUP"]
+    tiles = q.shape[0] // tokens_per_tile + step.seq_lens.shape[0]
+    slopes = params.alibi_slopes if params.alibi_slopes is not None else out
+    _attend_kernel[(tiles, const["KV_HEADS"])](
+        q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, out, out,
+        *_arguments(q, kv_cache, params, step, group),
+        BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLITS=1, SMALL=False, MIN_QUERY=short + 1,
+        STAGES=2, num_warps=4, **const,
+    )  # fmt: skip
+
+
+def _launch_short(
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, out: Tensor, short: int
+) -> None:
+    const = _common(q, kv_cache, params)
+    heads, head_dim, requests = q.shape[1], q.shape[2], step.seq_lens.shape[0]
+    rows = max(16, triton.next_power_of_2(const["GROUP"]))
+    splits = choose_splits(requests * const["KV_HEADS"], step.max_seq_len, params.window)
+    if splits > 1:
+        part = torch.empty((requests * short, heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((requests * short, heads, splits, 2), dtype=torch.float32, device=q.device)
+    else:
+        part = lse = out
+    slopes = params.alibi_slopes if params.alibi_slopes is not None else out
+    wide = const["DP"] > 128 or q.dtype == torch.float32 or rows > 32
+    _attend_kernel[(const["KV_HEADS"], splits, requests)](
+        q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, part, lse,
+        *_arguments(q, kv_cache, params, step, group),
+        BM=rows, BQ=short, TILE=32, SPLITS=splits, SMALL=True, MIN_QUERY=1,
+        STAGES=2, num_warps=4 if wide else 1, **const,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(requests * short, heads)](
+            part, lse, step.query_starts, out, params.v_scale, heads * head_dim,
+            HEADS=heads, D=head_dim, DP=const["DP"], BQ=short, SPLITS=splits, num_warps=1 if splits <= 8 else 4,
+        )  # fmt: skip
+
+
+def choose_splits(programs: int, max_seq_len: int, window: int | None) -> int:
+    """A power of two: enough programs for the device, and no split shorter than 64 keys."""
+    keys = max_seq_len if window is None else min(max_seq_len, window)
+    wanted = -(-1024 // max(programs, 1))
+    splits = 1
+    while splits < wanted and splits < 64 and splits * 2 * 64 <= keys:
+        splits *= 2
+    return splits
+
+
+@triton.jit
+def _write_kernel(
+    k_ptr, v_ptr, cache, slots_ptr, inv_k_scale, inv_v_scale, v_offset, stride_block, stride_k, stride_kh, stride_v, stride_vh,
+    KV_HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,): store one token's keys and values. LIMIT > 0: the largest magnitude of an fp8 cache."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    h = tl.arange(0, HP)[:, None]
+    d = tl.arange(0, DP)[None, :]
+    keep = (h < KV_HEADS) & (d < D)
+    k = tl.load(k_ptr + token * stride_k + h * stride_kh + d, mask=keep, other=0.0)
+    v = tl.load(v_ptr + token * stride_v + h * stride_vh + d, mask=keep, other=0.0)
+    if LIMIT > 0:
+        k = tl.minimum(tl.maximum(k.to(tl.float32) * inv_k_scale, -LIMIT), LIMIT)
+        v = tl.minimum(tl.maximum(v.to(tl.float32) * inv_v_scale, -LIMIT), LIMIT)
+    at = (slot // BS) * stride_block + h * (BS * D) + (slot % BS) * D + d
+    tl.store(cache + at, k.to(cache.dtype.element_ty), mask=keep)
+    tl.store(cache + v_offset + at, v.to(cache.dtype.element_ty), mask=keep)
+
+
+def fp8_limit(dtype: torch.dtype) -> float:
+    """The largest finite magnitude if `dtype` is a float8 format, else 0."""
+    return torch.finfo(dtype).max if dtype in _FP8 else 0.0
+
+
+def write_kv(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """`vllm.ops.attention.write_kv` for CUDA."""
+    if k.shape[0] == 0:
+        return
+    _, _, kv_heads, block_size, head_dim = kv_cache.shape
+    _write_kernel[(k.shape[0],)](
+        k, v, kv_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale, kv_cache.stride(0), kv_cache.stride(1),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        KV_HEADS=kv_heads, HP=triton.next_power_of_2(kv_heads), D=head_dim, DP=triton.next_power_of_2(head_dim),
+        BS=block_size, LIMIT=fp8_limit(kv_cache.dtype), num_warps=4,
+    )  # fmt: skip
+
+
+def register() -> None:
+    ops.attend.register("cuda", attend)
+    ops.write_kv.register("cuda", write_kv)
