@@ -1,0 +1,70 @@
+"""The exceptions that callers may catch. A wrong value is a `ValueError` too, as in older versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class VLLMError(Exception):
+    """Base of all errors that are raised on purpose."""
+
+
+class VLLMClientError(VLLMError):
+    """The request is at fault; sending it again unchanged fails again."""
+
+
+class VLLMServerError(VLLMError):
+    """The engine is at fault; the request was acceptable."""
+
+
+class VLLMValidationError(VLLMClientError, ValueError):
+    """A value is out of its range or of the wrong kind.
+
+    `parameter` names the field at fault and `value` is what was given, so that a server can report them.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class VLLMNotFoundError(VLLMClientError):
+    """Something that the request names does not exist (a model, an adapter)."""
+
+
+class VLLMUnprocessableEntityError(VLLMClientError):
+    """The request is well formed, but cannot be processed."""
+
+
+class LoRAAdapterNotFoundError(VLLMNotFoundError):
+    """The LoRA adapter that a request names is not loaded and not in its folder."""
+
+    def __init__(self, lora_name: str, lora_path: str) -> None:
+        super().__init__(f"Loading lora {lora_name} failed: No adapter found for {lora_path}")
+        self.lora_name = lora_name
+        self.lora_path = lora_path
+
+
+class GenerationError(VLLMServerError):
+    """The engine failed while it generated; the request alone is lost."""
+
+
+class RetryableRequestError(VLLMServerError):
+    """The request was not processed and may be sent again."""
+
+
+class GracefulHTTPError(VLLMError):
+    """An error with its own HTTP status, to be sent as it is."""
+
+    def __init__(self, message: str, status_code: int) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+
+class QueueOverflowError(RetryableRequestError):
+    """The waiting queue is full."""
+
+
+class MaxQueuedTokensError(QueueOverflowError):
+    """The tokens of all waiting requests exceed the limit."""

@@ -1,0 +1,50 @@
+"""Public names of prompts and input hooks."""
+
+from vllm.inputs.data import (
+    DecoderOnlyInputs,
+    EmbedsPrompt,
+    EncoderDecoderInputs,
+    EncoderDecoderLLMInputs,
+    ExplicitEncoderDecoderPrompt,
+    LLMInputs,
+    MultiModalDataDict,
+    PromptInputs,
+    PromptType,
+    SingletonPrompt,
+    TextPrompt,
+    TokensPrompt,
+    build_explicit_enc_dec_prompt,
+    is_explicit_encoder_decoder_prompt,
+    to_enc_dec_tuple_list,
+    token_inputs,
+    zip_enc_dec_prompts,
+)
+from vllm.inputs.parse import parse_and_batch_prompt, parse_singleton_prompt
+from vllm.inputs.registry import INPUT_REGISTRY, DummyDataFactory, InputContext, InputProcessor, InputRegistry
+
+__all__ = [
+    "INPUT_REGISTRY",
+    "DecoderOnlyInputs",
+    "DummyDataFactory",
+    "EmbedsPrompt",
+    "EncoderDecoderInputs",
+    "EncoderDecoderLLMInputs",
+    "ExplicitEncoderDecoderPrompt",
+    "InputContext",
+    "InputProcessor",
+    "InputRegistry",
+    "LLMInputs",
+    "MultiModalDataDict",
+    "PromptInputs",
+    "PromptType",
+    "SingletonPrompt",
+    "TextPrompt",
+    "TokensPrompt",
+    "build_explicit_enc_dec_prompt",
+    "is_explicit_encoder_decoder_prompt",
+    "parse_and_batch_prompt",
+    "parse_singleton_prompt",
+    "to_enc_dec_tuple_list",
+    "token_inputs",
+    "zip_enc_dec_prompts",
+]

@@ -1,0 +1,1 @@
+"""Prompt adapters (soft prompts)."""

@@ -1,0 +1,41 @@
+"""Log probabilities of tokens and the times of a request, as users receive them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+
+@dataclass
+class Logprob:
+    """The log probability of one token at one position.
+
+    `rank` counts from 1 (most likely). `decoded_token` is None when detokenization is off.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One dictionary per prompt position (None for the first): token id -> Logprob, the prompt's own token first.
+PromptLogprobs = list[Optional[dict[int, Logprob]]]  # noqa: UP045 (evaluated at run time on Python 3.10)
+
+# One dictionary per generated token: token id -> Logprob, the sampled token first.
+SampleLogprobs = list[dict[int, Logprob]]
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to a request: points in time in seconds since the epoch, durations in seconds."""
+
+    arrival_time: float
+    last_token_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    time_in_queue: float | None
+    finished_time: float | None = None
+    scheduler_time: float | None = None
+    model_forward_time: float | None = None
+    model_execute_time: float | None = None
+    spec_token_acceptance_counts: list[int] | None = None

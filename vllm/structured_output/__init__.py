@@ -1,0 +1,1 @@
+"""Structured output: the types that ask for it."""
