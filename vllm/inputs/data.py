@@ -49,7 +49,7 @@ class EmbedsPrompt(TypedDict):
 
 
 # One prompt of one model part (encoder or decoder).
-SingletonPrompt = Union[str, TextPrompt, TokensPrompt, EmbedsPrompt]  # noqa: UP007 (TypedDict | str needs 3.11)
+SingletonPrompt = Union[str, TextPrompt, TokensPrompt, EmbedsPrompt]  # noqa: UP007 (a value, made on Python 3.10 too)
 
 _Encoder = TypeVar("_Encoder")
 _Decoder = TypeVar("_Decoder")
