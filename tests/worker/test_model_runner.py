@@ -1,0 +1,187 @@
+"""The runner against a dense computation of the same model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.toy import BLOCK, VOCAB, Driver, Toy
+from vllm.core.plan import BlockCopy, PlanExtras
+from vllm.worker import slot_table
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, VOCAB, random.integers(1, 40)).tolist() for _ in range(count)]
+
+
+def test_requests_of_mixed_lengths_together_give_the_dense_models_tokens() -> None:
+    model = Toy()
+    driver = Driver(model)
+    given = prompts(8)
+    for i, prompt in enumerate(given):
+        driver.add(str(i), prompt)
+    found = driver.generate(20)
+    for i, prompt in enumerate(given):
+        assert found[str(i)] == model.greedy(prompt, 20)
+
+
+def test_prompts_in_chunks_beside_decoding_requests() -> None:
+    model = Toy()
+    driver = Driver(model)
+    first, second = prompts(2, 3)[0] * 2, list(range(50))
+    driver.add("a", first)
+    tokens = {"a": [], "b": []}
+    for i in range(30):
+        if i == 3:
+            driver.add("b", second)
+        for name, token in driver.step({"a": 7, "b": 5}).items():
+            tokens[name] += [token] if token >= 0 else []
+    assert tokens["a"] == model.greedy(first, len(tokens["a"])) and len(tokens["a"]) > 10
+    assert tokens["b"] == model.greedy(second, len(tokens["b"])) and len(tokens["b"]) > 10
+
+
+def test_next_step_is_planned_before_the_last_ones_token_is_known() -> None:
+    model = Toy()
+    driver = Driver(model)
+    prompt = prompts(1)[0]
+    driver.add("a", prompt)
+    handles = [driver.runner.execute(driver.plan()) for _ in range(6)]
+    assert [h.result().token_ids[0] for h in handles] == model.greedy(prompt, 6)
+
+
+def test_a_request_that_returns_after_preemption_goes_on_with_the_same_tokens() -> None:
+    model = Toy()
+    driver = Driver(model)
+    prompt, other = prompts(2, 5)
+    driver.add("a", prompt)
+    before = driver.generate(5)["a"]
+    driver.remove("a")
+    driver.add("b", other)
+    driver.step()
+    driver.add("a", prompt + before, prompt=len(prompt))
+    after = driver.generate(5)["a"]
+    assert before + after == model.greedy(prompt, 10)
+
+
+def test_a_slot_used_again_shows_nothing_of_its_last_request() -> None:
+    model = Toy()
+    driver = Driver(model, num_slots=1)
+    driver.add("long", list(range(60)))
+    driver.generate(3)
+    driver.remove("long")
+    driver.add("short", [1, 2, 3])
+    assert driver.generate(4)["short"] == model.greedy([1, 2, 3], 4)
+    blocks = len(driver.blocks["short"][0])
+    assert not driver.runner.table.host_tables[0][0, blocks:].any()
+
+
+def test_copied_blocks_are_private() -> None:
+    model = Toy()
+    driver = Driver(model)
+    prompt = prompts(1, 7)[0][:3] + [5, 6, 7]
+    driver.add("a", prompt)
+    first = driver.step()["a"]
+    # b shares a's computed prompt but writes into a copy of its last block.
+    driver.add("b", [*prompt, 11])
+    driver.computed["b"] = len(prompt)
+    copies = tuple(
+        BlockCopy(src, dst)
+        for g in range(2)
+        for src, dst in zip(driver.blocks["a"][g], driver.blocks["b"][g], strict=False)
+    )
+    tokens = driver.runner.execute(driver.plan(copies=copies)).result().token_ids
+    assert tokens[0] == int(model.dense([*prompt, first])[-1].argmax())
+    assert tokens[1] == int(model.dense([*prompt, 11])[-1].argmax())
+    assert len(prompt) > BLOCK
+
+
+def test_rows_outgrow_the_first_width_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_table, "_FIRST_WIDTH", 8)
+    model = Toy()
+    driver = Driver(model, num_slots=2, max_model_len=300)
+    assert driver.runner.table.tokens.shape == (2, 8)
+    driver.add("a", [3, 1, 4])
+    driver.add("b", [1, 5, 9, 2, 6])
+    found = driver.generate(30)
+    assert found["a"] == model.greedy([3, 1, 4], 30)
+    assert found["b"] == model.greedy([1, 5, 9, 2, 6], 30)
+    assert driver.runner.table.width == 64
+    with pytest.raises(ValueError, match="exceeds the slot table's limit of 301"):
+        driver.runner.table.require_width(302)
+
+
+def test_nan_in_one_row_fails_that_row_alone() -> None:
+    model = Toy()
+    model.poison = {13}
+    driver = Driver(model)
+    driver.add("bad", [1, 2, 13], logprobs=1)
+    driver.add("good", [1, 2, 3], logprobs=1)
+    driver.add("drawn", [4, 13], temperature=1.0, top_p=0.5)
+    tokens = driver.step()
+    assert tokens["bad"] == -1 and tokens["drawn"] == -1
+    assert tokens["good"] == model.greedy([1, 2, 3], 1)[0]
+    assert set(driver.result.errors) == {0, 2}
+    assert driver.result.errors[0].startswith("The model's logits are not finite")
+    assert set(driver.result.logprobs) == {1}
+
+
+def test_prompt_logprobs_in_chunks_equal_those_of_the_dense_model() -> None:
+    model = Toy()
+    driver = Driver(model)
+    prompt = list(np.random.default_rng(1).integers(0, VOCAB, 23))
+    prompt = [int(t) for t in prompt]
+    driver.add("a", prompt, prompt_logprobs=3)
+    driver.add("b", prompt)
+    seen = []
+    for chunk in (5, 1, 9, 100):
+        before = driver.computed["a"]
+        driver.step({"a": chunk})
+        part = driver.result.prompt_logprobs.get(0, [])
+        assert 1 not in driver.result.prompt_logprobs
+        assert len(part) == min(before + chunk, len(prompt) - 1) - before
+        seen += part
+    expected = model.dense(prompt).log_softmax(-1)
+    assert len(seen) == len(prompt) - 1
+    for i, entry in enumerate(seen):
+        row, token = expected[i], prompt[i + 1]
+        assert entry.token_ids[0] == token
+        assert entry.token_ids[1:] == row.topk(3).indices.tolist()
+        assert entry.rank == int((row > row[token]).sum()) + 1
+        np.testing.assert_allclose(entry.logprobs, row[entry.token_ids].numpy(), atol=1e-5)
+    driver.step()
+    assert not driver.result.prompt_logprobs
+
+
+def test_extras_are_refused() -> None:
+    driver = Driver(Toy())
+    driver.add("a", [1])
+    plan = driver.plan()
+    with pytest.raises(NotImplementedError, match="without drafts"):
+        driver.runner.execute(replace(plan, extras=PlanExtras()))
+
+
+def test_step_inputs_are_what_the_plan_says() -> None:
+    model = Toy()
+    driver = Driver(model)
+    seen = []
+    driver.runner.wrap_forward(lambda forward: lambda step, caches: (seen.append(step), forward(step, caches))[1])
+    driver.add("a", list(range(10)))
+    driver.add("b", list(range(20, 23)))
+    driver.step({"a": 6})
+    (step,) = seen
+    assert step.token_ids.tolist() == [0, 1, 2, 3, 4, 5, 20, 21, 22]
+    assert step.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert step.query_starts.tolist() == [0, 6, 9] == step.host_query_starts.tolist()
+    assert step.seq_lens.tolist() == [6, 3] == step.host_seq_lens.tolist()
+    assert (step.max_query_len, step.max_seq_len) == (6, 6)
+    assert step.logits_rows.tolist() == [8]
+    for g in range(2):
+        a, b = driver.blocks["a"][g], driver.blocks["b"][g]
+        places = [a[p // BLOCK] * BLOCK + p % BLOCK for p in range(6)] + [b[0] * BLOCK + p for p in range(3)]
+        assert step.groups[g].slot_mapping.tolist() == places
+        assert step.groups[g].block_table.tolist() == [a[:2], [b[0], 0]]
+        assert step.groups[g].slot_mapping.dtype == torch.int64 and step.groups[g].block_table.dtype == torch.int32

@@ -1,0 +1,165 @@
+"""All that the worker knows about its device: how numbers get there and back, and whether it runs ahead of the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGN = 16  # bytes, so that every array in a packed buffer starts where any dtype may
+
+
+class Download(Protocol):
+    """Numbers on their way to the host."""
+
+    def wait(self) -> list[np.ndarray]:
+        """Block until they are here."""
+
+
+class DeviceContext(Protocol):
+    """One device. `is_async`: work is queued and the host may plan the next step before it is done."""
+
+    device: torch.device
+    is_async: bool
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """The arrays on the device, in one transfer. They may not be changed afterwards; the tensors live until the step ends."""
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Start to bring tensors to the host."""
+
+    def mark(self) -> Any:
+        """A point in the device's queue of work."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The time between two marks that have been passed."""
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+
+
+class _Here:
+    """Tensors in host memory: nothing to wait for."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._arrays = [t.numpy() for t in tensors]
+
+    def wait(self) -> list[np.ndarray]:
+        return self._arrays
+
+
+class CpuContext:
+    """The host's own memory: arrays and tensors are the same bytes."""
+
+    is_async = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        return [torch.from_numpy(a) for a in arrays]
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return _Here(tensors)
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        return
+
+
+class _Pinned:
+    """Tensors being copied to pinned host memory on the device's stream."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def wait(self) -> list[np.ndarray]:
+        self._done.synchronize()
+        return [t.numpy() for t in self._host]
+
+
+class CudaContext:
+    """A CUDA device. Uploads of one call are packed into a pinned buffer of a small ring and sent in one asynchronous copy.
+
+    A ring entry is used again only when the copy from it is done; the ring is longer than the number of uploads in flight
+    (a few per step, two steps), so that this hardly ever waits.
+    """
+
+    is_async = True
+    _RING = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[Tensor | None] = [None] * self._RING
+        self._copied = [torch.cuda.Event() for _ in range(self._RING)]
+        self._next = 0
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        offsets, total = [], 0
+        for a in arrays:
+            offsets.append(total)
+            total += -(-a.nbytes // _ALIGN) * _ALIGN
+        staging = self._staging(total)
+        host = staging.numpy()
+        for a, offset in zip(arrays, offsets, strict=True):
+            host[offset : offset + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        sent = staging[:total].to(self.device, non_blocking=True)
+        self._copied[self._next].record()
+        self._next = (self._next + 1) % self._RING
+        return [
+            sent[offset : offset + a.nbytes].view(_TORCH_DTYPE[a.dtype]).view(a.shape)
+            for a, offset in zip(arrays, offsets, strict=True)
+        ]
+
+    def _staging(self, size: int) -> Tensor:
+        """A pinned buffer of at least `size` bytes that no copy reads any more."""
+        i = self._next
+        self._copied[i].synchronize()
+        buffer = self._buffers[i]
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(max(1 << 16, 1 << (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
+            self._buffers[i] = buffer
+        return buffer
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        return _Pinned(tensors)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) * 1e-3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+_TORCH_DTYPE = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.uint8): torch.uint8,
+}
+
+
+def create_context(device: torch.device) -> DeviceContext:
+    """The context for `device`."""
+    if device.type == "cpu":
+        return CpuContext()
+    if device.type == "cuda":
+        return CudaContext(device)
+    raise RuntimeError(f"Not support device type: {device}")

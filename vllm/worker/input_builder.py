@@ -1,0 +1,109 @@
+"""Turns a plan and the slot table into the tensors of one step, with vectorised numpy and one upload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm.core.plan import StepPlan
+from vllm.worker.device import DeviceContext
+from vllm.worker.slot_table import SlotTable
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of the plan that want the logprobs of their prompt: which tokens predict, and what they should have predicted.
+
+    plan_row: row of the plan.  first, count: where this request's rows stand in `StepInputs.logits_rows`.
+    positions: [count] position in the sequence of each predicted token.
+    """
+
+    plan_row: int
+    first: int
+    positions: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's inputs and what the host knows about them.
+
+    sample_rows: [rows] plan rows that sample, in order; their logits come first.   sample_slots: their slots.
+    lengths: [rows] tokens of these requests, which is also the position of the token to be sampled.
+    plan_slots: the slots of all rows.   prompt_rows: requests that want prompt logprobs in this step.
+    """
+
+    step: StepInputs
+    plan_slots: np.ndarray
+    sample_rows: np.ndarray
+    sample_slots: np.ndarray
+    lengths: np.ndarray
+    prompt_rows: tuple[PromptRows, ...]
+
+
+class InputBuilder:
+    """Builds `Batch`es over one slot table. `wants_prompt`: [slots] bool, owned by the sampler's table."""
+
+    def __init__(self, table: SlotTable, context: DeviceContext, wants_prompt: np.ndarray) -> None:
+        self._table = table
+        self._context = context
+        self._wants_prompt = wants_prompt
+
+    def build(self, plan: StepPlan) -> Batch:
+        """The inputs of `plan`; the slot table must have taken in its new rows and blocks already."""
+        table, slots = self._table, plan.slots
+        starts = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(plan.num_tokens, out=starts[1:])
+        lens = plan.num_computed + plan.num_tokens
+        max_query, max_len, num_tokens = int(plan.num_tokens.max()), int(lens.max()), int(starts[-1])
+        table.require_width(max_len + 1)
+        if max_query == 1:
+            positions, token_slots = plan.num_computed.astype(np.int64), slots
+        else:
+            shift = np.repeat((plan.num_computed - starts[:-1]).astype(np.int64), plan.num_tokens)
+            positions, token_slots = np.arange(num_tokens, dtype=np.int64) + shift, np.repeat(slots, plan.num_tokens)
+        block, offset = np.divmod(positions, table.block_size)
+        mappings = [t[token_slots, block] * np.int64(table.block_size) + offset for t in table.host_tables]
+        sample_rows = np.flatnonzero(plan.sample)
+        logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
+        prompt_rows: tuple[PromptRows, ...] = ()
+        if self._wants_prompt[slots].any():
+            prompt_rows, logits_rows = self._prompt_rows(plan, starts, logits_rows)
+        index = table.token_index(token_slots, positions)
+        device_index, device_positions, device_starts, device_lens, device_rows, device_slots, *device_mappings = (
+            self._context.upload([index, positions, starts, lens, logits_rows, slots.astype(np.int64), *mappings])
+        )
+        max_blocks = -(-max_len // table.block_size)
+        step = StepInputs(
+            token_ids=table.read_tokens(device_index),
+            positions=device_positions,
+            query_starts=device_starts,
+            seq_lens=device_lens,
+            logits_rows=device_rows,
+            groups=tuple(
+                GroupInputs(slot_mapping=mapping, block_table=table.block_rows(g, slots, device_slots, max_blocks))
+                for g, mapping in enumerate(device_mappings)
+            ),
+            max_query_len=max_query,
+            max_seq_len=max_len,
+            host_query_starts=starts,
+            host_seq_lens=lens,
+        )
+        return Batch(step, slots, sample_rows, slots[sample_rows], lens[sample_rows], prompt_rows)
+
+    def _prompt_rows(
+        self, plan: StepPlan, starts: np.ndarray, logits_rows: np.ndarray
+    ) -> tuple[tuple[PromptRows, ...], np.ndarray]:
+        """Append the token rows that predict prompt tokens: token t predicts position t + 1, if that is still in the prompt."""
+        found: list[PromptRows] = []
+        pieces, first = [logits_rows], len(logits_rows)
+        for row in np.flatnonzero(self._wants_prompt[plan.slots]):
+            computed = int(plan.num_computed[row])
+            end = min(computed + int(plan.num_tokens[row]), int(self._table.num_prompt[plan.slots[row]]) - 1)
+            if end <= computed:
+                continue
+            pieces.append(int(starts[row]) + np.arange(end - computed, dtype=np.int64))
+            found.append(PromptRows(int(row), first, np.arange(computed + 1, end + 1, dtype=np.int64)))
+            first += end - computed
+        return tuple(found), np.concatenate(pieces)

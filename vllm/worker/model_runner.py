@@ -1,0 +1,209 @@
+"""Runs plans: slot table, inputs, forward pass, logits, sampling; owns the weights and the KV cache tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.core.kv_spec import KVLayout
+from vllm.core.plan import StepPlan, StepResult, TokenLogprobs
+from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.ops.attention import copy_blocks
+from vllm.worker.device import DeviceContext, Download
+from vllm.worker.input_builder import Batch, InputBuilder
+from vllm.worker.sample.logprobs import to_messages, top_logprobs
+from vllm.worker.sample.sampler import Sampled, Sampler
+from vllm.worker.slot_table import SlotTable
+from vllm.worker.step_inputs import StepInputs
+
+_PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
+NOT_FINITE = (
+    "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too narrow "
+    "for this model: try dtype='bfloat16' or 'float32'."
+)
+IMPOSSIBLE = (
+    "No token is possible: allowed_token_ids, bad_words, min_tokens or logits_processors exclude the whole vocabulary "
+    "(or a processor returned NaN)."
+)
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    def __call__(self, step: StepInputs, kv_caches: list[Tensor]) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of one request's prompt chunk on their way to the host; each part is three downloaded tensors."""
+
+    plan_row: int
+    parts: int
+
+
+class StepHandle:
+    """A step that has been queued. `result()` waits for it."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        sampled: Sampled,
+        prompt: list[PromptLogprobs],
+        download: Download,
+        seconds: Callable[[], float],
+    ) -> None:
+        self._plan = plan
+        self._batch = batch
+        self._sampled = sampled
+        self._prompt = prompt
+        self._download = download
+        self._seconds = seconds
+
+    def result(self) -> StepResult:
+        """What the step brought, once it is done."""
+        arrays = iter(self._download.wait())
+        sampled, rows = self._sampled, self._batch.sample_rows
+        token_ids = np.full(len(self._plan.slots), -1, np.int64)
+        ids, finite = next(arrays), next(arrays)
+        possible = finite if sampled.possible is None else next(arrays)
+        errors = {int(rows[i]): message for i, message in sampled.errors.items()}
+        good = finite & possible
+        if not good.all():
+            for i in np.flatnonzero(~good).tolist():
+                if not finite[i]:
+                    errors[int(rows[i])] = NOT_FINITE
+                else:
+                    errors.setdefault(int(rows[i]), IMPOSSIBLE)
+        token_ids[rows] = ids
+        logprobs: dict[int, TokenLogprobs] = {}
+        for group in sampled.logprobs:
+            messages = to_messages(next(arrays), next(arrays), next(arrays))
+            logprobs.update(zip(rows[group.rows].tolist(), messages, strict=True))
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for item in self._prompt:
+            found = prompt_logprobs.setdefault(item.plan_row, [])
+            for _ in range(item.parts):
+                found += to_messages(next(arrays), next(arrays), next(arrays))
+        for row in errors:
+            token_ids[row] = -1
+            logprobs.pop(row, None)
+        return StepResult(self._plan.step_id, token_ids.tolist(), logprobs, prompt_logprobs, errors, self._seconds())
+
+
+class ModelRunner:
+    """One rank's share of a model. Plans are executed in order; on an asynchronous device several may be queued.
+
+    `forward` is how a step's hidden states are computed, normally the model itself; a backend that replays captured graphs
+    for uniform batches (`step.max_query_len == 1`) puts itself there with `wrap_forward`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layout: KVLayout,
+        kv_caches: list[Tensor],
+        context: DeviceContext,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        vocab_size: int,
+        tp: TensorParallel = SINGLE,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.kv_caches = kv_caches
+        self.context = context
+        self.tp = tp
+        self.table = SlotTable(num_slots, max_model_len, layout, context)
+        self.sampler = Sampler(self.table, vocab_size, context)
+        self._builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt)
+        self._forward: Callable[[StepInputs, list[Tensor]], Tensor] = model
+
+    def wrap_forward(self, wrapper: Callable[[Callable[[StepInputs, list[Tensor]], Tensor]], Any]) -> None:
+        """Replace the forward pass by `wrapper(forward)`, a function of the same arguments."""
+        self._forward = wrapper(self._forward)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """Queue one step: freed, new, blocks, copies, forward pass, sampling, in this order."""
+        if plan.extras is not None:
+            raise NotImplementedError("This version runs plans without drafts, grammar masks and encoder inputs only.")
+        self._take_in(plan)
+        batch = self._builder.build(plan)
+        start = self.context.mark()
+        hidden = self._forward(batch.step, self.kv_caches)
+        logits = self._logits(hidden, batch)
+        end = self.context.mark()
+        sampled = self._sample(logits, batch)
+        if len(batch.sample_rows):
+            (where,) = self.context.upload([self.table.token_index(batch.sample_slots, batch.lengths)])
+            self.table.write_tokens(where, sampled.token_ids)
+        prompt, tensors = self._prompt_logprobs(hidden, batch)
+        flat = [sampled.token_ids, sampled.finite]
+        flat += [] if sampled.possible is None else [sampled.possible]
+        flat += [t for group in sampled.logprobs for t in group.tensors]
+        download = self.context.download(flat + tensors)
+        return StepHandle(plan, batch, sampled, prompt, download, lambda: self.context.seconds(start, end))
+
+    def _take_in(self, plan: StepPlan) -> None:
+        self.sampler.leave(plan.freed)
+        if plan.new:
+            self.table.enter(plan.new)
+            self.sampler.enter(plan.new)
+        self.table.append_blocks(plan.blocks)
+        if plan.copies:
+            src, dst = self.context.upload(
+                [np.array([c.src for c in plan.copies], np.int64), np.array([c.dst for c in plan.copies], np.int64)]
+            )
+            for cache in self.kv_caches:
+                copy_blocks(cache, src, dst)
+
+    def _logits(self, hidden: Tensor, batch: Batch) -> Tensor | None:
+        """Logits of the rows that sample; None if there are none."""
+        count = len(batch.sample_rows)
+        if not count:
+            return None
+        return self.model.logits(hidden.index_select(0, batch.step.logits_rows[:count]))
+
+    def _sample(self, logits: Tensor | None, batch: Batch) -> Sampled:
+        """The first rank samples, the others are told."""
+        device = self.context.device
+        if logits is None:
+            none = torch.empty(0, dtype=torch.int64, device=device)
+            return Sampled(none, none.bool())
+        if self.tp.is_first:
+            sampled = self.sampler.sample(logits, batch.sample_slots, batch.lengths)
+            self.tp.broadcast(sampled.token_ids)
+            return sampled
+        ids = torch.empty(len(batch.sample_rows), dtype=torch.int64, device=device)
+        self.tp.broadcast(ids)
+        return Sampled(ids, torch.ones_like(ids, dtype=torch.bool))
+
+    def _prompt_logprobs(self, hidden: Tensor, batch: Batch) -> tuple[list[PromptLogprobs], list[Tensor]]:
+        """Logprobs of prompt tokens, a bounded number of logits at a time."""
+        items: list[PromptLogprobs] = []
+        tensors: list[Tensor] = []
+        params = self.sampler.params
+        step = max(1, _PROMPT_LOGITS // params.vocab_size)
+        for rows in batch.prompt_rows:
+            slot = int(batch.plan_slots[rows.plan_row])
+            slots = np.full(len(rows.positions), slot, np.int32)
+            (where,) = self.context.upload([self.table.token_index(slots, rows.positions)])
+            targets = self.table.read_tokens(where)
+            index = batch.step.logits_rows[rows.first : rows.first + len(rows.positions)]
+            parts = 0
+            for i in range(0, len(rows.positions), step):
+                logits = self.model.logits(hidden.index_select(0, index[i : i + step]))
+                if self.tp.is_first:
+                    tensors += top_logprobs(logits, targets[i : i + step], int(params.prompt_logprobs[slot]))
+                    parts += 1
+            items.append(PromptLogprobs(rows.plan_row, parts))
+        return items, tensors

@@ -1,0 +1,1 @@
+"""From logits to token ids, vectorised over rows that each have their own parameters; one file per concern."""

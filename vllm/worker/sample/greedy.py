@@ -1,0 +1,32 @@
+"""The most likely token of every row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm.ops.registry import op
+
+_BLOCK = 128
+
+
+@op
+def greedy(logits: Tensor) -> Tensor:
+    """The lowest index of each row's maximum. logits: [rows, vocab] fp32 -> [rows] int64.
+
+    A maximum is found much faster than its place (torch's argmax is not vectorised on the CPU), so the place is looked up
+    among block maxima, then inside one block. A row with NaN gives some index below `vocab`.
+    """
+    rows, vocab = logits.shape
+    whole = vocab // _BLOCK * _BLOCK
+    if whole < 4 * _BLOCK or not logits.is_contiguous():
+        return logits.argmax(-1)
+    blocks = logits[:, :whole].unflatten(-1, (-1, _BLOCK))
+    best = blocks.amax(-1)  # [rows, blocks]
+    block = best.argmax(-1)
+    row = torch.arange(rows, device=logits.device)
+    index = block * _BLOCK + blocks[row, block].argmax(-1)
+    if whole == vocab:
+        return index
+    tail = logits[:, whole:]
+    return torch.where(tail.amax(-1) > best.amax(-1), whole + tail.argmax(-1), index)

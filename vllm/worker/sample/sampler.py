@@ -1,0 +1,169 @@
+"""The order in which logits become tokens.
+
+1. logprobs are of the raw logits;
+2. the request's own processors, allowed ids, biases, bad words, no stop token before min_tokens, then penalties
+   (repetition, frequency, presence);
+3. greedy rows take the maximum; the others are divided by their temperature, cut by min_p, top_k, top_p, and drawn from.
+
+Nothing here looks from one row to another: a row's token and logprobs do not depend on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.core.plan import SlotInit
+from vllm.core.rng import uniform
+from vllm.worker.device import DeviceContext
+from vllm.worker.sample.constraints import apply_bad_words, apply_constraints, forbid
+from vllm.worker.sample.draw import DrawParams, draw
+from vllm.worker.sample.greedy import greedy
+from vllm.worker.sample.logprobs import top_logprobs
+from vllm.worker.sample.params import CHANGES, Needs, ParamsTable
+from vllm.worker.sample.penalties import OutputCounts, penalize_output, penalize_repetition
+from vllm.worker.slot_table import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobGroup:
+    """Rows that asked for the same number of logprobs. tensors: as `top_logprobs` returns them."""
+
+    rows: np.ndarray
+    tensors: tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step sampled, on the device.
+
+    token_ids: [rows] int64, always below the vocabulary's size.   finite: [rows] bool, the model's logits were finite.
+    possible:  [rows] bool or None, some token was left after masks and processors.
+    errors: rows that failed on the host, with the reason.
+    """
+
+    token_ids: Tensor
+    finite: Tensor
+    possible: Tensor | None = None
+    logprobs: tuple[LogprobGroup, ...] = ()
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Owns the sampling parameters and output counts of every slot."""
+
+    def __init__(self, table: SlotTable, vocab_size: int, context: DeviceContext) -> None:
+        self.params = ParamsTable(table.num_slots, vocab_size)
+        self._table = table
+        self._context = context
+        self._counts = OutputCounts(vocab_size, table, context)
+
+    def leave(self, slots: Sequence[int]) -> None:
+        """Forget requests that left their slots."""
+        for slot in slots:
+            self.params.leave(slot)
+            self._counts.leave(slot)
+
+    def enter(self, new: Sequence[SlotInit]) -> None:
+        """Take in requests whose tokens are in the slot table already."""
+        for init in new:
+            self._counts.leave(init.slot)
+            if self.params.enter(init) & Needs.COUNTS:
+                self._counts.enter(init.slot, len(init.token_ids))
+
+    def sample(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Sampled:
+        """One token per row. logits: [rows, vocab] fp32, changed in place; slots: [rows]; lengths: [rows] tokens so far."""
+        # A sum is finite exactly if every term is (model logits are nowhere near the range of fp32): one fast pass.
+        finite = torch.isfinite(logits.sum(-1))
+        needs = self.params.needs[slots]
+        union = Needs(int(np.bitwise_or.reduce(needs)))
+        if not union:
+            return Sampled(greedy(logits), finite)
+        wanting = np.flatnonzero(needs & Needs.LOGPROBS) if union & Needs.LOGPROBS else np.zeros(0, np.int64)
+        raw = self._raw_logits(logits, wanting, bool(union & CHANGES))
+        possible, errors = None, {}
+        if union & CHANGES:
+            errors = self._change(logits, slots, lengths, needs)
+            possible = torch.isfinite(logits.amax(-1))
+        token_ids = self._choose(logits, slots, lengths, needs)
+        if union & Needs.COUNTS:
+            counted = np.flatnonzero(needs & Needs.COUNTS)
+            self._counts.add(slots[counted], self._pick(token_ids, counted))
+        groups = self._logprobs(raw, wanting, token_ids, slots) if raw is not None else ()
+        return Sampled(token_ids, finite, possible, groups, errors)
+
+    def _pick(self, x: Tensor, rows: np.ndarray) -> Tensor:
+        """Some rows of a device tensor; all of them without a copy."""
+        if len(rows) == len(x):
+            return x
+        (index,) = self._context.upload([rows])
+        return x.index_select(0, index)
+
+    def _raw_logits(self, logits: Tensor, rows: np.ndarray, will_change: bool) -> Tensor | None:
+        if not len(rows):
+            return None
+        picked = self._pick(logits, rows)
+        return picked.clone() if will_change and picked is logits else picked
+
+    def _change(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray) -> dict[int, str]:
+        """Everything that changes logits before temperature, in place. Returns rows whose own processors failed."""
+        params, table, context = self.params, self._table, self._context
+        errors: dict[int, str] = {}
+        for row in np.flatnonzero(needs & Needs.PROCESSORS).tolist():
+            try:
+                self._run_processors(logits, row, int(slots[row]), int(lengths[row]))
+            except Exception as error:  # the request's own code: whatever it raises fails this request alone
+                errors[row] = f"A logits processor of the request failed: {type(error).__name__}: {error}"
+        rows = np.flatnonzero(needs & Needs.CONSTRAINTS)
+        if len(rows):
+            items = [params.constraints[s] for s in slots[rows].tolist()]
+            apply_constraints(logits, rows, items, context)
+            if any(len(c.last_ids) for c in items):
+                apply_bad_words(logits, rows, items, slots[rows], lengths[rows], table, context)
+        early = (needs & Needs.MIN_TOKENS).astype(bool) & (lengths - table.num_prompt[slots] < params.min_tokens[slots])
+        if early.any():
+            forbid(logits, [(r, params.stop_ids[int(slots[r])]) for r in np.flatnonzero(early).tolist()], context)
+        rows = np.flatnonzero(needs & Needs.REPETITION)
+        if len(rows):
+            penalize_repetition(logits, rows, slots[rows], lengths[rows], params, table, context)
+        rows = np.flatnonzero(needs & Needs.COUNTS)
+        if len(rows):
+            penalize_output(logits, rows, slots[rows], lengths[rows], params, self._counts, table, context)
+        return errors
+
+    def _run_processors(self, logits: Tensor, row: int, slot: int, length: int) -> None:
+        """The functions want Python lists: on an asynchronous device this row waits for the steps before."""
+        tokens = self._table.tokens[slot, :length].tolist()
+        prompt = int(self._table.num_prompt[slot])
+        logits[row] = self.params.processors[slot](tokens[:prompt], tokens[prompt:], logits[row].clone())
+
+    def _choose(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray) -> Tensor:
+        drawn = np.flatnonzero(needs & Needs.DRAW)
+        if not len(drawn):
+            return greedy(logits)
+        params, chosen = self.params, slots[drawn]
+        top_k, top_p = params.top_k[chosen], params.top_p[chosen]
+        numbers = uniform(params.seed[chosen], lengths[drawn])
+        index, *vectors = self._context.upload(
+            [drawn, params.temperature[chosen], params.min_p[chosen], top_k, top_p, numbers]
+        )
+        p = DrawParams(*vectors, host_top_k=top_k, host_top_p=top_p)
+        if len(drawn) == len(slots):
+            return draw(logits, p)
+        return greedy(logits).index_copy_(0, index, draw(logits.index_select(0, index), p))
+
+    def _logprobs(
+        self, raw: Tensor, rows: np.ndarray, token_ids: Tensor, slots: np.ndarray
+    ) -> tuple[LogprobGroup, ...]:
+        """raw: the raw logits of `rows` only."""
+        asked = self.params.logprobs[slots[rows]]
+        groups = []
+        for count in np.unique(asked).tolist():
+            members = np.flatnonzero(asked == count)
+            tensors = top_logprobs(self._pick(raw, members), self._pick(token_ids, rows[members]), count)
+            groups.append(LogprobGroup(rows[members], tensors))
+        return tuple(groups)

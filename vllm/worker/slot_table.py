@@ -1,0 +1,135 @@
+"""The worker's copy of every running request: one row each, which never moves; a batch is a vector of row indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.core.kv_spec import KVLayout
+from vllm.core.plan import BlockAppend, SlotInit
+from vllm.worker.device import DeviceContext
+
+_FIRST_WIDTH = 4096  # tokens per row at start; doubled whenever a request may outgrow it
+
+
+class SlotTable:
+    """Token ids and block tables of `num_slots` rows.
+
+    tokens:  [slots, width] int32 on the device, the only place where every token is known: sampled ids are written there by
+             the device and read back by the next step before the host has seen them.
+    tables:  per KV group [slots, blocks] int32, on the device and as a host mirror (`host_tables`). Blocks are always the
+             host's decision, so the mirror is complete. On the CPU both are the same memory.
+
+    Rows are as wide as the longest request so far may become, not as `max_model_len`: a table of 256 rows for 128k tokens
+    would take 134 MB that most workloads never touch.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, layout: KVLayout, context: DeviceContext) -> None:
+        self.num_slots = num_slots
+        self.max_width = max_model_len + 1  # the last token is sampled, never computed
+        self.width = min(self.max_width, _FIRST_WIDTH)
+        self.block_size = layout.block_size
+        self._context = context
+        self.tokens = torch.zeros((num_slots, self.width), dtype=torch.int32, device=context.device)
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.host_tables = [self._empty_table() for _ in layout.groups]
+        self.tables = [self._on_device(t) for t in self.host_tables]
+        self._num_blocks = np.zeros((len(layout.groups), num_slots), np.int32)  # columns that may be non-zero
+
+    def _empty_table(self) -> np.ndarray:
+        return np.zeros((self.num_slots, -(-self.width // self.block_size) + 1), np.int32)
+
+    def _on_device(self, table: np.ndarray) -> Tensor:
+        if self._context.is_async:
+            return torch.from_numpy(table).to(self._context.device)
+        return torch.from_numpy(table)
+
+    def require_width(self, tokens: int) -> None:
+        """Make room for rows of `tokens` tokens."""
+        if tokens <= self.width:
+            return
+        if tokens > self.max_width:
+            raise ValueError(f"A request of {tokens} tokens exceeds the slot table's limit of {self.max_width}.")
+        self.width = min(self.max_width, 1 << (tokens - 1).bit_length())
+        old = self.tokens
+        self.tokens = torch.zeros((self.num_slots, self.width), dtype=torch.int32, device=old.device)
+        self.tokens[:, : old.shape[1]] = old
+        for g, table in enumerate(self.host_tables):
+            grown = self._empty_table()
+            grown[:, : table.shape[1]] = table
+            self.host_tables[g] = grown
+            self.tables[g] = self._on_device(grown)
+
+    def enter(self, new: Sequence[SlotInit]) -> None:
+        """Fill the rows of requests that enter a slot."""
+        if not new:
+            return
+        self.require_width(max(len(init.token_ids) for init in new) + 1)
+        lists = [np.asarray(init.token_ids, np.int32) for init in new]
+        (ids,) = self._context.upload([np.concatenate(lists)])
+        offset = 0
+        for init, row in zip(new, lists, strict=True):
+            self.tokens[init.slot, : len(row)] = ids[offset : offset + len(row)]
+            offset += len(row)
+            self.num_prompt[init.slot] = init.num_prompt_tokens
+        appends = [BlockAppend(init.slot, g, 0, blocks) for init in new for g, blocks in enumerate(init.block_ids)]
+        self.append_blocks(appends, fresh=True)
+
+    def append_blocks(self, appends: Sequence[BlockAppend], fresh: bool = False) -> None:
+        """Extend block tables; `fresh` rows start empty, whatever the slot's last request left behind becomes 0."""
+        if not appends:
+            return
+        changed: list[tuple[int, int, int, int]] = []  # group, slot, first column, end column
+        for slot, group, start, blocks in appends:
+            table, end = self.host_tables[group], start + len(blocks)
+            if end > table.shape[1]:
+                self.require_width(min(self.max_width, end * self.block_size))
+                table = self.host_tables[group]
+            table[slot, start:end] = blocks
+            known = int(self._num_blocks[group, slot])
+            if fresh and known > end:
+                table[slot, end:known] = 0
+                changed.append((group, slot, start, known))
+            else:
+                changed.append((group, slot, start, end))
+            self._num_blocks[group, slot] = end if fresh else max(known, end)
+        if self._context.is_async:
+            self._send(changed)
+
+    def _send(self, changed: list[tuple[int, int, int, int]]) -> None:
+        """Write changed stretches of the mirrors to the device tables."""
+        for g, (table, mirror) in enumerate(zip(self.tables, self.host_tables, strict=True)):
+            spans = [(slot, start, end) for group, slot, start, end in changed if group == g and end > start]
+            if not spans:
+                continue
+            where = np.concatenate(
+                [slot * mirror.shape[1] + np.arange(start, end, dtype=np.int64) for slot, start, end in spans]
+            )
+            index, values = self._context.upload([where, mirror.reshape(-1)[where]])
+            table.view(-1)[index] = values
+
+    def token_index(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where tokens stand in `tokens.view(-1)`. slots, positions: [n] -> [n] int64."""
+        return slots.astype(np.int64) * self.width + positions
+
+    def read_tokens(self, index: Tensor) -> Tensor:
+        """Token ids at `token_index` positions, as int64."""
+        return self.tokens.view(-1).index_select(0, index).long()
+
+    def write_tokens(self, index: Tensor, token_ids: Tensor) -> None:
+        """Store sampled ids at `token_index` positions. token_ids: [n] int64."""
+        self.tokens.view(-1).index_copy_(0, index, token_ids.to(torch.int32))
+
+    def block_rows(self, group: int, slots: np.ndarray, device_slots: Tensor, blocks: int) -> Tensor:
+        """[requests, blocks] int32: the first columns of some rows of a group's block table."""
+        if self._context.is_async:
+            return self.tables[group][:, :blocks].index_select(0, device_slots)
+        return torch.from_numpy(self.host_tables[group][:, :blocks][slots])
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the table holds now."""
+        return sum(t.numel() * t.element_size() for t in (self.tokens, *self.tables))
