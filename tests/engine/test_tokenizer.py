@@ -1,0 +1,200 @@
+"""The light tokenizer gives what transformers gives, on texts chosen to be unpleasant."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
+
+from tests.engine import tokenizer_makers as make
+from vllm.engine.tokenizer import FastTokenizer, TransformersTokenizer, from_transformers, load_tokenizer
+
+
+def bpe_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    model = json.loads(make.byte_level().to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+def llama_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    model = json.loads(make.byte_fallback().to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+def save_gpt2(folder: Path):
+    vocab, merges = bpe_parts()
+    tokenizer = GPT2Tokenizer(vocab, merges, bos_token="<|bos|>", eos_token="<|eos|>", add_prefix_space=True)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_qwen2(folder: Path):
+    vocab, merges = bpe_parts()
+    extra = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = Qwen2Tokenizer(vocab, merges, eos_token="<|im_end|>", pad_token="<|eos|>", extra_special_tokens=extra)
+    tokenizer.add_tokens(["<tool_call>", "no space "])
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_llama(folder: Path):
+    vocab, merges = llama_parts()
+    tokenizer = LlamaTokenizer(vocab, merges, add_bos_token=True)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_llama_with_eos(folder: Path):
+    # transformers loses `legacy` when it saves, so the object itself is the oracle, not what it would load again.
+    vocab, merges = llama_parts()
+    tokenizer = LlamaTokenizer(vocab, merges, add_bos_token=True, add_eos_token=True, legacy=True)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_plain(folder: Path):
+    make.save(
+        folder,
+        make.byte_level(),
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token="<|bos|>",
+        eos_token={"__type": "AddedToken", "content": "<|im_end|>", "normalized": False, "special": True},
+        additional_special_tokens=["<|extra|>"],
+        added_tokens_decoder={"600": {"content": "<|late|>", "special": False, "lstrip": True}},
+    )
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def save_llama_of_old_files(folder: Path):
+    """A normalizer that prepends the mark, special tokens in a file of their own, a stale setting."""
+    make.save(folder, make.byte_fallback(), tokenizer_class="PreTrainedTokenizerFast", add_bos_token=False)
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "unk_token": "<unk>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def save_unigram(folder: Path):
+    make.save(folder, make.metaspace(), tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>", unk_token="<unk>")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+SAVERS = [
+    save_gpt2,
+    save_qwen2,
+    save_llama,
+    save_llama_with_eos,
+    save_llama_of_old_files,
+    save_plain,
+    save_unigram,
+]
+
+
+@pytest.mark.parametrize("saver", SAVERS, ids=lambda f: f.__name__)
+def test_equals_transformers(saver, tmp_path):
+    oracle = saver(tmp_path)
+    light = load_tokenizer(tmp_path)
+    assert isinstance(light, FastTokenizer)
+    assert light.eos_token_id == oracle.eos_token_id
+    assert light.bos_token_id == oracle.bos_token_id
+    assert set(light.all_special_ids) >= set(oracle.all_special_ids)
+    assert light.vocab_size == len(oracle)
+    assert light.max_token_id == max(oracle.get_vocab().values())
+    for text in [*make.NASTY, " ".join(make.NASTY)]:
+        for special in (True, False):
+            ids = light.encode(text, add_special_tokens=special)
+            assert ids == oracle.encode(text, add_special_tokens=special), text
+        for skip in (True, False):
+            expected = oracle.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert light.decode(ids, skip_special_tokens=skip) == expected
+    assert light.encode_batch(make.NASTY) == [oracle.encode(text) for text in make.NASTY]
+
+
+def test_loads_without_transformers(tmp_path):
+    save_plain(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from vllm.engine.tokenizer import load_tokenizer;"
+        f"t = load_tokenizer(Path({str(tmp_path)!r})); t.decode(t.encode('hello'));"
+        "assert not {'transformers', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_users_fast_transformers_object_keeps_its_behaviour(tmp_path):
+    save_qwen2(tmp_path)
+    oracle = AutoTokenizer.from_pretrained(tmp_path)
+    wrapped = from_transformers(oracle)
+    assert wrapped.hf_tokenizer is oracle
+    assert [wrapped.encode(text) for text in make.NASTY] == [oracle.encode(text) for text in make.NASTY]
+
+
+def test_slow_tokenizer_runs_through_transformers(tmp_path):
+    from transformers import CTRLTokenizer
+
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "l": 1, "o": 2, "w": 3, "lo": 4, "low</w>": 5}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nl o\nlo w</w>\n")
+    oracle = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    oracle.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ctrl"}))
+    tokenizer = load_tokenizer(tmp_path, mode="slow")
+    assert isinstance(tokenizer, TransformersTokenizer)
+    ids = tokenizer.encode("low lo low")
+    assert ids == oracle.encode("low lo low")
+    stream = tokenizer.stream(skip_special_tokens=False)
+    assert "".join([*map(stream.feed, ids), stream.finish()]) == oracle.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mode": "quick"}, ValueError, "Unknown tokenizer_mode 'quick': expected one of auto, slow, mistral"),
+        ({"mode": "mistral"}, ImportError, "pip install mistral_common"),
+        ({}, ValueError, "No tokenizer found in .*expected tokenizer.json"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message):
+        load_tokenizer(tmp_path, **arguments)
+
+
+def test_damaged_files_say_which(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_in_the_model_folder_does_not_run_unless_trusted(tmp_path):
+    canary = tmp_path / "canary"
+    (tmp_path / "tokenization_evil.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Evil: pass\n")
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["tokenization_evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil"}))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        load_tokenizer(tmp_path)
+    assert not canary.exists()
+
+
+def test_lone_surrogate_is_named():
+    tokenizer = from_transformers(_fast_object())
+    with pytest.raises(ValueError, match=r"character 3 is a lone surrogate \(U\+D800\)"):
+        tokenizer.encode("abc\ud800")
+
+
+def test_chat_templates_are_read(tmp_path):
+    make.save(tmp_path, make.byte_level(), chat_template="from settings")
+    assert load_tokenizer(tmp_path).chat_template == "from settings"
+    make.save(tmp_path, make.byte_level(), chat_template=[{"name": "default", "template": "a"}])
+    assert load_tokenizer(tmp_path).chat_template == {"default": "a"}
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    assert load_tokenizer(tmp_path).chat_template == "from the file"
+
+
+def _fast_object():
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=make.byte_level())

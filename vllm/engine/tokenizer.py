@@ -1,0 +1,488 @@
+"""Loads a model's tokenizer, without importing transformers where tokenizer.json alone says everything."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.token_streams import (
+    REPLACEMENT,
+    ByteFallbackStream,
+    ByteLevelStream,
+    JoinStream,
+    MetaspaceStream,
+    PieceTable,
+    TokenStream,
+    WindowStream,
+    byte_fallback_piece,
+    byte_level_piece,
+)
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import tokenizers
+
+logger = init_logger(__name__)
+
+TOKENIZER_MODES = ("auto", "slow", "mistral")
+
+# Classes whose behaviour is tokenizer.json plus the settings read below ("Fast" at the end is dropped first). Whether bos
+# and eos are added is tokenizer.json's post-processor's word; add_bos_token in the settings repeats it, or is stale.
+# Any other class may do something of its own in Python and is loaded through transformers.
+PLAIN_CLASSES = frozenset(
+    {
+        "BloomTokenizer",
+        "CodeLlamaTokenizer",
+        "CohereTokenizer",
+        "GPT2Tokenizer",
+        "GPTNeoXTokenizer",
+        "GemmaTokenizer",
+        "LlamaTokenizer",
+        "PreTrainedTokenizer",
+        "Qwen2Tokenizer",
+        "TokenizersBackend",
+    }
+)
+NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+# A file of settings larger than this is not one.
+MAX_SETTINGS_BYTES = 64 << 20
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back, for one model.
+
+    `special_tokens` maps names such as "eos_token" to token texts; `special_ids` are the tokens that
+    skip_special_tokens leaves out, `added_ids` those and every other token outside the trained vocabulary.
+    """
+
+    def __init__(
+        self,
+        special_tokens: dict[str, str],
+        special_ids: frozenset[int],
+        added_ids: frozenset[int],
+        max_token_id: int,
+        vocab_size: int,
+        chat_template: str | dict[str, str] | None,
+    ) -> None:
+        self.special_tokens = special_tokens
+        self.special_ids = special_ids
+        self.added_ids = added_ids
+        self.max_token_id = max_token_id
+        self.vocab_size = vocab_size
+        self.chat_template = chat_template
+
+    @property
+    @abstractmethod
+    def hf_tokenizer(self) -> Any:
+        """The transformers tokenizer of the same files, loaded when somebody asks for it."""
+
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]: ...
+
+    @abstractmethod
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str: ...
+
+    @abstractmethod
+    def token_text(self, token_id: int) -> str:
+        """What one token stands for inside a text; bytes that are not a whole character give U+FFFD."""
+
+    @abstractmethod
+    def id_to_token(self, token_id: int) -> str | None: ...
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None: ...
+
+    @abstractmethod
+    def get_vocab(self) -> dict[str, int]: ...
+
+    @abstractmethod
+    def _new_stream(self, skip_special_tokens: bool, spaces_between: bool) -> TokenStream: ...
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> TokenStream:
+        """A fresh incremental decoder for the tokens that follow `prompt_token_ids`."""
+        stream = self._new_stream(skip_special_tokens, spaces_between_special_tokens)
+        stream.seed(prompt_token_ids)
+        return stream
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return sorted(self.special_ids)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_to_id(token)
+
+
+class FastTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` (`backend`), with an exact stream for each kind of decoder.
+
+    `hf_tokenizer` is the transformers object it was taken from, or a function that loads it.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        chat_template: str | dict[str, str] | None,
+        load_hf: Callable[[], Any],
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        super().__init__(
+            special_tokens,
+            special_ids=frozenset(i for i, token in added.items() if token.special),
+            added_ids=frozenset(added),
+            # Vocabularies have no hole at the end: the count gives the largest id without building the dictionary.
+            max_token_id=max([backend.get_vocab_size(with_added_tokens=False) - 1, *added]),
+            vocab_size=backend.get_vocab_size(with_added_tokens=True),
+            chat_template=chat_template,
+        )
+        self._backend = backend
+        self._load_hf = load_hf
+        self._pieces: dict[frozenset[int], PieceTable] = {}
+
+    @cached_property
+    def hf_tokenizer(self) -> Any:
+        return self._load_hf()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):
+            _check_unicode(text)
+            raise
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        try:
+            found = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError):
+            for text in texts:
+                _check_unicode(text)
+            raise
+        return [encoding.ids for encoding in found]
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        if spaces_between_special_tokens or skip_special_tokens:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        stream = self.stream((), skip_special_tokens, spaces_between_special_tokens)
+        return "".join([*map(stream.feed, token_ids), stream.finish()])
+
+    def token_text(self, token_id: int) -> str:
+        to_piece = self._to_piece
+        if to_piece is None:
+            return self.decode([token_id], skip_special_tokens=False)
+        piece = self._piece_table(frozenset())[token_id]
+        if isinstance(piece, int):
+            return chr(piece) if piece < 0x80 else REPLACEMENT
+        return piece.decode("utf-8", errors="replace") if isinstance(piece, bytes) else piece
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def _decoder(self) -> dict[str, Any] | None:
+        """The decoder's own description: {"type": "ByteLevel", ...}, or None if the vocabulary has no decoder."""
+        decoder = self._backend.decoder
+        if decoder is None:
+            return None
+        state = json.loads(decoder.__getstate__())
+        if not isinstance(state, dict):
+            raise ValueError(f"The tokenizer's decoder describes itself as {state!r}, expected a JSON object.")
+        return state
+
+    @cached_property
+    def _to_piece(self) -> Any:
+        """How a token becomes a piece of text, for the decoders that have an exact stream; None for the others."""
+        decoder = self._decoder
+        if decoder is None:
+            return str
+        if decoder["type"] == "ByteLevel":
+            return byte_level_piece
+        if decoder["type"] == "Metaspace":
+            mark = decoder["replacement"]
+            return lambda token: token.replace(mark, " ")
+        steps = _byte_fallback_steps(decoder)
+        return None if steps is None else byte_fallback_piece(steps["replacements"])
+
+    def _piece_table(self, skip: frozenset[int]) -> PieceTable:
+        table = self._pieces.get(skip)
+        if table is None:
+            table = self._pieces[skip] = PieceTable(self.id_to_token, self._to_piece, skip)
+        return table
+
+    def _new_stream(self, skip_special_tokens: bool, spaces_between: bool) -> TokenStream:
+        if self._to_piece is None:
+            return WindowStream(lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        pieces = self._piece_table(self.special_ids if skip_special_tokens else frozenset())
+        decoder = self._decoder
+        if decoder is None:
+            return JoinStream(pieces, glued=frozenset() if spaces_between else self.added_ids)
+        if decoder["type"] == "ByteLevel":
+            return ByteLevelStream(pieces)
+        if decoder["type"] == "Metaspace":
+            drop_first = decoder.get("prepend_scheme", "always") != "never"
+            return MetaspaceStream(pieces, self.id_to_token, decoder["replacement"], drop_first)
+        steps = _byte_fallback_steps(decoder)
+        assert steps is not None
+        return ByteFallbackStream(pieces, *steps["strip"])
+
+
+class TransformersTokenizer(Tokenizer):
+    """A tokenizer that only transformers can run: one written in Python, or one with code of its own."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        super().__init__(
+            {name: str(token) for name, token in hf_tokenizer.special_tokens_map.items() if isinstance(token, str)},
+            special_ids=frozenset(hf_tokenizer.all_special_ids),
+            added_ids=frozenset(hf_tokenizer.get_added_vocab().values()),
+            max_token_id=max(hf_tokenizer.get_vocab().values()),
+            vocab_size=len(hf_tokenizer),
+            chat_template=hf_tokenizer.chat_template,
+        )
+        self._hf_tokenizer = hf_tokenizer
+
+    @property
+    def hf_tokenizer(self) -> Any:
+        return self._hf_tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        return self.hf_tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.hf_tokenizer.convert_ids_to_tokens(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.hf_tokenizer.get_vocab().get(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.hf_tokenizer.get_vocab()
+
+    def _new_stream(self, skip_special_tokens: bool, spaces_between: bool) -> TokenStream:
+        return WindowStream(lambda ids: self.decode(ids, skip_special_tokens, spaces_between))
+
+
+def load_tokenizer(path: Path, mode: str = "auto", trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer in folder `path`.
+
+    `mode`: "auto" prefers the fast tokenizer, "slow" takes the one written in Python, "mistral" needs `mistral_common`.
+    """
+    if mode not in TOKENIZER_MODES:
+        raise ValueError(f"Unknown tokenizer_mode {mode!r}: expected one of {', '.join(TOKENIZER_MODES)}.")
+    if mode == "auto":
+        light = _load_light(path, trust_remote_code)
+        if light is not None:
+            return light
+    return from_transformers(load_transformers_tokenizer(path, mode, trust_remote_code))
+
+
+def from_transformers(hf_tokenizer: Any) -> Tokenizer:
+    """Wrap a transformers tokenizer, for example one that a user sets; a fast one runs without its Python layer."""
+    if not getattr(hf_tokenizer, "is_fast", False):
+        return TransformersTokenizer(hf_tokenizer)
+    import tokenizers
+
+    copy = tokenizers.Tokenizer.from_str(hf_tokenizer.backend_tokenizer.to_str())
+    named = {name: str(token) for name, token in hf_tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return FastTokenizer(copy, named, hf_tokenizer.chat_template, load_hf=lambda: hf_tokenizer)
+
+
+def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) -> Any:
+    """transformers' own object. Code that comes with the model runs only if `trust_remote_code` is set."""
+    if mode == "mistral" and importlib.util.find_spec("mistral_common") is None:
+        raise ImportError("tokenizer_mode='mistral' needs the package mistral_common: pip install mistral_common")
+    if not any(next(path.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        raise ValueError(
+            f"No tokenizer found in {path}: expected tokenizer.json, or the vocabulary files of its tokenizer class. "
+            "Name another folder with tokenizer=..., or pass skip_tokenizer_init=True and token ids as prompts."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path), use_fast=mode != "slow", trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"The tokenizer in {path} comes with code of its own. If you have read that code and trust it, "
+            "pass trust_remote_code=True (--trust-remote-code)."
+        ) from error
+
+
+def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:
+    """The tokenizer without transformers, or None if its files ask for more than tokenizer.json can say."""
+    if not (path / "tokenizer.json").is_file():
+        return None
+    # The older file holds the special tokens only; what both say, the newer one decides.
+    settings = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
+    name = settings.get("tokenizer_class")
+    if name is not None and str(name).removesuffix("Fast") not in PLAIN_CLASSES:
+        return None
+    if "auto_map" in settings and trust_remote_code:
+        return None
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path / 'tokenizer.json'} is not a tokenizer that can be read: {error}") from error
+    named = _named_special_tokens(settings)
+    _add_tokens(backend, settings, named)
+    return FastTokenizer(
+        backend,
+        named,
+        _read_chat_template(path, settings),
+        load_hf=lambda: load_transformers_tokenizer(path, "auto", trust_remote_code),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_SETTINGS_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {MAX_SETTINGS_BYTES}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def _token_content(token: object) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _named_special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    contents = {name: _token_content(settings.get(name)) for name in NAMED_SPECIAL_TOKENS}
+    return {name: content for name, content in contents.items() if content is not None}
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
+    """Tokens that only tokenizer_config.json knows, and the special flag of the named ones."""
+    import tokenizers
+
+    known = backend.get_added_tokens_decoder()
+    described = settings.get("added_tokens_decoder") or {}
+    missing = []
+    for token_id, entry in sorted(described.items(), key=lambda item: int(item[0])):
+        flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "special")}
+        normalized = bool(entry.get("normalized", not flags["special"]))
+        token = tokenizers.AddedToken(entry["content"], normalized=normalized, **flags)
+        if known.get(int(token_id)) != token:
+            missing.append(token)
+    if missing:
+        backend.add_tokens(missing)
+    special = [t.content for t in backend.get_added_tokens_decoder().values() if t.special]
+    extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
+    contents = [_token_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+    unmarked = [c for c in dict.fromkeys([*named.values(), *contents]) if c is not None and c not in special]
+    if unmarked:
+        backend.add_special_tokens([tokenizers.AddedToken(c, special=True, normalized=False) for c in unmarked])
+
+
+def _read_chat_template(path: Path, settings: dict[str, Any]) -> str | dict[str, str] | None:
+    """The template file beats the setting; a list of named templates becomes a dictionary."""
+    file = path / "chat_template.jinja"
+    named: dict[str, str] = {}
+    default = file.read_text(encoding="utf-8") if file.is_file() else None
+    folder = path / "additional_chat_templates"
+    if folder.is_dir():
+        named = {f.stem: f.read_text(encoding="utf-8") for f in sorted(folder.glob("*.jinja"))}
+    if default is None and not named:
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            return {entry["name"]: entry["template"] for entry in template}
+        return template
+    if not named:
+        return default
+    return named if default is None else {"default": default, **named}
+
+
+def _byte_fallback_steps(decoder: dict[str, Any]) -> dict[str, Any] | None:
+    """The parts of a Replace*, ByteFallback, Fuse, Strip? chain; None if the decoder is anything else."""
+    if decoder["type"] != "Sequence":
+        return None
+    steps = list(decoder["decoders"])
+    replacements = []
+    while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
+        step = steps.pop(0)
+        replacements.append((step["pattern"]["String"], step["content"]))
+    if [step["type"] for step in steps[:2]] != ["ByteFallback", "Fuse"]:
+        return None
+    rest = steps[2:]
+    if not rest:
+        return {"replacements": replacements, "strip": (" ", 0)}
+    if len(rest) == 1 and rest[0]["type"] == "Strip" and rest[0]["stop"] == 0:
+        return {"replacements": replacements, "strip": (rest[0]["content"], rest[0]["start"])}
+    return None
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"The prompt is not valid Unicode text: character {error.start} is a lone surrogate "
+            f"(U+{ord(text[error.start]):04X}). Send UTF-8 text, or token ids."
+        ) from None
