@@ -1,0 +1,17 @@
+"""Tests that need a CUDA device; on machines without one there is nothing here to collect."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_kernels():
+    """Our kernels on "cuda" tensors, and true fp32 in torch's own products."""
+    from vllm.ops import triton as kernels
+
+    kernels.register()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)

@@ -1,0 +1,113 @@
+"""Every kernel on the device, over a grid of shapes and dtypes, against the fp32 reference."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.ops.triton.batches import make_batch
+from vllm.ops import activation, attention, norm, rotary
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE)
+
+
+def error(got, want):
+    assert not torch.isnan(got.float()).any()
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+MIXES = {
+    "decode": ([1] * 5, [1, 17, 500, 64, 2000]),
+    "fresh prompts": ([300, 1, 77], [300, 1, 77]),
+    "chunks and decodes": ([1, 200, 1, 130, 2], [333, 700, 3, 130, 40]),
+}
+FEATURES = {
+    "plain": {},
+    "window": {"window": 100},
+    "softcap": {"softcap": 8.0},
+    "alibi": {"alibi": True},
+    "all": {"window": 33, "softcap": 8.0, "alibi": True},
+}
+SHAPES = [(8, 8, 64, 16), (32, 8, 128, 16), (14, 2, 64, 32), (4, 1, 256, 8), (12, 4, 80, 64), (9, 3, 112, 128), (71, 1, 64, 16)]
+
+
+def attention_error(mix, shape, features, dtype, cache_dtype=None):
+    query_lens, seq_lens = MIXES[mix]
+    heads, kv_heads, head_dim, block = shape
+    window = features.get("window")
+    batch = make_batch(query_lens, seq_lens, heads, kv_heads, head_dim, block, dtype, window, device="cuda")
+    slopes = torch.rand(heads, device="cuda") if features.get("alibi") else None
+    cache = batch.cache
+    scales = {}
+    if cache_dtype is not None:
+        cache, scales = cache.nan_to_num().to(cache_dtype), {"k_scale": 0.5, "v_scale": 2.0}
+    params = attention.AttentionParams(head_dim**-0.5, window, features.get("softcap"), slopes, **scales)
+    got = attention.attend(batch.q, cache, params, batch.step, batch.group)
+    clean = cache.float().nan_to_num()
+    return error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_over_shapes(shape):
+    for mix, dtype in itertools.product(MIXES, DTYPES):
+        assert attention_error(mix, shape, {}, dtype) < TOLERANCE[dtype], (mix, dtype)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_attention_features(features):
+    for mix, dtype in itertools.product(MIXES, (torch.float16, torch.bfloat16)):
+        assert attention_error(mix, (32, 8, 128, 16), FEATURES[features], dtype) < TOLERANCE[dtype], (mix, dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_attention_over_a_float8_cache(cache_dtype):
+    for mix in MIXES:
+        assert attention_error(mix, (32, 8, 128, 16), {}, torch.bfloat16, cache_dtype) < TOLERANCE[torch.bfloat16], mix
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim", "interleaved"), [(128, 128, False), (80, 32, True), (64, 64, True)])
+def test_rotate_and_write(head_dim, rotary_dim, interleaved, with_norm, cache_dtype):
+    heads, kv_heads, block, tokens = 12, 4, 16, 37
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device="cuda", dtype=torch.bfloat16) * 30
+    cos_sin = torch.rand(512, rotary_dim, device="cuda")
+    positions = torch.randint(0, 512, (tokens,), device="cuda")
+    slots = torch.randperm(20 * block, device="cuda")[:tokens]
+    weights = None
+    if with_norm:
+        weights = rotary.QKNorm(*(torch.randn(head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)), 1e-6)
+    caches = [torch.full((2, 20, kv_heads, block, head_dim), 3.0, device="cuda") for _ in range(2)]
+    caches[1] = caches[1].to(cache_dtype)
+    rest = (positions, cos_sin, interleaved)
+    scales = (1.0, 1.0) if cache_dtype == torch.bfloat16 else (0.3, 0.7)
+    fused = qkv.clone()
+    want = rotary.rotate_and_write_kv.reference(qkv, heads, *rest, caches[0], slots, 1.0, 1.0, weights)
+    got = rotary.rotate_and_write_kv(fused, heads, *rest, caches[1], slots, *scales, weights)
+    assert error(got, want) < 1e-2
+    ulp = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 0.035, torch.float8_e5m2: 0.07}[cache_dtype]
+    limit = float("inf") if cache_dtype == torch.bfloat16 else torch.finfo(cache_dtype).max
+    used = torch.zeros(20 * block, dtype=torch.bool, device="cuda").index_fill_(0, slots, True).view(20, 1, block, 1)
+    for side in (0, 1):
+        stored = caches[1][side].float()
+        wanted = torch.where(used, (caches[0][side] / scales[side]).clamp(-limit, limit), stored)
+        assert error(stored, wanted) < ulp
+        assert (torch.where(used, 3.0, stored) == 3.0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 1000, 4096, 11008])
+def test_norms_and_activations(dim, dtype):
+    x, r, w, b = (torch.randn(33, dim, device="cuda").to(dtype) for _ in range(4))
+    got, total = norm.add_rms_norm(x, r.clone(), w[0], 1e-6, 1.0)
+    want, want_total = norm.add_rms_norm.reference(x, r, w[0], 1e-6, 1.0)
+    assert torch.equal(total, want_total)
+    assert error(got, want) < TOLERANCE[dtype]
+    got, total = norm.add_layer_norm(x, r.clone(), w[0], b[0], 1e-5)
+    want, want_total = norm.add_layer_norm.reference(x, r, w[0], b[0], 1e-5)
+    assert torch.equal(total, want_total)
+    assert error(got, want) < TOLERANCE[dtype]
+    for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+        assert error(activation.activate(x, kind), activation.activate.reference(x, kind)) < TOLERANCE[dtype]
+        assert error(activation.activate_gated(x, kind), activation.activate_gated.reference(x, kind)) < TOLERANCE[dtype]
