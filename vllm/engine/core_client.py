@@ -1,0 +1,320 @@
+"""The front end's end of the core: in a process of its own, or in a thread of this one; the same few methods either way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.engine import wire
+from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.exceptions import EngineDeadError
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.engine.core import EngineCore
+
+logger = init_logger(__name__)
+
+OutputHandler = Callable[[list[CoreOutput], CoreStats], None]
+DeathHandler = Callable[[str], None]
+
+
+class AsyncCoreClient(Protocol):
+    """What `AsyncLLMEngine` needs of a core. Handlers run on the event loop that called `start`."""
+
+    info: dict[str, Any]
+
+    async def start(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None: ...
+
+    def add(self, requests: list[CoreRequest]) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+
+    def check_health(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class CoreProcess:
+    """Starts and watches the core process. Death of either side is end of file for the other.
+
+    `stall_seconds`: a core that is busy longer than this without finishing a step, or that sends no pulse for as long, is
+    reported unhealthy by `check_health`.
+    """
+
+    PULSE_GRACE_SECONDS = 1.5
+
+    def __init__(self, engine_args: dict[str, Any], stall_seconds: float) -> None:
+        self._engine_args = engine_args
+        self._stall_seconds = stall_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader_task: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._next_call = 0
+        self._last_pulse = 0.0
+        self._busy_seconds = 0.0
+        self._death: str | None = None
+        self._stopping = False
+        self.info: dict[str, Any] = {}
+
+    async def start(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+        """Spawn the core and wait until it is ready. Raises RuntimeError with the core's own words if it fails."""
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.engine.core_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+        document = json.dumps(self._engine_args).encode()
+        self._writer.write(len(document).to_bytes(4, "little") + document)
+        ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._reader_task = asyncio.create_task(self._read(reader, ready, on_outputs, on_death), name="core-reader")
+        try:
+            self.info = await ready
+        except BaseException:
+            await self.stop()
+            raise
+        self._last_pulse = time.monotonic()
+
+    def add(self, requests: list[CoreRequest]) -> None:
+        self._send(wire.AddRequests(requests))
+
+    def abort(self, request_ids: list[str]) -> None:
+        if self._death is None:
+            self._send(wire.Abort(request_ids))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a utility method of the core. Raises RuntimeError with its error text if it fails."""
+        call_id = self._next_call
+        self._next_call += 1
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(wire.Call(call_id, method, list(args), kwargs))
+        return await future
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError unless the core process lives and makes progress."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        if self._process is None or self._process.poll() is not None:
+            raise EngineDeadError(f"The engine core process ended with status {self._process and self._process.returncode}.")
+        silence = time.monotonic() - self._last_pulse
+        if silence > self.PULSE_GRACE_SECONDS:
+            raise EngineDeadError(f"The engine core has given no sign of life for {silence:.1f} s.")
+        if self._busy_seconds > self._stall_seconds:
+            raise EngineDeadError(f"The engine core has not finished a step for {self._busy_seconds:.1f} s.")
+
+    async def stop(self) -> None:
+        """End the core process: ask, then insist. Returns when it is gone."""
+        self._stopping = True
+        if self._writer is not None:
+            with contextlib.suppress(OSError, EngineDeadError):
+                self._send(wire.Stop())
+        process = self._process
+        if process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._reap, process)
+        if self._reader_task is not None:
+            self._reader_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader_task
+            self._reader_task = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @staticmethod
+    def _reap(process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            # its workers share its session, so that one signal reaches all of them
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _send(self, message: wire.ToCore) -> None:
+        if self._death is not None or self._writer is None:
+            raise EngineDeadError(self._death or "The engine core is not running.")
+        self._writer.write(wire.frame(message))
+
+    async def _read(
+        self,
+        stream: asyncio.StreamReader,
+        ready: asyncio.Future[dict[str, Any]],
+        on_outputs: OutputHandler,
+        on_death: DeathHandler,
+    ) -> None:
+        reader = wire.FrameReader()
+        reason = ""
+        with contextlib.suppress(ConnectionError):
+            while data := await stream.read(1 << 18):
+                self._last_pulse = time.monotonic()
+                for body in reader.feed(data):
+                    message = wire.decode_from_core(body)
+                    if isinstance(message, wire.StepOutputs):
+                        self._busy_seconds = 0.0
+                        on_outputs(message.outputs, message.stats)
+                    elif isinstance(message, wire.Pulse):
+                        self._busy_seconds = message.busy_seconds
+                    elif isinstance(message, wire.CallResult):
+                        self._resolve(message)
+                    elif isinstance(message, wire.Ready):
+                        ready.set_result(message.info)
+                    else:
+                        reason = message.error
+        self._bury(reason, ready, on_death)
+
+    def _resolve(self, result: wire.CallResult) -> None:
+        future = self._calls.pop(result.call_id, None)
+        if future is None or future.done():
+            return
+        if result.error is not None:
+            future.set_exception(RuntimeError(result.error))
+        else:
+            future.set_result(result.value)
+
+    def _bury(self, reason: str, ready: asyncio.Future[dict[str, Any]], on_death: DeathHandler) -> None:
+        self._death = reason or "The engine core process ended unexpectedly."
+        if not ready.done():
+            ready.set_exception(RuntimeError(f"The engine core failed to start: {self._death}"))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(self._death))
+        self._calls.clear()
+        if not self._stopping:
+            on_death(self._death)
+
+
+class CoreThread:
+    """The core in a thread of this process (`--disable-frontend-multiprocessing`). One lock-free queue in each direction."""
+
+    def __init__(self, make_core: Callable[[], EngineCore], stall_seconds: float) -> None:
+        self._make_core = make_core
+        self._stall_seconds = stall_seconds
+        self._inbox: list[Callable[[EngineCore], None]] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._busy_since: float | None = None
+        self._death: str | None = None
+        self._thread: threading.Thread | None = None
+        self.info: dict[str, Any] = {}
+
+    async def start(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+        """Build the core in its thread and wait until it is ready."""
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._thread = threading.Thread(
+            target=self._run, args=(ready, on_outputs, on_death), name="engine-core", daemon=True
+        )
+        self._thread.start()
+        self.info = await ready
+
+    def add(self, requests: list[CoreRequest]) -> None:
+        def work(core: EngineCore) -> None:
+            rejected = core.add_requests(requests)
+            if rejected:
+                self._post(self._on_outputs, rejected, core.stats())
+
+        self._submit(work)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._submit(lambda core: core.abort(request_ids) and None)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the core between two steps."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+
+        def settle(value: Any, error: Exception | None) -> None:
+            if not future.done():
+                if error is None:
+                    future.set_result(value)
+                else:
+                    future.set_exception(error)
+
+        def work(core: EngineCore) -> None:
+            try:
+                self._post(settle, getattr(core, method)(*args, **kwargs), None)
+            except Exception as error:
+                self._post(settle, None, error)
+
+        self._submit(work)
+        return await future
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError unless the thread lives and makes progress."""
+        if self._death is not None or self._thread is None or not self._thread.is_alive():
+            raise EngineDeadError(self._death or "The engine core is not running.")
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > self._stall_seconds:
+            raise EngineDeadError(f"The engine core has not finished a step for {time.monotonic() - since:.1f} s.")
+
+    async def stop(self) -> None:
+        """End the thread after the step it is in."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def _submit(self, work: Callable[[EngineCore], None]) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        with self._wake:
+            self._inbox.append(work)
+            self._wake.notify()
+
+    def _post(self, function: Callable[..., Any], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self, ready: asyncio.Future[dict[str, Any]], on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+        self._on_outputs = on_outputs
+        core: EngineCore | None = None
+        try:
+            core = self._make_core()
+            self._post(ready.set_result, core.describe())
+            self._serve(core)
+        except Exception as error:
+            logger.exception("The engine core failed")
+            self._death = f"{type(error).__name__}: {error}"
+            self._post(on_death, self._death) if core is not None else self._post(ready.set_exception, error)
+        finally:
+            if core is not None:
+                core.shutdown()
+
+    def _serve(self, core: EngineCore) -> None:
+        while True:
+            busy = core.has_unfinished()
+            self._busy_since = time.monotonic() if busy else None
+            with self._wake:
+                while not (self._inbox or busy or self._stopping):
+                    self._wake.wait()
+                work, self._inbox = self._inbox, []
+                if self._stopping:
+                    return
+            for item in work:
+                item(core)
+            outputs = core.step() if core.has_unfinished() else []
+            if outputs:
+                self._post(self._on_outputs, outputs, core.stats())

@@ -1,0 +1,192 @@
+"""The engine core as a process of its own: `python -m vllm.engine.core_process FD`, started by `core_client.CoreProcess`.
+
+The first frame it reads is a JSON document of engine arguments; then it answers `Ready` and serves until told to stop or
+until the front end is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine import wire
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.engine.core import EngineCore
+
+logger = init_logger(__name__)
+
+PULSE_SECONDS = 0.2
+# What a front end may call by name; nothing else is reachable from the socket.
+CALLABLE = frozenset({"reset_prefix_cache", "start_profile", "stop_profile", "collective_rpc", "check_health", "idle_report"})
+
+
+class Heart:
+    """Says how long the core has been busy without finishing a step. Written by the loop, read by the pulse thread."""
+
+    def __init__(self) -> None:
+        self._busy_since: float | None = None
+
+    def beat(self, busy: bool) -> None:
+        """A step was finished, or the loop looked around; `busy` says whether there is more to do."""
+        self._busy_since = time.monotonic() if busy else None
+
+    @property
+    def busy_seconds(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+
+class CoreServer:
+    """Reads requests from the socket, drives the core, writes what each step brought."""
+
+    def __init__(self, connection: socket.socket, core: EngineCore) -> None:
+        self._connection = connection
+        self._core = core
+        self._inbox: queue.SimpleQueue[wire.ToCore] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        self._heart = Heart()
+        self._stopping = False
+
+    def send(self, message: wire.FromCore) -> None:
+        """Write one frame; the pulse thread and the loop take turns."""
+        data = wire.frame(message)
+        with self._send_lock:
+            self._connection.sendall(data)
+
+    def start_threads(self, reader: wire.FrameReader) -> None:
+        threading.Thread(target=self._read_forever, args=(reader,), name="core-reader", daemon=True).start()
+        threading.Thread(target=self._pulse_forever, name="core-pulse", daemon=True).start()
+
+    def serve(self) -> None:
+        """Work while there is something to do, sleep on the inbox otherwise."""
+        core = self._core
+        while not self._stopping:
+            busy = core.has_unfinished()
+            self._heart.beat(busy)
+            self._drain_inbox(block=not busy)
+            if self._stopping:
+                return
+            outputs = core.step() if core.has_unfinished() else []
+            if outputs:
+                self.send(wire.StepOutputs(outputs, core.stats()))
+                if not core.has_unfinished():
+                    self._heart.beat(False)
+
+    def _drain_inbox(self, block: bool) -> None:
+        try:
+            message = self._inbox.get(block=block)
+        except queue.Empty:
+            return
+        while True:
+            self._handle(message)
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _handle(self, message: wire.ToCore) -> None:
+        if isinstance(message, wire.AddRequests):
+            rejected = self._core.add_requests(message.requests)
+            if rejected:
+                self.send(wire.StepOutputs(rejected, self._core.stats()))
+        elif isinstance(message, wire.Abort):
+            self._core.abort(message.request_ids)
+            self.send(wire.StepOutputs([], self._core.stats()))
+        elif isinstance(message, wire.Call):
+            self.send(self._call(message))
+        else:
+            self._stopping = True
+
+    def _call(self, call: wire.Call) -> wire.CallResult:
+        if call.method not in CALLABLE:
+            return wire.CallResult(call.call_id, error=f"The core has no method {call.method!r} to call.")
+        try:
+            return wire.CallResult(call.call_id, value=getattr(self._core, call.method)(*call.args, **call.kwargs))
+        except Exception as error:
+            logger.exception("Core method %s failed", call.method)
+            return wire.CallResult(call.call_id, error=f"{type(error).__name__}: {error}")
+
+    def _read_forever(self, reader: wire.FrameReader) -> None:
+        while True:
+            bodies = wire.receive_frames(self._connection, reader)
+            if bodies is None:  # the front end is gone, however it went
+                self._core.kill_workers()
+                os._exit(1)
+            for body in bodies:
+                self._inbox.put(wire.decode_to_core(body))
+
+    def _pulse_forever(self) -> None:
+        while True:
+            time.sleep(PULSE_SECONDS)
+            try:
+                self.send(wire.Pulse(self._heart.busy_seconds))
+            except OSError:
+                return
+
+
+def _exit_on_parent_death(connection: socket.socket) -> None:
+    """While the model loads nobody reads the socket: a front end that dies then must end this process too."""
+
+    def watch() -> None:
+        connection.setblocking(True)
+        with contextlib.suppress(OSError):
+            if connection.recv(1, socket.MSG_PEEK) == b"":
+                os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _first_frame(connection: socket.socket, reader: wire.FrameReader) -> tuple[dict[str, Any], list[bytes]]:
+    bodies = wire.receive_frames(connection, reader)
+    if not bodies:
+        sys.exit(1)
+    return json.loads(bodies[0]), bodies[1:]
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the core process; returns its exit status."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then tells us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(argv[0]))
+    reader = wire.FrameReader()
+    document, _ = _first_frame(connection, reader)
+    _exit_on_parent_death(connection)
+    core = None
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.engine.core import EngineCore
+
+        config = EngineArgs.from_json(document).create_engine_config()
+        core = EngineCore(config)
+        server = CoreServer(connection, core)
+        server.start_threads(reader)
+        server.send(wire.Ready(core.describe()))
+        server.serve()
+    except Exception as error:
+        logger.exception("The engine core failed")
+        with contextlib.suppress(OSError):
+            connection.sendall(wire.frame(wire.Fatal(f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        if core is not None:
+            core.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
