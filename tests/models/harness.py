@@ -1,0 +1,108 @@
+"""What model tests share: tiny Hugging Face models on disk, configs for the loader, and a driver of the paged cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vllm.config.hf import HFConfig
+from vllm.distributed import TensorParallel
+from vllm.model_executor.model_loader import load_model
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+
+def engine_config(folder: Path, *, max_model_len: int, load_format: str = "auto", dtype: str = "float32") -> Any:
+    """As much of a VllmConfig as the loader reads."""
+    hf = HFConfig.load(folder)
+    model_config = SimpleNamespace(hf=hf, path=folder, dtype=dtype, max_model_len=max_model_len, seed=0)
+    return SimpleNamespace(model_config=model_config, load_config=SimpleNamespace(load_format=load_format))
+
+
+def save_random_hf_model(hf_config: Any, folder: Path, *, seed: int = 0, **save: Any) -> nn.Module:
+    """A Hugging Face model with random weights, biases and norms included, saved to `folder`."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def load(folder: Path, *, max_model_len: int = 64, tp: TensorParallel | None = None, **config: Any) -> Any:
+    """Our model of a folder, on the CPU."""
+    return load_model(engine_config(folder, max_model_len=max_model_len, **config), "cpu", tp)
+
+
+class PagedDriver:
+    """Feeds requests through a model step by step, with block tables that are scattered over the cache on purpose."""
+
+    def __init__(self, model: Any, *, block_size: int = 4, max_len: int = 64, requests: int = 1, seed: int = 0) -> None:
+        self.model, self.block_size = model, block_size
+        self.layout = model.kv_layout(block_size, "auto")
+        per_request = -(-max_len // block_size)
+        groups = len(self.layout.groups)
+        num_blocks = 1 + groups * requests * per_request
+        shape = (2, num_blocks, self.layout.kv_heads, block_size, self.layout.head_dim)
+        # garbage that shows if it is ever read
+        self.caches = [torch.full(shape, 1e4, dtype=model.dtype) for _ in range(self.layout.layers_per_group)]
+        ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks, dtype=np.int32))
+        self.tables = torch.from_numpy(ids.reshape(groups, requests, per_request))
+
+    def step(self, chunks: list[tuple[int, int, Tensor]]) -> Tensor:
+        """chunks: (request, tokens computed before, new token ids). Logits of all new tokens, [tokens, vocabulary]."""
+        ids = torch.cat([tokens for _, _, tokens in chunks])
+        positions = torch.cat([torch.arange(start, start + len(tokens)) for _, start, tokens in chunks])
+        lengths = [len(tokens) for _, _, tokens in chunks]
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        seq_lens = np.array([start + len(tokens) for _, start, tokens in chunks], dtype=np.int32)
+        rows = [request for request, _, _ in chunks]
+        owner = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lengths))
+        groups = []
+        for table in self.tables:
+            block = table[owner, positions // self.block_size].long()
+            groups.append(GroupInputs(block * self.block_size + positions % self.block_size, table[rows]))
+        step = StepInputs(
+            token_ids=ids,
+            positions=positions,
+            query_starts=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(seq_lens),
+            logits_rows=torch.arange(len(ids)),
+            groups=tuple(groups),
+            max_query_len=max(lengths),
+            max_seq_len=int(seq_lens.max()),
+            host_query_starts=starts,
+            host_seq_lens=seq_lens,
+        )
+        with torch.inference_mode():
+            return self.model.logits(self.model(step, self.caches)[step.logits_rows])
+
+    def run(self, prompts: list[Tensor], chunk_sizes: list[int]) -> list[Tensor]:
+        """Logits at every position of every prompt, computed together in chunks whose sizes cycle through `chunk_sizes`."""
+        done, turn = [0] * len(prompts), 0
+        parts: list[list[Tensor]] = [[] for _ in prompts]
+        while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+            chunks = []
+            for request, prompt in enumerate(prompts):
+                size = chunk_sizes[turn % len(chunk_sizes)]
+                turn += 1
+                if done[request] < len(prompt):
+                    chunks.append((request, done[request], prompt[done[request] : done[request] + size]))
+            logits = self.step(chunks).split([len(tokens) for _, _, tokens in chunks])
+            for (request, start, tokens), piece in zip(chunks, logits, strict=True):
+                parts[request].append(piece)
+                done[request] = start + len(tokens)
+        return [torch.cat(pieces) for pieces in parts]
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """The largest norm-wise relative error over positions."""
+    difference = (ours.double() - reference.double()).norm(dim=-1)
+    return (difference / reference.double().norm(dim=-1)).max().item()

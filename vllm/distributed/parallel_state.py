@@ -1,0 +1,140 @@
+"""Which rank this is among those that share a model's layers, and their collectives.
+
+The project's own layers get a `TensorParallel` as an argument. Models from outside the tree were written for functions
+without arguments (`get_tensor_model_parallel_world_size()`); for them `use_tensor_parallel` names the current object while
+such a model is built or runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Rank `rank` of the `world` ranks that hold one shard of every layer each.
+
+    `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is communicated.
+    """
+
+    rank: int = 0
+    world: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.world < 1 or not 0 <= self.rank < self.world:
+            raise ValueError(f"Tensor parallel rank {self.rank} of {self.world}: expected 0 <= rank < world.")
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, on every rank. May overwrite `x`."""
+        if self.world == 1:
+            return x
+        x = x.contiguous()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Every rank's `x`, joined along `dim` in rank order."""
+        if self.world == 1:
+            return x
+        x = x.contiguous()
+        out = torch.empty((self.world, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self.group)
+        return torch.cat(out.unbind(0), dim)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's `x`, on every rank; the others' `x` is overwritten."""
+        if self.world > 1:
+            dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRank:
+    """This rank's place among pipeline stages, as out-of-tree models ask for it. There is one stage."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def rank_in_group(self) -> int:
+        return self.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank == self.world - 1
+
+
+SINGLE = TensorParallel()
+_CURRENT: ContextVar[TensorParallel] = ContextVar("tensor_parallel", default=SINGLE)
+
+
+def current_tensor_parallel() -> TensorParallel:
+    """What `use_tensor_parallel` named last in this context; a single rank outside of it."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def use_tensor_parallel(tp: TensorParallel) -> Iterator[TensorParallel]:
+    """Inside, layers built without an explicit `tp`, and the functions below, use `tp`."""
+    token = _CURRENT.set(tp)
+    try:
+        yield tp
+    finally:
+        _CURRENT.reset(token)
+
+
+def get_tp_group() -> TensorParallel:
+    """The ranks that share this model's layers."""
+    return current_tensor_parallel()
+
+
+def get_pp_group() -> PipelineRank:
+    """This rank's pipeline stage."""
+    return PipelineRank()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """How many ranks share the layers of the model being built or run."""
+    return current_tensor_parallel().world
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank among them."""
+    return current_tensor_parallel().rank
+
+
+def tensor_model_parallel_all_reduce(x: Tensor) -> Tensor:
+    """The sum of every rank's `x`. May overwrite `x`."""
+    return current_tensor_parallel().all_reduce(x)
+
+
+def tensor_model_parallel_all_gather(x: Tensor, dim: int = -1) -> Tensor:
+    """Every rank's `x`, joined along `dim`."""
+    return current_tensor_parallel().all_gather(x, dim)
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """`numerator // denominator`; ValueError unless it divides evenly."""
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}.")
+    return numerator // denominator

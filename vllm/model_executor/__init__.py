@@ -1,0 +1,1 @@
+"""Models, the layers they are made of, and how their weights are loaded."""

@@ -1,0 +1,88 @@
+"""What a linear layer's weights are and how its product is computed: the interface that quantization formats fill in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed import TensorParallel
+from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec
+from vllm.ops.linear import linear, pack_weight
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import LinearBase
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A full (unsharded) linear map and the dimension along which ranks share it.
+
+    inputs: the input features, one part.   outputs: the output features, one part for each fused projection.
+    split: "out" (column parallel), "in" (row parallel), "none" (every rank has all of it).
+    """
+
+    inputs: Part
+    outputs: tuple[Part, ...]
+    split: Literal["none", "out", "in"]
+
+    @property
+    def in_features(self) -> int:
+        return self.inputs.size
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.size for part in self.outputs)
+
+
+class LinearMethod(ABC):
+    """One format of weights. A layer owns the parameters, the method creates and reads them."""
+
+    @abstractmethod
+    def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        """Register the layer's parameters, each a `ShardedParameter`, uninitialised, on torch's default device."""
+
+    def process_after_load(self, layer: LinearBase) -> None:
+        """Called once when every parameter of the layer is filled: repack, transpose, dequantize."""
+
+    @abstractmethod
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's part of x @ weight.T + bias. x: [tokens, in on this rank] -> [tokens, out on this rank]."""
+
+
+class QuantizationConfig(Protocol):
+    """A quantization format: chooses the method of each layer by its name."""
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
+        """The method of the layer called `prefix`, None if that layer is not quantized."""
+
+
+def weight_spec(shape: LinearShape) -> ShardSpec:
+    """The ShardSpec of an [out, in] weight."""
+    if shape.split == "in":
+        return ShardSpec(1, (shape.inputs,))
+    # an uncut weight keeps its parts, so that q, k and v can still be loaded one by one
+    return ShardSpec(0, shape.outputs)
+
+
+class UnquantizedLinearMethod(LinearMethod):
+    """Weights as they are in the checkpoint: `weight` [out, in], repacked after loading where the device gains from it."""
+
+    def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        world, rank = (1, 0) if shape.split == "none" else (tp.world, tp.rank)
+        full = (shape.out_features, shape.in_features)
+        layer.weight = ShardedParameter.empty(full, weight_spec(shape), rank, world, dtype)
+        layer.packed = None
+
+    def process_after_load(self, layer: LinearBase) -> None:
+        weight = layer.weight.data
+        packed = pack_weight(weight)
+        if packed is not weight:
+            layer.packed = packed
+            layer.weight = None  # frees the original
+
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, layer.weight if layer.packed is None else layer.packed, bias)

@@ -1,0 +1,119 @@
+"""Token embedding and output head, their vocabulary rows dealt to tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed import TensorParallel, current_tensor_parallel
+from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec
+from vllm.ops.linear import linear, pack_weight
+
+DEFAULT_VOCAB_PADDING_SIZE = 64
+
+
+def vocab_part(rows: int, padding_size: int, world: int) -> Part:
+    """The vocabulary padded to a multiple of `padding_size` rows on each rank."""
+    step = padding_size * world
+    padded = -(-rows // step) * step
+    return Part(rows, padded, "the vocabulary", padding=padded - rows)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a [vocabulary, embedding_dim] table; ranks look up their own and add up.
+
+    org_num_embeddings: rows in the checkpoint, if fewer than `num_embeddings` (the rest stays zero).
+    """
+
+    weight: ShardedParameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None,
+        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
+        quant_config: Any = None,
+        prefix: str = "",
+        *,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp = current_tensor_parallel() if tp is None else tp
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        rows = num_embeddings if org_num_embeddings is None else org_num_embeddings
+        self.org_vocab_size = rows
+        padded = vocab_part(num_embeddings, padding_size, self.tp.world)
+        self.part = Part(rows, padded.units, padded.name, padding=padded.units - rows)
+        self.first_row, self.local_rows = self.part.cut(self.tp.rank, self.tp.world)
+        dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        self.weight = ShardedParameter.empty(
+            (rows, embedding_dim), ShardSpec(0, (self.part,)), self.tp.rank, self.tp.world, dtype
+        )
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [tokens] int64 -> [tokens, embedding_dim]."""
+        if self.tp.world == 1:
+            return nn.functional.embedding(input_ids, self.weight)
+        local = input_ids - self.first_row
+        foreign = (local < 0) | (local >= self.local_rows)
+        rows = nn.functional.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self.tp.all_reduce(rows.masked_fill(foreign[:, None], 0.0))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, world={self.tp.world}"
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """The output head: hidden states to this rank's logits (`LogitsProcessor` gathers them).
+
+    Its weight may be tied to an embedding's with `tie_weights`.
+    """
+
+    packed: Any
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None,
+        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
+        quant_config: Any = None,
+        prefix: str = "",
+        *,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix, tp=tp
+        )
+        self.packed = None
+        if bias:
+            self.bias: ShardedParameter | None = ShardedParameter.empty(
+                (self.org_vocab_size,), ShardSpec(0, (self.part,)), self.tp.rank, self.tp.world, self.weight.dtype
+            )
+        else:
+            self.bias = None
+
+    def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
+        """Use `embedding`'s weight as this head's."""
+        self.weight = embedding.weight
+        return self
+
+    def process_after_load(self) -> None:
+        """Repack the weight for this device's products; the table itself stays, an embedding may share it."""
+        weight = self.weight.data
+        packed = pack_weight(weight)
+        self.packed = None if packed is weight else packed
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world]."""
+        out: Tensor = linear(hidden, self.weight if self.packed is None else self.packed, self.bias)
+        return out
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        raise RuntimeError("ParallelLMHead is read by LogitsProcessor and is not called itself.")

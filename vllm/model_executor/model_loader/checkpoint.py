@@ -1,0 +1,101 @@
+"""A checkpoint folder: which files hold the weights, and their tensors one by one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
+
+MAX_INDEX_BYTES = 64 * 2**20
+
+# .bin files that trainers leave beside the weights
+_NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "scaler.bin"})
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The weight files of a model. `kind`: "safetensors" or "pt"."""
+
+    kind: str
+    files: tuple[Path, ...]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, Path]]:
+        """(name, tensor, file). Tensors are views of the mapped files, read when they are used."""
+        read = iterate_tensors if self.kind == "safetensors" else iterate_pickle
+        for file in self.files:
+            for name, tensor in read(file):
+                yield name, tensor, file
+
+
+def find_checkpoint(folder: Path, load_format: str) -> Checkpoint:
+    """The weight files in `folder`. load_format: "auto" (safetensors if there are any, else pt), "safetensors" or "pt"."""
+    if load_format in ("auto", "safetensors"):
+        files = _files(folder, "model.safetensors.index.json", ("model.safetensors",), ("*.safetensors",))
+        if files:
+            return Checkpoint("safetensors", files)
+    if load_format in ("auto", "pt"):
+        files = _files(folder, "pytorch_model.bin.index.json", ("pytorch_model.bin",), ("*.bin", "*.pt"))
+        if files:
+            return Checkpoint("pt", files)
+    wanted = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt"}.get(load_format, "*.safetensors, *.bin or *.pt")
+    raise ValueError(
+        f"No weights found in {folder} for load_format={load_format!r}: expected {wanted}. "
+        'Use load_format="dummy" to run with random weights.'
+    )
+
+
+def _files(folder: Path, index: str, single: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files an index names; else the single file of the usual name; else whatever matches the patterns."""
+    if (folder / index).exists():
+        return _indexed_files(folder / index)
+    for name in single:
+        if (folder / name).exists():
+            return (folder / name,)
+    found = {file for pattern in patterns for file in folder.glob(pattern) if file.name not in _NOT_WEIGHTS}
+    # Mistral's own format lies beside Hugging Face's and holds the same weights under other names
+    return tuple(sorted(file for file in found if not file.name.startswith("consolidated")))
+
+
+def _indexed_files(index: Path) -> tuple[Path, ...]:
+    """The files named by a sharded checkpoint's index."""
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"{index} is larger than {MAX_INDEX_BYTES} bytes. Is it the right file?")
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f'{index} is not a checkpoint index: expected {{"weight_map": {{tensor: file}}}}.') from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
+            raise ValueError(f"{index} names the file {name!r}, expected the plain name of a file in the same folder.")
+        if not (index.parent / name).exists():
+            raise ValueError(f"{index} names the file {name!r}, which does not exist. Is the download complete?")
+    return tuple(index.parent / name for name in names)
+
+
+def iterate_pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a torch.save file that holds nothing but tensors; code in it is refused and never runs."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{file} holds something other than tensors, which could run code when it is loaded; it was refused "
+            f"({first_line}). Use a safetensors version of the model, or convert the file where you trust it."
+        ) from None
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{file} is not a complete PyTorch checkpoint: {error}. Download it again.") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} holds a {type(state).__name__}, expected a dictionary of tensors.")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"{file}: entry {name!r} is a {type(tensor).__name__}, expected a tensor.")
+        yield name, tensor

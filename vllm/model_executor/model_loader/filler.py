@@ -1,0 +1,128 @@
+"""Filling a model built on the meta device from a stream of named tensors, strictly and one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.sharding import ShardedParameter, load_weight, part_shape
+
+
+@runtime_checkable
+class ProcessesWeights(Protocol):
+    """A module that repacks its weights once they are filled."""
+
+    def process_after_load(self) -> None:
+        """Called once, when every parameter of the module is filled."""
+
+
+@dataclass
+class _Slot:
+    """A parameter, the places that refer to it, and what is still missing in it: (expert, part) pairs."""
+
+    path: str
+    blank: ShardedParameter  # as built, on the meta device
+    parameter: ShardedParameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    missing: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What one canonical name fills: a whole parameter, or one part and / or one expert of it."""
+
+    slot: _Slot
+    part: int | None = None
+    expert: int | None = None
+
+    @property
+    def atoms(self) -> set[tuple[int, int]]:
+        """The (expert, part) pairs it covers."""
+        parameter = self.slot.parameter
+        spec = parameter.shard_spec
+        parts = range(max(1, len(spec.parts))) if self.part is None else (self.part,)
+        experts = range(parameter.full_shape[0] if spec.stack else 1) if self.expert is None else (self.expert,)
+        return {(expert, part) for expert in experts for part in parts}
+
+
+class WeightFiller:
+    """Takes tensors by canonical name, puts each in its place on `device`, and repacks a module as soon as it is full.
+
+    Memory grows with what has been filled: a parameter is allocated when its first tensor arrives.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._slots: dict[int, _Slot] = {}
+        self._unfilled: dict[nn.Module, int] = {}
+        self._targets: dict[str, _Target] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not isinstance(parameter, ShardedParameter):
+                    raise TypeError(f"{prefix}.{name} is not a ShardedParameter, so the loader cannot fill it.")
+                path = f"{prefix}.{name}" if prefix else name
+                slot = self._slots.get(id(parameter))
+                if slot is None:
+                    slot = self._slots[id(parameter)] = _Slot(path, parameter, parameter)
+                    self._add_targets(slot)
+                slot.owners.append((module, name))
+                self._unfilled[module] = self._unfilled.get(module, 0) + 1
+
+    def _add_targets(self, slot: _Slot) -> None:
+        whole = _Target(slot)
+        slot.missing = whole.atoms
+        self._targets[slot.path] = whole
+        parent, _, leaf = slot.path.rpartition(".")
+        spec = slot.parameter.shard_spec
+        for part in range(len(spec.parts)):
+            name = spec.parts[part].name
+            if spec.stack:
+                for expert in range(slot.parameter.full_shape[0]):
+                    self._targets[f"{parent}.{expert}.{name or leaf}.weight"] = _Target(slot, part, expert)
+            elif name and len(spec.parts) > 1:
+                container = parent.rpartition(".")[0]
+                self._targets[f"{container}.{name}.{leaf}"] = _Target(slot, part)
+
+    def expected_shape(self, canonical: str) -> tuple[int, ...] | None:
+        """The full shape that a tensor called `canonical` must have, None if the model has no such weight."""
+        target = self._targets.get(canonical)
+        return None if target is None else part_shape(target.slot.parameter, target.part, target.expert)
+
+    def fill(self, canonical: str, tensor: Tensor) -> None:
+        """Write a full tensor in canonical layout. Raises ValueError if it is there already, or its shape is wrong."""
+        target = self._targets[canonical]
+        slot = target.slot
+        if not target.atoms <= slot.missing:
+            raise ValueError(f"the weight {canonical} occurs twice")
+        if slot.parameter.is_meta:
+            slot.parameter = slot.parameter.materialized(self._device)
+            for module, name in slot.owners:
+                setattr(module, name, slot.parameter)
+        load_weight(slot.parameter, tensor, target.part, target.expert)
+        slot.missing -= target.atoms
+        if not slot.missing:
+            self._finish(slot)
+
+    def _finish(self, slot: _Slot) -> None:
+        for module, _ in slot.owners:
+            self._unfilled[module] -= 1
+            if self._unfilled[module] == 0 and isinstance(module, ProcessesWeights):
+                module.process_after_load()
+        slot.parameter = slot.blank  # the modules own the weight now, and may have freed it
+
+    def missing(self) -> Iterator[str]:
+        """Canonical names that no tensor has filled; of a fused weight either all parts' names or the missing ones."""
+        for slot in self._slots.values():
+            if slot.missing:
+                parts = [name for name, t in self._targets.items() if t.slot is slot and t.part is not None]
+                unfilled = [name for name in parts if self._targets[name].atoms & slot.missing]
+                yield from unfilled or [slot.path]
+
+    def parameters(self) -> Iterator[tuple[str, ShardedParameter, nn.Module]]:
+        """(canonical name, parameter, the first module that owns it)."""
+        for slot in self._slots.values():
+            yield slot.path, slot.parameter, slot.owners[0][0]

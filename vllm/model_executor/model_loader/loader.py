@@ -1,0 +1,174 @@
+"""Building the model that a config names and filling its weights: from a checkpoint, strictly, or with random numbers."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from vllm.config.hf import HFConfig
+from vllm.distributed import TensorParallel
+from vllm.logger import init_logger
+from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.sharding import ShardedParameter
+from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
+from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader.filler import WeightFiller
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.family import Family
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.spec import Decoder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+_NAMES_SHOWN = 8
+_DUMMY_SCALE = 0.02
+
+
+def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorParallel | None = None) -> nn.Module:
+    """The model of `vllm_config`, this rank's weights on `device`.
+
+    It has `kv_layout(block_size, cache_dtype)`, `forward(step, kv_caches) -> hidden` and `logits(hidden)`.
+    Raises ValueError for an unknown architecture, and for a checkpoint that does not fit the model.
+    """
+    device, tp = torch.device(device), TensorParallel() if tp is None else tp
+    config, load_format = vllm_config.model_config, _load_format(vllm_config)
+    hf: HFConfig = config.hf
+    started = time.perf_counter()
+    family = ModelRegistry.resolve(hf.architectures)
+    if isinstance(family, Family):
+        if hf.quantization_config is not None:
+            method = hf.quantization_config.get("quant_method", "unknown")
+            raise ValueError(
+                f"{hf.file}: the checkpoint is quantized with {method!r}, which is not supported. "
+                "Use the unquantized version of the model."
+            )
+        spec = family.decoder(hf)
+        model: nn.Module = build_decoder(spec, _dtype(config.dtype), config.max_model_len, device, tp)
+        if load_format == "dummy":
+            fill_with_random_numbers(model, device, config.seed or 0)
+        else:
+            tensors = find_checkpoint(Path(config.path), load_format).tensors()
+            fill_from_checkpoint(model, family, spec, tensors, device)
+    else:
+        from vllm.model_executor.models.out_of_tree import load_out_of_tree
+
+        model = load_out_of_tree(family, vllm_config, device, tp, load_format)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)
+    return model.eval()
+
+
+def get_model(*, vllm_config: VllmConfig) -> nn.Module:
+    """`load_model` on the device that the config names, under the name out-of-tree code imports."""
+    return load_model(vllm_config, vllm_config.device_config.device_type)
+
+
+def _load_format(vllm_config: VllmConfig) -> str:
+    name = vllm_config.load_config.load_format
+    if name not in _LOAD_FORMATS:
+        raise ValueError(f"load_format={name!r} is not supported. Expected one of {', '.join(_LOAD_FORMATS)}.")
+    return name
+
+
+def _dtype(name: str) -> torch.dtype:
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ValueError(f"dtype {name!r} is not supported. Expected one of {', '.join(_DTYPES)}.") from None
+
+
+def build_decoder(
+    spec: Decoder, dtype: torch.dtype, max_positions: int, device: torch.device, tp: TensorParallel
+) -> DecoderModel:
+    """The modules of `spec` without weights; only rotary tables are on `device` yet."""
+    with torch.device("meta"):
+        return DecoderModel(spec, dtype=dtype, max_positions=max_positions, device=device, tp=tp)
+
+
+def fill_from_checkpoint(
+    model: nn.Module,
+    family: Family,
+    spec: Decoder,
+    tensors: Iterable[tuple[str, Tensor, Path]],
+    device: torch.device,
+) -> None:
+    """Stream a checkpoint's tensors into a model. Every tensor must have its place, and every weight its tensor."""
+    filler = WeightFiller(model, device)
+    unexpected: list[str] = []
+    for name, tensor, file in tensors:
+        found = family.resolve(name)
+        if found is not None and spec.tied and found[0] == "head.weight":
+            continue  # a copy of the embedding
+        shape = None if found is None else filler.expected_shape(found[0])
+        if found is None or shape is None:
+            if not family.is_harmless(name):
+                unexpected.append(name)
+            continue
+        target, layout = found
+        expected = stored_shape(shape, layout)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{file}: tensor {name!r} has the shape {list(tensor.shape)}, but the model's config.json needs "
+                f"{list(expected)}. Do config.json and the weights belong together?"
+            )
+        try:
+            filler.fill(target, _canonical(tensor, layout, target, spec))
+        except ValueError as error:
+            raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
+    missing = [" or ".join(family.checkpoint_names(name)) or name for name in filler.missing()]
+    if missing or unexpected:
+        problems = []
+        if missing:
+            problems.append(f"missing {_some(missing)}")
+        if unexpected:
+            problems.append(f"unexpected {_some(unexpected)}")
+        raise ValueError(
+            f"The checkpoint does not fit the model of its config.json: {'; '.join(problems)}. "
+            "Do config.json and the weights belong together, and is the download complete?"
+        )
+
+
+def _canonical(tensor: Tensor, layout: WeightLayout, target: str, spec: Decoder) -> Tensor:
+    if layout is WeightLayout.PLAIN:
+        return tensor
+    attn = spec.blocks[int(target.split(".")[1])].attn
+    return canonical(tensor, layout, attn.heads, attn.kv_heads)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+    rest = len(names) - _NAMES_SHOWN
+    return shown if rest <= 0 else f"{shown} and {rest} more"
+
+
+def fill_with_random_numbers(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Random weights that depend only on the seed, the weight's name and the kind of device, not on the number of ranks.
+
+    Matrices are uniform with standard deviation 0.02, biases 0, norms the identity.
+    """
+    filler = WeightFiller(model, device)
+    generator = torch.Generator(device)
+    for path, parameter, owner in list(filler.parameters()):
+        generator.manual_seed((zlib.crc32(path.encode()) << 32 | seed & 0xFFFFFFFF) & 0x7FFFFFFFFFFFFFFF)
+        filler.fill(path, _random(parameter, path, owner, generator))
+
+
+def _random(parameter: ShardedParameter, path: str, owner: nn.Module, generator: torch.Generator) -> Tensor:
+    shape, device = parameter.full_shape, generator.device
+    if path.endswith(".weight") and isinstance(owner, RMSNorm | LayerNorm):
+        return torch.full(shape, 1.0 - owner.offset, device=device)
+    if len(shape) == 1:
+        return torch.zeros(shape, device=device)
+    bound = _DUMMY_SCALE * 3**0.5
+    return torch.empty(shape, dtype=parameter.dtype, device=device).uniform_(-bound, bound, generator=generator)

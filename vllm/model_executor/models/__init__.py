@@ -1,0 +1,7 @@
+"""The models: specs, the builder that turns them into modules, families, and models from outside the tree."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.registry import ModelRegistry
+
+__all__ = ["ModelRegistry"]

@@ -1,0 +1,268 @@
+"""The modules that specs turn into: attention, feed-forward and the block that joins them.
+
+Fusion happens here and nowhere else: one product for q, k and v, one for gate and up, norms together with the residual
+addition before them, rotation together with the cache write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed import TensorParallel
+from vllm.model_executor.layers.activation import activation_kind
+from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.linear_method import QuantizationConfig
+from vllm.model_executor.layers.rope_table import rope_table
+from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, whole
+from vllm.model_executor.models.kv_groups import KVPlace
+from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Moe, Norm, Rope
+from vllm.ops.activation import activate, activate_gated
+from vllm.ops.attention import AttentionParams, attend, write_kv
+from vllm.ops.moe import expert_mlp, route
+from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
+from vllm.worker.step_inputs import StepInputs
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What every module of one model needs when it is built.
+
+    max_positions: positions that rotary tables cover.   device: where tables go (weights are placed by the loader).
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    tp: TensorParallel
+    max_positions: int
+    quant_config: QuantizationConfig | None = None
+    _tables: dict[Rope, Tensor] = field(default_factory=dict)
+
+    def table(self, rope: Rope) -> Tensor:
+        """The rotary table of `rope`; layers with equal specs share one."""
+        if rope not in self._tables:
+            self._tables[rope] = rope_table(rope, self.max_positions).to(self.device)
+        return self._tables[rope]
+
+
+def build_norm(spec: Norm, size: int, dtype: torch.dtype) -> RMSNorm | LayerNorm:
+    """The norm layer of a spec."""
+    if spec.kind == "rms":
+        return RMSNorm(size, spec.eps, offset=spec.offset, has_weight=spec.weight, dtype=dtype)
+    if spec.kind == "layer":
+        return LayerNorm(size, spec.eps, offset=spec.offset, has_weight=spec.weight, has_bias=spec.bias, dtype=dtype)
+    raise ValueError(f'Unknown norm {spec.kind!r}, expected "rms" or "layer".')
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention over the paged cache."""
+
+    cos_sin: Tensor
+
+    def __init__(
+        self, spec: Attn, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str, *, reduce: bool
+    ) -> None:
+        super().__init__()
+        self.spec, self.place = spec, place
+        self.qkv = QKVParallelLinear(
+            hidden_size,
+            spec.head_dim,
+            spec.heads,
+            spec.kv_heads,
+            bias=spec.qkv_bias,
+            params_dtype=ctx.dtype,
+            quant_config=ctx.quant_config,
+            prefix=f"{prefix}.qkv",
+            tp=ctx.tp,
+        )
+        self.o = RowParallelLinear(
+            spec.heads * spec.head_dim,
+            hidden_size,
+            bias=spec.out_bias,
+            reduce_results=reduce,
+            units=spec.heads,
+            params_dtype=ctx.dtype,
+            quant_config=ctx.quant_config,
+            prefix=f"{prefix}.o",
+            tp=ctx.tp,
+        )
+        self.heads, self.kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.params = AttentionParams(scale=scale, window=spec.window, softcap=spec.softcap)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm is not None:
+            self.q_norm = build_norm(spec.qk_norm, spec.head_dim, ctx.dtype)
+            self.k_norm = build_norm(spec.qk_norm, spec.head_dim, ctx.dtype)
+        if spec.rope is not None:
+            self.register_buffer("cos_sin", ctx.table(spec.rope), persistent=False)
+
+    def forward(self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
+        cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
+        qkv = self.qkv.project(x)
+        rope, p = self.spec.rope, self.params
+        if rope is not None and not isinstance(self.q_norm, LayerNorm):
+            q = rotate_and_write_kv(
+                qkv,
+                self.heads,
+                step.positions,
+                self.cos_sin,
+                rope.interleaved,
+                cache,
+                group.slot_mapping,
+                p.k_scale,
+                p.v_scale,
+                self._rms_qk_norm(),
+            )
+        else:
+            heads = [self.heads, self.kv_heads, self.kv_heads]
+            q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split(heads, 1)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm.norm(q), self.k_norm.norm(k)
+            if rope is not None:
+                q = rotate(q, step.positions, self.cos_sin, rope.interleaved)
+                k = rotate(k, step.positions, self.cos_sin, rope.interleaved)
+            write_kv(k, v, cache, group.slot_mapping, p.k_scale, p.v_scale)
+        return self.o.project(attend(q, cache, p, step, group).flatten(1))
+
+    def _rms_qk_norm(self) -> QKNorm | None:
+        """The head norms as the fused operation takes them."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None or q_norm.weight is None or k_norm.weight is None:
+            return None
+        return QKNorm(q_norm.weight, k_norm.weight, q_norm.variance_epsilon, q_norm.offset)
+
+
+class FeedForward(nn.Module):
+    """An MLP, gated (one product for gate and up) or plain."""
+
+    def __init__(self, spec: Mlp, hidden_size: int, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
+        super().__init__()
+        self.spec, self.act = spec, activation_kind(spec.act)
+        if spec.gated:
+            self.gate_up = MergedColumnParallelLinear(
+                hidden_size,
+                [spec.hidden, spec.hidden],
+                bias=spec.bias,
+                part_names=("gate", "up"),
+                params_dtype=ctx.dtype,
+                quant_config=ctx.quant_config,
+                prefix=f"{prefix}.gate_up",
+                tp=ctx.tp,
+            )
+        else:
+            self.up = ColumnParallelLinear(
+                hidden_size,
+                spec.hidden,
+                bias=spec.bias,
+                params_dtype=ctx.dtype,
+                quant_config=ctx.quant_config,
+                prefix=f"{prefix}.up",
+                tp=ctx.tp,
+            )
+        self.down = RowParallelLinear(
+            spec.hidden,
+            hidden_size,
+            bias=spec.bias,
+            reduce_results=reduce,
+            params_dtype=ctx.dtype,
+            quant_config=ctx.quant_config,
+            prefix=f"{prefix}.down",
+            tp=ctx.tp,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
+        if self.spec.gated:
+            return self.down.project(activate_gated(self.gate_up.project(x), self.act))
+        return self.down.project(activate(self.up.project(x), self.act))
+
+
+class Experts(nn.Module):
+    """The stacked weights of gated MLPs, each cut along its hidden width.
+
+    gate_up: [experts, 2 * hidden / world, hidden_size], gate rows first.   down: [experts, hidden_size, hidden / world].
+    """
+
+    def __init__(self, spec: Moe, hidden_size: int, ctx: BuildContext) -> None:
+        super().__init__()
+        n, width, tp = spec.experts, spec.hidden, ctx.tp
+        gate_up = ShardSpec(1, (whole(width, "gate"), whole(width, "up")), stack=1)
+        self.gate_up = ShardedParameter.empty((n, 2 * width, hidden_size), gate_up, tp.rank, tp.world, ctx.dtype)
+        down = ShardSpec(2, (whole(width),), stack=1)
+        self.down = ShardedParameter.empty((n, hidden_size, width), down, tp.rank, tp.world, ctx.dtype)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and its experts. Every rank has all experts, each cut like an MLP."""
+
+    def __init__(self, spec: Moe, hidden_size: int, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
+        super().__init__()
+        self.spec, self.act, self.tp, self.reduce = spec, activation_kind(spec.act), ctx.tp, reduce
+        self.router = ReplicatedLinear(
+            hidden_size, spec.experts, bias=False, params_dtype=ctx.dtype, prefix=f"{prefix}.router", tp=ctx.tp
+        )
+        self.experts = Experts(spec, hidden_size, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
+        weights, chosen = route(self.router.project(x), self.spec.top_k, self.spec.renormalize)
+        out: Tensor = expert_mlp(x, weights, chosen, self.experts.gate_up, self.experts.down, self.act)
+        return self.tp.all_reduce(out) if self.reduce else out
+
+
+class DecoderBlock(nn.Module):
+    """One layer. Between blocks the stream is kept as (x, residual), their sum still to be made, so that the next norm
+    can add and normalise in one pass."""
+
+    def __init__(self, spec: Block, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str) -> None:
+        super().__init__()
+        self.layout, self.tp = spec.layout, ctx.tp
+        # two branches that are added anyway need one reduction, not two
+        reduce = spec.layout not in (Layout.PARALLEL, Layout.PARALLEL_SHARED)
+        self.attn = SelfAttention(spec.attn, hidden_size, place, ctx, f"{prefix}.attn", reduce=reduce)
+        ffn = FeedForward if isinstance(spec.ffn, Mlp) else MixtureOfExperts
+        self.ffn = ffn(spec.ffn, hidden_size, ctx, f"{prefix}.ffn", reduce=reduce)  # type: ignore[arg-type]
+        self.norms = nn.ModuleList(build_norm(spec.norm, hidden_size, ctx.dtype) for _ in range(spec.layout.num_norms))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, step: StepInputs, kv_caches: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: [tokens, hidden], the stream is x + residual (x alone if residual is None)."""
+        norm = self.norms
+        match self.layout:
+            case Layout.PRE:
+                h, residual = add_norm(norm[0], x, residual)
+                h, residual = add_norm(norm[1], self.attn(h, step, kv_caches), residual)
+                return self.ffn(h), residual
+            case Layout.SANDWICH:
+                h, residual = add_norm(norm[0], x, residual)
+                h = norm[1](self.attn(h, step, kv_caches))
+                h, residual = add_norm(norm[2], h, residual)
+                return norm[3](self.ffn(h)), residual
+            case Layout.PARALLEL | Layout.PARALLEL_SHARED:
+                h, residual = add_norm(norm[0], x, residual)
+                h2 = norm[1](residual) if self.layout is Layout.PARALLEL else h
+                return self.tp.all_reduce(self.ffn(h2) + self.attn(h, step, kv_caches)), residual
+            case Layout.POST:
+                x, _ = add_norm(norm[0], self.attn(x, step, kv_caches), x)
+                x, _ = add_norm(norm[1], self.ffn(x), x)
+                return x, None
+
+
+def add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual). Both may be overwritten."""
+    if residual is None:
+        return norm(x), x
+    pair: tuple[Tensor, Tensor] = norm(x, residual)
+    return pair

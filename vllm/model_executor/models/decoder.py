@@ -1,0 +1,108 @@
+"""The one decoder: a spec turned into modules, with its forward pass, its logits and the layout of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from vllm.core.kv_spec import KVLayout
+from vllm.distributed import TensorParallel
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear_method import QuantizationConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.blocks import BuildContext, DecoderBlock, add_norm, build_norm
+from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
+from vllm.model_executor.models.spec import Block, Decoder
+from vllm.worker.step_inputs import StepInputs
+
+
+def without_idle_windows(spec: Decoder, max_positions: int) -> Decoder:
+    """The same decoder with windows dropped that no sequence of `max_positions` tokens can outgrow."""
+
+    def relax(block: Block) -> Block:
+        window = block.attn.window
+        if window is None or window < max_positions:
+            return block
+        return replace(block, attn=replace(block.attn, window=None))
+
+    return replace(spec, blocks=tuple(relax(block) for block in spec.blocks))
+
+
+class DecoderModel(nn.Module):
+    """A decoder-only language model on one rank.
+
+    Built with uninitialised weights on torch's default device (the loader builds on "meta" and fills them); rotary tables
+    are computed at once, on `device`.
+    """
+
+    def __init__(
+        self,
+        spec: Decoder,
+        *,
+        dtype: torch.dtype,
+        max_positions: int,
+        device: torch.device | None = None,
+        tp: TensorParallel | None = None,
+        quant_config: QuantizationConfig | None = None,
+    ) -> None:
+        super().__init__()
+        tp = TensorParallel() if tp is None else tp
+        device = torch.device("cpu") if device is None else device
+        self.spec = spec = without_idle_windows(spec, max_positions)
+        self.dtype, self.tp, self.max_positions = dtype, tp, max_positions
+        ctx = BuildContext(dtype, device, tp, max_positions, quant_config)
+        width = spec.hidden_size if spec.embed_dim is None else spec.embed_dim
+        self.embed = VocabParallelEmbedding(spec.vocab_size, width, dtype, tp=tp)
+        # rounded to the model's dtype, as the multiplication by a tensor of that dtype would
+        self.embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device="cpu").item()
+        if spec.positions is not None:
+            table = (spec.positions.rows + spec.positions.offset, spec.hidden_size)
+            self.positions = ShardedParameter.empty(table, REPLICATED, 0, 1, dtype)
+        self.project_in = self.project_out = None
+        if width != spec.hidden_size:
+            self.project_in = ReplicatedLinear(width, spec.hidden_size, bias=False, params_dtype=dtype, tp=tp)
+            self.project_out = ReplicatedLinear(spec.hidden_size, width, bias=False, params_dtype=dtype, tp=tp)
+        self.kv_groups = group_layers([block.attn.window for block in spec.blocks])
+        places = kv_places(self.kv_groups)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(block, spec.hidden_size, places[i], ctx, f"blocks.{i}") for i, block in enumerate(spec.blocks)
+        )
+        self.norm = None if spec.norm is None else build_norm(spec.norm, spec.hidden_size, dtype)
+        self.head = ParallelLMHead(spec.vocab_size, width, spec.head_bias, dtype, tp=tp)
+        if spec.tied:
+            self.head.tie_weights(self.embed)
+        self.logits_processor = LogitsProcessor(spec.vocab_size, scale=spec.logit_scale, soft_cap=spec.logit_softcap)
+
+    def kv_layout(self, block_size: int, cache_dtype: str | torch.dtype = "auto") -> KVLayout:
+        """The cache this rank needs, for blocks of `block_size` tokens."""
+        attn = self.blocks[0].attn
+        element_bytes = cache_element_bytes(cache_dtype, self.dtype)
+        return KVLayout(self.kv_groups, block_size, attn.kv_heads, attn.spec.head_dim, element_bytes)
+
+    def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        """Hidden states of the step's tokens, [tokens, hidden]; their keys and values are written to `kv_caches`."""
+        x = self.embed(step.token_ids)
+        if self.embed_scale != 1.0:
+            x = x * self.embed_scale
+        if self.project_in is not None:
+            x = self.project_in.project(x)
+        if self.spec.positions is not None:
+            x = x + self.positions[step.positions + self.spec.positions.offset]
+        residual: Tensor | None = None
+        for block in self.blocks:
+            x, residual = block(x, residual, step, kv_caches)
+        if self.norm is not None:
+            return add_norm(self.norm, x, residual)[0]
+        return x if residual is None else x + residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], as `forward` gives them -> [rows, vocabulary] fp32, on every rank."""
+        if self.project_out is not None:
+            hidden = self.project_out.project(hidden)
+        out: Tensor = self.logits_processor(self.head, hidden)
+        return out

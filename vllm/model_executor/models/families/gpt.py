@@ -1,0 +1,151 @@
+"""The families with LayerNorm, biases and a plain MLP: GPT-2, GPT-NeoX, OPT, Phi."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm.config.hf import HFConfig
+from vllm.model_executor.layers.weight_layout import WeightLayout
+from vllm.model_executor.models.families.llama import NAMES as LLAMA_NAMES
+from vllm.model_executor.models.families.llama import ROTARY_FREQUENCIES, rope_of
+from vllm.model_executor.models.family import Family, renames
+from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, LearnedPositions, Mlp, layer_norm
+
+
+def gpt2(hf: HFConfig) -> Decoder:
+    """GPT-2: learned positions, weights stored transposed."""
+    norm = layer_norm(hf.get_float("layer_norm_epsilon"))
+    attn = Attn(hf.num_heads, hf.num_heads, hf.head_dim, qkv_bias=True, out_bias=True)
+    inner = hf.get_int("n_inner", default=None) or 4 * hf.hidden_size
+    mlp = Mlp(hf.get_str("activation_function"), inner, gated=False, bias=True)
+    scale = hf.head_dim**-0.5 if hf.get_bool("scale_attn_weights", default=True) else 1.0
+    by_layer = hf.get_bool("scale_attn_by_inverse_layer_idx", default=False)
+    blocks = tuple(
+        Block(replace(attn, scale=scale / (i + 1) if by_layer else scale), mlp, norm) for i in range(hf.num_layers)
+    )
+    positions = LearnedPositions(hf.get_int("n_positions", "max_position_embeddings"))
+    return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, positions=positions)
+
+
+def gpt_neox(hf: HFConfig) -> Decoder:
+    """GPT-NeoX and Pythia: partial rotation, both branches of a block in parallel or one after the other."""
+    norm = layer_norm(hf.get_float("layer_norm_eps"))
+    bias = hf.get_bool("attention_bias", default=True)
+    attn = Attn(hf.num_heads, hf.num_heads, hf.head_dim, rope=rope_of(hf), qkv_bias=bias, out_bias=bias)
+    mlp = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), gated=False, bias=True)
+    layout = Layout.PARALLEL if hf.get_bool("use_parallel_residual", default=True) else Layout.PRE
+    blocks = (Block(attn, mlp, norm, layout),) * hf.num_layers
+    return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings)
+
+
+def opt(hf: HFConfig) -> Decoder:
+    """OPT: learned positions from row 2 on; the 350m model has its norms after the branches and narrow embeddings."""
+    norm = layer_norm(1e-5, affine=hf.get_bool("layer_norm_elementwise_affine", default=True))
+    bias = hf.get_bool("enable_bias", default=True)
+    attn = Attn(hf.num_heads, hf.num_heads, hf.head_dim, qkv_bias=bias, out_bias=bias)
+    mlp = Mlp(hf.get_str("activation_function"), hf.get_int("ffn_dim"), gated=False, bias=bias)
+    norm_first = hf.get_bool("do_layer_norm_before", default=True)
+    blocks = (Block(attn, mlp, norm, Layout.PRE if norm_first else Layout.POST),) * hf.num_layers
+    has_final_norm = norm_first and not hf.get_bool("_remove_final_layer_norm", default=False)
+    width = hf.get_int("word_embed_proj_dim", default=None) or hf.hidden_size
+    return Decoder(
+        hf.vocab_size,
+        hf.hidden_size,
+        blocks,
+        norm if has_final_norm else None,
+        hf.tie_word_embeddings,
+        embed_dim=None if width == hf.hidden_size else width,
+        positions=LearnedPositions(hf.get_int("max_position_embeddings"), offset=2),
+    )
+
+
+def phi(hf: HFConfig) -> Decoder:
+    """Phi-1 to 2: partial rotation, one norm for both branches, a biased head."""
+    norm = layer_norm(hf.get_float("layer_norm_eps"))
+    attn = Attn(
+        hf.num_heads,
+        hf.num_kv_heads,
+        hf.head_dim,
+        rope=rope_of(hf),
+        qk_norm=norm if hf.get_bool("qk_layernorm", default=False) else None,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    mlp = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), gated=False, bias=True)
+    blocks = (Block(attn, mlp, norm, Layout.PARALLEL_SHARED),) * hf.num_layers
+    return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, head_bias=True)
+
+
+GPT2_NAMES = renames(
+    {
+        "transformer.wte.weight": "embed.weight",
+        "transformer.wpe.weight": "positions",
+        "transformer.ln_f.{p}": "norm.{p}",
+        "lm_head.{p}": "head.{p}",
+        "transformer.h.{i}.ln_1.{p}": "blocks.{i}.norms.0.{p}",
+        "transformer.h.{i}.ln_2.{p}": "blocks.{i}.norms.1.{p}",
+    }
+) + renames(
+    {
+        "transformer.h.{i}.attn.c_attn.{p}": "blocks.{i}.attn.qkv.{p}",
+        "transformer.h.{i}.attn.c_proj.{p}": "blocks.{i}.attn.o.{p}",
+        "transformer.h.{i}.mlp.c_fc.{p}": "blocks.{i}.ffn.up.{p}",
+        "transformer.h.{i}.mlp.c_proj.{p}": "blocks.{i}.ffn.down.{p}",
+    },
+    WeightLayout.TRANSPOSED,
+)
+GPT_NEOX_NAMES = renames(
+    {
+        "gpt_neox.embed_in.weight": "embed.weight",
+        "gpt_neox.final_layer_norm.{p}": "norm.{p}",
+        "embed_out.{p}": "head.{p}",
+        "lm_head.{p}": "head.{p}",
+        "gpt_neox.layers.{i}.input_layernorm.{p}": "blocks.{i}.norms.0.{p}",
+        "gpt_neox.layers.{i}.post_attention_layernorm.{p}": "blocks.{i}.norms.1.{p}",
+        "gpt_neox.layers.{i}.attention.dense.{p}": "blocks.{i}.attn.o.{p}",
+        "gpt_neox.layers.{i}.mlp.dense_h_to_4h.{p}": "blocks.{i}.ffn.up.{p}",
+        "gpt_neox.layers.{i}.mlp.dense_4h_to_h.{p}": "blocks.{i}.ffn.down.{p}",
+    }
+) + renames({"gpt_neox.layers.{i}.attention.query_key_value.{p}": "blocks.{i}.attn.qkv.{p}"}, WeightLayout.QKV_BY_HEAD)
+OPT_NAMES = renames(
+    {
+        "model.decoder.embed_tokens.weight": "embed.weight",
+        "model.decoder.embed_positions.weight": "positions",
+        "model.decoder.project_in.{p}": "project_in.{p}",
+        "model.decoder.project_out.{p}": "project_out.{p}",
+        "model.decoder.final_layer_norm.{p}": "norm.{p}",
+        "lm_head.{p}": "head.{p}",
+        "model.decoder.layers.{i}.self_attn_layer_norm.{p}": "blocks.{i}.norms.0.{p}",
+        "model.decoder.layers.{i}.final_layer_norm.{p}": "blocks.{i}.norms.1.{p}",
+        "model.decoder.layers.{i}.self_attn.q_proj.{p}": "blocks.{i}.attn.q.{p}",
+        "model.decoder.layers.{i}.self_attn.k_proj.{p}": "blocks.{i}.attn.k.{p}",
+        "model.decoder.layers.{i}.self_attn.v_proj.{p}": "blocks.{i}.attn.v.{p}",
+        "model.decoder.layers.{i}.self_attn.out_proj.{p}": "blocks.{i}.attn.o.{p}",
+        "model.decoder.layers.{i}.fc1.{p}": "blocks.{i}.ffn.up.{p}",
+        "model.decoder.layers.{i}.fc2.{p}": "blocks.{i}.ffn.down.{p}",
+    }
+)
+PHI_NAMES = renames(
+    {
+        "model.final_layernorm.{p}": "norm.{p}",
+        "model.layers.{i}.self_attn.dense.{p}": "blocks.{i}.attn.o.{p}",
+        "model.layers.{i}.self_attn.q_layernorm.{p}": "blocks.{i}.attn.q_norm.{p}",
+        "model.layers.{i}.self_attn.k_layernorm.{p}": "blocks.{i}.attn.k_norm.{p}",
+        "model.layers.{i}.mlp.fc1.{p}": "blocks.{i}.ffn.up.{p}",
+        "model.layers.{i}.mlp.fc2.{p}": "blocks.{i}.ffn.down.{p}",
+    }
+)
+
+# causal masks and the value of a masked score, which older checkpoints stored
+_GPT2_MASKS = ("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias")
+_NEOX_BUFFERS = (
+    "gpt_neox.layers.{i}.attention.bias",
+    "gpt_neox.layers.{i}.attention.masked_bias",
+    "gpt_neox.layers.{i}.attention.rotary_emb.inv_freq",
+    "gpt_neox.rotary_emb.inv_freq",
+)
+
+GPT2 = Family(gpt2, GPT2_NAMES, "transformer.", _GPT2_MASKS)
+GPT_NEOX = Family(gpt_neox, GPT_NEOX_NAMES, "gpt_neox.", _NEOX_BUFFERS)
+OPT = Family(opt, OPT_NAMES, "model.")
+PHI = Family(phi, PHI_NAMES + LLAMA_NAMES, "model.", ROTARY_FREQUENCIES)

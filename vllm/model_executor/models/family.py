@@ -1,0 +1,94 @@
+"""What makes a family of models: a function from a Hugging Face config to a `Decoder`, and a table of names.
+
+Names in tables are templates. A field in braces stands for one component of a name: {i} a layer's number, {e} an expert's
+number, {p} the last word ("weight", "bias", or whatever a quantization format stores).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from vllm.config.hf import HFConfig
+from vllm.model_executor.layers.weight_layout import WeightLayout
+from vllm.model_executor.models.spec import Decoder
+
+_FIELDS = {"i": r"\d+", "e": r"\d+", "p": r"\w+"}
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A checkpoint's name -> the canonical name, and the layout in which the checkpoint stores the tensor."""
+
+    source: str
+    target: str
+    layout: WeightLayout = WeightLayout.PLAIN
+
+    @cached_property
+    def _source_pattern(self) -> re.Pattern[str]:
+        return _pattern(self.source)
+
+    @cached_property
+    def _target_pattern(self) -> re.Pattern[str]:
+        return _pattern(self.target)
+
+    def apply(self, name: str) -> str | None:
+        """The canonical name of a checkpoint's tensor, None if this rename is not about it."""
+        found = self._source_pattern.fullmatch(name)
+        return None if found is None else self.target.format(**found.groupdict())
+
+    def reverse(self, canonical: str) -> str | None:
+        """The checkpoint's name of a canonical one, None if this rename does not produce it."""
+        found = self._target_pattern.fullmatch(canonical)
+        return None if found is None else self.source.format(**found.groupdict())
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    pieces = re.split(r"\{(\w+)\}", template)
+    literal, fields = pieces[::2], pieces[1::2]
+    pattern = re.escape(literal[0])
+    for field, text in zip(fields, literal[1:], strict=True):
+        pattern += f"(?P<{field}>{_FIELDS[field]})" + re.escape(text)
+    return re.compile(pattern)
+
+
+def renames(table: Mapping[str, str], layout: WeightLayout = WeightLayout.PLAIN) -> tuple[Rename, ...]:
+    """A table of equal layout."""
+    return tuple(Rename(source, target, layout) for source, target in table.items())
+
+
+@dataclass(frozen=True)
+class Family:
+    """base_prefix: what checkpoints of the bare decoder (without its head) leave out of every name.
+
+    harmless: names (templates) that checkpoints contain and the model does not need.
+    """
+
+    decoder: Callable[[HFConfig], Decoder]
+    names: tuple[Rename, ...]
+    base_prefix: str = "model."
+    harmless: tuple[str, ...] = ()
+
+    @cached_property
+    def _harmless_patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(_pattern(template) for template in self.harmless)
+
+    def resolve(self, name: str) -> tuple[str, WeightLayout] | None:
+        """(canonical name, layout) of a checkpoint's tensor, None if the table does not know it."""
+        for candidate in (name, self.base_prefix + name):
+            for rename in self.names:
+                target = rename.apply(candidate)
+                if target is not None:
+                    return target, rename.layout
+        return None
+
+    def is_harmless(self, name: str) -> bool:
+        """Whether a checkpoint may contain `name` without the model using it."""
+        candidates = (name, self.base_prefix + name)
+        return any(pattern.fullmatch(c) for pattern in self._harmless_patterns for c in candidates)
+
+    def checkpoint_names(self, canonical: str) -> Iterable[str]:
+        """The names under which a checkpoint may hold a canonical tensor."""
+        return [source for rename in self.names if (source := rename.reverse(canonical)) is not None]

@@ -1,0 +1,127 @@
+"""What a decoder is, as data: nested frozen specs that a family fills in and `decoder.py` builds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm.model_executor.layers.rope_table import Rope
+
+__all__ = ["Attn", "Block", "Decoder", "Layout", "LearnedPositions", "Mlp", "Moe", "Norm", "Rope"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """kind: "rms" or "layer".   offset: 1 where the stored weight is the factor minus 1."""
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0
+    weight: bool = True
+    bias: bool = False
+
+
+def layer_norm(eps: float, *, affine: bool = True) -> Norm:
+    """LayerNorm with weight and bias, or with neither."""
+    return Norm("layer", eps, weight=affine, bias=affine)
+
+
+@dataclass(frozen=True, slots=True)
+class Attn:
+    """scale: of q k; head_dim ** -0.5 by default.   window: tokens that each query sees, itself included; None: all.
+
+    softcap: scores become softcap * tanh(scores / softcap).   qk_norm: norm of each query and key head before rotation.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None = None
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    qk_norm: Norm | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated.   hidden: the width between."""
+
+    act: str
+    hidden: int
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """`top_k` of `experts` gated MLPs, weighted by the router's softmax.   renormalize: the chosen weights sum to 1."""
+
+    act: str
+    hidden: int
+    experts: int
+    top_k: int
+    renormalize: bool = True
+
+
+class Layout(Enum):
+    """Where a block's norms stand. A: attention, F: feed-forward, N1..N4: its norms.
+
+    PRE:             x + A(N1 x), then x + F(N2 x)
+    PARALLEL:        x + A(N1 x) + F(N2 x)
+    PARALLEL_SHARED: x + A(N1 x) + F(N1 x)
+    SANDWICH:        x + N2 A(N1 x), then x + N4 F(N3 x)
+    POST:            N1(x + A x), then N2(x + F x)
+    """
+
+    PRE = "pre"
+    PARALLEL = "parallel"
+    PARALLEL_SHARED = "parallel_shared"
+    SANDWICH = "sandwich"
+    POST = "post"
+
+    @property
+    def num_norms(self) -> int:
+        """How many norms a block of this layout has."""
+        return {Layout.PARALLEL_SHARED: 1, Layout.SANDWICH: 4}.get(self, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer."""
+
+    attn: Attn
+    ffn: Mlp | Moe
+    norm: Norm
+    layout: Layout = Layout.PRE
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPositions:
+    """A table of `rows` position embeddings; position p reads row p + offset."""
+
+    rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A whole decoder-only model.
+
+    norm: after the last block.   tied: the head's weight is the embedding's.
+    embed_dim: width of embedding and head where it differs from `hidden_size` (projected in and out).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[Block, ...]
+    norm: Norm | None
+    tied: bool
+    embed_dim: int | None = None
+    embed_scale: float = 1.0
+    positions: LearnedPositions | None = None
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
