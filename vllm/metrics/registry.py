@@ -1,0 +1,241 @@
+"""Every metric of one engine, counted in plain attributes and turned into Prometheus families only when scraped.
+
+Counting costs an addition (a bisection for histograms); old and new names of the same figure share one count. Labels are
+fixed at start (model name, engine index), so nothing a client sends can add a series.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.messages import CoreStats
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Metric
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+TPOT_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+LATENCY_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COUNT_BUCKETS = (1, 2, 5, 10, 20)
+
+
+def one_two_five_buckets(largest: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
+    bounds: list[int] = []
+    decade = 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * decade > largest:
+                return tuple(bounds)
+            bounds.append(factor * decade)
+        decade *= 10
+
+
+class Histogram:
+    """Counts per bucket and a sum; `bounds` are upper bounds, +Inf is implied."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(float(b) for b in bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Pairs (upper bound as text, observations at most that large), as Prometheus wants them."""
+        running, rows = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            running += count
+            rows.append(("+Inf" if bound == float("inf") else repr(bound), running))
+        return rows
+
+
+class EngineMetrics:
+    """The counts of one engine; a `prometheus_client` collector.
+
+    The front end calls `on_step`, `on_first_token`, `on_token` and `on_finished`; times are in seconds.
+    """
+
+    def __init__(self, model_name: str, max_model_len: int, cache_info: dict[str, Any], engine: int = 0) -> None:
+        self._labels = {"model_name": model_name, "engine": str(engine)}
+        self._cache_info = {key: str(value) for key, value in cache_info.items()}
+        self.stats = CoreStats()
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = dict.fromkeys(FINISH_REASONS, 0)
+        lengths = one_two_five_buckets(max_model_len)
+        self.time_to_first_token = Histogram(TTFT_BUCKETS)
+        self.time_per_output_token = Histogram(TPOT_BUCKETS)
+        self.iteration_tokens = Histogram(ITERATION_BUCKETS)
+        self.e2e_latency = Histogram(LATENCY_BUCKETS)
+        self.queue_time = Histogram(LATENCY_BUCKETS)
+        self.inference_time = Histogram(LATENCY_BUCKETS)
+        self.prefill_time = Histogram(LATENCY_BUCKETS)
+        self.decode_time = Histogram(LATENCY_BUCKETS)
+        self.request_prompt_tokens = Histogram(lengths)
+        self.request_generation_tokens = Histogram(lengths)
+        self.request_max_generation_tokens = Histogram(lengths)
+        self.params_max_tokens = Histogram(lengths)
+        self.params_n = Histogram(COUNT_BUCKETS)
+        self.params_best_of = Histogram(COUNT_BUCKETS)
+        self.prompt_throughput = 0.0
+        self.generation_throughput = 0.0
+
+    def on_step(self, stats: CoreStats) -> None:
+        """Take in the core's snapshot after a step."""
+        self.stats = stats
+        tokens = stats.prompt_tokens + stats.generation_tokens
+        if tokens:
+            self.prompt_tokens += stats.prompt_tokens
+            self.generation_tokens += stats.generation_tokens
+            self.iteration_tokens.observe(tokens)
+
+    def on_finished(
+        self,
+        reason: str,
+        *,
+        prompt_tokens: int,
+        generation_tokens: int,
+        longest_generation: int,
+        n: int,
+        best_of: int,
+        max_tokens: int | None,
+        arrival: float,
+        first_scheduled: float | None,
+        first_token: float | None,
+        finished: float,
+    ) -> None:
+        """Count one finished user request (all its sequences together). Times are absolute, None where it never got there."""
+        self.finished[reason if reason in self.finished else "abort"] += 1
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.request_generation_tokens.observe(generation_tokens)
+        self.request_max_generation_tokens.observe(longest_generation)
+        self.params_n.observe(n)
+        self.params_best_of.observe(best_of)
+        if max_tokens is not None:
+            self.params_max_tokens.observe(max_tokens)
+        self.e2e_latency.observe(finished - arrival)
+        if first_scheduled is not None:
+            self.queue_time.observe(first_scheduled - arrival)
+            self.inference_time.observe(finished - first_scheduled)
+            if first_token is not None:
+                self.prefill_time.observe(first_token - first_scheduled)
+                self.decode_time.observe(finished - first_token)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of KV blocks that requests hold, 0 to 1."""
+        total = self.stats.kv_blocks_total
+        return 1 - self.stats.kv_blocks_free / total if total else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache, 0 to 1."""
+        return self.stats.prefix_cache_hits / self.stats.prefix_cache_queries if self.stats.prefix_cache_queries else 0.0
+
+    # -- Prometheus ----------------------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, for `prometheus_client`'s registry."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        names, values = list(self._labels), list(self._labels.values())
+        for name, text, value in self._gauges():
+            gauge = GaugeMetricFamily(name, text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, text, value in self._counters():
+            counter = CounterMetricFamily(name, text, labels=names)
+            counter.add_metric(values, value)
+            yield counter
+        success = CounterMetricFamily(
+            "vllm:request_success", "Count of successfully processed requests.", labels=[*names, "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            success.add_metric([*values, reason], count)
+        yield success
+        for name, text, histogram in self._histograms():
+            family = HistogramMetricFamily(name, text, labels=names)
+            family.add_metric(values, histogram.cumulative(), histogram.total)
+            yield family
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels=[*names, *self._cache_info]
+        )
+        info.add_metric([*values, *self._cache_info.values()], 1)
+        yield info
+
+    def _gauges(self) -> Iterable[tuple[str, str, float]]:
+        stats = self.stats
+        yield "vllm:num_requests_running", "Number of requests in model execution batches.", stats.num_running
+        yield "vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.num_waiting
+        yield "vllm:num_requests_swapped", "Number of requests swapped to CPU.", 0
+        usage = self.cache_usage
+        yield "vllm:gpu_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage
+        yield "vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage
+        yield "vllm:cpu_cache_usage_perc", "Swap space usage. 1 means 100 percent usage.", 0
+        yield "vllm:gpu_prefix_cache_hit_rate", "Prefix cache hit rate over prompt tokens.", self.hit_rate
+        yield "vllm:cpu_prefix_cache_hit_rate", "Swap space prefix cache hit rate.", 0
+        text = "Average {} throughput in tokens/s over the last logging interval."
+        yield "vllm:avg_prompt_throughput_toks_per_s", text.format("prefill"), self.prompt_throughput
+        yield "vllm:avg_generation_throughput_toks_per_s", text.format("generation"), self.generation_throughput
+        yield "vllm:spec_decode_draft_acceptance_rate", "Speculative token acceptance rate.", 0
+        yield "vllm:spec_decode_efficiency", "Speculative decoding system efficiency.", 0
+
+    def _counters(self) -> Iterable[tuple[str, str, float]]:
+        stats = self.stats
+        yield "vllm:num_preemptions", "Cumulative number of preemptions.", stats.num_preemptions
+        yield "vllm:prompt_tokens", "Number of prefill tokens processed.", self.prompt_tokens
+        yield "vllm:generation_tokens", "Number of generation tokens processed.", self.generation_tokens
+        for prefix in ("gpu_", ""):
+            yield f"vllm:{prefix}prefix_cache_queries", "Prefix cache queries, in tokens.", stats.prefix_cache_queries
+            yield f"vllm:{prefix}prefix_cache_hits", "Prefix cache hits, in tokens.", stats.prefix_cache_hits
+        for what in ("accepted", "draft", "emitted"):
+            yield f"vllm:spec_decode_num_{what}_tokens", f"Number of {what} tokens.", 0
+
+    def _histograms(self) -> Iterable[tuple[str, str, Histogram]]:
+        yield "vllm:time_to_first_token_seconds", "Time to first token in seconds.", self.time_to_first_token
+        for name in ("time_per_output_token_seconds", "inter_token_latency_seconds"):
+            yield f"vllm:{name}", "Time between output tokens in seconds.", self.time_per_output_token
+        yield "vllm:iteration_tokens_total", "Tokens per engine step.", self.iteration_tokens
+        yield "vllm:e2e_request_latency_seconds", "End to end request latency in seconds.", self.e2e_latency
+        yield "vllm:request_queue_time_seconds", "Time spent in WAITING phase.", self.queue_time
+        yield "vllm:request_inference_time_seconds", "Time spent in RUNNING phase.", self.inference_time
+        yield "vllm:request_prefill_time_seconds", "Time from start to first token.", self.prefill_time
+        yield "vllm:request_decode_time_seconds", "Time from first to last token.", self.decode_time
+        yield "vllm:request_prompt_tokens", "Number of prefill tokens per request.", self.request_prompt_tokens
+        yield "vllm:request_generation_tokens", "Number of generation tokens per request.", self.request_generation_tokens
+        yield (
+            "vllm:request_max_num_generation_tokens",
+            "Longest sequence of a request, in generated tokens.",
+            self.request_max_generation_tokens,
+        )
+        yield "vllm:request_params_n", "The n request parameter.", self.params_n
+        yield "vllm:request_params_best_of", "The best_of request parameter.", self.params_best_of
+        yield "vllm:request_params_max_tokens", "The max_tokens request parameter.", self.params_max_tokens
+
+
+def render(collectors: Iterable[Any]) -> bytes:
+    """The text exposition format of these collectors."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    for collector in collectors:
+        registry.register(collector)
+    return generate_latest(registry)
