@@ -1,0 +1,46 @@
+"""What the core knows of an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from vllm.core.kv_spec import KVLayout
+from vllm.core.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans in order. `num_blocks` includes the null block; at most `max_in_flight` plans may be uncollected."""
+
+    kv_layout: KVLayout
+    num_blocks: int
+    max_in_flight: int
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step. On a device that runs ahead of the host this returns before the step is done."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight. Raises whatever made it fail; the step is then no longer in flight."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, by name, or a function with the worker as first argument; results by rank."""
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a worker is gone."""
+
+    def shutdown(self) -> None:
+        """End the workers and free what they hold. May be called twice."""
+
+
+def public_method(worker: object, name: str) -> Callable[..., Any]:
+    """The worker's method of that name; ValueError if there is none that may be called from outside."""
+    method = None if name.startswith("_") else vars(type(worker)).get(name)
+    if not callable(method):
+        raise ValueError(f"The worker has no public method {name!r}.")
+    return method.__get__(worker)

@@ -1,0 +1,64 @@
+"""One worker in the calling process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.core.plan import StepPlan, StepResult
+from vllm.exceptions import EngineDeadError
+from vllm.executor.base import public_method
+from vllm.worker.model_runner import StepHandle
+from vllm.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class UniprocExecutor:
+    """Executes plans with a worker of its own."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._worker: Worker | None = worker = Worker(config)
+        self.kv_layout = worker.layout
+        self.num_blocks = worker.count_blocks()
+        worker.start(self.num_blocks)
+        self.max_in_flight = 2 if worker.context.is_async else 1
+        self._in_flight: deque[StepHandle] = deque()
+
+    @property
+    def worker(self) -> Worker:
+        """The worker; raises EngineDeadError after `shutdown()`."""
+        if self._worker is None:
+            raise EngineDeadError("The executor has been shut down.")
+        return self._worker
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step; on the CPU it is done when this returns."""
+        self._in_flight.append(self.worker.execute(plan))
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step in flight."""
+        return self._in_flight.popleft().result()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker, or a function with the worker as first argument. `timeout` does not apply here."""
+        if isinstance(method, str):
+            return [public_method(self.worker, method)(*args, **(kwargs or {}))]
+        return [method(self.worker, *args, **(kwargs or {}))]
+
+    def check_health(self) -> None:
+        """Raises if the executor has been shut down or its device does not answer."""
+        self.worker.check_health()
+
+    def shutdown(self) -> None:
+        """Drop the model and the cache."""
+        self._in_flight.clear()
+        self._worker = None

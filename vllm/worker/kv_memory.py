@@ -1,0 +1,192 @@
+"""How many KV cache blocks there are, and the tensors that hold them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.core.kv_manager import KVManager
+from vllm.core.kv_spec import KVLayout
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+GIB = 1 << 30
+_CPU_DEFAULT = 4 * GIB
+_CPU_SHARE = 0.4  # of the memory that is free at start, when VLLM_CPU_KVCACHE_SPACE is not set
+_HUGE_PAGE = 2 << 20
+_CACHE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def cache_dtype(name: str, model_dtype: str) -> torch.dtype:
+    """The dtype of the cache for a `kv_cache_dtype` ("auto": the model's)."""
+    return _CACHE_DTYPES[model_dtype if name == "auto" else name]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What the cache must be able to hold.
+
+    override: number of usable blocks that the user fixed, or None.   fixed_bytes: size that the user fixed, or None.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    override: int | None = None
+    fixed_bytes: int | None = None
+
+
+def blocks_per_request(layout: KVLayout, tokens: int, chunk: int) -> int:
+    """Most blocks that one request of `tokens` tokens holds at once when it is computed `chunk` tokens at a time."""
+    return KVManager(layout, 2).blocks_for(tokens, min(chunk, tokens))
+
+
+def count_blocks(layout: KVLayout, request: CacheRequest, available: int, hint: str, *, bounded: bool) -> int:
+    """Blocks that fit into `available` bytes, the null block included.
+
+    bounded: take no more than `max_num_seqs` requests of `max_model_len` tokens can use.   hint: what to do about too
+    little memory on this device, beyond what the message says anyway. Raises ValueError if one request does not fit.
+    """
+    if request.override is not None:
+        return request.override + 1
+    if request.fixed_bytes is not None:
+        available, bounded = request.fixed_bytes, False
+    if available <= 0:
+        raise ValueError(
+            "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
+            f"engine.{hint}"
+        )
+    chunk = request.max_num_batched_tokens
+    needed = blocks_per_request(layout, request.max_model_len, chunk)
+    blocks = available // layout.bytes_per_block
+    if needed + 1 > blocks:
+        raise ValueError(_too_small(layout, request, available, (needed + 1) * layout.bytes_per_block, hint))
+    if bounded:
+        blocks = min(blocks, needed * request.max_num_seqs + 1)
+    return blocks
+
+
+def _too_small(layout: KVLayout, request: CacheRequest, available: int, needed: int, hint: str) -> str:
+    longest = longest_request(layout, request, available // layout.bytes_per_block - 1)
+    estimate = f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
+    return (
+        f"To serve at least one request with the models's max seq len ({request.max_model_len}), "
+        f"({needed / GIB:.2f} GiB KV cache is needed, which is larger than the available KV cache memory "
+        f"({available / GIB:.2f} GiB).{estimate} Try increasing `gpu_memory_utilization` or decreasing `max_model_len` "
+        f"when initializing the engine.{hint}"
+    )
+
+
+def longest_request(layout: KVLayout, request: CacheRequest, blocks: int) -> int:
+    """The longest `max_model_len` of which one request fits into `blocks` usable blocks; 0 if none does."""
+    low, high = 0, request.max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_per_request(layout, middle, request.max_num_batched_tokens) <= blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def cpu_available(space_gib: int, ranks: int) -> tuple[int, bool]:
+    """Bytes for the cache in host memory, per rank, and whether to take no more than can be used.
+
+    space_gib: VLLM_CPU_KVCACHE_SPACE, per rank as in the guide; 0 for the default: 4 GiB or 40 % of what is free,
+    whichever is less, over all ranks.
+    """
+    if space_gib > 0:
+        return space_gib * GIB, False
+    return min(_CPU_DEFAULT, int(_free_host_memory() * _CPU_SHARE)) // ranks, True
+
+
+def _free_host_memory() -> int:
+    """MemAvailable, and what the control group still allows."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open(
+            "/sys/fs/cgroup/memory.current", encoding="ascii"
+        ) as used:
+            bound = limit.read().strip()
+            if bound != "max":
+                free = min(free, int(bound) - int(used.read()))
+    except (OSError, ValueError):
+        return free
+    return max(free, 0)
+
+
+def cuda_available(device: torch.device, utilization: float, profile: Callable[[], None]) -> tuple[int, str]:
+    """Bytes that the cache may take so that the device never holds more than `utilization` of its memory, and a table.
+
+    profile: runs the largest step once. What other processes hold counts as used. Call it when weights are loaded.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    weights = torch.cuda.memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    profile()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_reserved(device) - reserved
+    torch.cuda.empty_cache()
+    free_after, _ = torch.cuda.mem_get_info(device)
+    used = total - min(free, free_after)
+    available = int(total * utilization) - used - activations
+    table = (
+        f"Device memory: {total / GIB:.2f} GiB, of which {utilization:.0%} may be used: weights {weights / GIB:.2f}, "
+        f"activations {activations / GIB:.2f}, everything else (context, other processes) "
+        f"{(used - weights) / GIB:.2f}, KV cache {available / GIB:.2f} GiB."
+    )
+    return available, table
+
+
+def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blocks: int) -> None:
+    """The guide's line, and how many requests of full length fit at once."""
+    usable = num_blocks - 1
+    logger.info("# %s blocks: %d", "GPU" if device_type == "cuda" else "CPU", usable)
+    needed = blocks_per_request(layout, request.max_model_len, request.max_num_batched_tokens)
+    logger.info(
+        "KV cache: %.2f GiB; maximum concurrency for %d tokens per request: %.2fx",
+        num_blocks * layout.bytes_per_block / GIB,
+        request.max_model_len,
+        usable / needed,
+    )
+
+
+def allocate(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """One tensor [2, num_blocks, kv_heads, block_size, head_dim] of zeros per layer of a group.
+
+    Zeros matter: masked positions are multiplied by 0, and 0 * NaN is NaN. On the host they come from the kernel, page by
+    page on first use, so that starting is fast and an unused cache costs nothing.
+    """
+    shape = (2, num_blocks, layout.kv_heads, layout.block_size, layout.head_dim)
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.layers_per_group)]
+    return [_lazy_zeros(shape, dtype) for _ in range(layout.layers_per_group)]
+
+
+def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    count = 1
+    for n in shape:
+        count *= n
+    size = count * dtype.itemsize
+    memory = mmap.mmap(-1, max(size, 1))
+    if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    # The tensor keeps the mapping alive, and unmaps it when it is dropped.
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size).view(dtype).view(shape)

@@ -1,0 +1,172 @@
+"""One rank: its device, its share of the model, its KV cache and its runner. `collective_rpc` calls its methods by name."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm import envs
+from vllm.core.kv_spec import KVLayout
+from vllm.core.plan import StepPlan
+from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.logger import init_logger
+from vllm.worker import kv_memory
+from vllm.worker.cpu_threads import bind_threads
+from vllm.worker.device import DeviceContext, create_context
+from vllm.worker.kv_memory import CacheRequest
+from vllm.worker.model_runner import ModelRunner, StepHandle
+from vllm.worker.profiler import WorkerProfiler
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_CPU_HINT = " On the CPU, the cache's size is set by VLLM_CPU_KVCACHE_SPACE (in GiB)."
+
+
+class Worker:
+    """Created in three steps, because ranks must agree on the number of blocks: the model, `count_blocks()`, `start(n)`."""
+
+    def __init__(self, config: VllmConfig, tp: TensorParallel = SINGLE) -> None:
+        self.config = config
+        self.tp = tp
+        self.device = self._open_device()
+        self.context: DeviceContext = create_context(self.device)
+        self.model = self._load()
+        cache = config.cache_config
+        self.layout: KVLayout = self.model.kv_layout(cache.block_size, cache.cache_dtype)
+        self.runner: ModelRunner | None = None
+        self._profiler: WorkerProfiler | None = None
+
+    def _open_device(self) -> torch.device:
+        kind = self.config.device_config.device
+        if kind == "cpu":
+            bind_threads(envs.VLLM_CPU_OMP_THREADS_BIND, self.tp.rank, self.tp.world)
+            return torch.device("cpu")
+        if kind == "cuda":
+            device = torch.device("cuda", self.tp.rank)
+            torch.cuda.set_device(device)
+            return device
+        raise RuntimeError(f"Not support device type: {kind}")
+
+    def _load(self) -> Any:
+        from vllm.model_executor.model_loader import load_model
+
+        start = time.perf_counter()
+        model = load_model(self.config, self.device, self.tp)
+        logger.info("Loading the model took %.2f s.", time.perf_counter() - start)
+        return model
+
+    @property
+    def _request(self) -> CacheRequest:
+        scheduler, cache = self.config.scheduler_config, self.config.cache_config
+        return CacheRequest(
+            max_model_len=self.config.model_config.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            override=cache.num_gpu_blocks_override,
+            fixed_bytes=cache.kv_cache_memory_bytes,
+        )
+
+    def count_blocks(self) -> int:
+        """Blocks that fit into this rank's memory, the null block included. Runs the largest step once on a GPU."""
+        request = self._request
+        if request.override is not None or request.fixed_bytes is not None:
+            return kv_memory.count_blocks(self.layout, request, 0, "", bounded=False)
+        if self.device.type == "cpu":
+            available, bounded = kv_memory.cpu_available(envs.VLLM_CPU_KVCACHE_SPACE, self.tp.world)
+            return kv_memory.count_blocks(self.layout, request, available, _CPU_HINT, bounded=bounded)
+        share = self.config.cache_config.gpu_memory_utilization
+        available, table = kv_memory.cuda_available(self.device, share, self._run_largest_step)
+        logger.info(table)
+        return kv_memory.count_blocks(self.layout, request, available, "", bounded=False)
+
+    def start(self, num_blocks: int) -> None:
+        """Allocate the cache and become ready for plans."""
+        self.runner = self._make_runner(self._allocate(num_blocks))
+        if self.tp.is_first:
+            kv_memory.log_cache(self.device.type, self.layout, self._request, num_blocks)
+
+    def _allocate(self, num_blocks: int) -> list[Tensor]:
+        dtype = kv_memory.cache_dtype(self.config.cache_config.cache_dtype, self.config.model_config.dtype)
+        return kv_memory.allocate(self.layout, num_blocks, dtype, self.device)
+
+    def _make_runner(self, caches: list[Tensor]) -> ModelRunner:
+        model, scheduler = self.config.model_config, self.config.scheduler_config
+        return ModelRunner(
+            self.model,
+            self.layout,
+            caches,
+            self.context,
+            num_slots=scheduler.max_num_seqs,
+            max_model_len=model.max_model_len,
+            vocab_size=model.logits_width,
+            tp=self.tp,
+        )
+
+    def _run_largest_step(self) -> None:
+        """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""
+        scheduler = self.config.scheduler_config
+        tokens, requests = scheduler.max_num_batched_tokens, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        step = dummy_step(tokens, requests, self.layout, self.context)
+        with torch.inference_mode():
+            hidden = self.model(step, self._allocate(1))
+            logits = self.model.logits(hidden[:requests])
+            logits.sort(-1)  # stands for what sampling needs at most
+
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """Queue one step."""
+        if self.runner is None:
+            raise RuntimeError("The worker has no KV cache yet: call start() first.")
+        return self.runner.execute(plan)
+
+    def start_profile(self) -> None:
+        """Begin a torch.profiler trace, written to VLLM_TORCH_PROFILER_DIR."""
+        folder = envs.VLLM_TORCH_PROFILER_DIR
+        if folder is None:
+            raise RuntimeError("Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR to a folder for the traces.")
+        if self._profiler is None:
+            self._profiler = WorkerProfiler(folder, self.tp.rank)
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """End the trace and write it."""
+        if self._profiler is None:
+            raise RuntimeError("Profiler is not enabled. Call start_profile first.")
+        self._profiler.stop()
+
+    def check_health(self) -> None:
+        """Raises if the device does not answer."""
+        self.context.synchronize()
+
+
+def dummy_step(tokens: int, requests: int, layout: KVLayout, context: DeviceContext) -> StepInputs:
+    """Inputs of `tokens` tokens evenly over `requests` requests, which live in the null block."""
+    counts = np.full(requests, tokens // requests, np.int32)
+    counts[: tokens % requests] += 1
+    starts = np.zeros(requests + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    positions = np.arange(tokens, dtype=np.int64) - np.repeat(starts[:-1].astype(np.int64), counts)
+    longest = int(counts.max())
+    table = np.zeros((requests, -(-longest // layout.block_size)), np.int32)
+    token_ids, d_positions, d_starts, d_lens, rows, mapping, d_table = context.upload(
+        [
+            np.zeros(tokens, np.int64),
+            positions,
+            starts,
+            counts,
+            starts[1:].astype(np.int64) - 1,
+            positions % layout.block_size,
+            table,
+        ]
+    )
+    group = GroupInputs(slot_mapping=mapping, block_table=d_table)
+    return StepInputs(
+        token_ids, d_positions, d_starts, d_lens, rows, (group,) * len(layout.groups), longest, longest, starts, counts
+    )
