@@ -31,8 +31,8 @@ logger = init_logger(__name__)
 
 TOKENIZER_MODES = ("auto", "slow", "mistral")
 
-# Classes whose behaviour is tokenizer.json plus the settings read below ("Fast" at the end is dropped first). Whether bos
-# and eos are added is tokenizer.json's post-processor's word; add_bos_token in the settings repeats it, or is stale.
+# Classes whose behaviour is tokenizer.json plus the settings read below ("Fast" at the end is dropped first). Whether
+# bos and eos are added is its post-processor's word; add_bos_token in the settings repeats it, or is stale.
 # Any other class may do something of its own in Python and is loaded through transformers.
 PLAIN_CLASSES = frozenset(
     {

@@ -1,0 +1,1 @@
+"""How users reach the engine: Python, command line, HTTP."""

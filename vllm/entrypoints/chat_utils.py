@@ -1,0 +1,249 @@
+"""From chat messages to a prompt: checks the messages, chooses the template and the form of contents, renders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Union
+
+from vllm.entrypoints.chat_template import accepts_content_parts, render_chat
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam as OpenAIChatCompletionMessageParam
+
+    from vllm.engine.tokenizer import Tokenizer
+
+ContentFormat = Literal["string", "openai"]
+ContentFormatOption = Literal["auto", "string", "openai"]
+CONTENT_FORMATS = ("auto", "string", "openai")
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Part type -> what a model must be able to take in.
+MEDIA_PARTS = {
+    "image_url": "image",
+    "image_pil": "image",
+    "image_embeds": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+}
+MAX_MESSAGES = 100_000
+
+
+class CustomChatCompletionMessageParam(TypedDict, total=False):
+    """A message with a role of the user's own."""
+
+    role: str
+    content: Union[str, list[Any], None]  # noqa: UP007 (evaluated at run time on Python 3.10)
+    name: str
+    tool_call_id: str | None
+    tool_calls: Iterable[Any] | None
+
+
+ChatCompletionMessageParam: TypeAlias = "OpenAIChatCompletionMessageParam | CustomChatCompletionMessageParam"
+
+
+class ConversationMessage(TypedDict, total=False):
+    """A message as templates receive it."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None
+    name: str
+    tool_call_id: str | None
+    tool_calls: list[dict[str, Any]] | None
+
+
+def validate_chat_template(chat_template: Path | str | None) -> None:
+    """Raise if a template given on the command line is neither a template nor a file that exists."""
+    if chat_template is None:
+        return
+    if isinstance(chat_template, Path):
+        if not chat_template.exists():
+            raise FileNotFoundError("the supplied chat template path doesn't exist")
+        return
+    if not isinstance(chat_template, str):
+        raise TypeError(f"{type(chat_template)} is not a valid chat template type")
+    if not _looks_like_jinja(chat_template) and not Path(chat_template).exists():
+        raise ValueError(f"The supplied chat template string ({chat_template}) appears path-like, but doesn't exist!")
+
+
+def load_chat_template(chat_template: Path | str | None, *, is_literal: bool = False) -> str | None:
+    """The text of a template that is given as itself or as the path of its file."""
+    if chat_template is None:
+        return None
+    if is_literal:
+        if isinstance(chat_template, Path):
+            raise TypeError("chat_template is expected to be read directly from its value")
+        return chat_template
+    validate_chat_template(chat_template)
+    if isinstance(chat_template, str) and _looks_like_jinja(chat_template):
+        return chat_template
+    return Path(chat_template).read_text(encoding="utf-8")
+
+
+def _looks_like_jinja(text: str) -> bool:
+    return any(character in text for character in "{}\n")
+
+
+def resolve_chat_template(
+    tokenizer: Tokenizer, chat_template: Path | str | None = None, tools: Sequence[Any] | None = None
+) -> str:
+    """The template to use: the given one (text, file, or the name of one that the tokenizer has), else the model's.
+
+    A tokenizer with several templates has one called "default", and perhaps "tool_use" for conversations with tools.
+    """
+    own = tokenizer.chat_template
+    if chat_template is not None:
+        if isinstance(own, dict) and isinstance(chat_template, str) and chat_template in own:
+            return own[chat_template]
+        loaded = load_chat_template(chat_template)
+        assert loaded is not None
+        return loaded
+    if isinstance(own, str):
+        return own
+    if isinstance(own, dict):
+        if tools and "tool_use" in own:
+            return own["tool_use"]
+        if "default" in own:
+            return own["default"]
+        raise ValueError(
+            f"The tokenizer has several chat templates and none is called 'default'. Set chat_template to one of: "
+            f"{', '.join(sorted(own))}."
+        )
+    raise ValueError(
+        "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template "
+        "if the tokenizer does not define one."
+    )
+
+
+def resolve_content_format(template: str, content_format: ContentFormatOption = "auto") -> ContentFormat:
+    """Whether the template gets contents as strings or as lists of parts."""
+    if content_format not in CONTENT_FORMATS:
+        raise ValueError(
+            f"Unknown chat_template_content_format {content_format!r}: expected one of {', '.join(CONTENT_FORMATS)}."
+        )
+    if content_format != "auto":
+        return content_format
+    return "openai" if accepts_content_parts(template) else "string"
+
+
+def parse_chat_messages(messages: Sequence[Any], content_format: ContentFormat) -> list[ConversationMessage]:
+    """Check messages and bring their contents into the form that the template takes.
+
+    Raises ValueError, TypeError or NotImplementedError, naming the message at fault.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages must be a list of messages, got {type(messages).__name__}.")
+    if not messages:
+        raise ValueError("messages must hold at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"A conversation has at most {MAX_MESSAGES} messages, got {len(messages)}.")
+    return [_parse_message(message, i, content_format) for i, message in enumerate(messages)]
+
+
+def _parse_message(message: Any, index: int, content_format: ContentFormat) -> ConversationMessage:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"messages[{index}] must be a dictionary with 'role' and 'content', got {message!r:.200}.")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"messages[{index}] must have a 'role' that is a string, such as 'user', got {role!r}.")
+    parsed: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+    parsed["content"] = _parse_content(message.get("content"), index, content_format)
+    if parsed.get("tool_calls") is not None:
+        parsed["tool_calls"] = [_parse_tool_call(call, index) for call in parsed["tool_calls"]]
+    elif role == "user" and message.get("content") is None:
+        raise ValueError(f"messages[{index}] has no 'content': expected a string or a list of parts.")
+    return parsed  # type: ignore[return-value]
+
+
+def _parse_content(content: Any, index: int, content_format: ContentFormat) -> str | list[dict[str, Any]]:
+    if content is None:
+        texts = []
+    elif isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, Iterable) and not isinstance(content, (Mapping, bytes)):
+        texts = [_parse_part(part, index) for part in content]
+    else:
+        raise TypeError(
+            f"messages[{index}]['content'] must be a string or a list of parts, got {type(content).__name__}."
+        )
+    if content_format == "string":
+        return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _parse_part(part: Any, index: int) -> str:
+    """The text of one part of a content."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise TypeError(f"messages[{index}]: a content part must be a string or a dictionary, got {part!r:.200}.")
+    part_type = part.get("type")
+    if part_type is None:
+        media = next((key for key in MEDIA_PARTS if key in part), None)
+        if media is None:
+            raise ValueError("Missing 'type' field in multimodal part.")
+        part_type = media
+    if not isinstance(part_type, str):
+        raise ValueError("Invalid 'type' field in multimodal part.")
+    if part_type in MEDIA_PARTS:
+        raise ValueError(
+            f"messages[{index}] has a part of type {part_type!r}, but the model is not multimodal: it takes text only, "
+            f"no {MEDIA_PARTS[part_type]}. Remove the part, or use a model that takes {MEDIA_PARTS[part_type]} input."
+        )
+    if part_type not in TEXT_PARTS:
+        raise NotImplementedError(f"Unknown part type: {part_type}")
+    text = part.get(TEXT_PARTS[part_type])
+    if not isinstance(text, str):
+        raise ValueError(
+            f"messages[{index}]: a part of type {part_type!r} must have a string {TEXT_PARTS[part_type]!r}, "
+            f"got {text!r:.200}."
+        )
+    return text
+
+
+def _parse_tool_call(call: Any, index: int) -> dict[str, Any]:
+    """A call that the assistant made earlier. Templates want its arguments as data, the API sends them as JSON text."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise ValueError(
+            f"messages[{index}]: each of tool_calls must be a dictionary with a 'function', got {call!r:.200}."
+        )
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        except ValueError as error:
+            raise ValueError(f"messages[{index}]: the arguments of a tool call are not valid JSON: {error}") from error
+    elif arguments is None:
+        function["arguments"] = {}
+    return {**call, "function": function}
+
+
+def apply_chat_template(
+    tokenizer: Tokenizer,
+    messages: Sequence[Any],
+    *,
+    chat_template: Path | str | None = None,
+    content_format: ContentFormatOption = "auto",
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    **kwargs: Any,
+) -> str:
+    """The prompt text for a conversation. `kwargs` are further variables of the template."""
+    template = resolve_chat_template(tokenizer, chat_template, tools)
+    conversation = parse_chat_messages(messages, resolve_content_format(template, content_format))
+    return render_chat(
+        template,
+        conversation,  # type: ignore[arg-type]
+        tools=tools,
+        documents=documents,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        special_tokens=tokenizer.special_tokens,
+        **kwargs,
+    )
