@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,10 +57,7 @@ class Worker:
     def _load(self) -> Any:
         from vllm.model_executor.model_loader import load_model
 
-        start = time.perf_counter()
-        model = load_model(self.config, self.device, self.tp)
-        logger.info("Loading the model took %.2f s.", time.perf_counter() - start)
-        return model
+        return load_model(self.config, self.device, self.tp)
 
     @property
     def _request(self) -> CacheRequest:

@@ -1,0 +1,177 @@
+"""The vectorised sampler against a brute-force one in 64-bit floats, row by row."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.worker.sample import oracle
+from tests.worker.sample.rows import Row, lengths, make_sampler, params, sample
+from vllm.core.rng import uniform
+
+VOCAB = 50
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "presence": {"presence_penalty": 0.9},
+    "frequency": {"frequency_penalty": -0.6},
+    "repetition": {"repetition_penalty": 1.3},
+    "bias": {"logit_bias": {3: 4.0, 7: -2.5, 49: 1.0}},
+    "allowed": {"allowed_token_ids": [1, 3, 3, 7, 20, 21, 22, 48]},
+    "bad_words": {"bad_words_token_ids": [[5], [7, 3], [9, 7, 21], [20], [3, 7, 3, 20]]},
+    "min_tokens": {"min_tokens": 4},
+}
+
+
+def random_rows(count: int, seed: int, **kwargs: Any) -> list[Row]:
+    """Rows with ties (logits are multiples of 1/4), varied history and some repeated tokens."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        logits = torch.from_numpy(np.round(random.normal(0, 3, VOCAB) * 4).astype(np.float32) / 4)
+        output = random.choice([3, 7, 9, 20, 21, 40], random.integers(0, 9)).tolist()
+        prompt = random.integers(0, VOCAB, random.integers(1, 6)).tolist()
+        rows.append(Row(logits, params(**kwargs), prompt, output, seed=seed * 1000 + i, stop=(2, 7, 30)))
+    return rows
+
+
+def check(rows: list[Row]) -> None:
+    """Every row's token is one that the oracle allows."""
+    result = sample(rows)
+    assert result.finite.all() and (result.possible is None or result.possible.all()) and not result.errors
+    numbers = uniform(np.array([r.seed for r in rows], np.uint64), lengths(rows))
+    for row, token, number in zip(rows, result.token_ids.tolist(), numbers.tolist(), strict=True):
+        x = oracle.changed_logits(row.logits.tolist(), row.params, row.prompt, row.output, row.stop)
+        assert token in oracle.choices(x, row.params, number), row
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_parameter_alone(name: str) -> None:
+    check(random_rows(40, 1, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(OPTIONS, 2)))
+def test_parameters_in_pairs(first: str, second: str) -> None:
+    check(random_rows(8, 2, **{**OPTIONS[first], **OPTIONS[second]}))
+
+
+def test_rows_with_different_parameters_in_one_batch() -> None:
+    rows = []
+    for i, (a, b) in enumerate(itertools.combinations(OPTIONS, 2)):
+        rows += random_rows(1, 100 + i, **{**OPTIONS[a], **OPTIONS[b]})
+    check(rows)
+
+
+bounded = st.floats(-8, 8, width=32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_logits_and_parameters(data: st.DataObject) -> None:
+    rows = []
+    vocab = data.draw(st.integers(2, 40))
+    ids = st.integers(0, vocab - 1)
+    for _ in range(data.draw(st.integers(1, 5))):
+        logits = torch.tensor(data.draw(st.lists(bounded, min_size=vocab, max_size=vocab)), dtype=torch.float32)
+        made = params(
+            temperature=data.draw(st.sampled_from([0.0, 0.05, 0.7, 1.0, 3.0])),
+            top_k=data.draw(st.sampled_from([-1, 1, 2, 7, vocab, vocab + 5])),
+            top_p=data.draw(st.sampled_from([1.0, 1e-6, 0.1, 0.5, 0.95])),
+            min_p=data.draw(st.sampled_from([0.0, 0.02, 0.5, 1.0])),
+            presence_penalty=data.draw(st.sampled_from([0.0, 1.5, -1.0])),
+            frequency_penalty=data.draw(st.sampled_from([0.0, 0.5])),
+            repetition_penalty=data.draw(st.sampled_from([1.0, 1.2, 0.5])),
+            logit_bias=data.draw(st.none() | st.dictionaries(ids, st.floats(-5, 5, width=32), max_size=3)),
+        )
+        history = st.lists(ids, max_size=6)
+        rows.append(
+            Row(logits, made, [data.draw(ids), *data.draw(history)], data.draw(history), data.draw(st.integers(0, 2**64 - 1)))
+        )
+    check(rows)
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch_nor_on_threads() -> None:
+    generator = torch.Generator().manual_seed(5)
+    kinds = [
+        {"temperature": 0.9},
+        {"temperature": 1.3, "top_p": 0.9, "logprobs": 3},
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
+        {"temperature": 2.5, "top_p": 0.999, "logprobs": 5},
+        {"temperature": 1.0, "min_p": 0.01, "repetition_penalty": 1.1},
+        {"logprobs": 0},
+        {"temperature": 1.0, "top_k": 1500},
+        {"presence_penalty": 0.5, "logprobs": 2},
+    ]
+    vocab = 8193
+    rows = [
+        Row(torch.randn(vocab, generator=generator) * 2, params(**kinds[i % 8]), [1, 2, i], [i, 5], seed=i) for i in range(64)
+    ]
+    together = sample(rows)
+    by_row = {int(r): [t[i] for t in g.tensors] for g in together.logprobs for i, r in enumerate(g.rows)}
+    threads = torch.get_num_threads()
+    for i, row in enumerate(rows):
+        torch.set_num_threads(1 + i % 2)
+        alone = sample([row])
+        assert alone.token_ids.tolist() == [int(together.token_ids[i])], row.params
+        for group in alone.logprobs:
+            for mine, its in zip(group.tensors, by_row[i], strict=True):
+                assert torch.equal(mine[0], its)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("vocab", [100, 8193, 10000, 151936])
+def test_ids_stay_below_the_vocabulary(vocab: int) -> None:
+    flat, nan, tail = torch.zeros(vocab), torch.full((vocab,), float("nan")), torch.full((vocab,), -1e30)
+    tail[-1] = 0.0
+    inf = torch.zeros(vocab)
+    inf[vocab // 2] = float("inf")
+    kinds = [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 3}, {}]
+    rows = [Row(x, params(logprobs=1, **kind), seed=7) for x in (flat, nan, tail, inf) for kind in kinds]
+    result = sample(rows)
+    assert ((result.token_ids >= 0) & (result.token_ids < vocab)).all()
+    assert result.finite.tolist() == [x is flat or x is tail for x in (flat, nan, tail, inf) for _ in kinds]
+    assert result.token_ids[8:12].tolist() == [vocab - 1] * 4
+
+
+def test_nothing_left_to_sample_is_reported_for_that_row() -> None:
+    logits = torch.zeros(VOCAB)
+    rows = [
+        Row(logits, params(allowed_token_ids=[4], bad_words_token_ids=[[4]])),
+        Row(logits, params(allowed_token_ids=[4], temperature=1.0)),
+    ]
+    result = sample(rows)
+    assert result.possible is not None and result.possible.tolist() == [False, True]
+    assert result.token_ids[1] == 4
+
+
+def test_counts_follow_the_output_and_die_with_the_slot() -> None:
+    logits = torch.zeros(VOCAB)
+    row = Row(logits, params(frequency_penalty=1.0), [1], [])
+    sampler, slots = make_sampler([row])
+    seen = []
+    for step in range(5):  # each token is followed by the next: the lowest id that occurs least
+        token = sampler.sample(logits[None].clone(), slots, np.array([1 + step], np.int32)).token_ids
+        sampler._table.tokens[int(slots[0]), 1 + step] = token[0]
+        seen.append(int(token))
+    assert seen == [0, 1, 2, 3, 4]
+    sampler.leave([int(slots[0])])
+    other, _ = make_sampler([row], slots=[int(slots[0])])
+    assert int(other.sample(logits[None].clone(), slots, np.array([1], np.int32)).token_ids) == 0
+
+
+def test_sampling_a_seeded_request_again_gives_the_same_tokens() -> None:
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    rows = [Row(logits, params(temperature=1.0), seed=seed) for seed in (1, 1, 2)]
+    first, second, third = (
+        [int(sample([Row(r.logits, r.params, r.prompt, [0] * n, r.seed)]).token_ids) for n in range(20)] for r in rows
+    )
+    assert first == second != third
+    assert len(set(first)) > 5
