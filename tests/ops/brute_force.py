@@ -13,7 +13,7 @@ from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
 def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs) -> Tensor:
-    """Each query against each key it sees, read from the cache one position at a time. float64 [tokens, heads, head_dim]."""
+    """Each query against each key it sees, read from the cache one by one. float64 [tokens, heads, head_dim]."""
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_cache.shape
     out = torch.zeros(tokens, heads, head_dim, dtype=torch.float64)
@@ -69,7 +69,13 @@ def activation(x: Tensor, kind: str) -> Tensor:
 
 
 def mixed_batch(
-    query_lens: list[int], seq_lens: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, seed: int = 0
+    query_lens: list[int],
+    seq_lens: list[int],
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
 ) -> tuple[Tensor, StepInputs, GroupInputs]:
     """A cache with scattered blocks, and the step over it. Every place that no request owns holds NaN."""
     gen = torch.Generator().manual_seed(seed)

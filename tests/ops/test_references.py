@@ -47,7 +47,9 @@ def test_rotate_and_write_turns_pairs_and_stores_them(interleaved, rotary_dim):
         qkv.clone(), heads, step.positions, cos_sin, interleaved, kv_cache, group.slot_mapping
     )
     torch.testing.assert_close(got.double(), expected_q, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rotate.reference(k, step.positions, cos_sin, interleaved).double(), expected_k, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        rotate.reference(k, step.positions, cos_sin, interleaved).double(), expected_k, rtol=1e-5, atol=1e-5
+    )
     for t, slot in enumerate(group.slot_mapping.tolist()):
         torch.testing.assert_close(kv_cache[0, slot // 4, :, slot % 4].double(), expected_k[t], rtol=1e-5, atol=1e-5)
         assert torch.equal(kv_cache[1, slot // 4, :, slot % 4], v[t])
@@ -73,7 +75,9 @@ def test_copy_blocks_copies_keys_and_values():
 def test_activations_follow_their_formulas(kind):
     x = torch.randn(3, 14) * 4
     gate, up = x.chunk(2, -1)
-    torch.testing.assert_close(activate.reference(x, kind).double(), brute_force.activation(x, kind), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        activate.reference(x, kind).double(), brute_force.activation(x, kind), rtol=1e-5, atol=1e-5
+    )
     expected = brute_force.activation(gate, kind) * up.double()
     torch.testing.assert_close(activate_gated.reference(x, kind).double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -88,8 +92,12 @@ def test_norms_follow_their_formulas(offset):
     got_rms, got_sum = add_rms_norm.reference(x, residual, weight, 1e-5, offset)
     torch.testing.assert_close(got_rms.double(), rms, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got_sum, x + residual)
-    torch.testing.assert_close(rms_norm.reference(x + residual, weight, 1e-5, offset).double(), rms, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        rms_norm.reference(x + residual, weight, 1e-5, offset).double(), rms, rtol=1e-5, atol=1e-5
+    )
     got_layer, got_sum = add_layer_norm.reference(x, residual, weight, bias, 1e-5, offset)
     torch.testing.assert_close(got_layer.double(), layer, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got_sum, x + residual)
-    torch.testing.assert_close(layer_norm.reference(x + residual, weight, bias, 1e-5, offset).double(), layer, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layer_norm.reference(x + residual, weight, bias, 1e-5, offset).double(), layer, rtol=1e-5, atol=1e-5
+    )

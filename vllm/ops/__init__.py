@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def setup(device_type: str) -> None:
-    """Register the fast kernels of `device_type` ("cpu" | "cuda") on the operations. Called once by the worker, before weights load."""
+    """Register the fast kernels of `device_type` ("cpu" | "cuda"). Called once by the worker, before weights load."""
     if device_type == "cpu":
         from vllm.ops import cpu
 

@@ -14,7 +14,7 @@ from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What is fixed per layer. `window`: tokens each query sees, itself included. `alibi_slopes`: [heads] fp32 or None."""
+    """What is fixed per layer. `window`: tokens each query sees, itself included. `alibi_slopes`: [heads] fp32."""
 
     scale: float
     window: int | None = None
@@ -25,7 +25,7 @@ class AttentionParams:
 
 
 def to_cache_dtype(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x / scale in the cache's dtype; float8 saturates at its largest finite value, because it has no infinity to warn with."""
+    """x / scale in the cache's dtype; float8 saturates at its largest finite value, for want of an infinity."""
     if not dtype.is_floating_point or dtype.itemsize > 1:
         return x.to(dtype)
     limit = torch.finfo(dtype).max
@@ -38,7 +38,8 @@ def write_kv(
 ) -> None:
     """Store keys and values of the step's tokens; the scales matter to a float8 cache only.
 
-    k, v: [tokens, kv_heads, head_dim]; kv_cache: [2, blocks, kv_heads, block_size, head_dim]; slot_mapping: [tokens] int64.
+    k, v: [tokens, kv_heads, head_dim]; kv_cache: [2, blocks, kv_heads, block_size, head_dim];
+    slot_mapping: [tokens] int64.
     """
     block_size = kv_cache.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,12 +12,16 @@ from vllm.ops.registry import op
 
 
 @op
-def linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias. x: [..., in]; weight: [out, in], or what `pack_weight` returned on this device; bias: [out]."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x @ weight.T + bias. x: [..., in]; weight: [out, in], or what `pack_weight` returned; bias: [out].
+
+    out_dtype: x's dtype by default; float32 spares logits the rounding to x's dtype where the kernel accumulates in fp32.
+    """
+    out = F.linear(x, weight, bias)
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 @op
 def pack_weight(weight: Tensor) -> Any:
-    """Repack [out, in] once at load for this device's `linear`; the identity where nothing is gained. The original may be freed."""
+    """Repack [out, in] for this device's `linear`, once at load; may return `weight` itself. The original may be freed."""
     return weight

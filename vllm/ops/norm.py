@@ -10,7 +10,7 @@ from vllm.ops.registry import op
 
 @op
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """x / rms(x) * (weight + offset) over the last dimension, computed in fp32, returned in x's dtype. x: [..., dim]."""
+    """x / rms(x) * (weight + offset) over the last dimension, in fp32, returned in x's dtype. x: [..., dim]."""
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -22,14 +22,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before the norm reads it. May update in place."""
+    """(rms_norm(x + residual), x + residual); the norm reads the sum rounded to x's dtype. May update in place."""
     residual = x + residual
     return rms_norm.reference(residual, weight, eps, offset), residual
 
 
 @op
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """(x - mean) / std * (weight + offset) + bias over the last dimension, in fp32, returned in x's dtype. x: [..., dim]."""
+    """(x - mean) / std * (weight + offset) + bias over the last dimension, in fp32, in x's dtype. x: [..., dim]."""
     h = x.float()
     h = h - h.mean(-1, keepdim=True)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)

@@ -14,10 +14,10 @@ from vllm.ops.registry import op
 
 @op
 def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first `2 * cos_sin.shape[-1] / 2` dimensions of each head by its position.
+    """Rotate the first rotary_dim dimensions of each head by its position, in fp32.
 
-    x: [tokens, heads, head_dim]; positions: [tokens] int64; cos_sin: [max_positions, rotary_dim] fp32 = [cos | sin], each rotary_dim / 2.
-    Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved. Computed in fp32. Returns x's dtype; may update in place.
+    x: [tokens, heads, head_dim]; positions: [tokens] int64; cos_sin: [max_positions, rotary_dim] fp32 = [cos | sin].
+    Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved. Returns x's dtype; may update in place.
     """
     rotary_dim = cos_sin.shape[-1]
     cos, sin = cos_sin[positions][:, None].chunk(2, -1)  # [tokens, 1, rotary_dim / 2]
@@ -54,6 +54,7 @@ def rotate_and_write_kv(
     """Normalise (if asked) and rotate queries and keys, store keys and values, return the rotated queries.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], as the fused projection gives it -> q: [tokens, heads, head_dim].
+    qkv may be overwritten, and q be a view of it.
     """
     kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split([heads, kv_heads, kv_heads], 1)

@@ -1,4 +1,4 @@
-"""Linear layers through oneDNN with weights repacked once: what plain torch offers, used where the native library is absent."""
+"""Linear layers through oneDNN on weights repacked once: what plain torch offers without the native library."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def _pack(weight: Tensor) -> Any:
     return OneDnnWeight(weight)
 
 
-def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+def _linear(x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(weight, OneDnnWeight):
-        return linear.reference(x, weight, bias)
+        return linear.reference(x, weight, bias, out_dtype)
     if x.numel() == 0:
-        return x.new_empty(*x.shape[:-1], weight.shape[0])
-    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
+        return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype)
+    out = torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 def register() -> None:

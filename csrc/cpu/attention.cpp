@@ -1,0 +1,526 @@
+// Paged attention for mixed batches: decode, prefill and anything between, over the cache [2, blocks, kv_heads, block_size, head_dim].
+//
+// The query heads that share a kv head are extra query rows. A task is a tile of rows of one request and one kv head; it walks
+// the keys in chunks with an online softmax. Every kSegment keys the running sums are merged into a total and started anew, so
+// that a long request's segments can run on several threads and be merged afterwards with the same arithmetic. Chunks and
+// segments begin at fixed positions of the sequence: a token's result depends on its own request up to that token only - not
+// on the batch, on how its prompt was cut into chunks, or on the number of threads.
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "api.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "simd.h"
+#include "transpose.h"
+
+// Shared with the Python side, field by field.
+struct AttentionCall {
+    void* out;                   // [tokens, heads, head_dim]
+    const void* q;               // [tokens, heads, head_dim], tokens q_stride elements apart
+    const void* cache;           // [2, blocks, kv_heads, block_size, head_dim]
+    const int32_t* block_table;  // [requests, table_stride]
+    const int32_t* query_starts;  // [requests + 1]
+    const int32_t* seq_lens;      // [requests]
+    const float* alibi_slopes;    // [heads] or null
+    int64_t q_stride, table_stride;
+    int64_t requests, heads, kv_heads, head_dim, blocks, block_size;
+    int64_t window;  // keys a query sees, itself included; 0: all
+    float scale, softcap, v_scale;  // scale includes the cache's key scale; softcap 0: none
+    int32_t dtype, cache_dtype;
+};
+
+namespace {
+
+constexpr int kChunk = 128;      // keys whose scores are held at once
+constexpr int kSegment = 1024;   // keys between two merges
+constexpr int kTileRows = 64;    // query rows of a task, if one token has no more
+constexpr float kMasked = -1e30f;
+
+#if defined(__AVX512F__)
+constexpr int kRows = 6, kValueVectors = 4;  // register tile: rows, and vectors of the value product
+#elif defined(__AVX2__)
+constexpr int kRows = 4, kValueVectors = 2;
+#else
+constexpr int kRows = 4, kValueVectors = 2;
+#endif
+constexpr int kKeyVectors = 2;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// A step along head_dim (scores) or along keys (values) of the two products: one number in fp32 ...
+template <class Cache>
+struct FloatMath {
+    using Element = float;
+    using Stored = Cache;
+    static constexpr int kStep = 1;
+    static vf multiply(vf sum, const float* row, const Element* column) { return sum + splat(*row) * load(column); }
+    static vf load_keys(const Stored* key, int64_t count) { return count >= W ? load(key) : load_part(key, count); }
+    static void store_value(Element* to, const Stored* const* values, int64_t head_dim) {
+        for_each_vector(head_dim, [&](int64_t i, int64_t n) { store(to + i, load_some(values[0] + i, n)); });
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct Pair {
+    bf16 low, high;
+};
+
+// ... or a pair of bf16 numbers.
+struct DotMath {
+    using Element = Pair;
+    using Stored = bf16;
+    static constexpr int kStep = 2;
+    static vf multiply(vf sum, const Pair* row, const Element* column) {
+        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(bit_cast<int32_t>(*row)),
+                                    (__m512bh)_mm512_loadu_si512(column));
+    }
+    static vf load_keys(const bf16* key, int64_t count) {
+        if (count >= 2 * W) return load((const float*)key);
+        bf16 lanes[2 * W] = {};
+        std::memcpy(lanes, key, size_t(count) * sizeof(bf16));
+        return load((const float*)lanes);
+    }
+    static void store_value(Element* to, const bf16* const* values, int64_t head_dim) {
+        for_each_vector(head_dim, [&](int64_t i, int64_t n) {
+            bf16 low[W] = {}, high[W] = {};
+            const bf16 *a = values[0] + i, *b = values[1] + i;
+            if (n < W) {
+                std::memcpy(low, a, size_t(n) * sizeof(bf16));
+                std::memcpy(high, b, size_t(n) * sizeof(bf16));
+                a = low, b = high;
+            }
+            const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
+            const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
+            _mm512_storeu_si512(to + i, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        });
+    }
+};
+#endif
+
+// How many elements and steps a task's buffers need.
+template <class Math>
+struct Shape {
+    int64_t head_dim;     // as in the cache
+    int64_t padded_dim;   // columns of the output sums: whole vectors
+    int64_t key_steps;    // steps along head_dim, whole transposes
+    explicit Shape(int64_t dim)
+        : head_dim(dim), padded_dim(round_up(dim, W)), key_steps(round_up((dim + Math::kStep - 1) / Math::kStep, W)) {}
+};
+
+// The running softmax of some rows: out = sum e^(s - max) v, weight = sum e^(s - max).
+struct Sums {
+    float* out;  // [rows, padded_dim]
+    float* max;  // [rows]
+    float* weight;
+    static int64_t floats(int64_t rows, int64_t padded_dim) { return rows * padded_dim + 2 * round_up(rows, W); }
+    Sums(float* memory, int64_t rows, int64_t padded_dim)
+        : out(memory), max(memory + rows * padded_dim), weight(max + round_up(rows, W)) {}
+    void clear(int64_t rows, int64_t padded_dim) const {
+        std::fill_n(out, rows * padded_dim, 0.0f);
+        std::fill_n(max, rows, kMasked);
+        std::fill_n(weight, rows, 0.0f);
+    }
+    // Adds what another range of keys gave. A range without a visible key changes nothing, exactly.
+    void merge(const Sums& other, int64_t rows, int64_t padded_dim) const {
+        for (int64_t r = 0; r < rows; r++) {
+            const float top = std::max(max[r], other.max[r]);
+            const float mine = exp_one(max[r] - top), theirs = exp_one(other.max[r] - top);
+            for (int64_t i = 0; i < padded_dim; i += W) {
+                float* at = out + r * padded_dim + i;
+                store(at, load(at) * mine + load(other.out + r * padded_dim + i) * theirs);
+            }
+            weight[r] = weight[r] * mine + other.weight[r] * theirs;
+            max[r] = top;
+        }
+    }
+};
+
+// One tile: `tokens` query tokens from `first` of a request, one kv head.
+struct Tile {
+    int64_t request, kv_head, first, tokens;
+    int64_t begin, end;  // keys that some row sees: [begin, end)
+    int64_t rows;        // tokens * group
+    int64_t segments() const { return end == 0 ? 0 : (end - 1) / kSegment - begin / kSegment + 1; }
+    int64_t cost() const { return rows * (end - begin); }
+};
+
+// A thread's buffers for one tile.
+template <class Math>
+struct Workspace {
+    using Element = typename Math::Element;
+    Element* keys;    // [key_steps, kChunk]
+    Element* values;  // [kChunk / kStep, padded_dim]
+    Element* q;       // [rows + kRows, key_steps]
+    float* scores;    // [kRows, kChunk]
+    Element* probs;   // [kRows, kChunk / kStep]
+    float* partial;   // Sums
+    float* total;     // Sums
+    const typename Math::Stored** key_rows;    // [kChunk]
+    const typename Math::Stored** value_rows;  // [kChunk]
+    typename Math::Stored* zeros;              // [head_dim]
+
+    static constexpr int64_t kAlign = 64;
+
+    // Lays the buffers out from `memory`, or only counts when it is null.
+    static int64_t layout(Workspace* w, char* memory, const Shape<Math>& shape, int64_t rows) {
+        int64_t used = 0;
+        auto take = [&](auto*& pointer, int64_t count) {
+            using T = std::remove_reference_t<decltype(*pointer)>;
+            pointer = memory ? (T*)(memory + used) : nullptr;
+            used += round_up(count * int64_t(sizeof(T)), kAlign);
+        };
+        take(w->keys, shape.key_steps * kChunk);
+        take(w->values, kChunk / Math::kStep * shape.padded_dim);
+        take(w->q, (rows + kRows) * shape.key_steps);
+        take(w->scores, kRows * kChunk);
+        take(w->probs, kRows * kChunk / Math::kStep);
+        take(w->partial, Sums::floats(rows + kRows, shape.padded_dim));
+        take(w->total, Sums::floats(rows + kRows, shape.padded_dim));
+        take(w->key_rows, kChunk);
+        take(w->value_rows, kChunk);
+        take(w->zeros, shape.head_dim);
+        return used;
+    }
+};
+
+template <class Math>
+class Attention {
+  public:
+    using Element = typename Math::Element;
+    using Stored = typename Math::Stored;
+
+    Attention(const AttentionCall& call, const Workspace<Math>& buffers)
+        : c_(call), w_(buffers), shape_(call.head_dim), group_(call.heads / call.kv_heads) {}
+
+    // Sums over the keys [begin, end) of a segment, into `sums`.
+    void segment(const Tile& tile, int64_t begin, int64_t end, const Sums& sums) {
+        sums.clear(tile.rows, shape_.padded_dim);
+        for (int64_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk) {
+            const int64_t keys = std::min<int64_t>(kChunk, end - chunk);
+            load_chunk(tile, chunk, keys);
+            for (int64_t row = 0; row < tile.rows; row += kRows) {
+                with_rows<kRows>(std::min<int64_t>(kRows, tile.rows - row), [&](auto rows) {
+                    chunk_rows<decltype(rows)::value>(tile, row, chunk, keys, sums);
+                });
+            }
+        }
+    }
+
+    // The tile's queries, as the products want them.
+    void load_queries(const Tile& tile) {
+        std::fill_n((float*)w_.q, (tile.rows + kRows) * shape_.key_steps, 0.0f);
+        for (int64_t row = 0; row < tile.rows; row++) {
+            const int64_t at = query_offset(tile, row, c_.q_stride);
+            if (c_.dtype == kFloat32) {
+                load_query(w_.q + row * shape_.key_steps, (const float*)c_.q + at);
+            } else if (c_.dtype == kBFloat16) {
+                load_query(w_.q + row * shape_.key_steps, (const bf16*)c_.q + at);
+            } else {
+                load_query(w_.q + row * shape_.key_steps, (const f16*)c_.q + at);
+            }
+        }
+    }
+
+    void write_out(const Tile& tile, const Sums& sums) {
+        for (int64_t row = 0; row < tile.rows; row++) {
+            const int64_t at = query_offset(tile, row, c_.heads * c_.head_dim);
+            const float scale = sums.weight[row] > 0.0f ? c_.v_scale / sums.weight[row] : 0.0f;
+            with_type(c_.dtype, [&](auto type) {
+                auto* out = (decltype(type)*)c_.out + at;
+                for_each_vector(c_.head_dim, [&](int64_t i, int64_t n) {
+                    store_some(out + i, load(sums.out + row * shape_.padded_dim + i) * scale, n);
+                });
+            });
+        }
+    }
+
+    // A whole tile: its segments in order.
+    void tile(const Tile& tile) {
+        load_queries(tile);
+        const Sums partial(w_.partial, tile.rows, shape_.padded_dim), total(w_.total, tile.rows, shape_.padded_dim);
+        total.clear(tile.rows, shape_.padded_dim);
+        for (int64_t begin = tile.begin; begin < tile.end;) {
+            const int64_t end = std::min(tile.end, (begin / kSegment + 1) * kSegment);
+            segment(tile, begin, end, partial);
+            total.merge(partial, tile.rows, shape_.padded_dim);
+            begin = end;
+        }
+        write_out(tile, total);
+    }
+
+  private:
+    template <int N, class Body>
+    static void with_rows(int64_t rows, Body&& body) {
+        if constexpr (N > 0) {
+            if (rows == N) {
+                body(std::integral_constant<int, N>{});
+            } else {
+                with_rows<N - 1>(rows, body);
+            }
+        }
+    }
+
+    // Row r of a tile is query head r % group of token r / group.
+    int64_t query_offset(const Tile& tile, int64_t row, int64_t stride) const {
+        const int64_t token = c_.query_starts[tile.request] + tile.first + row / group_;
+        return token * stride + (tile.kv_head * group_ + row % group_) * c_.head_dim;
+    }
+
+    int64_t position(const Tile& tile, int64_t row) const {
+        const int64_t queries = c_.query_starts[tile.request + 1] - c_.query_starts[tile.request];
+        return c_.seq_lens[tile.request] - queries + tile.first + row / group_;
+    }
+
+    template <class T>
+    void load_query(Element* to, const T* from) {
+        if constexpr (Math::kStep == 2) {
+            // Only bf16 queries take the bf16 products.
+            std::memcpy((void*)to, (const void*)from, size_t(c_.head_dim) * sizeof(bf16));
+        } else {
+            for_each_vector(c_.head_dim, [&](int64_t i, int64_t n) { store(to + i, load_some(from + i, n)); });
+        }
+    }
+
+    // Copies a chunk's keys transposed and its values, both as the products want them. Keys past the end read as zero.
+    void load_chunk(const Tile& tile, int64_t chunk, int64_t keys) {
+        const int32_t* table = c_.block_table + tile.request * c_.table_stride;
+        const int64_t block_elements = c_.kv_heads * c_.block_size * c_.head_dim;
+        const Stored* base = (const Stored*)c_.cache + tile.kv_head * c_.block_size * c_.head_dim;
+        int64_t block = chunk / c_.block_size, slot = chunk % c_.block_size;
+        for (int64_t i = 0; i < keys; i++) {
+            const Stored* at = base + table[block] * block_elements + slot * c_.head_dim;
+            // Before the window the table may name the null block, whose contents are not numbers.
+            const bool hidden = chunk + i < tile.begin;
+            w_.key_rows[i] = hidden ? w_.zeros : at;
+            w_.value_rows[i] = hidden ? w_.zeros : at + c_.blocks * block_elements;
+            if (++slot == c_.block_size) slot = 0, block++;
+        }
+        const int64_t padded = round_up(keys, kKeyVectors * W);
+        for (int64_t i = keys; i < padded; i++) w_.key_rows[i] = w_.value_rows[i] = w_.zeros;
+        for (int64_t key = 0; key < padded; key += W) {
+            for (int64_t step = 0; step < shape_.key_steps; step += W) {
+                const int64_t left = c_.head_dim - step * Math::kStep;
+                vf rows[W];
+                for (int i = 0; i < W; i++) rows[i] = Math::load_keys(w_.key_rows[key + i] + step * Math::kStep, left);
+                transpose(rows);
+                for (int i = 0; i < W; i++) store((float*)(w_.keys + (step + i) * kChunk + key), rows[i]);
+            }
+        }
+        for (int64_t key = 0; key < padded; key += Math::kStep) {
+            Math::store_value(w_.values + key / Math::kStep * shape_.padded_dim, w_.value_rows + key, c_.head_dim);
+        }
+    }
+
+    // Scores, softmax and the weighted sum of values for `Rows` rows against the loaded chunk.
+    template <int Rows>
+    void chunk_rows(const Tile& tile, int64_t row, int64_t chunk, int64_t keys, const Sums& sums) {
+        const int64_t padded = round_up(keys, kKeyVectors * W);
+        const Element* q = w_.q + row * shape_.key_steps;
+        const int64_t steps = (c_.head_dim + Math::kStep - 1) / Math::kStep;
+        for (int64_t key = 0; key < padded; key += kKeyVectors * W) {
+            vf sum[Rows][kKeyVectors] = {};
+            const Element* column = w_.keys + key;
+            for (int64_t s = 0; s < steps; s++, column += kChunk) {
+                for (int r = 0; r < Rows; r++) {
+                    for (int v = 0; v < kKeyVectors; v++) {
+                        sum[r][v] = Math::multiply(sum[r][v], q + r * shape_.key_steps + s, column + v * W);
+                    }
+                }
+            }
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < kKeyVectors; v++) store(w_.scores + r * kChunk + key + v * W, sum[r][v]);
+            }
+        }
+        float decay[Rows];
+        for (int r = 0; r < Rows; r++) {
+            decay[r] = softmax_row(tile, row + r, chunk, padded, w_.scores + r * kChunk,
+                                   w_.probs + r * (kChunk / Math::kStep), sums);
+        }
+        int64_t column = 0;
+        for (; column + kValueVectors * W <= shape_.padded_dim; column += kValueVectors * W) {
+            add_values<Rows, kValueVectors>(row, column, padded, decay, sums);
+        }
+        for (; column < shape_.padded_dim; column += W) add_values<Rows, 1>(row, column, padded, decay, sums);
+    }
+
+    template <int Rows, int Vectors>
+    void add_values(int64_t row, int64_t column, int64_t padded, const float* decay, const Sums& sums) {
+        vf sum[Rows][Vectors];
+        float* out = sums.out + row * shape_.padded_dim + column;
+        for (int r = 0; r < Rows; r++) {
+            for (int v = 0; v < Vectors; v++) sum[r][v] = load(out + r * shape_.padded_dim + v * W) * decay[r];
+        }
+        const Element* values = w_.values + column;
+        for (int64_t s = 0; s < padded / Math::kStep; s++, values += shape_.padded_dim) {
+            for (int r = 0; r < Rows; r++) {
+                for (int v = 0; v < Vectors; v++) {
+                    sum[r][v] = Math::multiply(sum[r][v], w_.probs + r * (kChunk / Math::kStep) + s, values + v * W);
+                }
+            }
+        }
+        for (int r = 0; r < Rows; r++) {
+            for (int v = 0; v < Vectors; v++) store(out + r * shape_.padded_dim + v * W, sum[r][v]);
+        }
+    }
+
+    // Turns one row's raw products into probabilities relative to the new maximum; returns what the old sums are worth under it.
+    float softmax_row(const Tile& tile, int64_t row, int64_t chunk, int64_t padded, float* scores, Element* probs,
+                      const Sums& sums) {
+        const int64_t at = position(tile, row);
+        const int64_t last = at - chunk;                                    // visible: [first, last]
+        const int64_t first = c_.window ? at - c_.window + 1 - chunk : -1;
+        const bool masked = last < padded - 1 || first > 0;
+        const float slope = c_.alibi_slopes ? c_.alibi_slopes[tile.kv_head * group_ + row % group_] : 0.0f;
+        const vi low = splat_int(int32_t(std::max<int64_t>(first, -1))), high = splat_int(int32_t(std::min<int64_t>(last, kChunk)));
+        const vi lanes = lane_numbers();
+        vf top = splat(sums.max[row]);
+        for (int64_t i = 0; i < padded; i += W) {
+            vf s = load(scores + i) * c_.scale;
+            const vi key = lanes + int32_t(i);
+            if (c_.softcap > 0.0f) s = c_.softcap * vtanh(s / c_.softcap);
+            if (c_.alibi_slopes) s += slope * __builtin_convertvector(key - int32_t(last), vf);
+            if (masked) s = ((key >= low) & (key <= high)) ? s : splat(kMasked);
+            store(scores + i, s);
+            top = vmax(top, s);
+        }
+        const float old = sums.max[row], now = max_lanes(top);
+        vf total = {};
+        for (int64_t i = 0; i < padded; i += W) {
+            vf p = vexp(load(scores + i) - now);
+            if (masked) {
+                const vi key = lanes + int32_t(i);
+                p = ((key >= low) & (key <= high)) ? p : vf{};
+            }
+            total += p;
+            store((typename ProbStore<Math::kStep>::Type*)probs + i, p);
+        }
+        const float decay = exp_one(old - now);
+        sums.max[row] = now;
+        sums.weight[row] = sums.weight[row] * decay + sum_lanes(total);
+        return decay;
+    }
+
+    template <int Step, class Dummy = void>
+    struct ProbStore {
+        using Type = float;
+    };
+    template <class Dummy>
+    struct ProbStore<2, Dummy> {
+        using Type = bf16;
+    };
+
+    const AttentionCall& c_;
+    const Workspace<Math>& w_;
+    const Shape<Math> shape_;
+    const int64_t group_;
+};
+
+std::vector<Tile> make_tiles(const AttentionCall& c) {
+    const int64_t group = c.heads / c.kv_heads, tile_tokens = std::max<int64_t>(1, kTileRows / group);
+    std::vector<Tile> tiles;
+    for (int64_t r = 0; r < c.requests; r++) {
+        const int64_t queries = c.query_starts[r + 1] - c.query_starts[r], before = c.seq_lens[r] - queries;
+        for (int64_t first = 0; first < queries; first += tile_tokens) {
+            const int64_t tokens = std::min(tile_tokens, queries - first), end = before + first + tokens;
+            const int64_t begin = c.window ? std::max<int64_t>(0, before + first - c.window + 1) : 0;
+            for (int64_t h = 0; h < c.kv_heads; h++) tiles.push_back({r, h, first, tokens, begin, end, tokens * group});
+        }
+    }
+    // The longest first, so that threads finish together.
+    std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.cost() > b.cost(); });
+    return tiles;
+}
+
+// Every tile's segments as separate tasks, then the merges: for few long tiles.
+template <class Math>
+void run_split(const AttentionCall& c, const std::vector<Tile>& tiles, char* memory, int64_t bytes, int64_t max_rows, int threads) {
+    struct Part {
+        int64_t tile, begin, end, sums;
+    };
+    const Shape<Math> shape(c.head_dim);
+    const int64_t floats = Sums::floats(max_rows + kRows, shape.padded_dim);
+    std::vector<Part> parts;
+    std::vector<int64_t> first_part;
+    for (size_t t = 0; t < tiles.size(); t++) {
+        first_part.push_back(int64_t(parts.size()));
+        for (int64_t begin = tiles[t].begin; begin < tiles[t].end;) {
+            const int64_t end = std::min(tiles[t].end, (begin / kSegment + 1) * kSegment);
+            parts.push_back({int64_t(t), begin, end, int64_t(parts.size()) * floats});
+            begin = end;
+        }
+    }
+    first_part.push_back(int64_t(parts.size()));
+    std::vector<float> sums(parts.size() * size_t(floats));
+#pragma omp parallel num_threads(threads)
+    {
+        Workspace<Math> w;
+        Workspace<Math>::layout(&w, memory + omp_get_thread_num() * bytes, shape, max_rows);
+        std::fill_n(w.zeros, c.head_dim, typename Math::Stored{});
+        Attention<Math> attention(c, w);
+#pragma omp for schedule(dynamic, 1)
+        for (size_t p = 0; p < parts.size(); p++) {
+            const Tile& tile = tiles[size_t(parts[p].tile)];
+            attention.load_queries(tile);
+            attention.segment(tile, parts[p].begin, parts[p].end, Sums(sums.data() + parts[p].sums, tile.rows, shape.padded_dim));
+        }
+#pragma omp for schedule(static)
+        for (size_t t = 0; t < tiles.size(); t++) {
+            const Sums total(w.total, tiles[t].rows, shape.padded_dim);
+            total.clear(tiles[t].rows, shape.padded_dim);
+            for (int64_t p = first_part[t]; p < first_part[t + 1]; p++) {
+                total.merge(Sums(sums.data() + parts[size_t(p)].sums, tiles[t].rows, shape.padded_dim), tiles[t].rows,
+                            shape.padded_dim);
+            }
+            attention.write_out(tiles[t], total);
+        }
+    }
+}
+
+template <class Math>
+void run(const AttentionCall& c) {
+    thread_local Scratch scratch;
+    const std::vector<Tile> tiles = make_tiles(c);
+    if (tiles.empty()) return;
+    int64_t max_rows = 0, cost = 0, segments = 0;
+    for (const Tile& tile : tiles) {
+        max_rows = std::max(max_rows, tile.rows);
+        cost += tile.cost();
+        segments = std::max(segments, tile.segments());
+    }
+    const Shape<Math> shape(c.head_dim);
+    const int threads = threads_for(cost * c.head_dim);
+    Workspace<Math> counted;
+    const int64_t bytes = round_up(Workspace<Math>::layout(&counted, nullptr, shape, max_rows), 4096);
+    char* memory = (char*)scratch.reserve(size_t(bytes * threads));
+    if (segments > 1 && int64_t(tiles.size()) < 4 * threads) return run_split<Math>(c, tiles, memory, bytes, max_rows, threads);
+#pragma omp parallel num_threads(threads)
+    {
+        Workspace<Math> w;
+        Workspace<Math>::layout(&w, memory + omp_get_thread_num() * bytes, shape, max_rows);
+        std::fill_n(w.zeros, c.head_dim, typename Math::Stored{});
+        Attention<Math> attention(c, w);
+#pragma omp for schedule(dynamic, 1)
+        for (size_t t = 0; t < tiles.size(); t++) attention.tile(tiles[t]);
+    }
+}
+
+}  // namespace
+
+// Causal: the last of a request's query tokens sits at seq_len - 1. Returns kOk, kUnknownType or kOutOfMemory.
+VLLM_API int vllm_attend(const AttentionCall* call) {
+    if (call->dtype < kFloat32 || call->dtype > kFloat16) return kUnknownType;
+    try {
+#if defined(__AVX512BF16__)
+        if (call->dtype == kBFloat16 && call->cache_dtype == kBFloat16) {
+            run<DotMath>(*call);
+            return kOk;
+        }
+#endif
+        const bool known = with_type(call->cache_dtype, [&](auto type) { run<FloatMath<decltype(type)>>(*call); });
+        return known ? kOk : kUnknownType;
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    }
+}

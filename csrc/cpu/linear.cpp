@@ -1,0 +1,357 @@
+// Dense products with packed weights: y[m, n] = sum_k x[m, k] w[n, k] + bias[n].
+//
+// Every output is accumulated in fp32 by one chain over k in ascending order, whatever the batch and the number of threads:
+// a row's result depends on that row and the weights only. That is what makes a request's tokens the same alone, in a batch,
+// in chunks, and after a prefix-cache hit.
+//
+// Packed weights are panels of 32 outputs. Within a panel the 32 values (bf16: 32 pairs of neighbouring k) of one k are
+// contiguous, so that a product with one row reads memory as one sequential stream and needs no sums across lanes. Rows of x
+// are packed into tiles of up to kTileRows, k-major, and panels are visited in slices of k that stay in cache.
+#include <algorithm>
+#include <new>
+
+#include "api.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int kPanel = 32;       // outputs per panel
+constexpr int kVectors = kPanel / W;  // vectors per panel
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kTileVectors = 2;  // 24 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6, kTileVectors = 2;  // 12 of 16
+#else
+constexpr int kTileRows = 4, kTileVectors = 2;
+#endif
+
+constexpr int64_t kBlockTiles = 8;                        // tiles of one task: its rows stay in the second-level cache
+constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
+
+// What differs between weight formats: how many k one step takes, how a step of x is stored, and the multiplication.
+// A "step" is the unit along k of both packed operands.
+
+// fp32 and fp16 weights: one k a step, x in fp32.
+template <class Stored>
+struct PlainFormat {
+    using X = float;
+    static constexpr int64_t kStep = 1, kSliceSteps = 256;
+    using B = Stored;  // kPanel of them a step
+    static constexpr int kXPerStep = 1;
+    static B pack_weight(const Stored* w, int64_t, int64_t) { return *w; }
+    template <class T>
+    static void pack_x(X* to, const T* x, int64_t, int64_t) {
+        *to = to_float(*x);
+    }
+    struct Loaded {
+        vf value;
+    };
+    static Loaded load_b(const B* b) { return {load(b)}; }
+    static vf multiply(vf sum, Loaded b, const X* x, int) { return sum + splat(*x) * b.value; }
+};
+
+struct Pair {
+    bf16 low, high;
+};
+
+// bf16 weights in fp32 arithmetic: a step is the pair (k, k + 1), added in that order.
+struct PairFormat {
+    using X = float;
+    static constexpr int64_t kStep = 2, kSliceSteps = 256;
+    using B = Pair;
+    static constexpr int kXPerStep = 2;
+    static B pack_weight(const bf16* w, int64_t k, int64_t count) { return {w[0], k + 1 < count ? w[1] : bf16{0}}; }
+    // The two values of a row lie `rows` apart.
+    template <class T>
+    static void pack_x(X* to, const T* x, int64_t rows, int64_t left) {
+        to[0] = to_float(x[0]);
+        to[rows] = left > 1 ? to_float(x[1]) : 0.0f;
+    }
+    struct Loaded {
+        vf low, high;
+    };
+    static Loaded load_b(const B* b) {
+        vu bits;
+        std::memcpy(&bits, b, sizeof(bits));
+        return {(vf)(bits << 16), (vf)(bits & 0xffff0000u)};
+    }
+    static vf multiply(vf sum, Loaded b, const X* x, int rows) {
+        sum = sum + splat(x[0]) * b.low;
+        return sum + splat(x[rows]) * b.high;
+    }
+};
+
+#if defined(__AVX512BF16__)
+// bf16 weights with the bf16 dot-product instruction: x stays bf16, a step is one pair.
+struct DotFormat {
+    using X = Pair;
+    static constexpr int64_t kStep = 2, kSliceSteps = 256;
+    using B = Pair;
+    static constexpr int kXPerStep = 1;
+    static B pack_weight(const bf16* w, int64_t k, int64_t count) { return PairFormat::pack_weight(w, k, count); }
+    static void pack_x(X* to, const bf16* x, int64_t, int64_t left) { *to = {x[0], left > 1 ? x[1] : bf16{0}}; }
+    struct Loaded {
+        __m512i value;
+    };
+    static Loaded load_b(const B* b) { return {_mm512_loadu_si512(b)}; }
+    static vf multiply(vf sum, Loaded b, const X* x, int) {
+        const __m512i row = _mm512_set1_epi32(bit_cast<int32_t>(*x));
+        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)b.value);
+    }
+};
+using Bf16Format = DotFormat;
+#else
+using Bf16Format = PairFormat;
+#endif
+
+template <class F>
+int64_t steps_of(int64_t k) {
+    return (k + F::kStep - 1) / F::kStep;
+}
+
+// The inner loop: sums[row][...] (+)= x tile times `Panels` panels, columns [first vector, first + Vectors) of each.
+// x: [steps][kXPerStep][Rows]; b: [steps][kPanel], panels `panel_stride` elements apart; sums: Rows rows of `sum_stride`.
+template <class F, int Rows, int Vectors, int Panels>
+void multiply_tile(const typename F::X* x, const typename F::B* b, int64_t panel_stride, int64_t steps, float* sums,
+                   int64_t sum_stride, bool fresh) {
+    vf sum[Rows][Panels][Vectors];
+    for (int r = 0; r < Rows; r++) {
+        for (int p = 0; p < Panels; p++) {
+            for (int v = 0; v < Vectors; v++) {
+                sum[r][p][v] = fresh ? vf{} : load(sums + r * sum_stride + p * kPanel + v * W);
+            }
+        }
+    }
+    // Far enough ahead to cover memory latency at full bandwidth; what lies past a panel is the next one.
+    constexpr int64_t kAhead = 2048 / int64_t(sizeof(typename F::B));
+    for (int64_t s = 0; s < steps; s++) {
+        typename F::Loaded loaded[Panels][Vectors];
+        for (int p = 0; p < Panels; p++) {
+            for (int v = 0; v < Vectors; v++) loaded[p][v] = F::load_b(b + p * panel_stride + v * W);
+            for (int64_t line = 0; line < int64_t(Vectors * W * sizeof(typename F::B)); line += 64) {
+                __builtin_prefetch((const char*)(b + p * panel_stride + kAhead) + line);
+            }
+        }
+        for (int r = 0; r < Rows; r++) {
+            for (int p = 0; p < Panels; p++) {
+                for (int v = 0; v < Vectors; v++) sum[r][p][v] = F::multiply(sum[r][p][v], loaded[p][v], x + r, Rows);
+            }
+        }
+        x += F::kXPerStep * Rows;
+        b += kPanel;
+    }
+    for (int r = 0; r < Rows; r++) {
+        for (int p = 0; p < Panels; p++) {
+            for (int v = 0; v < Vectors; v++) store(sums + r * sum_stride + p * kPanel + v * W, sum[r][p][v]);
+        }
+    }
+}
+
+template <class F>
+using TileFunction = void (*)(const typename F::X*, const typename F::B*, int64_t, int64_t, float*, int64_t, bool);
+
+// One panel times a tile of `rows` rows.
+template <class F, int Rows = kTileRows>
+TileFunction<F> tile_function(int64_t rows) {
+    if constexpr (Rows > 0) {
+        if (rows == Rows) return multiply_tile<F, Rows, kTileVectors, 1>;
+        return tile_function<F, Rows - 1>(rows);
+    } else {
+        return nullptr;
+    }
+}
+
+struct Product {
+    void* out;
+    const void* x;
+    const void* packed;
+    const void* bias;
+    int64_t m, n, k;
+    int64_t x_stride, out_stride;
+    int64_t tiles() const { return (m + kTileRows - 1) / kTileRows; }
+    // Tiles differ by at most one row.
+    int64_t tile_row(int64_t tile) const { return m * tile / tiles(); }
+    int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+};
+
+template <class F, class T>
+void pack_tile(const Product& a, typename F::X* packed, int64_t tile) {
+    const int64_t first = a.tile_row(tile), rows = a.tile_row(tile + 1) - first, steps = steps_of<F>(a.k);
+    typename F::X* to = packed + first * steps * F::kXPerStep;
+    for (int64_t r = 0; r < rows; r++) {
+        const T* x = (const T*)a.x + (first + r) * a.x_stride;
+        for (int64_t s = 0; s < steps; s++) {
+            F::pack_x(to + s * F::kXPerStep * rows + r, x + s * F::kStep, rows, a.k - s * F::kStep);
+        }
+    }
+}
+
+// sums (+ bias) -> out, for `rows` rows and `columns` columns from `column`.
+template <class T, class Out>
+void write_out(const Product& a, const float* sums, int64_t sum_stride, int64_t row, int64_t rows, int64_t column,
+               int64_t columns) {
+    columns = std::min(columns, a.n - column);
+    const T* bias = a.bias ? (const T*)a.bias + column : nullptr;
+    for (int64_t r = 0; r < rows; r++) {
+        Out* out = (Out*)a.out + (row + r) * a.out_stride + column;
+        const float* from = sums + r * sum_stride;
+        for_each_vector(columns, [&](int64_t i, int64_t n) {
+            vf v = load(from + i);
+            if (bias) v += load_some(bias + i, n);
+            store_some(out + i, v, n);
+        });
+    }
+}
+
+// A panel times one block of tiles.
+template <class F, class T, class Out>
+void panel_task(const Product& a, const typename F::X* x, int64_t first_tile, int64_t last_tile, int64_t panel, float* sums) {
+    const int64_t steps = steps_of<F>(a.k), first_row = a.tile_row(first_tile);
+    const typename F::B* b = (const typename F::B*)a.packed + panel * steps * kPanel;
+    for (int64_t s = 0; s == 0 || s < steps; s += F::kSliceSteps) {
+        const int64_t slice = std::min(F::kSliceSteps, steps - s);
+        for (int64_t tile = first_tile; tile < last_tile; tile++) {
+            const int64_t row = a.tile_row(tile), rows = a.tile_row(tile + 1) - row;
+            const TileFunction<F> multiply = tile_function<F>(rows);
+            const typename F::X* tile_x = x + (row * steps + s * rows) * F::kXPerStep;
+            for (int v = 0; v < kVectors; v += kTileVectors) {
+                multiply(tile_x, b + s * kPanel + v * W, 0, slice, sums + (row - first_row) * kPanel + v * W, kPanel, s == 0);
+            }
+        }
+    }
+    write_out<T, Out>(a, sums, kPanel, first_row, a.tile_row(last_tile) - first_row, panel * kPanel, kPanel);
+}
+
+// A few panels times at most two rows: bound by memory, so several streams and enough independent sums to keep them busy.
+template <class F, class T, class Out, int Rows>
+void stream_task(const Product& a, const typename F::X* x, int64_t panel, int64_t end) {
+    constexpr int kTogether = 4 / Rows;
+    const int64_t steps = steps_of<F>(a.k), stride = steps * kPanel;
+    alignas(64) float sums[Rows * kTogether * kPanel];
+    const typename F::B* b = (const typename F::B*)a.packed + panel * stride;
+    for (; panel + kTogether <= end; panel += kTogether, b += kTogether * stride) {
+        multiply_tile<F, Rows, kVectors, kTogether>(x, b, stride, steps, sums, kTogether * kPanel, true);
+        write_out<T, Out>(a, sums, kTogether * kPanel, 0, Rows, panel * kPanel, kTogether * kPanel);
+    }
+    for (; panel < end; panel++, b += stride) {
+        multiply_tile<F, Rows, kVectors, 1>(x, b, stride, steps, sums, kPanel, true);
+        write_out<T, Out>(a, sums, kPanel, 0, Rows, panel * kPanel, kPanel);
+    }
+}
+
+template <class F, class T, class Out>
+void product(const Product& a) {
+    thread_local Scratch scratch;
+    const int64_t steps = steps_of<F>(a.k), tiles = a.tiles(), panels = a.panels();
+    auto* x = (typename F::X*)scratch.reserve(size_t(a.m * steps * F::kXPerStep + 1) * sizeof(typename F::X));
+    const int64_t blocks = (tiles + kBlockTiles - 1) / kBlockTiles;
+#pragma omp parallel num_threads(threads_for(a.n * a.k / 8 + a.m))
+    {
+#pragma omp for schedule(static)
+        for (int64_t tile = 0; tile < tiles; tile++) pack_tile<F, T>(a, x, tile);
+        if (a.m <= 2) {
+            // Groups of panels, small enough that threads finish together.
+            constexpr int64_t kGroup = 8;
+#pragma omp for schedule(static) nowait
+            for (int64_t panel = 0; panel < panels; panel += kGroup) {
+                const int64_t end = std::min(panel + kGroup, panels);
+                if (a.m == 1) {
+                    stream_task<F, T, Out, 1>(a, x, panel, end);
+                } else {
+                    stream_task<F, T, Out, 2>(a, x, panel, end);
+                }
+            }
+        } else {
+            alignas(64) float sums[kBlockRows * kPanel];
+#pragma omp for schedule(static) nowait
+            for (int64_t task = 0; task < blocks * panels; task++) {
+                const int64_t block = task / panels;
+                const int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
+                panel_task<F, T, Out>(a, x, first, last, task % panels, sums);
+            }
+        }
+    }
+}
+
+template <class Stored, class F>
+void pack_panels(void* packed, const Stored* weight, int64_t n, int64_t k, int64_t stride) {
+    const int64_t steps = steps_of<F>(k), panels = (n + kPanel - 1) / kPanel;
+#pragma omp parallel for schedule(static) num_threads(threads_for(n * k))
+    for (int64_t panel = 0; panel < panels; panel++) {
+        auto* to = (typename F::B*)packed + panel * steps * kPanel;
+        for (int64_t s = 0; s < steps; s++, to += kPanel) {
+            for (int64_t c = 0; c < kPanel; c++) {
+                const int64_t row = panel * kPanel + c;
+                to[c] = row < n ? F::pack_weight(weight + row * stride + s * F::kStep, s * F::kStep, k) : typename F::B{};
+            }
+        }
+    }
+}
+
+template <class Stored, class F>
+void unpack_row(Stored* out, const void* packed, int64_t row, int64_t k) {
+    const auto* from = (const typename F::B*)packed + row / kPanel * steps_of<F>(k) * kPanel + row % kPanel;
+    for (int64_t s = 0; s < steps_of<F>(k); s++) {
+        const Stored* values = (const Stored*)(from + s * kPanel);
+        for (int64_t i = 0; i < F::kStep && s * F::kStep + i < k; i++) out[s * F::kStep + i] = values[i];
+    }
+}
+
+}  // namespace
+
+// Bytes of [n, k] weights when packed; 0 for an unknown dtype.
+VLLM_API int64_t vllm_packed_bytes(int64_t n, int64_t k, int32_t dtype) {
+    const int64_t columns = (n + kPanel - 1) / kPanel * kPanel;
+    switch (dtype) {
+        case kFloat32: return columns * k * 4;
+        case kBFloat16: return columns * (k + 1) / 2 * 4;
+        case kFloat16: return columns * k * 2;
+        default: return 0;
+    }
+}
+
+// weight: [n, k], rows `stride` elements apart. Returns kOk or kUnknownType.
+VLLM_API int vllm_pack_weight(void* packed, const void* weight, int64_t n, int64_t k, int64_t stride, int32_t dtype) {
+    switch (dtype) {
+        case kFloat32: pack_panels<float, PlainFormat<float>>(packed, (const float*)weight, n, k, stride); return 0;
+        case kBFloat16: pack_panels<bf16, Bf16Format>(packed, (const bf16*)weight, n, k, stride); return 0;
+        case kFloat16: pack_panels<f16, PlainFormat<f16>>(packed, (const f16*)weight, n, k, stride); return 0;
+        default: return 1;
+    }
+}
+
+// out[i] = row rows[i] of the [n, k] weights: an embedding lookup in packed weights.
+VLLM_API int vllm_unpack_rows(void* out, const void* packed, const int64_t* rows, int64_t count, int64_t k, int32_t dtype) {
+    const bool known = with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        using F = std::conditional_t<std::is_same_v<T, bf16>, Bf16Format, PlainFormat<T>>;
+#pragma omp parallel for schedule(static) num_threads(threads_for(count * k))
+        for (int64_t i = 0; i < count; i++) unpack_row<T, F>((T*)out + i * k, packed, rows[i], k);
+    });
+    return known ? kOk : kUnknownType;
+}
+
+// x, weights and bias have `dtype`; out has `dtype` or fp32. Returns kOk, kUnknownType or kOutOfMemory.
+VLLM_API int vllm_linear(void* out, const void* x, const void* packed, const void* bias, int64_t m, int64_t n, int64_t k,
+                           int64_t x_stride, int64_t out_stride, int32_t dtype, int32_t out_dtype) {
+    if (out_dtype != dtype && out_dtype != kFloat32) return kUnknownType;
+    if (m == 0 || n == 0) return kOk;
+    const Product a = {out, x, packed, bias, m, n, k, x_stride, out_stride};
+    try {
+        const bool known = with_type(dtype, [&](auto type) {
+            using T = decltype(type);
+            using F = std::conditional_t<std::is_same_v<T, bf16>, Bf16Format, PlainFormat<T>>;
+            if (out_dtype == dtype) {
+                product<F, T, T>(a);
+            } else {
+                product<F, T, float>(a);
+            }
+        });
+        return known ? kOk : kUnknownType;
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    }
+}

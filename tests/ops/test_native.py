@@ -1,0 +1,288 @@
+"""The native CPU kernels, every build of them, against float64 loops and formulas on random shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.ops import brute_force
+from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.norm import add_layer_norm, add_rms_norm
+from vllm.ops.rotary import QKNorm, rotate_and_write_kv
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# rounding of one result, relative
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+quick = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def check(got, expected, dtype, scale=1.0):
+    assert got.dtype == dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * scale)
+
+
+# ---- linear
+
+
+@quick
+@given(
+    m=st.sampled_from([1, 2, 3, 7, 12, 13, 31, 97, 150]),
+    n=st.integers(1, 150),
+    k=st.sampled_from([1, 2, 31, 64, 515, 1030]),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    wide=st.booleans(),
+)
+def test_linear_agrees_with_float64(native, m, n, k, dtype, biased, wide):
+    gen = torch.Generator().manual_seed(m * 1000 + n * 10 + k)
+    weight = torch.randn(n, k, generator=gen).to(dtype)
+    x = torch.randn(m, k + 3, generator=gen).to(dtype)[:, :k]  # rows with a gap
+    bias = torch.randn(n, generator=gen).to(dtype) if biased else None
+    expected = x.double() @ weight.double().T + (bias.double() if biased else 0.0)
+    got = native.linear(x, native.pack_weight(weight), bias, torch.float32 if wide else None)
+    check(got, expected, torch.float32 if wide else dtype, scale=math.sqrt(k) + 1)
+
+
+def test_linear_gives_a_row_the_same_bits_in_any_batch_and_with_any_threads(native):
+    n, k = 200, 1100
+    for dtype in DTYPES:
+        weight, x, bias = torch.randn(n, k).to(dtype), torch.randn(230, k).to(dtype), torch.randn(n).to(dtype)
+        packed = native.pack_weight(weight)
+        whole = native.linear(x, packed, bias)
+        for rows in (1, 2, 3, 5, 8, 13, 32, 100):
+            assert torch.equal(native.linear(x[7 : 7 + rows], packed, bias), whole[7 : 7 + rows]), (dtype, rows)
+        with threads(2 if torch.get_num_threads() == 1 else 1):
+            assert torch.equal(native.linear(x, packed, bias), whole)
+            assert torch.equal(native.linear(x[:1], packed, bias), whole[:1])
+
+
+def test_linear_flattens_leading_dimensions_and_accepts_no_rows(native):
+    weight, x = torch.randn(40, 16), torch.randn(2, 3, 16)
+    packed = native.pack_weight(weight)
+    check(native.linear(x, packed), x.double() @ weight.double().T, torch.float32, 4)
+    assert native.linear(x[:, :0], packed).shape == (2, 0, 40)
+    assert native.linear(torch.empty(0, 16), packed).shape == (0, 40)
+
+
+def test_linear_refuses_a_foreign_dtype_or_width(native):
+    packed = native.pack_weight(torch.randn(8, 16))
+    with pytest.raises(TypeError, match="the weight is torch.float32"):
+        native.linear(torch.randn(2, 16, dtype=torch.bfloat16), packed)
+    with pytest.raises(TypeError, match=r"\[2, 15\]"):
+        native.linear(torch.randn(2, 15), packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_packed_weights_come_back_unchanged(native, dtype):
+    weight = torch.randn(100, 33).to(dtype)
+    packed = native.pack_weight(weight)
+    rows = torch.tensor([0, 99, 31, 32, 5, 5])
+    assert torch.equal(native.unpack_rows(packed, rows), weight[rows])
+
+
+# ---- attention
+
+
+@st.composite
+def batches(draw):
+    """query and sequence lengths of 1 to 5 requests, at least one token in all."""
+    requests = draw(st.integers(1, 5))
+    queries = [draw(st.sampled_from([0, 1, 1, 2, 5, 33])) for _ in range(requests)]
+    before = [draw(st.sampled_from([0, 1, 15, 16, 127, 140, 300])) for _ in range(requests)]
+    if sum(queries) == 0:
+        queries[0] = 1
+    return queries, [max(1, m + b) for m, b in zip(queries, before, strict=True)]
+
+
+@quick
+@given(
+    batch=batches(),
+    shape=st.sampled_from([(1, 1), (4, 2), (7, 1), (14, 2), (71, 1)]),
+    head_dim=st.sampled_from([1, 12, 64, 80, 96]),
+    block_size=st.sampled_from([1, 4, 16, 24]),
+    dtypes=st.sampled_from(
+        [(d, d) for d in DTYPES] + [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ),
+    window=st.sampled_from([None, 1, 17, 150]),
+    softcap=st.sampled_from([None, 3.0]),
+    alibi=st.booleans(),
+)
+def test_attend_agrees_with_the_reference(native, batch, shape, head_dim, block_size, dtypes, window, softcap, alibi):
+    (heads, kv_heads), (dtype, cache_dtype) = shape, dtypes
+    query_lens, seq_lens = batch
+    kv_cache, step, group = brute_force.mixed_batch(query_lens, seq_lens, kv_heads, head_dim, block_size, cache_dtype)
+    if window is not None:  # blocks behind every query's window are given back
+        for r, (m, n) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            group.block_table[r, : max(0, n - m - window + 1) // block_size] = 0
+    wide = torch.randn(sum(query_lens), heads + 2, head_dim).to(dtype)
+    slopes = torch.rand(heads) if alibi else None
+    params = AttentionParams(head_dim**-0.5, window, softcap, slopes, k_scale=0.5, v_scale=2.0)
+    got = native.attend(wide[:, :heads], kv_cache, params, step, group)
+    expected = attend.reference(wide[:, :heads].double().float(), kv_cache.float(), params, step, group)
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[cache_dtype])
+    assert got.dtype == dtype and got.shape == (sum(query_lens), heads, head_dim)
+    torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attend_over_a_long_context(native, head_dim, dtype):
+    """Beyond 32k keys: many segments, split over threads, with one new token and with a chunk."""
+    kv_cache, step, group = long_batch([33_000, 9_000], [1, 70], 1, head_dim, dtype)
+    q = torch.randn(71, 2, head_dim).to(dtype)
+    params = AttentionParams(head_dim**-0.5)
+    got = native.attend(q, kv_cache, params, step, group)
+    expected = attend.reference(q.float(), kv_cache.float(), params, step, group)
+    torch.testing.assert_close(got.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_token_attends_to_the_same_bits_however_it_is_scheduled(native, dtype, window):
+    """One prompt at once, in chunks, token by token at its end, in company, on one thread or two: identical."""
+    heads, kv_heads, head_dim, block_size, length = 6, 2, 40, 16, 2600
+    kv_cache, step, group = long_batch([length], [length], kv_heads, head_dim, dtype, block_size)
+    q = torch.randn(length, heads, head_dim).to(dtype)
+    params = AttentionParams(head_dim**-0.5, window)
+    whole = native.attend(q, kv_cache, params, step, group)
+    for begin, end in [(0, 100), (100, 1500), (1500, 2599), (2599, 2600), (1023, 1025)]:
+        part = batch_over(group.block_table, [end], [end - begin])
+        assert torch.equal(native.attend(q[begin:end], kv_cache, params, *part), whole[begin:end])
+    table = group.block_table.expand(3, -1).contiguous()
+    part = batch_over(table, [2000, 7, 2600], [1, 3, 2])
+    rows = torch.tensor([1999, 4, 5, 6, 2598, 2599])
+    assert torch.equal(native.attend(q[rows], kv_cache, params, *part), whole[rows])
+    with threads(2 if torch.get_num_threads() == 1 else 1):
+        assert torch.equal(native.attend(q, kv_cache, params, step, group), whole)
+        assert torch.equal(native.attend(q[rows], kv_cache, params, *part), whole[rows])
+
+
+# ---- norms, activations, rotation
+
+
+@quick
+@given(
+    rows=st.sampled_from([1, 3, 40]),
+    dim=st.sampled_from([1, 7, 16, 80, 896, 1000]),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.sampled_from([0.0, 1.0]),
+    weighted=st.booleans(),
+)
+def test_norms_agree_with_the_references(native, rows, dim, dtype, offset, weighted):
+    x, residual = torch.randn(rows, dim).to(dtype), torch.randn(rows, dim).to(dtype)
+    weight = torch.randn(dim).to(dtype) if weighted else None
+    bias = torch.randn(dim).to(dtype) if weighted else None
+    total = (x + residual).double()
+    expected, _ = add_rms_norm.reference(total, torch.zeros_like(total), weight, 1e-6, offset)
+    got, summed = native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6, offset)
+    check(got, expected.double(), dtype, 2)
+    assert torch.equal(summed, x + residual)
+    check(native.rms_norm(x + residual, weight, 1e-6, offset), expected.double(), dtype, 2)
+    # a constant row has no deviation to normalise by; fp32 cannot tell it from rounding
+    if dim > 1:
+        expected, _ = add_layer_norm.reference(total, torch.zeros_like(total), weight, bias, 1e-3, offset)
+        got, summed = native.add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-3, offset)
+        check(got, expected.double(), dtype, 8)
+        assert torch.equal(summed, x + residual)
+        check(native.layer_norm(x + residual, weight, bias, 1e-3, offset), expected.double(), dtype, 8)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_follow_their_formulas(native, kind, dtype):
+    x = torch.cat((torch.randn(5, 2 * 2100) * 4, torch.linspace(-100, 100, 2 * 2100)[None])).to(dtype)
+    gate, up = x.chunk(2, -1)
+    check(native.activate(x, kind), brute_force.activation(x, kind), dtype, 0.1)
+    rounded = brute_force.activation(gate, kind).to(dtype).double()
+    check(native.activate_gated(x, kind), rounded * up.double(), dtype, 0.1)
+
+
+@quick
+@given(
+    query_lens=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dims=st.sampled_from([(12, 12), (64, 32), (80, 80), (96, 96), (7, 4), (40, 6)]),
+    block_size=st.sampled_from([1, 5, 16]),
+    dtypes=st.sampled_from([(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float16)]),
+    interleaved=st.booleans(),
+    normed=st.booleans(),
+)
+def test_rotation_and_cache_write_agree_with_the_reference(
+    native, query_lens, dims, block_size, dtypes, interleaved, normed
+):
+    heads, kv_heads, (head_dim, rotary_dim), (dtype, cache_dtype) = 6, 2, dims, dtypes
+    tokens = sum(query_lens)
+    kv_cache, step, group = brute_force.mixed_batch(
+        query_lens, [m + 10 for m in query_lens], kv_heads, head_dim, block_size, cache_dtype
+    )
+    other = kv_cache.clone()
+    angles = torch.rand(32, rotary_dim // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    weights = torch.randn(2, head_dim).to(dtype)
+    norm = QKNorm(weights[0], weights[1], 1e-5, 0.5) if normed else None
+    arguments = (heads, step.positions, cos_sin, interleaved)
+    expected = rotate_and_write_kv.reference(qkv.clone(), *arguments, other, group.slot_mapping, qk_norm=norm)
+    got = native.rotate_and_write_kv(qkv.clone(), *arguments, kv_cache, group.slot_mapping, qk_norm=norm)
+    check(got, expected.double(), dtype, 4)
+    tolerance = 4 * max(TOLERANCE[dtype], TOLERANCE[cache_dtype])
+    torch.testing.assert_close(kv_cache.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    q = qkv.view(tokens, -1, head_dim)[:, :heads]
+    check(native.rotate(q.clone(), *arguments[1:]), brute_force.rotate(q, *arguments[1:]), dtype, 4)
+    k, v = qkv.view(tokens, -1, head_dim)[:, heads:].split(kv_heads, 1)
+    native.write_kv(k, v, kv_cache, group.slot_mapping)
+    for t, slot in enumerate(group.slot_mapping.tolist()):
+        assert torch.equal(kv_cache[0, slot // block_size, :, slot % block_size], k[t].to(cache_dtype))
+        assert torch.equal(kv_cache[1, slot // block_size, :, slot % block_size], v[t].to(cache_dtype))
+
+
+# ---- helpers
+
+
+class threads:
+    """Run with another number of threads."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.before = count, torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        torch.set_num_threads(self.count)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self.before)
+
+
+def batch_over(table, seq_lens, query_lens):
+    """A step and its group over existing block tables."""
+    import numpy as np
+
+    from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    lens = np.array(seq_lens, np.int32)
+    none = torch.zeros(0, dtype=torch.int64)
+    group = GroupInputs(none, table)
+    step = StepInputs(
+        token_ids=none, positions=none, query_starts=torch.from_numpy(starts), seq_lens=torch.from_numpy(lens),
+        logits_rows=none, groups=(group,), max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+        host_query_starts=starts, host_seq_lens=lens,
+    )  # fmt: skip
+    return step, group
+
+
+def long_batch(seq_lens, query_lens, kv_heads, head_dim, dtype, block_size=16):
+    """A cache filled with noise, its blocks shuffled."""
+    blocks = [-(-n // block_size) for n in seq_lens]
+    kv_cache = torch.randn(2, sum(blocks) + 1, kv_heads, block_size, head_dim).to(dtype)
+    ids = (torch.randperm(sum(blocks)) + 1).to(torch.int32)
+    table = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
+    for r, part in enumerate(ids.split(blocks)):
+        table[r, : len(part)] = part
+    return kv_cache, *batch_over(table, seq_lens, query_lens)

@@ -1,0 +1,300 @@
+"""The native library's kernels behind the operations; each falls back to the reference for what it does not cover."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.ops.activation import activate, activate_gated
+from vllm.ops.attention import AttentionParams, attend, write_kv
+from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
+from vllm.ops.cpu.packed import PackedWeight, WeightMemory, pack
+from vllm.ops.linear import linear, pack_weight
+from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+
+class _StepCall(threading.local):
+    """The attention call of the step at hand: what all layers of a group share is filled in once."""
+
+    def __init__(self) -> None:
+        self.step: StepInputs | None = None
+        self.group: GroupInputs | None = None
+        self.call = AttentionCall()
+        self.reference = ctypes.byref(self.call)
+
+
+class NativeKernels:
+    """One loaded build of the library, and the functions that stand in for the references."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self._memory = WeightMemory(library)
+        self._step_call = _StepCall()
+        self._linear = library.vllm_linear
+        self._norm = library.vllm_norm
+        self._activate = library.vllm_activate
+        self._rotate_and_write = library.vllm_rotate_and_write
+        self._attend = library.vllm_attend
+
+    def register(self) -> None:
+        """Use these kernels for tensors on the CPU."""
+        for operation, kernel in (
+            (linear, self.linear),
+            (pack_weight, self.pack_weight),
+            (rms_norm, self.rms_norm),
+            (add_rms_norm, self.add_rms_norm),
+            (layer_norm, self.layer_norm),
+            (add_layer_norm, self.add_layer_norm),
+            (activate, self.activate),
+            (activate_gated, self.activate_gated),
+            (rotate, self.rotate),
+            (rotate_and_write_kv, self.rotate_and_write_kv),
+            (write_kv, self.write_kv),
+            (attend, self.attend),
+        ):
+            operation.register("cpu", kernel)
+
+    # ---- linear
+
+    def pack_weight(self, weight: Tensor) -> Any:
+        if weight.dim() != 2 or weight.dtype not in DTYPE_CODES:
+            return weight
+        return pack(self.library, self._memory, weight)
+
+    def linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if type(weight) is not PackedWeight:
+            return linear.reference(x, weight, bias, out_dtype)
+        n, k = weight.shape
+        if x.dim() != 2 or x.stride(1) != 1:
+            flat = x.reshape(-1, k).contiguous()
+            return self.linear(flat, weight, bias, out_dtype).view(*x.shape[:-1], n)
+        m = x.shape[0]
+        if x.dtype != weight.dtype or x.shape[1] != k:
+            raise TypeError(f"linear: x is {x.dtype} {list(x.shape)}, but the weight is {weight.dtype} {[n, k]}")
+        if out_dtype is None:
+            out_dtype = x.dtype
+        elif out_dtype != x.dtype and out_dtype != torch.float32:
+            raise TypeError(f"linear: out_dtype is {out_dtype}, expected {x.dtype} or torch.float32")
+        out = torch.empty((m, n), dtype=out_dtype)
+        bias_pointer = None
+        if bias is not None:
+            if bias.dtype != x.dtype:
+                bias = bias.to(x.dtype)
+            bias_pointer = bias.data_ptr()
+        status = self._linear(
+            out.data_ptr(), x.data_ptr(), weight.pointer, bias_pointer, m, n, k, x.stride(0), n, weight.code,
+            DTYPE_CODES[out_dtype],
+        )  # fmt: skip
+        if status:
+            raise MemoryError("linear: no memory for the working copy of x")
+        return out
+
+    def unpack_rows(self, weight: PackedWeight, rows: Tensor) -> Tensor:
+        """Rows of the original weight. rows: [count] int64 -> [count, in]."""
+        out = torch.empty((rows.numel(), weight.shape[1]), dtype=weight.dtype)
+        self.library.vllm_unpack_rows(
+            out.data_ptr(), weight.pointer, rows.contiguous().data_ptr(), rows.numel(), weight.shape[1], weight.code
+        )
+        return out
+
+    # ---- norms
+
+    def _norm_into(
+        self, out: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+        eps: float, offset: float, centred: int,
+    ) -> None:  # fmt: skip
+        dim = x.shape[-1]
+        self._norm(
+            out.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            x.numel() // dim, dim, dim, eps, offset, centred, DTYPE_CODES[x.dtype],
+        )  # fmt: skip
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+        if not _norm_covers(x, weight, None):
+            return rms_norm.reference(x, weight, eps, offset)
+        out = torch.empty_like(x)
+        self._norm_into(out, None, x, weight, None, eps, offset, 0)
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        if not (_norm_covers(x, weight, None) and _alike(x, residual)):
+            return add_rms_norm.reference(x, residual, weight, eps, offset)
+        self._norm_into(x, residual, x, weight, None, eps, offset, 0)
+        return x, residual
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0
+    ) -> Tensor:
+        if not _norm_covers(x, weight, bias):
+            return layer_norm.reference(x, weight, bias, eps, offset)
+        out = torch.empty_like(x)
+        self._norm_into(out, None, x, weight, bias, eps, offset, 1)
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        if not (_norm_covers(x, weight, bias) and _alike(x, residual)):
+            return add_layer_norm.reference(x, residual, weight, bias, eps, offset)
+        self._norm_into(x, residual, x, weight, bias, eps, offset, 1)
+        return x, residual
+
+    # ---- activations
+
+    def activate(self, x: Tensor, kind: str) -> Tensor:
+        code = ACTIVATION_CODES.get(kind)
+        if code is None or not x.is_contiguous() or x.dtype not in DTYPE_CODES:
+            return activate.reference(x, kind)
+        out = torch.empty_like(x)
+        dim = x.shape[-1]
+        if out.numel():
+            self._activate(out.data_ptr(), x.data_ptr(), x.numel() // dim, dim, dim, 0, code, DTYPE_CODES[x.dtype])
+        return out
+
+    def activate_gated(self, x: Tensor, kind: str) -> Tensor:
+        code = ACTIVATION_CODES.get(kind)
+        if code is None or not x.is_contiguous() or x.dtype not in DTYPE_CODES:
+            return activate_gated.reference(x, kind)
+        width = x.shape[-1]
+        dim = width // 2
+        out = x.new_empty(*x.shape[:-1], dim)
+        if out.numel():
+            self._activate(out.data_ptr(), x.data_ptr(), x.numel() // width, dim, width, 1, code, DTYPE_CODES[x.dtype])
+        return out
+
+    # ---- rotation and cache
+
+    def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+        if not (_heads_packed(x) and _rotary_covers(x, positions, cos_sin)):
+            return rotate.reference(x, positions, cos_sin, interleaved)
+        tokens, heads, head_dim = x.shape
+        self._rotate_and_write(
+            x.data_ptr(), tokens, x.stride(0), heads, 0, head_dim, positions.data_ptr(), cos_sin.data_ptr(),
+            cos_sin.shape[-1], interleaved, None, 0, 1, None, None, None, 0.0, 0.0, DTYPE_CODES[x.dtype], 0,
+        )  # fmt: skip
+        return x
+
+    def rotate_and_write_kv(
+        self,
+        qkv: Tensor,
+        heads: int,
+        positions: Tensor,
+        cos_sin: Tensor,
+        interleaved: bool,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        qk_norm: QKNorm | None = None,
+    ) -> Tensor:
+        cache_code = DTYPE_CODES.get(kv_cache.dtype)
+        covered = cache_code is not None and qkv.stride(1) == 1 and _rotary_covers(qkv, positions, cos_sin)
+        q_weight = k_weight = None
+        eps = offset = 0.0
+        if qk_norm is not None:
+            q_weight, k_weight = qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr()
+            eps, offset = qk_norm.eps, qk_norm.offset
+            covered = covered and qk_norm.q_weight.dtype == qk_norm.k_weight.dtype == qkv.dtype
+        if not covered:
+            return rotate_and_write_kv.reference(
+                qkv, heads, positions, cos_sin, interleaved, kv_cache, slot_mapping, k_scale, v_scale, qk_norm
+            )
+        _, blocks, kv_heads, block_size, head_dim = kv_cache.shape
+        tokens = qkv.shape[0]
+        self._rotate_and_write(
+            qkv.data_ptr(), tokens, qkv.stride(0), heads, kv_heads, head_dim, positions.data_ptr(), cos_sin.data_ptr(),
+            cos_sin.shape[-1], interleaved, kv_cache.data_ptr(), blocks, block_size, slot_mapping.data_ptr(),
+            q_weight, k_weight, eps, offset, DTYPE_CODES[qkv.dtype], cache_code,
+        )  # fmt: skip
+        return qkv.view(tokens, -1, head_dim)[:, :heads]
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> None:
+        code, cache_code = DTYPE_CODES.get(k.dtype), DTYPE_CODES.get(kv_cache.dtype)
+        if code is None or cache_code is None or v.dtype != k.dtype or not (_heads_packed(k) and _heads_packed(v)):
+            write_kv.reference(k, v, kv_cache, slot_mapping, k_scale, v_scale)
+            return
+        _, blocks, kv_heads, block_size, head_dim = kv_cache.shape
+        self.library.vllm_write_kv(
+            k.data_ptr(), v.data_ptr(), k.shape[0], k.stride(0), v.stride(0), kv_heads, head_dim, kv_cache.data_ptr(),
+            blocks, block_size, slot_mapping.data_ptr(), code, cache_code,
+        )  # fmt: skip
+
+    # ---- attention
+
+    def attend(
+        self, q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs
+    ) -> Tensor:
+        code, cache_code = DTYPE_CODES.get(q.dtype), DTYPE_CODES.get(kv_cache.dtype)
+        if code is None or cache_code is None or not _heads_packed(q) or group.block_table.stride(-1) != 1:
+            return attend.reference(q, kv_cache, params, step, group)
+        state = self._step_call
+        call = state.call
+        if state.step is not step or state.group is not group:
+            call.block_table = group.block_table.data_ptr()
+            call.table_stride = group.block_table.stride(0)
+            call.query_starts = step.query_starts.data_ptr()
+            call.seq_lens = step.seq_lens.data_ptr()
+            call.requests = len(step.host_seq_lens)
+            state.step, state.group = step, group
+        tokens, heads, head_dim = q.shape
+        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)
+        slopes = params.alibi_slopes
+        if slopes is not None and slopes.dtype != torch.float32:
+            slopes = slopes.float()
+        call.out, call.q, call.cache = out.data_ptr(), q.data_ptr(), kv_cache.data_ptr()
+        call.alibi_slopes = None if slopes is None else slopes.data_ptr()
+        call.q_stride, call.heads, call.head_dim = q.stride(0), heads, head_dim
+        _, call.blocks, call.kv_heads, call.block_size, _ = kv_cache.shape
+        call.window = params.window or 0
+        call.scale = params.scale * params.k_scale
+        call.softcap = params.softcap or 0.0
+        call.v_scale = params.v_scale
+        call.dtype, call.cache_dtype = code, cache_code
+        if self._attend(state.reference):
+            raise MemoryError("attend: no memory for the working copies of keys and values")
+        return out
+
+
+def _alike(x: Tensor, residual: Tensor) -> bool:
+    return residual.dtype == x.dtype and residual.shape == x.shape and residual.is_contiguous()
+
+
+def _norm_covers(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    return (
+        x.is_contiguous()
+        and x.dtype in DTYPE_CODES
+        and x.numel() > 0
+        and (weight is None or weight.dtype == x.dtype)
+        and (bias is None or bias.dtype == x.dtype)
+    )
+
+
+def _heads_packed(x: Tensor) -> bool:
+    """[tokens, heads, head_dim] with a token's heads in one piece; tokens may lie anywhere."""
+    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1) and x.dtype in DTYPE_CODES
+
+
+def _rotary_covers(x: Tensor, positions: Tensor, cos_sin: Tensor) -> bool:
+    return (
+        x.dtype in DTYPE_CODES
+        and positions.dtype == torch.int64
+        and positions.dim() == 1
+        and cos_sin.dtype == torch.float32
+        and cos_sin.is_contiguous()
+    )

@@ -1,0 +1,63 @@
+"""Weights packed for the native library, and the memory they live in."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.library import DTYPE_CODES
+
+_ALIGNMENT = 4096
+_CHUNK_BYTES = 64 << 20
+
+
+class PackedWeight:
+    """A [out, in] weight in the library's panels. `shape` and `dtype` are the original's; `memory` holds the bytes."""
+
+    __slots__ = ("code", "dtype", "memory", "pointer", "shape")
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, memory: Tensor) -> None:
+        self.shape, self.dtype, self.memory = shape, dtype, memory
+        self.code = DTYPE_CODES[dtype]
+        self.pointer = memory.data_ptr()
+
+
+class WeightMemory:
+    """Hands out memory for packed weights from large chunks, so that small weights share huge pages too.
+
+    A chunk lives as long as any weight in it.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._chunk: Tensor | None = None
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes, page-aligned."""
+        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._chunk is None or self._used + padded > self._chunk.numel():
+            self._chunk = self._new_chunk(max(padded, _CHUNK_BYTES))
+            self._used = 0
+        taken = self._chunk[self._used : self._used + size]
+        self._used += padded
+        return taken
+
+    def _new_chunk(self, size: int) -> Tensor:
+        raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+        start = -raw.data_ptr() % _ALIGNMENT
+        self._library.vllm_advise_huge_pages(raw.data_ptr(), raw.numel())
+        return raw[start : start + size]
+
+
+def pack(library: ctypes.CDLL, memory: WeightMemory, weight: Tensor) -> PackedWeight:
+    """Copy `weight` [out, in] into panels."""
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    n, k = weight.shape
+    code = DTYPE_CODES[weight.dtype]
+    taken = memory.take(library.vllm_packed_bytes(n, k, code))
+    library.vllm_pack_weight(taken.data_ptr(), weight.data_ptr(), n, k, weight.stride(0), code)
+    return PackedWeight(weight.shape, weight.dtype, taken)
