@@ -70,12 +70,12 @@ class MaxQueuedTokensError(QueueOverflowError):
     """The tokens of all waiting requests exceed the limit."""
 
 
-class EngineGenerateError(VLLMServerError):
+class EngineGenerateError(GenerationError):
     """A request failed inside the engine, which goes on."""
 
 
 class EngineDeadError(VLLMServerError, RuntimeError):
-    """The engine core is gone; no request can be served until the engine is started again. `reason` says what is known."""
+    """The engine core is gone, and serves nothing until it is started again. `reason` says what is known."""
 
     def __init__(self, reason: str = "") -> None:
         text = "EngineCore encountered an issue. See stack trace (above) for the root cause."

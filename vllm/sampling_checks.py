@@ -107,6 +107,13 @@ def _bad_words(name: str, value: Any) -> list[str]:
     return words
 
 
+_token_count = integer_in(1, INT64_MAX)
+
+
+def _max_tokens(name: str, value: Any) -> int | None:
+    return None if value is None else int(_token_count(name, value))
+
+
 _logprob_range = integer_in(-1, INT32_MAX, too_low="must be non-negative or -1")
 
 
@@ -206,7 +213,7 @@ FIELD_CHECKS: dict[str, Check] = {
     "stop": _stop,
     "stop_token_ids": token_ids,
     "ignore_eos": flag,
-    "max_tokens": integer_in(1, INT64_MAX),
+    "max_tokens": _max_tokens,
     "min_tokens": integer_in(0, INT32_MAX, too_low="must be greater than or equal to 0"),
     "logprobs": _logprobs,
     "prompt_logprobs": _logprobs,

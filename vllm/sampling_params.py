@@ -15,7 +15,7 @@ import msgspec
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_checks import FIELD_CHECKS
 from vllm.structured_output.params import GuidedDecodingParams, StructuredOutputsParams
-from vllm.validation import fail, instance_of, not_yet, show
+from vllm.validation import INT64_MAX, fail, instance_of, integer_in, not_yet, show
 
 __all__ = [
     "BeamSearchParams",
@@ -436,6 +436,7 @@ _BEAM_DEFAULTS = {item.name: item.default for item in msgspec.structs.fields(Bea
 _BEAM_CHECKS = {
     **FIELD_CHECKS,
     "beam_width": FIELD_CHECKS["n"],
+    "max_tokens": integer_in(1, INT64_MAX),
     "structured_outputs": not_yet(None),
     "allowed_token_ids": not_yet(None),
 }

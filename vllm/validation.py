@@ -120,7 +120,7 @@ def token_ids(name: str, value: Any) -> list[int]:
     for item in value:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise fail(name, value, "must contain only integers")
-        if not 0 <= item <= INT32_MAX:
+        if not 0 <= int(item) <= INT32_MAX:
             raise fail(name, show(int(item)), f"must contain only token ids from 0 to {INT32_MAX}")
     return [int(item) for item in value]
 

@@ -1,0 +1,1 @@
+"""Public paths of the newer API age; everything lives under `vllm`."""

@@ -1,0 +1,1 @@
+"""Public paths of the engine in the newer API age."""
