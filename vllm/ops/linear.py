@@ -13,9 +13,9 @@ from vllm.ops.registry import op
 
 @op
 def linear(x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight.T + bias. x: [..., in]; weight: [out, in], or what `pack_weight` returned; bias: [out].
+    """x @ weight.T + bias. x: [..., in]; weight: [out, in] or what `pack_weight` returned; bias: [out].
 
-    out_dtype: x's dtype by default; float32 spares logits the rounding to x's dtype where the kernel accumulates in fp32.
+    out_dtype: x's dtype by default; float32 spares logits the rounding to x's dtype where the kernel sums in fp32.
     """
     out = F.linear(x, weight, bias)
     return out if out_dtype is None else out.to(out_dtype)
@@ -23,5 +23,5 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.
 
 @op
 def pack_weight(weight: Tensor) -> Any:
-    """Repack [out, in] for this device's `linear`, once at load; may return `weight` itself. The original may be freed."""
+    """Repack [out, in] for `linear`, once at load; may return `weight` itself. The original may be freed."""
     return weight

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm import envs
+from vllm import envs, ops
 from vllm.core.kv_spec import KVLayout
 from vllm.core.plan import StepPlan
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
@@ -37,6 +37,7 @@ class Worker:
         self.tp = tp
         self.device = self._open_device()
         self.context: DeviceContext = create_context(self.device)
+        ops.setup(self.device.type)
         self.model = self._load()
         cache = config.cache_config
         self.layout: KVLayout = self.model.kv_layout(cache.block_size, cache.cache_dtype)
