@@ -1,6 +1,6 @@
 """Cost of scheduling: microseconds per running request and step, schedule() and apply() together, without a model.
 
-    python benchmarks/scheduler.py --json benchmarks/results/scheduler.json
+python benchmarks/scheduler.py --json benchmarks/results/scheduler.json
 """
 
 from __future__ import annotations

@@ -48,8 +48,12 @@ def save_tokenizer(folder: Path, vocab_size: int = 320) -> int:
     return tokenizer.get_vocab_size()
 
 
-def save_llama(folder: Path, *, seed: int = 0, sharpness: float = 4.0, dtype: str = "float32", **overrides: Any) -> Path:
-    """A random Llama with odd sizes. `sharpness` scales the weights so that its next-token distribution is peaked, not flat."""
+def save_llama(
+    folder: Path, *, seed: int = 0, sharpness: float = 4.0, dtype: str = "float32", **overrides: Any
+) -> Path:
+    """A random Llama with odd sizes. `sharpness` scales the weights so that its next-token distribution is peaked, not
+    flat.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,6 +1,8 @@
-"""A device without a model: it stores, per cache position, a hash of the tokens up to it, and checks every read against it.
+"""A device without a model: it stores, per cache position, a hash of the tokens up to it, and checks every read against
+it.
 
-The token it samples is a function of all tokens of the request, so the right output of a request is known in advance and
+The token it samples is a function of all tokens of the request, so the right output of a request is known in advance
+and
 any mistake of the scheduler (a wrong block, a lost or repeated token, a copy too late) changes it or raises.
 """
 

@@ -1,4 +1,6 @@
-"""Hypothesis drives the scheduler through random add / step / abort / fork / priority / reset; nothing is ever lost or mixed up."""
+"""Hypothesis drives the scheduler through random add / step / abort / fork / priority / reset; nothing is ever lost or
+mixed up.
+"""
 
 from __future__ import annotations
 

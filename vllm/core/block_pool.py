@@ -1,4 +1,4 @@
-"""The pool of KV-cache blocks: reference counts, the LRU queue of free blocks, and the map from content hash to block."""
+"""The pool of KV-cache blocks: reference counts, the LRU queue of free ones, the map from content hash to block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class BlockPool:
     """Blocks 1 .. num_blocks - 1 are handed out; block 0 is the null block and never is.
 
     A block with no references sits in the free queue. If its content is known by hash it stays findable there until it
-    is handed out again, so "free" and "cached" are one list: least recently used first, blocks without a hash before all.
+    is handed out again, so "free" and "cached" are one list: least recently used first, blocks without a
+    hash before all.
     The queue is a doubly linked list in two arrays; every operation is O(1).
     """
 
@@ -29,7 +30,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, least recently used first, forgetting what they held. Raises ValueError if there are too few."""
+        """Take `count` blocks, least recently used first, forgetting what they held; ValueError if there are too few."""
         if count > self.num_free:
             raise ValueError(f"No free blocks available: {count} wanted, {self.num_free} free.")
         nxt, prev, refs, keys = self._next, self._prev, self.ref_counts, self._key_of
@@ -56,7 +57,7 @@ class BlockPool:
             refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block. Unreferenced ones join the free queue in this order: the first is evicted first."""
+        """Drop one reference to each block; unreferenced ones join the free queue in this order, first out first."""
         refs, nxt, prev = self.ref_counts, self._next, self._prev
         for block in blocks:
             refs[block] -= 1
@@ -80,7 +81,7 @@ class BlockPool:
         return block
 
     def register(self, block: int, key: bytes, content: bytes) -> None:
-        """Make a full block findable. If another block already has this key, or this block already has one, nothing changes."""
+        """Make a full block findable, unless another block has this key or this block has one already."""
         if self._key_of[block] is None and key not in self._block_of:
             self._key_of[block] = key
             self._content_of[block] = content

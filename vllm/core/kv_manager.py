@@ -35,7 +35,7 @@ class KVManager:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """Blocks, over all groups, that one request of `num_tokens` can hold at once if it computes at most `chunk` a step."""
+        """Blocks, over all groups, that a request of `num_tokens` can hold when it computes at most `chunk` a step."""
         total = 0
         for window in self._windows:
             tokens = num_tokens if window is None else min(num_tokens, window - 1 + chunk + self.block_size)
@@ -101,7 +101,8 @@ class KVManager:
     # -- growth --------------------------------------------------------------------------------------------------------
 
     def grow(self, request: Request, end: int, appends: list[BlockAppend], copies: list[BlockCopy]) -> bool:
-        """Make room for tokens up to `end` and make the blocks to be written private. False, changing nothing, if blocks lack.
+        """Make room for tokens up to `end` and make the blocks to be written private. False, changing nothing, if
+        blocks lack.
 
         What changed in an already running request's tables is added to `appends` and `copies`.
         """
@@ -142,7 +143,7 @@ class KVManager:
     # -- release -------------------------------------------------------------------------------------------------------
 
     def free(self, requests: Iterable[Request]) -> None:
-        """Release all blocks of these requests. Of blocks released together, those with the longest prefix are evicted first."""
+        """Release all blocks of these requests; of those released together, the longest prefix is evicted first."""
         doomed: list[tuple[int, int]] = []
         for request in requests:
             for table in request.tables:
@@ -201,7 +202,7 @@ class KVManager:
         return None
 
     def _copy_shared_tail(self, request: Request, appends: list[BlockAppend], copies: list[BlockCopy]) -> bool:
-        """Make the partly filled block that came from a fork private: a copy if others hold it, else just unfindable."""
+        """Make a fork's partly filled block private: a copy if others hold it, else it just becomes unfindable."""
         index = request.num_computed // self.block_size
         refs = self.pool.ref_counts
         held = [g for g, t in enumerate(request.tables) if index < len(t) and t[index] != NULL_BLOCK]

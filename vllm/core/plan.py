@@ -52,7 +52,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanExtras:
-    """Optional features of a step; each is a sub-object, absent when unused (speculation, grammar masks, encoder inputs)."""
+    """Optional features of a step, absent when unused: speculation, grammar masks, encoder inputs."""
 
     draft_token_ids: tuple[tuple[int, ...], ...] | None = None
     grammar_bitmask: np.ndarray | None = None
@@ -60,7 +60,9 @@ class PlanExtras:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes. `slots`, `num_tokens`, `num_computed` and `sample` are parallel arrays, one entry per request.
+    """What one step computes.
+
+    `slots`, `num_tokens`, `num_computed` and `sample` are parallel arrays, one entry per request.
 
     Order of effects in the worker: `freed`, `new`, `blocks`, `copies`, then the forward pass.
     """
@@ -92,8 +94,9 @@ class TokenLogprobs(NamedTuple):
 class StepResult:
     """What the device learned in one step. Keys of the dictionaries are row indices of the plan.
 
-    `token_ids[i]` is the token sampled for row i, -1 if the row did not sample. `prompt_logprobs[i]` holds the logprobs of
-    the prompt tokens at positions `num_computed + 1 ...` that this chunk predicts. `errors[i]` fails that request alone.
+    `token_ids[i]` is the token sampled for row i, -1 if the row did not sample. `prompt_logprobs[i]` holds the logprobs
+    of the prompt tokens at positions `num_computed + 1 ...` that this chunk predicts. `errors[i]` fails that request
+    alone.
     """
 
     step_id: int

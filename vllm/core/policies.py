@@ -38,7 +38,7 @@ class AdmissionPolicy(Protocol):
 
 
 class DelayPolicy:
-    """`scheduler_delay_factor`: let prompts gather for `factor` times the last prompt step's duration before admitting any."""
+    """`scheduler_delay_factor`: let prompts gather for `factor` times the duration of the last step with prompts."""
 
     def __init__(self, factor: float, clock: Callable[[], float] = time.time) -> None:
         self._factor = factor

@@ -33,7 +33,8 @@ class Request:
         "priority", "lora_id", "cache_salt", "fork_of", "sequence_number",
         "status", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
         "capacity", "tables", "hashes", "num_registered", "freed_behind_window", "shares_tail",
-        "plan_step", "plan_tokens", "num_cached_tokens", "cached_reported", "num_prompt_logprobs", "num_preemptions", "first_scheduled_time",
+        "plan_step", "plan_tokens", "num_cached_tokens", "cached_reported", "num_prompt_logprobs", "num_preemptions",
+        "first_scheduled_time",
     )  # fmt: skip
 
     def __init__(self, message: CoreRequest, max_model_len: int, num_groups: int, sequence_number: int) -> None:
@@ -99,6 +100,7 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "
+            f"Request({self.id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
+            f"output={self.num_output_tokens}, "
             f"computed={self.num_computed}, pending={self.num_pending}, slot={self.slot})"
         )

@@ -54,8 +54,8 @@ class Scheduler:
     """Owns requests, slots and, through the KV manager, blocks.
 
     `schedule()` may be called again before `apply()` has seen the result of the plan before: whatever the device only
-    knows yet (`num_pending` tokens) is planned on, and a token computed past a stop is dropped in `apply()`. Results are
-    applied in the order of their plans.
+    knows yet (`num_pending` tokens) is planned on, and a token computed past a stop is dropped in `apply()`. Results
+    are applied in the order of their plans.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Scheduler:
             raise ValueError(f"A prompt must have 1 to {limits.max_model_len} tokens, got {length}.")
         if not limits.chunked_prefill and length > limits.max_num_batched_tokens:
             raise ValueError(
-                f"A prompt of {length} tokens exceeds max_num_batched_tokens={limits.max_num_batched_tokens} and chunked "
-                "prefill is off. Enable chunked prefill or raise max_num_batched_tokens."
+                f"A prompt of {length} tokens exceeds max_num_batched_tokens={limits.max_num_batched_tokens} and "
+                "chunked prefill is off. Enable chunked prefill or raise max_num_batched_tokens."
             )
         request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence)
         self._sequence += 1
@@ -118,7 +118,7 @@ class Scheduler:
         return [CoreOutput(request_id=r.id, new_token_ids=[], finish_reason="abort") for r in doomed]
 
     def fail_all(self, error: str) -> list[CoreOutput]:
-        """End every request with an error and forget the steps in flight and the prefix cache: a step failed as a whole."""
+        """A step failed as a whole: end every request, forget the steps in flight and the prefix cache."""
         doomed = list(self.requests.values())
         self._in_flight.clear()
         self._finish(doomed)
@@ -139,7 +139,9 @@ class Scheduler:
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plan one step, or None if nothing can be computed now (all done, or every next token depends on steps in flight)."""
+        """Plan one step, or None if nothing can be computed now (all done, or every next token depends on steps in
+        flight).
+        """
         draft = _Draft(self.limits.max_num_batched_tokens, [], [], [], [], [], [], [])
         if self.limits.priority:
             self._make_way_for_priority()
@@ -175,7 +177,7 @@ class Scheduler:
             self._preempt(self.running.pop())
 
     def _continue_running(self, draft: _Draft) -> bool:
-        """Give every running request its next tokens, preempting from the end when blocks run out. True if any was preempted."""
+        """Give every running request its next tokens, preempting from the end when blocks run out (then True)."""
         running, kv = self.running, self.kv
         chunk = self._chunk
         preempted = False
@@ -269,7 +271,7 @@ class Scheduler:
         return request.num_computed - (request.plan_tokens if request.plan_step == self._step_id else 0)
 
     def _start(self, request: Request) -> bool:
-        """Attach what is cached or forked; False, changing nothing, if the whole prompt would not fit beside what runs."""
+        """Attach what is cached or forked; False, changing nothing, if the whole prompt does not fit beside the rest."""
         reserve = self._watermark if self.running else 0
         parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
         if parent is not None and request.reads_cache:
@@ -330,7 +332,8 @@ class Scheduler:
         if samples:
             request.num_pending += 1
         if count > 1:
-            # Prompt chunks are findable at once, also by the next request of this plan: in every layer a mixed batch writes
+            # Prompt chunks are findable at once, also by the next request of this plan: in every layer a mixed batch
+            # writes
             # all its keys before any query reads. Blocks that single tokens complete are registered in apply().
             self.kv.register_full_blocks(request, min(end, len(request.tokens)))
         draft.requests.append(request)

@@ -1,4 +1,4 @@
-"""The front end's end of the core: in a process of its own, or in a thread of this one; the same few methods either way."""
+"""The front end's end of the core, which is a process of its own or a thread of this one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class AsyncCoreClient(Protocol):
 class CoreProcess:
     """Starts and watches the core process. Death of either side is end of file for the other.
 
-    `stall_seconds`: a core that is busy longer than this without finishing a step, or that sends no pulse for as long, is
+    `stall_seconds`: a core that is busy longer than this without finishing a step, or that sends no pulse for as long,
+    is
     reported unhealthy by `check_health`.
     """
 
@@ -114,7 +115,9 @@ class CoreProcess:
         if self._death is not None:
             raise EngineDeadError(self._death)
         if self._process is None or self._process.poll() is not None:
-            raise EngineDeadError(f"The engine core process ended with status {self._process and self._process.returncode}.")
+            raise EngineDeadError(
+                f"The engine core process ended with status {self._process and self._process.returncode}."
+            )
         silence = time.monotonic() - self._last_pulse
         if silence > self.PULSE_GRACE_SECONDS:
             raise EngineDeadError(f"The engine core has given no sign of life for {silence:.1f} s.")
@@ -207,7 +210,7 @@ class CoreProcess:
 
 
 class CoreThread:
-    """The core in a thread of this process (`--disable-frontend-multiprocessing`). One lock-free queue in each direction."""
+    """The core in a thread of this process (`--disable-frontend-multiprocessing`)."""
 
     def __init__(self, make_core: Callable[[], EngineCore], stall_seconds: float) -> None:
         self._make_core = make_core

@@ -1,6 +1,8 @@
-"""The engine core as a process of its own: `python -m vllm.engine.core_process FD`, started by `core_client.CoreProcess`.
+"""The engine core as a process of its own: `python -m vllm.engine.core_process FD`, started by
+`core_client.CoreProcess`.
 
-The first frame it reads is a JSON document of engine arguments; then it answers `Ready` and serves until told to stop or
+The first frame it reads is a JSON document of engine arguments; then it answers `Ready` and serves until told to stop
+or
 until the front end is gone.
 """
 
@@ -28,7 +30,9 @@ logger = init_logger(__name__)
 
 PULSE_SECONDS = 0.2
 # What a front end may call by name; nothing else is reachable from the socket.
-CALLABLE = frozenset({"reset_prefix_cache", "start_profile", "stop_profile", "collective_rpc", "check_health", "idle_report"})
+CALLABLE = frozenset(
+    {"reset_prefix_cache", "start_profile", "stop_profile", "collective_rpc", "check_health", "idle_report"}
+)
 
 
 class Heart:

@@ -1,4 +1,4 @@
-"""Messages between front end and core. msgspec structs: in process they are passed as they are, over a socket as msgpack."""
+"""Messages between front end and core: msgspec structs, passed as they are in process, as msgpack over a socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from vllm.sampling_params import SamplingParams
 
 
 class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One sequence to generate. A user's request with `n > 1` becomes n of these, with ids of the form `"{index}_{request_id}"`.
+    """One sequence to generate. A user's request with `n > 1` becomes n of these, with ids of the form
+    `"{index}_{request_id}"`.
 
     `prompt_token_ids` is validated: every id is below the model's logits width and the length fits `max_model_len`.
     `params.max_tokens` is resolved (never None). `seed` is the resolved 64-bit seed of this sequence.
@@ -33,8 +34,10 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step brought for one request.
 
-    `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token id, None for eos.
-    `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in chunks, without the leading None.
+    `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token
+    id, None for eos.
+    `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in chunks, without the
+    leading None.
     `error` is the text for finish_reason "error".
     """
 

@@ -1,6 +1,7 @@
 """Every metric of one engine, counted in plain attributes and turned into Prometheus families only when scraped.
 
-Counting costs an addition (a bisection for histograms); old and new names of the same figure share one count. Labels are
+Counting costs an addition (a bisection for histograms); old and new names of the same figure share one count. Labels
+are
 fixed at start (model name, engine index), so nothing a client sends can add a series.
 """
 
@@ -122,7 +123,9 @@ class EngineMetrics:
         first_token: float | None,
         finished: float,
     ) -> None:
-        """Count one finished user request (all its sequences together). Times are absolute, None where it never got there."""
+        """Count one finished user request (all its sequences together). Times are absolute, None where it never got
+        there.
+        """
         self.finished[reason if reason in self.finished else "abort"] += 1
         self.request_prompt_tokens.observe(prompt_tokens)
         self.request_generation_tokens.observe(generation_tokens)
@@ -148,7 +151,9 @@ class EngineMetrics:
     @property
     def hit_rate(self) -> float:
         """Share of prompt tokens found in the prefix cache, 0 to 1."""
-        return self.stats.prefix_cache_hits / self.stats.prefix_cache_queries if self.stats.prefix_cache_queries else 0.0
+        return (
+            self.stats.prefix_cache_hits / self.stats.prefix_cache_queries if self.stats.prefix_cache_queries else 0.0
+        )
 
     # -- Prometheus ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class EngineMetrics:
         yield "vllm:request_prefill_time_seconds", "Time from start to first token.", self.prefill_time
         yield "vllm:request_decode_time_seconds", "Time from first to last token.", self.decode_time
         yield "vllm:request_prompt_tokens", "Number of prefill tokens per request.", self.request_prompt_tokens
-        yield "vllm:request_generation_tokens", "Number of generation tokens per request.", self.request_generation_tokens
+        yield "vllm:request_generation_tokens", "Generation tokens per request.", self.request_generation_tokens
         yield (
             "vllm:request_max_num_generation_tokens",
             "Longest sequence of a request, in generated tokens.",

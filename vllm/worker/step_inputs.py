@@ -15,7 +15,7 @@ class GroupInputs:
     """One KV group's view of the step.
 
     slot_mapping: [tokens] int64, `block_id * block_size + offset` where each token's key and value go.
-    block_table:  [requests, max_blocks] int32; entries past a request's blocks, or behind its window, are 0 (the null block).
+    block_table:  [requests, max_blocks] int32; entries past a request's blocks are 0 (the null block).
     plan:         whatever the attention backend prepared for this batch (split counts, tile lists), or None.
     """
 
@@ -26,9 +26,11 @@ class GroupInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A mixed batch: request r owns tokens `query_starts[r] : query_starts[r + 1]`, the last of its `seq_lens[r]` tokens.
+    """A mixed batch: request r owns tokens `query_starts[r] : query_starts[r + 1]`, the last of its `seq_lens[r]`
+    tokens.
 
-    token_ids, positions: [tokens] int64.   query_starts: [requests + 1] int32.   seq_lens: [requests] int32, the step's tokens included.
+    token_ids, positions: [tokens] int64.   query_starts: [requests + 1] int32.   seq_lens: [requests] int32, the step's
+    tokens included.
     logits_rows: [rows] int64, the token indices whose logits are wanted.
     host_query_starts, host_seq_lens: the same numbers as numpy int32, for planning without a device round trip.
     """
