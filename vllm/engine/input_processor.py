@@ -1,0 +1,363 @@
+"""From what a user passes to what the core runs: checks everything, tokenizes, resolves defaults, fans out `n`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vllm.engine.messages import CoreRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import PromptType, is_explicit_encoder_decoder_prompt
+from vllm.inputs.parse import parse_singleton_prompt
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.validation import integer_in, show
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.tokenizer import Tokenizer
+    from vllm.lora.request import LoRARequest
+    from vllm.prompt_adapter.request import PromptAdapterRequest
+
+SEED_BITS = 64
+_SEED_MASK = 2**SEED_BITS - 1
+_priority = integer_in(-(2**31), 2**31 - 1)
+
+
+class RequestInput(NamedTuple):
+    """One request as a user passes it."""
+
+    request_id: str
+    prompt: PromptType
+    params: SamplingParams | PoolingParams | BeamSearchParams
+    arrival_time: float | None = None
+    lora_request: LoRARequest | None = None
+    prompt_adapter_request: PromptAdapterRequest | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """A request that is in order. `params` is our own copy; `children` has one message per sequence, none for beams.
+
+    `returned` of the children are given to the user; if there are more (best_of), the most likely ones.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    children: tuple[CoreRequest, ...]
+    returned: int
+    arrival_time: float
+    priority: int
+    cache_salt: str | None = None
+    beams: BeamSearchParams | None = None
+
+
+class _Parsed(NamedTuple):
+    """A prompt whose form is known. Exactly one of text and token ids has to be worked on."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None
+
+
+class InputProcessor:
+    """Owns the tokenizer and the source of seeds for requests without one."""
+
+    def __init__(self, config: VllmConfig, tokenizer: Tokenizer | None) -> None:
+        model = config.model_config
+        self._config = config
+        self._model = model
+        self.tokenizer = tokenizer
+        self._random = random.Random(model.seed)
+        self._generation_config: dict[str, Any] = model.try_get_generation_config()
+
+    # -- the whole way -------------------------------------------------------------------------------------------------
+
+    def process(self, request: RequestInput) -> ProcessedRequest:
+        """Raises ValueError or TypeError, with nothing changed, if anything about the request is wrong."""
+        return self.process_batch([request])[0]
+
+    def process_batch(self, requests: Sequence[RequestInput]) -> list[ProcessedRequest]:
+        """Several requests, tokenized together. One bad request fails all of them, with nothing changed."""
+        parsed = []
+        for request in requests:
+            self._check_options(request)
+            parsed.append(self._parse(request.prompt))
+        tokenized = self._tokenize(parsed)
+        state = self._random.getstate()
+        try:
+            return [
+                self._build(request, prompt, ids)
+                for request, prompt, ids in zip(requests, parsed, tokenized, strict=True)
+            ]
+        except Exception:
+            self._random.setstate(state)  # a refused call leaves the seeds of the next ones as they were
+            raise
+
+    def default_params(self) -> SamplingParams:
+        """What is used without sampling parameters: the model's recommendation, else the neutral ones."""
+        return SamplingParams.from_optional(**self._model.get_diff_sampling_param())
+
+    # -- the prompt ----------------------------------------------------------------------------------------------------
+
+    def _parse(self, prompt: PromptType) -> _Parsed:
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if isinstance(prompt, (list, tuple)):
+            return _Parsed(None, token_list(prompt), None)
+        if is_explicit_encoder_decoder_prompt(prompt):
+            raise VLLMValidationError("Cannot pass encoder-decoder prompt to decoder-only models", parameter="prompt")
+        if isinstance(prompt, Mapping):
+            # Older code writes both keys and leaves one of them None.
+            prompt = {key: value for key, value in prompt.items() if value is not None}  # type: ignore[assignment]
+        found = parse_singleton_prompt(prompt)  # type: ignore[arg-type]
+        if found["type"] == "str":
+            return _Parsed(found["content"], None, None)
+        if found["type"] == "embeds":
+            raise VLLMValidationError(
+                "prompt_embeds are not enabled. Pass a text, or token ids as prompt_token_ids.", parameter="prompt_embeds"
+            )
+        content: Mapping[str, Any] = found["content"]
+        _refuse_what_needs_other_models(content)
+        salt, text = content.get("cache_salt"), content.get("prompt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise VLLMValidationError(f"cache_salt must be a non-empty string, got {salt!r}.", parameter="cache_salt")
+        if text is not None and not isinstance(text, str):
+            raise VLLMValidationError(f"prompt must be a string, got {type(text).__name__}.", parameter="prompt")
+        if found["type"] == "tokens":
+            return _Parsed(text, token_list(content["prompt_token_ids"]), salt)
+        return _Parsed(text, None, salt)
+
+    def _tokenize(self, prompts: Sequence[_Parsed]) -> list[list[int]]:
+        texts = [p.text for p in prompts if p.token_ids is None and p.text is not None]
+        encoded: list[list[int]] = []
+        if texts:
+            if self.tokenizer is None:
+                raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
+            # Several texts are encoded in parallel; for one alone that only costs.
+            encode, batch = self.tokenizer.encode, self.tokenizer.encode_batch
+            encoded = [encode(texts[0])] if len(texts) == 1 else batch(texts)
+        found = iter(encoded)
+        return [next(found) if p.token_ids is None else p.token_ids for p in prompts]
+
+    def _check_prompt(self, token_ids: list[int], given: bool) -> None:
+        """`given`: the user passed ids, which need not come from this model's tokenizer."""
+        limit = self._model.max_model_len
+        if not token_ids:
+            raise VLLMValidationError("The decoder prompt cannot be empty", parameter="prompt")
+        if len(token_ids) > limit:
+            raise VLLMValidationError(
+                f"The decoder prompt (length {len(token_ids)}) is longer than the maximum model length of {limit}. "
+                "Shorten the prompt, set truncate_prompt_tokens, or raise max_model_len if the model allows it.",
+                parameter="prompt",
+            )
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self._model.logits_width:
+            wrong = show(low if low < 0 else high)
+            hint = "" if given else " (the tokenizer has more tokens than the model)"
+            raise VLLMValidationError(f"Token id {wrong} is out of vocabulary{hint}", parameter="prompt_token_ids")
+
+    # -- the parameters ------------------------------------------------------------------------------------------------
+
+    def _check_options(self, request: RequestInput) -> None:
+        if not isinstance(request.request_id, str):
+            raise TypeError(f"request_id must be a string, got {type(request.request_id).__name__}.")
+        if isinstance(request.params, PoolingParams):
+            raise ValueError("The model generates text; PoolingParams need a pooling model, which comes later.")
+        if not isinstance(request.params, (SamplingParams, BeamSearchParams)):
+            raise TypeError(f"params must be SamplingParams, got {type(request.params).__name__}.")
+        if request.lora_request is not None:
+            raise ValueError(f"Got lora_request {request.lora_request} but LoRA is not enabled!")
+        if request.prompt_adapter_request is not None:
+            raise ValueError(
+                f"Got prompt_adapter_request {request.prompt_adapter_request} but prompt adapters are not enabled!"
+            )
+        if _priority("priority", request.priority) != 0 and self._config.scheduler_config.policy != "priority":
+            raise ValueError(f"Got priority {request.priority} but Priority scheduling is not enabled.")
+
+    def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Our own copy of the parameters, checked against the model, with nothing left open."""
+        params = params.clone()
+        width = self._model.logits_width
+        if params.guided_decoding is not None or params.structured_outputs is not None:
+            raise ValueError(
+                "Guided decoding (guided_decoding, structured_outputs) is not available yet; leave it unset and "
+                "describe the form of the answer in the prompt."
+            )
+        if self.tokenizer is None:
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise ValueError(f"{name} needs a tokenizer, but `skip_tokenizer_init` is True. Remove {name}.")
+            params.detokenize = False
+        else:
+            params.update_from_tokenizer(self.tokenizer)
+        params.verify_against_model(width, self._model.max_logprobs)
+        eos = self._eos_token_id()
+        params.update_from_generation_config(self._generation_config, eos)
+        # The tokenizer and the generation config may name tokens that this model cannot produce.
+        params.stop_token_ids = [i for i in params.stop_token_ids or () if i < width]
+        if params.max_tokens is None:
+            params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
+        if params.logprobs == -1:
+            params.logprobs = width
+        if params.prompt_logprobs == -1:
+            params.prompt_logprobs = width
+        return params
+
+    def _eos_token_id(self) -> int | None:
+        if self.tokenizer is None:
+            return None  # those of the generation config still end a request, as stop tokens
+        eos = self.tokenizer.eos_token_id
+        return eos if eos is not None and eos < self._model.logits_width else None
+
+    # -- the result ----------------------------------------------------------------------------------------------------
+
+    def _build(self, request: RequestInput, prompt: _Parsed, token_ids: list[int]) -> ProcessedRequest:
+        given = request.params
+        beams = _beam_params(given)
+        if isinstance(given, BeamSearchParams):
+            given = SamplingParams(
+                max_tokens=given.max_tokens,
+                ignore_eos=given.ignore_eos,
+                temperature=0.0,
+                include_stop_str_in_output=given.include_stop_str_in_output,
+                skip_special_tokens=given.skip_special_tokens,
+            )
+        if given.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-min(given.truncate_prompt_tokens, self._model.max_model_len) :]
+        self._check_prompt(token_ids, given=prompt.token_ids is not None)
+        params = self._resolve(given, len(token_ids))
+        arrival = time.time() if request.arrival_time is None else request.arrival_time
+        made = ProcessedRequest(
+            request_id=request.request_id,
+            prompt=prompt.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            children=(),
+            returned=params.n,
+            arrival_time=arrival,
+            priority=request.priority,
+            cache_salt=prompt.cache_salt,
+            beams=beams,
+        )
+        if beams is not None:
+            return made
+        object.__setattr__(made, "children", tuple(self._children(made)))
+        return made
+
+    def _children(self, request: ProcessedRequest) -> list[CoreRequest]:
+        """One message per sequence. The first has the request's own seed, so that n = 1 gives the first of n = 4."""
+        params, count = request.params, request.params.num_candidates
+        seed = (self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed) & _SEED_MASK
+        if count > request.returned and params.logprobs is None:
+            # Which sequences are best is decided by their log probability.
+            params = params.clone()
+            params.logprobs = 0
+        others = params
+        if params.prompt_logprobs is not None:
+            # The prompt is everybody's: its logprobs are computed once.
+            others = params.clone()
+            others.prompt_logprobs = None
+        return [
+            core_request(
+                request,
+                request_id=request.request_id if count == 1 else f"{i}_{request.request_id}",
+                params=others if i else params,
+                seed=child_seed(seed, i),
+                fork_of=f"0_{request.request_id}" if i else None,
+            )
+            for i in range(count)
+        ]
+
+
+def core_request(
+    request: ProcessedRequest,
+    request_id: str,
+    params: SamplingParams,
+    seed: int = 0,
+    fork_of: str | None = None,
+    token_ids: list[int] | None = None,
+) -> CoreRequest:
+    """The message for one sequence of `request`."""
+    eos = params.eos_token_id
+    stop = params.stop_token_ids or ()
+    return CoreRequest(
+        request_id=request_id,
+        prompt_token_ids=request.prompt_token_ids if token_ids is None else token_ids,
+        params=params,
+        seed=seed,
+        eos_token_id=eos,
+        stop_token_ids=tuple(stop) if eos is None else (eos, *stop),
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        fork_of=fork_of,
+    )
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of the index-th sequence of a request; the first keeps the request's. SplitMix64's output function."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _SEED_MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _SEED_MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _SEED_MASK
+    return z ^ (z >> 31)
+
+
+def token_list(token_ids: Any) -> list[int]:
+    """`token_ids` as a list of plain integers; ValueError if it is anything else."""
+    if isinstance(token_ids, np.ndarray):
+        token_ids = token_ids.tolist()
+    if not isinstance(token_ids, (list, tuple)):
+        raise VLLMValidationError(
+            f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.", parameter="prompt_token_ids"
+        )
+    if set(map(type, token_ids)) <= {int}:
+        return list(token_ids)
+    for position, item in enumerate(token_ids):
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise VLLMValidationError(
+                f"prompt_token_ids must contain only integers, got {show(repr(item))} at position {position}.",
+                parameter="prompt_token_ids",
+                value=item,
+            )
+    return [int(item) for item in token_ids]
+
+
+def _refuse_what_needs_other_models(content: Mapping[str, Any]) -> None:
+    for name in ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"):
+        if content.get(name):
+            raise VLLMValidationError(
+                f"The prompt has {name}, but the model is not multimodal: it takes text only.", parameter=name
+            )
+    if content.get("token_type_ids") is not None:
+        raise VLLMValidationError(
+            "The prompt has token_type_ids, which only cross-encoder models read.", parameter="token_type_ids"
+        )
+
+
+def _beam_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> BeamSearchParams | None:
+    """The beam search that is asked for, in the newer form; None for sampling."""
+    if isinstance(params, BeamSearchParams):
+        return params
+    if not isinstance(params, SamplingParams) or not params.use_beam_search:
+        return None
+    if params.max_tokens is None:
+        raise VLLMValidationError("Beam search needs max_tokens.", parameter="max_tokens")
+    return BeamSearchParams(
+        beam_width=params.num_candidates,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        length_penalty=params.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+    )
