@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -39,3 +43,23 @@ class RequestMetrics:
     model_forward_time: float | None = None
     model_execute_time: float | None = None
     spec_token_acceptance_counts: list[int] | None = None
+
+
+@dataclass
+class IntermediateTensors:
+    """What one pipeline stage hands to the next, by name. Models name it in their signatures."""
+
+    tensors: dict[str, Tensor]
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.tensors[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.tensors[key] = value
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """(name, tensor) pairs."""
+        return self.tensors.items()
+
+    def __len__(self) -> int:
+        return len(self.tensors)

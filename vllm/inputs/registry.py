@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -34,8 +36,6 @@ class InputContext:
 
     def get_hf_image_processor_config(self) -> dict[str, Any]:
         """The contents of the model's preprocessor_config.json; empty if it has none."""
-        import json
-
         path = self.model_config.path / "preprocessor_config.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
@@ -49,6 +49,12 @@ class DummyDataFactory(Protocol):
     def __call__(
         self, ctx: InputContext, seq_len: int, mm_counts: Mapping[str, int], **mm_processor_kwargs: Any
     ) -> Any: ...
+
+
+class MultiModalLimits(Protocol):
+    """The part of a multimodal registry that memory profiling needs."""
+
+    def get_mm_limits_per_prompt(self, model_config: ModelConfig) -> Mapping[str, int]: ...
 
 
 class InputRegistry:
@@ -82,17 +88,37 @@ class InputRegistry:
     def dummy_data_factory_of(self, model_class: type) -> DummyDataFactory | None:
         return next((self._dummy_data[c] for c in model_class.__mro__ if c in self._dummy_data), None)
 
+    def dummy_data_for_profiling(
+        self, model_config: ModelConfig, seq_len: int, mm_registry: MultiModalLimits | None = None
+    ) -> Any:
+        """The largest input of a model: what its factory makes, else `seq_len` times token 0 and no other data.
+
+        `mm_registry` knows how many items of each modality a prompt of this model may have.
+        """
+        factory = self.dummy_data_factory_of(_class_of(model_config))
+        if factory is None:
+            return LLMInputs(prompt_token_ids=[0] * seq_len), None
+        counts = {} if mm_registry is None else mm_registry.get_mm_limits_per_prompt(model_config)
+        return factory(InputContext(model_config), seq_len, counts)
+
     def process_input(self, model_config: ModelConfig, inputs: LLMInputs) -> LLMInputs:
         """`inputs` after the hook of the model that `model_config` names."""
-        from vllm.model_executor.models import ModelRegistry
-
-        model_class, _ = ModelRegistry.resolve_model_cls(model_config.architectures)
-        processor = self.input_processor_of(model_class)
+        processor = self.input_processor_of(_class_of(model_config))
         return inputs if processor is None else processor(InputContext(model_config), inputs)
 
     def create_input_processor(self, model_config: ModelConfig) -> Callable[[LLMInputs], LLMInputs]:
-        """`process_input` for one model."""
-        return lambda inputs: self.process_input(model_config, inputs)
+        """`process_input` for one model, whose hook is looked up once, now."""
+        processor = self.input_processor_of(_class_of(model_config))
+        if processor is None:
+            return lambda inputs: inputs
+        return functools.partial(processor, InputContext(model_config))
+
+
+def _class_of(model_config: ModelConfig) -> type:
+    from vllm.model_executor.models import ModelRegistry  # torch comes with it
+
+    model_class, _ = ModelRegistry.resolve_model_cls(model_config.architectures)
+    return model_class
 
 
 INPUT_REGISTRY = InputRegistry()

@@ -9,7 +9,7 @@ import msgspec
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
-from vllm.validation import INT64_MAX, integer_in, text
+from vllm.validation import INT64_MAX, integer_in, not_yet, text
 
 
 class LoRARequest(msgspec.Struct, omit_defaults=True, array_like=True, eq=False):
@@ -35,7 +35,8 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, array_like=True, eq=False)
             raise VLLMValidationError(
                 f"id must be > 0, got {self.lora_int_id}", parameter="lora_int_id", value=self.lora_int_id
             )
-        if self.lora_local_path:
+        if self.lora_local_path is not None:
+            text("lora_local_path", self.lora_local_path)
             if not envs.VLLM_NO_DEPRECATED_WARNING:
                 warnings.warn(
                     "The 'lora_local_path' attribute is deprecated. Please use 'lora_path' instead.",
@@ -45,6 +46,12 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, array_like=True, eq=False)
             self.lora_path = self.lora_path or self.lora_local_path
         if not text("lora_path", self.lora_path):
             raise VLLMValidationError("lora_path cannot be empty", parameter="lora_path")
+        if self.base_model_name is not None:
+            text("base_model_name", self.base_model_name)
+        for name in ("long_lora_max_len", "tensorizer_config_dict"):
+            not_yet(None)(name, getattr(self, name))
+        for name in ("load_inplace", "is_3d_lora_weight"):
+            not_yet(False)(name, getattr(self, name))
 
     @property
     def adapter_id(self) -> int:
