@@ -186,6 +186,7 @@ class InputProcessor:
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Our own copy of the parameters, checked against the model, with nothing left open."""
         params = params.clone()
+        params.verify()  # fields may have been changed since
         width = self._model.logits_width
         if params.guided_decoding is not None or params.structured_outputs is not None:
             raise ValueError(
