@@ -280,7 +280,12 @@ def test_changed_fields_are_checked_again_on_request() -> None:
     params = SamplingParams(max_tokens=5)
     params.temperature = NAN
     with pytest.raises(ValueError, match="temperature must be a finite number"):
-        params._verify_args()
+        params.verify()
+    params.temperature = 0
+    params.stop_token_ids = [3]
+    params.top_p = 0.5
+    params.verify()
+    assert (params.top_p, params.all_stop_token_ids) == (1.0, {3})
 
 
 def test_from_optional_takes_none_for_a_default_and_refuses_unknown_names() -> None:

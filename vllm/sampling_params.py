@@ -151,15 +151,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         return cls(**given)
 
     def __post_init__(self) -> None:
-        self._verify_args()
-        if self.temperature < _GREEDY_BELOW:
-            # Greedy: these change nothing, and at their defaults the fast path applies.
-            self.top_p = 1.0
-            self.top_k = -1
-            self.min_p = 0.0
-        self._all_stop_token_ids.update(self.stop_token_ids or ())
+        self.verify()
 
-    def _verify_args(self) -> None:
+    def verify(self) -> None:
         """Check every field, and put values in their plain form. Call it again after changing fields."""
         for name, default, check in _RULES:
             value = getattr(self, name)
@@ -171,6 +165,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self.stop_token_ids = []
         if self.bad_words is None:
             self.bad_words = []
+        self._all_stop_token_ids.update(self.stop_token_ids)
         self._verify_lengths()
         self._verify_constraints()
         if self.best_of is not None:
@@ -179,8 +174,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self._verify_beam_search()
         else:
             self._verify_no_beam_search()
-            if self.temperature < _GREEDY_BELOW:
+        if self.temperature < _GREEDY_BELOW:
+            if not self.use_beam_search:
                 self._verify_greedy_sampling()
+            # Greedy: these change nothing, and at their defaults the fast path applies.
+            self.top_p = 1.0
+            self.top_k = -1
+            self.min_p = 0.0
 
     def _verify_lengths(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
