@@ -20,7 +20,8 @@ class UniprocExecutor:
     """Executes plans with a worker of its own."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self._worker: Worker | None = worker = Worker(config)
+        worker = Worker(config)
+        self._worker: Worker | None = worker
         self.kv_layout = worker.layout
         self.num_blocks = worker.count_blocks()
         worker.start(self.num_blocks)

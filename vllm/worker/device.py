@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_POLL_S = 2e-5
 _ALIGN = 16  # bytes, so that every array in a packed buffer starts where any dtype may
 
 
@@ -18,6 +19,9 @@ class Download(Protocol):
 
     def wait(self) -> list[np.ndarray]:
         """Block until they are here."""
+
+    def wait_for(self, seconds: float) -> bool:
+        """Block until they are here, but no longer than that; whether they are."""
 
 
 class DeviceContext(Protocol):
@@ -50,6 +54,9 @@ class _Here:
 
     def wait(self) -> list[np.ndarray]:
         return self._arrays
+
+    def wait_for(self, seconds: float) -> bool:
+        return True
 
 
 class CpuContext:
@@ -87,6 +94,14 @@ class _Pinned:
     def wait(self) -> list[np.ndarray]:
         self._done.synchronize()
         return [t.numpy() for t in self._host]
+
+    def wait_for(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._done.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
 
 class CudaContext:

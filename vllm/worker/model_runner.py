@@ -67,6 +67,10 @@ class StepHandle:
         self._download = download
         self._seconds = seconds
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until the step is done, but no longer than that; whether it is."""
+        return self._download.wait_for(seconds)
+
     def result(self) -> StepResult:
         """What the step brought, once it is done."""
         arrays = iter(self._download.wait())

@@ -1,0 +1,294 @@
+"""Tensor parallel on one host: the first rank in this process, the others in processes of their own.
+
+Plans are sent to every rank and executed by all in the same order. Only the first rank samples and knows results. A rank that
+fails takes the executor down: the others may wait for it inside a collective operation, and cannot be trusted to agree again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.core.plan import StepPlan, StepResult
+from vllm.engine.wire import FrameReader, receive_frames
+from vllm.exceptions import EngineDeadError
+from vllm.executor import codec, rendezvous
+from vllm.executor.base import public_method
+from vllm.logger import init_logger
+from vllm.worker.model_runner import StepHandle
+from vllm.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+_DEFAULT_TIMEOUT_S = 600
+_POLITE_S = 5.0  # how long a rank may take to end when told to
+_DEATH_NOTICE_S = 1.0  # how long a dead rank's process may take to be seen as dead
+
+
+class RankProcess:
+    """A rank's process and the socket to it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._connection, theirs = socket.socketpair()
+        self._reader = FrameReader()
+        self._frames: deque[bytes] = deque()
+        root = str(Path(vllm.__file__).resolve().parent.parent)
+        path = [root, os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else [root]
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "vllm.executor.worker_process",
+                    str(theirs.fileno()),
+                    str(os.getpid() if in_main_thread else 0),
+                ],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+                stdin=subprocess.DEVNULL,
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, data: bytes) -> None:
+        """Write one frame. Raises EngineDeadError if the rank is gone."""
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise self.death() from error
+
+    def receive(self, deadline: float | None = None) -> codec.FromRank:
+        """The next message, until `deadline` on the monotonic clock.
+
+        Raises TimeoutError; EngineDeadError if the rank is gone; ValueError or EngineDeadError with what it says if it failed.
+        """
+        while not self._frames:
+            if deadline is not None:
+                left = max(0.0, deadline - time.monotonic())
+                if not select.select([self._connection], [], [], left)[0]:
+                    raise TimeoutError(f"Rank {self.rank} has not answered in time.")
+            frames = receive_frames(self._connection, self._reader)
+            if frames is None:
+                raise self.death()
+            self._frames.extend(frames)
+        message = codec.decode_from_rank(self._frames.popleft())
+        if isinstance(message, codec.Failed):
+            if message.is_value_error:
+                raise ValueError(message.error)
+            raise EngineDeadError(f"Rank {self.rank} failed:\n{message.error}")
+        return message
+
+    def death(self) -> EngineDeadError:
+        """The error for a rank that is gone: its own words if it left any, else how its process ended."""
+        try:
+            self._connection.settimeout(_DEATH_NOTICE_S)
+            while (frames := receive_frames(self._connection, self._reader)) is not None:
+                self._frames.extend(frames)
+        except OSError:
+            pass  # nothing more to learn
+        for body in self._frames:
+            message = codec.decode_from_rank(body)
+            if isinstance(message, codec.Failed):
+                return EngineDeadError(f"Rank {self.rank} failed:\n{message.error}")
+        try:
+            status = self.process.wait(_DEATH_NOTICE_S)
+        except subprocess.TimeoutExpired:
+            return EngineDeadError(f"Rank {self.rank} (pid {self.process.pid}) does not answer any more.")
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return EngineDeadError(f"Rank {self.rank} (pid {self.process.pid}) {how}. Its log lines are above.")
+
+    def end(self) -> None:
+        """Close the socket, which a rank takes as the order to end, and make sure that it does."""
+        self._connection.close()
+        try:
+            self.process.wait(_POLITE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _end_all(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.end()
+
+
+class MultiprocExecutor:
+    """Executes plans on `tensor_parallel_size` ranks."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        world = config.parallel_config.world_size
+        self._in_flight: deque[StepHandle] = deque()
+        self._broken: EngineDeadError | None = None
+        self._worker: Worker | None = None
+        self._ranks: list[RankProcess] = []
+        self._calls = 0
+        # Also when this object is dropped without shutdown(), and at the end of the program.
+        self._finalizer = weakref.finalize(self, _end_all, self._ranks)
+        try:
+            self._worker, self.num_blocks = self._start(config, world)
+        except BaseException:
+            self.shutdown()
+            raise
+        self.kv_layout = self._worker.layout
+        self.max_in_flight = 2 if self._worker.context.is_async else 1
+
+    def _start(self, config: VllmConfig, world: int) -> tuple[Worker, int]:
+        document = config.to_dict()
+        timeout = config.parallel_config.distributed_timeout_seconds or _DEFAULT_TIMEOUT_S
+        for rank in range(1, world):
+            self._ranks.append(RankProcess(rank))
+        for rank_process in self._ranks:
+            rank_process.receive()  # it runs: from here on, meeting it takes no longer than the others
+        with rendezvous.open_listener() as listener:
+            port = listener.getsockname()[1]
+            for r in self._ranks:
+                r.send(codec.frame(codec.Begin(document, r.rank, world, port, timeout)))
+            tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener)
+        worker = Worker(config, tp)
+        own = worker.count_blocks()
+        num_blocks = min([own, *(self._ready(r) for r in self._ranks)])
+        self._broadcast(codec.Start(num_blocks))
+        worker.start(num_blocks)
+        for r in self._ranks:
+            self._ready(r)
+        logger.info("%d ranks are ready: this process and pids %s.", world, [r.process.pid for r in self._ranks])
+        return worker, num_blocks
+
+    def _ready(self, rank: RankProcess) -> int:
+        message = rank.receive()
+        if not isinstance(message, codec.Ready):
+            raise EngineDeadError(f"Rank {rank.rank} sent {type(message).__name__} where Ready was due.")
+        return message.value
+
+    def _broadcast(self, message: codec.ToRank) -> None:
+        data = codec.frame(message)
+        for rank in self._ranks:
+            rank.send(data)
+
+    @property
+    def worker(self) -> Worker:
+        """The first rank's worker; raises EngineDeadError when the ranks do not work together any more."""
+        if self._broken is not None:
+            raise self._broken
+        if self._worker is None:
+            raise EngineDeadError("The executor has been shut down.")
+        return self._worker
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step on every rank."""
+        worker = self.worker
+        message = codec.pack_plan(plan)
+        try:
+            self._broadcast(message)
+            self._in_flight.append(worker.execute(plan))
+        except Exception as error:
+            raise self._break(error) from error
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step in flight. Looks after the ranks while it waits."""
+        handle = self._in_flight.popleft()
+        try:
+            while not handle.wait(_DEATH_NOTICE_S):
+                self.check_health()
+            return handle.result()
+        except Exception as error:
+            raise self._break(error) from error
+
+    def _break(self, error: Exception) -> EngineDeadError:
+        """Give up: after half a step the ranks cannot be brought together again."""
+        if self._broken is None:
+            self._broken = error if isinstance(error, EngineDeadError) else self._cause(error)
+            logger.error("The ranks are stopped: %s", self._broken)
+            _end_all(self._ranks)
+        return self._broken
+
+    def _cause(self, error: Exception) -> EngineDeadError:
+        """If a rank is gone, that is the reason; a failed collective operation is only how it shows."""
+        deadline = time.monotonic() + _DEATH_NOTICE_S
+        while time.monotonic() < deadline:
+            for rank in self._ranks:
+                if not rank.is_alive:
+                    return rank.death()
+            time.sleep(0.01)
+        return EngineDeadError(f"A step failed: {type(error).__name__}: {error}")
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's worker by name. Arguments and results must be plain data.
+
+        timeout: seconds for all ranks together. Raises TimeoutError; RuntimeError with the first rank's error if one failed.
+        """
+        worker = self.worker
+        if not isinstance(method, str):
+            raise TypeError(
+                "collective_rpc with a Python function needs distributed_executor_backend='uni': functions are not sent to "
+                "other processes. Give the name of a worker's method."
+            )
+        bound = public_method(worker, method)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._calls += 1
+        self._broadcast(codec.Call(self._calls, method, list(args), dict(kwargs or {})))
+        results: list[Any] = []
+        error: Exception | None = None
+        try:
+            results.append(bound(*args, **(kwargs or {})))
+        except Exception as own:
+            error = own  # the others' answers must be read all the same
+        for rank in self._ranks:
+            answer = self._answer(rank, self._calls, deadline)
+            if answer.error is not None and error is None:
+                error = RuntimeError(f"Rank {rank.rank}: {answer.error}")
+            results.append(answer.value)
+        if error is not None:
+            raise error
+        return results
+
+    def _answer(self, rank: RankProcess, call_id: int, deadline: float | None) -> codec.Result:
+        """A rank's answer to a call; answers to calls that were given up are dropped."""
+        while True:
+            try:
+                message = rank.receive(deadline)
+            except EngineDeadError as error:
+                raise self._break(error) from error
+            if not isinstance(message, codec.Result):
+                raise self._break(EngineDeadError(f"Rank {rank.rank} sent {type(message).__name__} as an answer."))
+            if message.call_id == call_id:
+                return message
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError if a rank is gone."""
+        self.worker.context  # noqa: B018 - raises if the executor is broken or shut down
+        for rank in self._ranks:
+            if not rank.is_alive:
+                raise self._break(rank.death())
+
+    def shutdown(self) -> None:
+        """End all ranks."""
+        self._in_flight.clear()
+        self._worker = None
+        if self._finalizer.alive:
+            self._finalizer()
+            rendezvous.leave()

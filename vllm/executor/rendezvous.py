@@ -1,0 +1,80 @@
+"""Where the ranks of one host meet: a store on the loopback interface, gone with the first rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from vllm.distributed.parallel_state import TensorParallel
+
+_HOST = "127.0.0.1"
+_MEETING_S = 60  # every rank is up before the first one waits here
+
+
+def open_listener() -> socket.socket:
+    """A listening socket on a free port of the loopback interface, for the store."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((_HOST, 0))
+    listener.listen(128)
+    return listener
+
+
+def join(
+    device_type: str, rank: int, world: int, port: int, timeout_s: int, listener: socket.socket | None = None
+) -> TensorParallel:
+    """Become rank `rank` of `world`. The first rank brings the listener that `port` belongs to.
+
+    Raises RuntimeError if this process has a default process group already: torch.distributed knows only one.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is in use in this process already (by another tensor-parallel engine, or by your program). "
+            "Shut that down first, or start this engine in a process of its own."
+        )
+    timeout = timedelta(seconds=timeout_s)
+    meeting = timedelta(seconds=min(timeout_s, _MEETING_S))
+    store = dist.TCPStore(
+        _HOST,
+        port,
+        world,
+        is_master=listener is not None,
+        timeout=meeting,
+        wait_for_workers=False,
+        # the store closes what it is given
+        master_listen_fd=None if listener is None else os.dup(listener.fileno()),
+    )
+    with _on_loopback():
+        if device_type == "cuda":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    return TensorParallel(rank, world)
+
+
+def leave() -> None:
+    """Undo `join`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """gloo reads the interface to listen on from the environment; no other will do for data that nobody else may see."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,134 @@
+"""A rank other than the first: `python -m vllm.executor.worker_process FD PARENT`, started by `multiproc.MultiprocExecutor`.
+
+It does what the socket says, one message after the other, and ends when the socket does: by itself when it waits, through a
+thread of its own when it computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vllm.engine.wire import FrameReader, receive_frames
+from vllm.executor import codec
+from vllm.executor.base import public_method
+
+if TYPE_CHECKING:
+    from vllm.worker.worker import Worker
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(connection: socket.socket, parent: int) -> None:
+    """Make sure that this process does not outlive its parent, whatever either of them is doing.
+
+    parent: the process to die with by the kernel's hand, 0 to rely on the socket alone (the kernel's signal follows the
+    parent's thread, which is right only for its main thread).
+    """
+    if parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection, select.POLLRDHUP)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+class Rank:
+    """Reads messages and does what they say."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = FrameReader()
+        self._frames: deque[bytes] = deque()
+        self._worker: Worker | None = None
+
+    def _receive(self) -> codec.ToRank:
+        while not self._frames:
+            frames = receive_frames(self._connection, self._reader)
+            if frames is None:
+                os._exit(1)
+            self._frames.extend(frames)
+        return codec.decode_to_rank(self._frames.popleft())
+
+    def _send(self, message: codec.FromRank) -> None:
+        self._connection.sendall(codec.frame(message))
+
+    def run(self) -> None:
+        """Work until told to stop."""
+        import vllm.worker.worker  # noqa: F401 - slow; once this is done, the ranks meet without waiting for each other
+
+        self._send(codec.Ready(os.getpid()))
+        while True:
+            message = self._receive()
+            match message:
+                case codec.Step():
+                    self._ready_worker().execute(codec.unpack_plan(message))
+                case codec.Call():
+                    self._send(self._call(message))
+                case codec.Begin():
+                    self._begin(message)
+                case codec.Start():
+                    self._ready_worker().start(message.num_blocks)
+                    self._send(codec.Ready())
+                case codec.Stop():
+                    return
+
+    def _ready_worker(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("The first message must be Begin.")
+        return self._worker
+
+    def _begin(self, message: codec.Begin) -> None:
+        from vllm.config import VllmConfig
+        from vllm.executor.rendezvous import join
+        from vllm.worker.worker import Worker
+
+        config = VllmConfig.from_dict(message.config)
+        tp = join(config.device_config.device, message.rank, message.world, message.port, message.timeout)
+        self._worker = Worker(config, tp)
+        self._send(codec.Ready(self._worker.count_blocks()))
+
+    def _call(self, message: codec.Call) -> codec.Result:
+        """An error of the method is its answer, not the end of this rank."""
+        try:
+            method = public_method(self._ready_worker(), message.method)
+            result = codec.Result(message.call_id, method(*message.args, **message.kwargs))
+            codec.frame(result)  # fails here if the value cannot travel
+        except Exception as error:
+            return codec.Result(message.call_id, error=f"{type(error).__name__}: {error}")
+        return result
+
+
+def main() -> None:
+    """Serve the socket whose number is the first argument."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first rank says when to end
+    end_with_parent(connection, int(sys.argv[2]))
+    rank = Rank(connection)
+    try:
+        rank.run()
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        message = str(error) if isinstance(error, ValueError) else text
+        connection.sendall(codec.frame(codec.Failed(message, isinstance(error, ValueError))))
+        connection.close()
+        os._exit(1)  # not through destructors that wait for other ranks
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

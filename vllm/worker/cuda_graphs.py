@@ -1,0 +1,239 @@
+"""Replays whole decode steps as CUDA graphs: batches in which every request computes one token and samples the next.
+
+A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and for greedy batches the
+choice of the token. The host uploads two numbers per row, launches the graph and fetches the ids. Graphs are captured when
+a batch size is first seen, padded up to one of a few sizes, and share one memory pool. Few rows of the usual model run the
+fused program (`decode_program`), everything else the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.core.plan import StepPlan, StepResult
+from vllm.logger import init_logger
+from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
+from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, ProgramWeights, read_weights
+from vllm.worker.input_builder import Batch
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+if TYPE_CHECKING:
+    from vllm.worker.model_runner import ModelRunner
+
+logger = init_logger(__name__)
+
+_RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: steps of at most an eighth of the size, so that padding costs little."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    sizes += [*range(320, 513, 64), *range(640, 1025, 128)]
+    kept = [s for s in sizes if s < max_num_seqs]
+    return [*kept, max_num_seqs] if max_num_seqs <= 1024 else kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One captured step and what must stay alive for it."""
+
+    graph: torch.cuda.CUDAGraph
+    step: StepInputs | None
+    keep: tuple[Any, ...]
+
+
+class GreedyHandle:
+    """A replayed greedy step whose ids are on their way to the host."""
+
+    def __init__(self, plan: StepPlan, ids: Tensor, done: torch.cuda.Event, begun: float, not_finite: str) -> None:
+        self._plan, self._ids, self._done, self._begun, self._not_finite = plan, ids, done, begun, not_finite
+
+    def result(self) -> StepResult:
+        """The sampled ids, once they are here."""
+        self._done.synchronize()
+        token_ids = self._ids[: len(self._plan.slots)].tolist()
+        errors = {i: self._not_finite for i, token in enumerate(token_ids) if token < 0} if min(token_ids) < 0 else {}
+        seconds = time.perf_counter() - self._begun
+        return StepResult(self._plan.step_id, token_ids, {}, {}, errors, seconds)
+
+
+class DecodeGraphs:
+    """The decode steps of one runner."""
+
+    def __init__(self, runner: ModelRunner, max_num_seqs: int, max_seq_len: int, not_finite: str) -> None:
+        """max_seq_len: longer sequences are left to the eager path."""
+        self._runner, self._max_seq_len, self._not_finite = runner, max_seq_len, not_finite
+        self._table, self._params = runner.table, runner.sampler.params
+        self._sizes = graph_sizes(max_num_seqs)
+        self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
+        self._graphs: dict[tuple[int, bool], _Entry] = {}
+        self._width = self._table.width
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(runner.context.device)
+        device, largest = runner.context.device, self._sizes[-1]
+        # one row of slots and one of positions: a step's upload is one copy
+        self._inputs = torch.full((2, largest), -1, dtype=torch.int32, device=device)
+        self._ids = torch.empty(largest, dtype=torch.int32, device=device)
+        self._hidden: Tensor | None = None
+        self._uploads = [torch.empty((2, largest), dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._upload_arrays = [t.numpy() for t in self._uploads]
+        self._downloads = [torch.empty(largest, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._events = [torch.cuda.Event() for _ in range(_RING)]
+        self._turn = 0
+        self.capture_seconds = 0.0
+
+    def accepts(self, plan: StepPlan) -> bool:
+        """Whether the plan is a uniform decode batch that a graph covers."""
+        rows = len(plan.slots)
+        if rows == 0 or rows > self._sizes[-1] or plan.extras is not None:
+            return False
+        if int(plan.num_tokens.max()) != 1 or not plan.sample.all():
+            return False
+        if int(plan.num_computed.max()) + 1 > self._max_seq_len:
+            return False
+        return not self._params.wants_prompt[plan.slots].any()
+
+    def execute(self, plan: StepPlan) -> Any:
+        """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step handle."""
+        begun = time.perf_counter()
+        rows = len(plan.slots)
+        if int(plan.num_computed.max()) + 2 > self._table.width:
+            self._table.require_width(int(plan.num_computed.max()) + 2)
+        if self._table.width != self._width:  # the table moved to other memory
+            self._graphs.clear()
+            self._width = self._table.width
+        greedy = not self._params.needs[plan.slots].any() and self._runner.tp.world == 1
+        size = next(s for s in self._sizes if s >= rows)
+        turn = self._turn
+        self._turn = (turn + 1) % _RING
+        host = self._upload_arrays[turn]
+        host[0, :rows], host[0, rows:size] = plan.slots, -1
+        host[1, :rows] = plan.num_computed
+        self._inputs.copy_(self._uploads[turn], non_blocking=True)
+        entry = self._graphs.get((size, greedy))
+        if entry is None:
+            entry = self._capture(size, greedy)
+        entry.graph.replay()
+        if greedy:
+            ids, done = self._downloads[turn], self._events[turn]
+            ids.copy_(self._ids, non_blocking=True)
+            done.record()
+            return GreedyHandle(plan, ids, done, begun, self._not_finite)
+        return self._sample(plan, size, entry)
+
+    def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Any:
+        """Logits and sampling of a batch whose hidden states a graph has computed."""
+        rows = len(plan.slots)
+        step = entry.step if entry.step is not None else self._static_step(size, plain=True)[0]
+        batch = Batch(step, np.arange(rows), plan.slots, plan.num_computed + 1, (), plan.slots)
+        if self._hidden is None:
+            raise RuntimeError("A graph without hidden states cannot be sampled from.")
+        return self._runner.finish(plan, batch, self._hidden[:rows], self._runner.context.mark())
+
+    def _capture(self, size: int, greedy: bool) -> _Entry:
+        """Run the step once, so that its kernels exist, then capture it. Running it twice writes the same values again."""
+        start = time.perf_counter()
+        if not greedy and self._hidden is None:
+            self._hidden = self._hidden_buffer()
+        fused = self._weights is not None and size <= MAX_ROWS
+        run, step, keep = self._fused(size, greedy) if fused else self._general(size, greedy)
+        graph = torch.cuda.CUDAGraph()
+        main = torch.cuda.current_stream()
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            run()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        main.wait_stream(self._stream)
+        entry = self._graphs[size, greedy] = _Entry(graph, step, keep)
+        seconds = time.perf_counter() - start
+        self.capture_seconds += seconds
+        kind = "fused" if fused else "general"
+        logger.debug("Captured the %s %s step of %d rows in %.3f s.", kind, "greedy" if greedy else "sampled", size, seconds)
+        return entry
+
+    def _hidden_buffer(self) -> Tensor:
+        """[largest size, hidden] for hidden states that leave a graph; the runner's model knows their width and dtype."""
+        model: Any = self._runner.model
+        device = self._runner.context.device
+        return torch.empty(self._sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
+
+    def _fused(self, size: int, greedy: bool) -> tuple[Callable[[], None], StepInputs | None, tuple[Any, ...]]:
+        if self._weights is None:
+            raise RuntimeError("This model has no fused step.")
+        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+        program = DecodeProgram(self._weights, size, self._width, slots, positions)
+        outputs = {"token_ids": self._ids} if greedy else {"hidden": None if self._hidden is None else self._hidden[:size]}
+        return lambda: program.run(self._table, **outputs), None, (program,)
+
+    def _general(self, size: int, greedy: bool) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
+        """The model's own forward pass over static inputs."""
+        runner, table = self._runner, self._table
+        model: Any = runner.model
+        step, fill = self._static_step(size, plain=False)
+        vocab = self._params.vocab_size
+        tiles = -(-vocab // 4096)
+        device = runner.context.device
+        best, sums = (torch.empty(size, tiles, dtype=torch.float32, device=device) for _ in range(2))
+        best_at = torch.empty(size, tiles, dtype=torch.int32, device=device)
+        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+
+        def run() -> None:
+            fill()
+            hidden = model(step, runner.kv_caches)
+            if self._hidden is not None and not greedy:
+                self._hidden[:size].copy_(hidden)
+                return
+            count = argmax_tiles(model.logits(hidden), best, best_at, sums)
+            choose_tokens(slots, positions, best, best_at, sums, count, vocab, table.tokens, self._ids)
+
+        return run, step, (step, best, best_at, sums)
+
+    def _static_step(self, size: int, plain: bool) -> tuple[StepInputs, Callable[[], None]]:
+        """Inputs of a step at fixed addresses, and the function that queues the kernels which fill them.
+
+        `plain`: only what sampling needs of them.
+        """
+        table, device = self._table, self._runner.context.device
+        starts = np.arange(size + 1, dtype=np.int32)
+        int64, int32 = torch.int64, torch.int32
+        columns = 1 if plain else -(-self._width // table.block_size)
+        groups = tuple(
+            GroupInputs(
+                slot_mapping=torch.zeros(size, dtype=int64, device=device),
+                block_table=torch.zeros(size, columns, dtype=int32, device=device),
+            )
+            for _ in table.tables
+        )
+        step = StepInputs(
+            token_ids=torch.zeros(size, dtype=int64, device=device),
+            positions=torch.zeros(size, dtype=int64, device=device),
+            query_starts=torch.arange(size + 1, dtype=int32, device=device),
+            seq_lens=torch.ones(size, dtype=int32, device=device),
+            logits_rows=torch.arange(size, dtype=int64, device=device),
+            groups=groups,
+            max_query_len=1,
+            max_seq_len=self._width,
+            host_query_starts=starts,
+            host_seq_lens=np.full(size, self._width, np.int32),
+        )
+        shared = (step.token_ids, step.positions, step.seq_lens)
+        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+
+        def fill() -> None:
+            for g, (group, blocks) in enumerate(zip(groups, table.tables, strict=True)):
+                gather_inputs(
+                    slots, positions, table.tokens, blocks, shared, group.slot_mapping, group.block_table, table.block_size, g == 0
+                )
+
+        return step, fill

@@ -1,0 +1,222 @@
+"""The fused decode step of the common decoder: five kernels a layer, built from a model's modules, for a few rows.
+
+It computes what `DecoderModel.forward` and `.logits` compute for one new token per row, for models of the usual shape:
+pre-norm blocks with RMS norms, rotary attention over one KV group, a gated SiLU MLP, bf16, one rank, plain weights.
+`read_weights` returns None for anything else, and the general path runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Norm
+from vllm.ops.triton.attention import choose_splits
+from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
+from vllm.ops.triton.decode_linear import (
+    ARGMAX,
+    RESIDUAL,
+    SILU,
+    STORE,
+    Product,
+    Stream,
+    choose_tiling,
+    run_product,
+    supports,
+)
+from vllm.ops.triton.decode_step import choose_tokens, embed_rows, normalize_rows
+from vllm.worker.slot_table import SlotTable
+
+MAX_ROWS = 64  # with more, cuBLAS reads the weights as fast and multiplies faster
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer: weights [out, in], the norms before attention and MLP (offset included), and the attention's constants."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    attn_norm: Tensor
+    ffn_norm: Tensor
+    attention: DecodeAttention
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramWeights:
+    """All that the fused step reads of a model."""
+
+    layers: tuple[LayerWeights, ...]
+    embedding: Tensor
+    head: Tensor
+    final_norm: Tensor
+    eps: float
+    vocab_size: int
+
+
+def _plain(linear: nn.Module, mode: int) -> Tensor | None:
+    """The linear layer's weight if it is an ordinary one that the kernels can read."""
+    if not isinstance(linear.method, UnquantizedLinearMethod) or linear.packed is not None or linear.skip_bias_add:
+        return None
+    return linear.weight.data if supports(linear.weight.data, mode) else None
+
+
+def _usual_norm(norm: Norm | None, eps: float | None = None) -> bool:
+    return norm is not None and norm.kind == "rms" and norm.weight and not norm.bias and (eps is None or norm.eps == eps)
+
+
+def _usual_attention(attn: Attn) -> bool:
+    rope, group = attn.rope, attn.heads // attn.kv_heads
+    if rope is None or rope.interleaved or rope.dim != attn.head_dim:
+        return False
+    plain = attn.window is None and attn.softcap is None and not attn.out_bias
+    qk_norm = attn.qk_norm is None or _usual_norm(attn.qk_norm)
+    return plain and qk_norm and attn.head_dim in (64, 128) and group <= 16
+
+
+def _usual_block(block: Block, eps: float) -> bool:
+    ffn = block.ffn
+    mlp = isinstance(ffn, Mlp) and ffn.gated and ffn.act in ("silu", "swish") and not ffn.bias
+    return block.layout is Layout.PRE and mlp and _usual_norm(block.norm, eps) and _usual_attention(block.attn)
+
+
+def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | None:
+    """The weights of a model that the fused step can run, else None."""
+    if not isinstance(model, DecoderModel) or model.dtype != torch.bfloat16 or model.tp.world != 1:
+        return None
+    spec = model.spec
+    eps = spec.blocks[0].norm.eps
+    usual = all(_usual_block(block, eps) for block in spec.blocks) and _usual_norm(spec.norm, eps)
+    scaled = spec.embed_scale != 1.0 or spec.logit_scale != 1.0 or spec.logit_softcap is not None
+    extra = spec.positions is not None or model.project_in is not None or spec.head_bias
+    one_cache = len(model.kv_groups) == 1 and all(c.dtype == torch.bfloat16 for c in kv_caches)
+    if not usual or scaled or extra or not one_cache or model.head.packed is not None:
+        return None
+    if not supports(model.head.weight.data, ARGMAX):
+        return None
+    layers = []
+    for block, cache in zip(model.blocks, kv_caches, strict=True):
+        attn, ffn = block.attn, block.ffn
+        products = (
+            _plain(attn.qkv, STORE),
+            _plain(attn.o, RESIDUAL),
+            _plain(ffn.gate_up, SILU),
+            _plain(ffn.down, RESIDUAL),
+        )
+        qkv, o, gate_up, down = products
+        if qkv is None or o is None or gate_up is None or down is None:
+            return None
+        qk_norm = attn.spec.qk_norm
+        attention = DecodeAttention(
+            heads=attn.heads,
+            scale=attn.params.scale,
+            cache=cache,
+            cos_sin=attn.cos_sin,
+            q_weight=None if qk_norm is None else attn.q_norm.weight.data,
+            k_weight=None if qk_norm is None else attn.k_norm.weight.data,
+            eps=0.0 if qk_norm is None else qk_norm.eps,
+            offset=0.0 if qk_norm is None else qk_norm.offset,
+        )
+        bias = attn.qkv.bias.data if attn.spec.qkv_bias else None
+        norms = [_norm_factor(block.norms[i].weight.data, spec.blocks[0].norm.offset) for i in (0, 1)]
+        layers.append(LayerWeights(qkv, bias, o, gate_up, down, *norms, attention))
+    final = spec.norm
+    factor = _norm_factor(model.norm.weight.data, 0.0 if final is None else final.offset)
+    return ProgramWeights(
+        tuple(layers), model.embed.weight.data, model.head.weight.data[: spec.vocab_size], factor, eps, spec.vocab_size
+    )
+
+
+def _norm_factor(weight: Tensor, offset: float) -> Tensor:
+    """What the normalised row is multiplied by; kept in fp32 if an offset is added, to lose nothing."""
+    return weight if offset == 0.0 else weight.float() + offset
+
+
+class DecodeProgram:
+    """The fused step for exactly `rows` rows, over static buffers. One instance per graph size; weights are shared."""
+
+    def __init__(
+        self, weights: ProgramWeights, rows: int, width: int, slots: Tensor, positions: Tensor, *, pdl: bool = True
+    ) -> None:
+        """slots, positions: [rows] int32 views of the uploaded inputs.   width: the longest sequence that may come."""
+        self.weights, self.rows, self._pdl = weights, rows, pdl
+        self._slots, self._positions = slots, positions
+        first = weights.layers[0]
+        device, hidden = weights.embedding.device, weights.embedding.shape[1]
+        self._products = [self._layer_products(layer, rows) for layer in weights.layers]
+        head = choose_tiling(rows, weights.vocab_size, hidden, ARGMAX)
+        self._head = Product(weights.head, None, ARGMAX, True, head)
+        products = [*self._products[0], self._head]
+
+        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        fp32, int32 = torch.float32, torch.int32
+        tile_rows = max(16, 1 << (rows - 1).bit_length())
+        part = max(p.tiling.split * tile_rows * p.outputs if p.tiling.split > 1 else 1 for p in products)
+        tiles = max(p.tiles for p in products)
+        self._stream = Stream(
+            rows, hidden, weights.eps, empty(rows, hidden), empty(part, dtype=fp32),
+            torch.zeros(tiles, dtype=int32, device=device), empty(rows, tiles, dtype=fp32),
+            empty(rows, tiles, dtype=int32), empty(rows, tiles, dtype=fp32),
+        )  # fmt: skip
+        self._scaled = (empty(rows, hidden), empty(rows, hidden))  # before attention, before the MLP
+        self._squares = tuple(empty(rows, hidden, dtype=fp32) for _ in range(2))
+        attn = first.attention
+        kv_heads, head_dim = attn.cache.shape[2], attn.cache.shape[4]
+        self._qkv = empty(rows, first.qkv.shape[0])
+        self._context = empty(rows, attn.heads * head_dim)
+        self._mlp = empty(rows, first.down.shape[1])
+        self._splits = choose_splits(rows * kv_heads, width, None)
+        self._part = empty(rows * attn.heads * self._splits, head_dim, dtype=fp32)
+        self._lse = empty(rows * attn.heads * self._splits, dtype=fp32)
+        self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
+
+    @staticmethod
+    def _layer_products(layer: LayerWeights, rows: int) -> tuple[Product, Product, Product, Product]:
+        def product(weight: Tensor, bias: Tensor | None, mode: int, norm: bool) -> Product:
+            outputs = weight.shape[0] // (2 if mode == SILU else 1)
+            return Product(weight, bias, mode, norm, choose_tiling(rows, outputs, weight.shape[1], mode))
+
+        return (
+            product(layer.qkv, layer.qkv_bias, STORE, True),
+            product(layer.o, None, RESIDUAL, False),
+            product(layer.gate_up, None, SILU, True),
+            product(layer.down, None, RESIDUAL, False),
+        )
+
+    def run(self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None) -> None:
+        """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden: [rows, hidden]
+        receives the normalised last hidden states instead."""
+        w, s, pdl = self.weights, self._stream, self._pdl
+        attn_in, mlp_in = self._scaled
+        before_attn, before_mlp = self._squares
+        down_tiles, o_tiles = self._products[0][3].tiles, self._products[0][1].tiles
+        rows = DecodeRows(
+            self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived, self._splits
+        )
+        tokens = table.tokens
+        embed_rows(
+            self._slots, self._positions, tokens, w.embedding, w.layers[0].attn_norm, s.h, attn_in, before_attn, down_tiles
+        )
+        for i, (layer, (qkv, o, gate_up, down)) in enumerate(zip(w.layers, self._products, strict=True)):
+            after = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.final_norm
+            run_product(qkv, s, attn_in, self._qkv, squares_in=(before_attn, down_tiles), pdl=pdl)
+            decode_attention(self._qkv, self._context, layer.attention, rows, pdl=pdl)
+            run_product(o, s, self._context, s.h, None, layer.ffn_norm, mlp_in, before_mlp, pdl=pdl)
+            run_product(gate_up, s, mlp_in, self._mlp, squares_in=(before_mlp, o_tiles), pdl=pdl)
+            run_product(down, s, self._mlp, s.h, None, after, attn_in, before_attn, pdl=pdl)
+        if hidden is not None:
+            normalize_rows(attn_in, before_attn, down_tiles, w.eps, hidden, pdl=pdl)
+        if token_ids is not None:
+            run_product(self._head, s, attn_in, attn_in, squares_in=(before_attn, down_tiles), pdl=pdl)
+            choose_tokens(
+                self._slots, self._positions, s.best, s.best_at, s.sums, self._head.tiles, w.vocab_size, tokens, token_ids,
+                pdl=pdl,
+            )  # fmt: skip
