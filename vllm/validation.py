@@ -117,12 +117,14 @@ def token_ids(name: str, value: Any) -> list[int]:
         raise _wrong_type(name, value, "a list of integers")
     if len(value) > MAX_LIST_LENGTH:
         raise fail(name, f"{len(value)} of them", f"must be a list of at most {MAX_LIST_LENGTH} token ids")
-    for item in value:
-        if isinstance(item, bool) or not isinstance(item, Integral):
-            raise fail(name, value, "must contain only integers")
-        if not 0 <= int(item) <= INT32_MAX:
-            raise fail(name, show(int(item)), f"must contain only token ids from 0 to {INT32_MAX}")
-    return [int(item) for item in value]
+    if any(kind is bool or not issubclass(kind, Integral) for kind in set(map(type, value))):
+        raise fail(name, value, "must contain only integers")
+    ids = [int(item) for item in value]
+    if ids:
+        for extreme in (min(ids), max(ids)):
+            if not 0 <= extreme <= INT32_MAX:
+                raise fail(name, extreme, f"must contain only token ids from 0 to {INT32_MAX}")
+    return ids
 
 
 def instance_of(kind: type) -> Check:
