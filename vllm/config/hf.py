@@ -78,8 +78,8 @@ def refuse_model_code(document: Any, source: Path | str, *, trust_remote_code: b
             if value.get("auto_map"):
                 raise ValueError(
                     f"{source} asks for Python code from the model's repository (`auto_map`), which is not run by "
-                    "default. If you trust the repository, pass `trust_remote_code` (--trust-remote-code); otherwise use "
-                    "a version of the model without `auto_map`."
+                    "default. If you trust the repository, pass `trust_remote_code` (--trust-remote-code); otherwise "
+                    "use a version of the model without `auto_map`."
                 )
             pending.extend(value.values())
         elif isinstance(value, list):
@@ -147,7 +147,7 @@ class HFConfig:
         config._check()
         return config
 
-    # ---- raw access -------------------------------------------------------------------------------------------------
+    # ---- raw access ----------------------------------------------------------------------------------------------
 
     def get(self, *names: str, default: Any = _MISSING) -> Any:
         """The first of `names` that is present and not null; then Hugging Face's class default; then `default`.
@@ -225,7 +225,7 @@ class HFConfig:
         text = self.raw.get("text_config")
         return (self.raw, text) if isinstance(text, dict) else (self.raw,)
 
-    # ---- identity ---------------------------------------------------------------------------------------------------
+    # ---- identity ------------------------------------------------------------------------------------------------
 
     @cached_property
     def model_type(self) -> str:
@@ -268,7 +268,7 @@ class HFConfig:
         value: bool = self.get_bool("is_encoder_decoder", default=False)
         return value
 
-    # ---- sizes ------------------------------------------------------------------------------------------------------
+    # ---- sizes ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def hidden_size(self) -> int:
@@ -312,7 +312,7 @@ class HFConfig:
         value: bool = self.get_bool("tie_word_embeddings", default=True)
         return value
 
-    # ---- attention --------------------------------------------------------------------------------------------------
+    # ---- attention -----------------------------------------------------------------------------------------------
 
     @cached_property
     def sliding_window(self) -> int | None:
@@ -384,7 +384,7 @@ class HFConfig:
         rotary_dim: int | None = self.get_int("rotary_dim", default=None)
         return 1.0 if rotary_dim is None else rotary_dim / self.head_dim
 
-    # ---- tokens -----------------------------------------------------------------------------------------------------
+    # ---- tokens --------------------------------------------------------------------------------------------------
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -394,7 +394,7 @@ class HFConfig:
             raise self._wrong("eos_token_id", value, "an integer or a list of integers")
         return tuple(ids)
 
-    # ---- checks -----------------------------------------------------------------------------------------------------
+    # ---- checks --------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         """Compute every value once, so that a hostile file fails here and not in the middle of loading."""
@@ -417,7 +417,7 @@ class HFConfig:
         except _MissingFieldError:
             return None
 
-    # ---- transformers -----------------------------------------------------------------------------------------------
+    # ---- transformers --------------------------------------------------------------------------------------------
 
     def to_transformers(self, *, trust_remote_code: bool = False) -> Any:
         """transformers' own config object with the same fields (imports transformers)."""

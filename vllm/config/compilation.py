@@ -1,0 +1,90 @@
+"""Settings of CUDA graphs. Nothing is compiled: start-up is a feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config.fields import setting
+from vllm.config.kinds import Integer, JsonOr, NumberList
+
+_MAX_LEVEL = 3
+# Keys of a compilation_config of other versions; those without an entry in `CompilationConfig` steer a compiler.
+_COMPILER_KEYS = frozenset({
+    "debug_dump_path", "cache_dir", "backend", "custom_ops", "splitting_ops", "use_inductor", "compile_sizes",
+    "inductor_compile_config", "inductor_passes", "cudagraph_num_of_warmups", "cudagraph_copy_inputs",
+    "full_cuda_graph", "pass_config", "max_capture_size", "mode", "cudagraph_mode",
+})  # fmt: skip
+_OWN_KEYS = frozenset({"level", "use_cudagraph", "cudagraph_capture_sizes"})
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """CUDA graphs: whether they are used, and for which batch sizes.
+
+    `cudagraph_capture_sizes` is empty where there are no graphs; else the batch sizes, ascending.
+    """
+
+    given: dict[str, Any] = setting(
+        {},
+        JsonOr(
+            optional=True,
+            accept=lambda value: isinstance(value, int) and not isinstance(value, bool),
+            expected="a level from 0 to 3",
+        ),
+        "A level from 0 to 3, or a JSON object. Nothing is compiled at any level; use_cudagraph and "
+        "cudagraph_capture_sizes steer CUDA graphs.",
+        name="compilation_config",
+        flags=("-O",),
+    )
+    cuda_graph_sizes: list[int] | None = setting(
+        None,
+        NumberList(optional=True, whole=True),
+        "Batch sizes of CUDA graphs; a single number is the largest of a default series.",
+    )
+    capture_sizes: list[int] | None = setting(
+        None,
+        NumberList(optional=True, whole=True),
+        "Batch sizes of CUDA graphs, exactly these.",
+        name="cudagraph_capture_sizes",
+    )
+    max_cudagraph_capture_size: int | None = setting(
+        None, Integer(low=1, optional=True), "The largest of the default series of batch sizes of CUDA graphs."
+    )
+    level: int = 0
+    use_cudagraph: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] = field(default=())
+
+
+def read_compilation_config(given: Any) -> dict[str, Any]:
+    """A compilation_config in its dictionary form, its keys checked."""
+    if given is None:
+        return {}
+    if isinstance(given, int):
+        given = {"level": given}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"compilation_config must be a level from 0 to {_MAX_LEVEL} or a dict, got {given!r}.")
+    unknown = sorted(str(key) for key in given if key not in _COMPILER_KEYS | _OWN_KEYS)
+    if unknown:
+        known = ", ".join(sorted(_COMPILER_KEYS | _OWN_KEYS))
+        raise ValueError(f"compilation_config has unknown keys {', '.join(unknown)}; known are {known}.")
+    level = given.get("level", 0)
+    if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= _MAX_LEVEL:
+        raise ValueError(f"compilation_config: level must be an integer from 0 to {_MAX_LEVEL}, got {level!r}.")
+    if not isinstance(given.get("use_cudagraph", True), bool):
+        raise ValueError(f"compilation_config: use_cudagraph must be true or false, got {given['use_cudagraph']!r}.")
+    return dict(given)
+
+
+def compiler_keys(given: Mapping[str, Any]) -> list[str]:
+    """The keys of a compilation_config that steer a compiler, and so change nothing here."""
+    return sorted(key for key in given if key in _COMPILER_KEYS)
+
+
+def graph_sizes(largest: int | None, exact: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of CUDA graphs up to `max_num_seqs`: `exact`, or 1, 2, 4 and multiples of 8 up to `largest`."""
+    if exact is not None:
+        return tuple(sorted({size for size in exact if size <= max_num_seqs}))
+    limit = min(largest or 512, max_num_seqs)
+    return tuple(size for size in (1, 2, 4, *range(8, limit + 1, 8)) if size <= limit)

@@ -1,0 +1,29 @@
+"""Settings of the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config.fields import setting
+from vllm.config.kinds import Choice, Json
+
+DEVICES = ("auto", "cuda", "neuron", "cpu", "openvino", "tpu", "xpu", "hpu", "rocm")
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """What the model runs on: "cpu" or "cuda"."""
+
+    device: str = setting(
+        "auto", Choice(values=DEVICES), 'What the model runs on; "auto": a CUDA device if there is one, else the CPU.',
+        resolved="cpu",
+    )  # fmt: skip
+
+    additional_config: dict[str, Any] = setting(
+        {}, Json(optional=True), "Settings for platform plug-ins, passed through."
+    )
+
+    @property
+    def device_type(self) -> str:
+        return self.device

@@ -1,0 +1,322 @@
+"""Settings of the model, its tokenizer and its files, and what is known about the model once they are resolved."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.fields import setting
+from vllm.config.generation import diff_sampling_params
+from vllm.config.hf import HFConfig
+from vllm.config.kinds import Choice, Flag, Integer, Json, JsonOr, Kind, Number, Text, TextList
+
+if TYPE_CHECKING:
+    from vllm.config.parallel import ParallelConfig
+
+QUANTIZATIONS = (
+    "aqlm", "awq", "deepspeedfp", "tpu_int8", "fp8", "ptpc_fp8", "fbgemm_fp8", "modelopt", "modelopt_fp4", "marlin",
+    "bitblas", "gguf", "gptq_marlin_24", "gptq_marlin", "gptq_bitblas", "awq_marlin", "gptq", "squeezellm",
+    "compressed-tensors", "bitsandbytes", "qqq", "hqq", "experts_int8", "neuron_quant", "ipex", "quark", "moe_wna16",
+    "torchao", "auto-round", "rtn",
+)  # fmt: skip
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+TOKENIZER_MODES = ("auto", "slow", "mistral", "custom")
+_POOLING = ("embedding", "embed", "classify", "score", "reward")
+_POOLER = "Pooling models"
+
+
+@dataclass(frozen=True)
+class _Dtype(Kind):
+    """A dtype by name, or a torch dtype; `resolve.py` knows what it means."""
+
+    @property
+    def words(self) -> str:
+        return ", ".join(DTYPES)
+
+    def _check(self, name: str, value: Any) -> str:
+        text = str(value).removeprefix("torch.").lower()
+        if text not in DTYPES:
+            raise ValueError(f"Unknown dtype: {value}")
+        return text
+
+    def cli(self) -> dict[str, Any]:
+        return {"type": str, "choices": list(DTYPES)}
+
+
+def _unknown_quantization(value: Any) -> str:
+    return f"Unknown quantization method: {value}. Must be one of {list(QUANTIZATIONS)}."
+
+
+def _unknown_tokenizer_mode(value: Any) -> str:
+    return f"Unknown tokenizer mode: {value}. Must be either 'auto', 'slow', 'mistral' or 'custom'."
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: which one, from where, in which precision and up to which length."""
+
+    model: str = setting(
+        "facebook/opt-125m",
+        Text(),
+        'Name of a Hugging Face repository, a local folder, or "demo" (comes with the package).',
+    )
+    tokenizer: str = setting(
+        None, Text(optional=True), "Name or folder of the tokenizer. Default: the model's.", resolved=""
+    )
+    task: str = setting(
+        "auto",
+        Choice(values=("auto", "generate", *_POOLING, "transcription", "draft")),
+        "What the model is used for.",
+        later={name: f"The task '{name}'" for name in (*_POOLING, "transcription", "draft")},
+    )
+    runner: str = setting(
+        "auto",
+        Choice(values=("auto", "generate", "pooling", "draft")),
+        "The newer name of task.",
+        later={"pooling": _POOLER, "draft": "Draft models"},
+    )
+    convert: str = setting(
+        "auto",
+        Choice(values=("auto", "none", "embed", "classify", "reward")),
+        "Turn a generating model into a pooling model.",
+        later=dict.fromkeys(("embed", "classify", "reward"), _POOLER),
+    )
+    skip_tokenizer_init: bool = setting(
+        False, Flag(), "Load no tokenizer: prompts must be token ids, and outputs are token ids only."
+    )
+    tokenizer_mode: str = setting(
+        "auto",
+        Choice(values=TOKENIZER_MODES, error=_unknown_tokenizer_mode),
+        '"auto" (the fast tokenizer if there is one), "slow", "mistral" (mistral_common) or "custom".',
+    )
+    trust_remote_code: bool = setting(False, Flag(), "Allow Python code of the model's repository to run.")
+    dtype: str = setting(
+        "auto",
+        _Dtype(),
+        "Type of weights and activations: auto, half = float16, bfloat16, float = float32. Auto follows the model: "
+        "bfloat16 stays, float16 and float32 become float16 on CUDA; see --explain for the CPU.",
+        resolved="float32",
+    )
+    seed: int = setting(
+        None, Integer(optional=True), "Seed of requests without a seed of their own. Default: 0.", resolved=0
+    )
+    max_model_len: int = setting(
+        None,
+        Integer(low=1, human=True, optional=True),
+        "The longest sequence, prompt and output together. Default: what the model was made for.",
+        resolved=2048,
+    )
+    hf_config_path: str | None = setting(
+        None, Text(optional=True), "Name or folder of the model's config.json. Default: the model's."
+    )
+    revision: str | None = setting(
+        None, Text(optional=True), "Branch, tag or commit of the model. Default: the default branch."
+    )
+    code_revision: str | None = setting(
+        None, Text(optional=True), "Branch, tag or commit of the model's Python code.", needs="trust_remote_code"
+    )
+    tokenizer_revision: str | None = setting(
+        None, Text(optional=True), "Branch, tag or commit of the tokenizer. Default: the default branch."
+    )
+    hf_token: bool | str | None = setting(
+        None,
+        JsonOr(
+            optional=True, accept=lambda value: isinstance(value, bool | str), expected="a token or true", text=True
+        ),
+        "Token for the Hugging Face Hub. Default: the one that was stored by logging in.",
+    )
+    hf_overrides: dict[str, Any] | Callable[[Any], Any] = setting(
+        {}, JsonOr(optional=True), "Fields that replace those of config.json (nested); in Python also a function."
+    )
+    rope_scaling: dict[str, Any] = setting(
+        {}, Json(optional=True), 'Scaling of rotary embeddings, e.g. {"rope_type": "dynamic", "factor": 2.0}.'
+    )
+    rope_theta: float | None = setting(None, Number(optional=True), "Base of rotary embeddings. Default: the model's.")
+    config_format: str = setting(
+        "auto",
+        Choice(values=("auto", "hf", "mistral")),
+        "Format of the model's config.",
+        later={"mistral": "The config format 'mistral' (params.json)"},
+    )
+    quantization: str | None = setting(
+        None,
+        Choice(optional=True, values=QUANTIZATIONS, error=_unknown_quantization),
+        "How the weights are quantized. Default: what config.json says.",
+        flags=("-q",),
+        later="Quantized models",
+    )
+    enforce_eager: bool = setting(False, Flag(optional=True), "Never use CUDA graphs.")
+    max_seq_len_to_capture: int = setting(8192, Integer(low=1), "CUDA graphs are used for sequences up to this length.")
+    max_logprobs: int = setting(20, Integer(low=-1), "The most logprobs per token that a request may ask for; -1: all.")
+    disable_sliding_window: bool = setting(
+        False, Flag(), "Do without a sliding window: max_model_len is at most the window."
+    )
+    disable_async_output_proc: bool = setting(False, Flag(), "Finish a step's outputs before the next step is planned.")
+    served_model_name: str = setting(
+        None,
+        TextList(optional=True),
+        "The model's name (or names) in the API. Default: the model argument.",
+        resolved="",
+    )
+    generation_config_source: str = setting(
+        "auto",
+        Text(optional=True),
+        'Default sampling parameters: "auto" (generation_config.json of the model), "vllm" (neutral ones) or a folder.',
+        name="generation_config",
+    )
+    override_generation_config: dict[str, Any] = setting(
+        {}, Json(optional=True), 'Values that replace those of generation_config.json, e.g. {"temperature": 0.5}.'
+    )
+    model_impl: str = setting(
+        "auto",
+        Choice(values=("auto", "vllm", "transformers")),
+        '"vllm" (this package\'s model), "transformers" (that of transformers), or "auto": the first that exists.',
+    )
+    enable_sleep_mode: bool = setting(False, Flag(), "Allow the engine to sleep.", later="Sleep mode")
+    override_neuron_config: dict[str, Any] = setting(
+        {}, Json(optional=True), "Settings of Neuron devices.", later="Neuron devices (override_neuron_config)"
+    )
+    override_pooler_config: Any = setting(
+        None,
+        JsonOr(optional=True, accept=lambda value: hasattr(value, "pooling_type"), expected="a PoolerConfig"),
+        "Settings of the pooler.",
+        later=_POOLER,
+    )
+    pooler_config: Any = setting(
+        None,
+        JsonOr(optional=True, accept=lambda value: hasattr(value, "pooling_type"), expected="a PoolerConfig"),
+        "The newer name of override_pooler_config.",
+        later=_POOLER,
+    )
+    override_attention_dtype: str | None = setting(
+        None, Text(optional=True), "Type of attention.", later="Another dtype for attention (override_attention_dtype)"
+    )
+    attention_backend: str | None = setting(
+        None,
+        Text(optional=True),
+        "Implementation of attention. Default: VLLM_ATTENTION_BACKEND, or the best one for the device.",
+    )
+    # What resolving adds.
+    path: Path = field(default_factory=Path)
+    tokenizer_path: Path = field(default_factory=Path)
+    hf: HFConfig = field(default_factory=lambda: HFConfig({}))
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    served_model_names: tuple[str, ...] = ()
+
+    # ---- the model's shape ---------------------------------------------------------------------------------------
+
+    @property
+    def logits_width(self) -> int:
+        """Rows of the language model head: token ids are below it."""
+        return self.hf.vocab_size
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return self.hf.architectures
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """transformers' config object (imports transformers)."""
+        return self.hf.to_transformers(trust_remote_code=self.trust_remote_code)
+
+    @property
+    def hf_text_config(self) -> Any:
+        return self.hf_config.get_text_config()
+
+    @property
+    def runner_type(self) -> str:
+        return "generate"
+
+    @property
+    def use_async_output_proc(self) -> bool:
+        return not self.disable_async_output_proc
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.hf.is_encoder_decoder
+
+    @property
+    def is_multimodal_model(self) -> bool:
+        return self.hf.is_multimodal
+
+    @property
+    def uses_mrope(self) -> bool:
+        return self.hf.rope.kind == "mrope"
+
+    @property
+    def is_attention_free(self) -> bool:
+        return False
+
+    def get_vocab_size(self) -> int:
+        return self.hf.vocab_size
+
+    def get_hidden_size(self) -> int:
+        return self.hf.hidden_size
+
+    def get_head_size(self) -> int:
+        return self.hf.head_dim
+
+    def get_sliding_window(self) -> int | None:
+        return self.hf.sliding_window
+
+    def get_total_num_kv_heads(self) -> int:
+        return self.hf.num_kv_heads
+
+    def get_num_kv_heads(self, parallel_config: ParallelConfig) -> int:
+        """Key/value heads on one rank; with more ranks than heads, heads are repeated."""
+        return max(1, self.hf.num_kv_heads // parallel_config.tensor_parallel_size)
+
+    def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
+        return self.hf.num_heads // parallel_config.tensor_parallel_size
+
+    def get_num_layers(self, parallel_config: ParallelConfig) -> int:
+        """Layers of one pipeline stage (the largest)."""
+        return -(-self.hf.num_layers // parallel_config.pipeline_parallel_size)
+
+    def get_multimodal_config(self) -> Any:
+        raise ValueError("The model is not multimodal.")
+
+    def verify_with_parallel_config(self, parallel_config: ParallelConfig) -> None:
+        """Raise ValueError if the model cannot be divided as `parallel_config` says."""
+        size = parallel_config.tensor_parallel_size
+        heads, kv_heads = self.hf.num_heads, self.hf.num_kv_heads
+        if heads % size:
+            raise ValueError(
+                f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
+            )
+        if kv_heads % size and size % kv_heads:
+            raise ValueError(
+                f"The {kv_heads} key/value heads can be neither divided by nor repeated over {size} ranks."
+                f" Use a divisor or a multiple of {kv_heads}."
+            )
+
+    # ---- sampling defaults ---------------------------------------------------------------------------------------
+
+    def try_get_generation_config(self) -> dict[str, Any]:
+        """The fields of generation_config.json, empty if there is none."""
+        return dict(self.generation_config)
+
+    def get_diff_sampling_param(self) -> dict[str, Any]:
+        """Default sampling parameters that the model or the user asks for, by their names in SamplingParams."""
+        base = {} if self.generation_config_source == "vllm" else self.generation_config
+        return diff_sampling_params({**base, **self.override_generation_config})
+
+
+def check_attention_backend(name: str | None, device: str) -> None:
+    """Raise ValueError if attention backend `name` is unknown, not installed, or not for `device`."""
+    known = ("TORCH_SDPA", "FLASH_ATTN", "XFORMERS", "ROCM_FLASH", "FLASHINFER", "TRITON_ATTN")
+    if name is None:
+        return
+    if name not in known:
+        raise ValueError(f"attention_backend must be one of {', '.join(known)}, got {name!r}.")
+    if device == "cpu" and name != "TORCH_SDPA":
+        raise ValueError(f"The attention backend {name} is not for the CPU; leave attention_backend unset.")
+    if name == "FLASHINFER" and importlib.util.find_spec("flashinfer") is None:
+        raise ValueError(
+            "VLLM_ATTENTION_BACKEND is set to FLASHINFER, but flashinfer module was not found. See "
+            "https://github.com/vllm-project/vllm/blob/main/docker/Dockerfile for instructions on how to install it."
+        )

@@ -1,0 +1,105 @@
+"""Settings of the processes and devices that share one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config.fields import setting
+from vllm.config.kinds import Choice, Flag, Integer, JsonOr, Text
+
+_DP = "Data parallelism"
+_EP = "Expert parallelism"
+_RAY = "The Ray executor"
+
+
+def _unknown_backend(value: Any) -> str:
+    return (
+        f"Unrecognized distributed executor backend {value}. Supported values are 'ray', 'mp' 'uni', "
+        "'external_launcher' or custom ExecutorBase subclass."
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work on one model is divided."""
+
+    pipeline_parallel_size: int = setting(
+        1, Integer(low=1), "Number of pipeline stages.", flags=("-pp",), later="Pipeline parallelism"
+    )
+    tensor_parallel_size: int = setting(1, Integer(low=1), "Number of devices that share each layer.", flags=("-tp",))
+    distributed_executor_backend: str = setting(
+        None,
+        Choice(optional=True, values=("ray", "mp", "uni", "external_launcher"), error=_unknown_backend),
+        'What starts the workers: "uni" (in this process; one device) or "mp" (one process each). Default: by size.',
+        resolved="uni",
+        later={"ray": _RAY, "external_launcher": "The external launcher"},
+    )
+    worker_use_ray: bool = setting(
+        False, Flag(), "Deprecated: distributed_executor_backend=ray.", later=_RAY + " (worker_use_ray)"
+    )
+    max_parallel_loading_workers: int | None = setting(
+        None,
+        Integer(low=1, optional=True),
+        "Load the model on this many workers at a time.",
+        obsolete="every worker streams its own part of the weights, so nothing is gained by taking turns",
+    )
+    disable_custom_all_reduce: bool = setting(
+        False, Flag(), "Use NCCL instead of a custom all-reduce. This is always so for now."
+    )
+    ray_workers_use_nsight: bool = setting(False, Flag(), "Profile Ray workers with nsight.")
+    distributed_timeout_seconds: int | None = setting(
+        None, Integer(low=1, optional=True), "Seconds after which a collective operation counts as failed."
+    )
+    worker_cls: str = setting("auto", Text(), "The worker class.", later="Custom worker classes (worker_cls)")
+    worker_extension_cls: str = setting(
+        "", Text(), "Class mixed into the worker.", later="Worker extensions (worker_extension_cls)"
+    )
+    data_parallel_size: int = setting(1, Integer(low=1), "Number of engine copies.", flags=("-dp",), later=_DP)
+    data_parallel_rank: int | None = setting(
+        None, Integer(low=0, optional=True), "Rank of this engine copy.", flags=("-dpn",), later=_DP
+    )
+    data_parallel_size_local: int | None = setting(
+        None, Integer(low=0, optional=True), "Engine copies on this node.", flags=("-dpl",), later=_DP
+    )
+    data_parallel_address: str | None = setting(
+        None, Text(optional=True), "Address of the first engine copy.", flags=("-dpa",), later=_DP
+    )
+    data_parallel_rpc_port: int | None = setting(
+        None, Integer(low=0, optional=True), "Port between engine copies.", flags=("-dpp",), later=_DP
+    )
+    data_parallel_backend: str = setting(
+        "mp", Choice(values=("mp", "ray")), "What starts the engine copies.", flags=("-dpb",), later=_DP
+    )
+    enable_expert_parallel: bool = setting(False, Flag(), "Divide experts over devices.", later=_EP)
+    enable_eplb: bool = setting(False, Flag(), "Balance the load of experts.", later=_EP + " load balancing")
+    num_redundant_experts: int = setting(0, Integer(low=0), "Extra copies of experts.", later=_EP)
+    eplb_window_size: int = setting(1000, Integer(low=1), "Steps of the load window.", needs="enable_eplb")
+    eplb_step_interval: int = setting(3000, Integer(low=1), "Steps between rebalancing.", needs="enable_eplb")
+    eplb_log_balancedness: bool = setting(False, Flag(), "Log how balanced it is.", needs="enable_eplb")
+    kv_transfer_config: Any = setting(
+        None,
+        JsonOr(optional=True, accept=lambda value: hasattr(value, "kv_role"), expected="a KVTransferConfig"),
+        "Where KV caches are sent to or fetched from (prefill and decode on different machines).",
+        later="KV cache transfer",
+    )
+    kv_events_config: Any = setting(
+        None,
+        JsonOr(optional=True, accept=lambda value: hasattr(value, "publisher"), expected="a KVEventsConfig"),
+        "Where events of the KV cache are published.",
+        later="KV cache events",
+    )
+
+    def __post_init__(self) -> None:
+        if self.ray_workers_use_nsight and self.distributed_executor_backend != "ray":
+            raise ValueError("Unable to use nsight profiling unless workers run with Ray.")
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ValueError(
+                f"The 'uni' executor runs one device, but {self.world_size} are asked for. "
+                "Use distributed_executor_backend='mp', or tensor_parallel_size=1."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size

@@ -1,0 +1,362 @@
+"""The one place where a setting that the user left open is derived, from the model or from the hardware, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm import envs
+from vllm.config import model_source
+from vllm.config.cache import CacheConfig
+from vllm.config.compilation import CompilationConfig, compiler_keys, graph_sizes, read_compilation_config
+from vllm.config.decoding import DecodingConfig
+from vllm.config.device import DeviceConfig
+from vllm.config.dtype import resolve_dtype
+from vllm.config.fields import build
+from vllm.config.generation import check_generation_config, read_generation_config
+from vllm.config.hf import HFConfig
+from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig, PromptAdapterConfig
+from vllm.config.max_model_len import resolve_max_model_len, without_sliding_window
+from vllm.config.model import ModelConfig, check_attention_backend
+from vllm.config.observability import ObservabilityConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.config.settings import (
+    UnsupportedSettingError,
+    check_settings,
+    log_useless_settings,
+    refuse_missing_features,
+)
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.vllm_config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import Platform, detect_device, platform_for
+from vllm.usage.usage_lib import UsageContext
+
+logger = init_logger(__name__)
+
+_GIB = 2**30
+_LARGE_DEVICE = 70 * _GIB
+_OFFLINE = (UsageContext.LLM_CLASS, UsageContext.OPENAI_BATCH_RUNNER)
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Default bounds of a step. Offline, throughput counts; a server keeps steps short for the latency of others."""
+
+    tokens_offline: int
+    tokens_server: int
+    seqs: int
+    why: str
+
+
+_CPU_STEP = StepSize(4096, 2048, 256, "on the CPU")
+_CUDA_STEP = StepSize(8192, 2048, 256, "on a GPU with less than 70 GiB")
+_LARGE_CUDA_STEP = StepSize(16384, 8192, 1024, "on a GPU with 70 GiB or more")
+
+
+def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGINE_CONTEXT) -> VllmConfig:
+    """The configuration that `settings` (every setting by name) stand for.
+
+    Raises ValueError for a bad value, and for a value that needs a feature which does not exist yet.
+    """
+    args = _with_older_names(check_settings(settings))
+    _check_features(args)
+    log_useless_settings(args)
+    why: dict[str, str] = {}
+    device = _device(args, why)
+    platform = platform_for(device)
+    parallel = _parallel(args, platform, why)
+    model = _model(args, platform, why)
+    model.verify_with_parallel_config(parallel)
+    cache = _cache(args, model, device, why)
+    scheduler = _scheduler(args, model.max_model_len, platform, usage, why)
+    return VllmConfig(
+        model_config=model,
+        cache_config=cache,
+        parallel_config=parallel,
+        scheduler_config=scheduler,
+        device_config=build(DeviceConfig, args, device=device),
+        load_config=build(LoadConfig, args),
+        decoding_config=build(DecodingConfig, args),
+        observability_config=build(ObservabilityConfig, args),
+        compilation_config=_compilation(args, model, scheduler, device, why),
+        additional_config=dict(args["additional_config"] or {}),
+        explanation=why,
+    )
+
+
+def _with_older_names(args: dict[str, Any]) -> dict[str, Any]:
+    """Settings that are only another name of a newer one, moved there."""
+    length = args["max_context_len_to_capture"]
+    if length is not None:
+        logger.warning("max_context_len_to_capture is deprecated, use max_seq_len_to_capture.")
+        args = {**args, "max_seq_len_to_capture": length, "max_context_len_to_capture": None}
+    return args
+
+
+def _check_features(args: dict[str, Any]) -> None:
+    """Refuse what does not exist yet, but say first what would be wrong with it anyway."""
+    for config_class in (LoRAConfig, PromptAdapterConfig, SpeculativeConfig, DecodingConfig, ObservabilityConfig):
+        build(config_class, args)
+    speculative = args["speculative_config"] or args["speculative_model"] or args["spec_model"]
+    if args["num_scheduler_steps"] > 1:
+        if speculative:
+            raise ValueError("Speculative decoding is not supported with multi-step (--num-scheduler-steps > 1)")
+        if args["enable_chunked_prefill"] and args["pipeline_parallel_size"] > 1:
+            raise ValueError("Multi-Step Chunked-Prefill is not supported for pipeline-parallel-size > 1")
+        logger.info("num_scheduler_steps changes nothing: planning a step overlaps with the device's work on the last.")
+    if args["num_lookahead_slots"] < 0:
+        build(SchedulerConfig, {"num_lookahead_slots": args["num_lookahead_slots"]})
+    if args["qlora_adapter_name_or_path"] is not None and args["quantization"] != "bitsandbytes":
+        raise ValueError(f"QLoRA adapter only support 'bitsandbytes' quantization, but got {args['quantization']}")
+    if args["cpu_offload_gb"] < 0:
+        build(CacheConfig, {"cpu_offload_gb": args["cpu_offload_gb"]})
+    refuse_missing_features(args)
+
+
+def _note(why: dict[str, str], name: str, value: Any, given: bool, reason: str) -> None:
+    why[name] = f"{value!r}: {'set by you' if given else reason}"
+
+
+def _device(args: dict[str, Any], why: dict[str, str]) -> str:
+    device: str = args["device"]
+    reason = ""
+    if device == "auto":
+        device, reason = detect_device()
+    _note(why, "device", device, args["device"] != "auto", reason)
+    return device
+
+
+def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> ParallelConfig:
+    size: int = args["tensor_parallel_size"]
+    if platform.is_cuda() and size > platform.device_count():
+        raise ValueError(
+            f"tensor_parallel_size={size} needs {size} CUDA devices, but {platform.device_count()} can be seen. "
+            "Check CUDA_VISIBLE_DEVICES, or use a smaller tensor_parallel_size."
+        )
+    given = args["distributed_executor_backend"]
+    backend = given or ("uni" if size == 1 else "mp")
+    reason = "one worker runs in the engine's own process" if size == 1 else f"{size} workers need a process each"
+    _note(why, "distributed_executor_backend", backend, given is not None, reason)
+    return build(ParallelConfig, args, distributed_executor_backend=backend)
+
+
+# ---- model -------------------------------------------------------------------------------------------------------
+
+
+def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> ModelConfig:
+    path, tokenizer_path = _folders(args, why)
+    hf = HFConfig.load(
+        _config_folder(args, path),
+        hf_overrides=args["hf_overrides"],
+        rope_scaling=args["rope_scaling"],
+        rope_theta=args["rope_theta"],
+        trust_remote_code=args["trust_remote_code"],
+    )
+    _check_model_features(args, hf)
+    max_model_len, reason = resolve_max_model_len(args["max_model_len"], hf, args["disable_sliding_window"])
+    _note(why, "max_model_len", max_model_len, args["max_model_len"] is not None, reason)
+    if args["disable_sliding_window"]:
+        hf = without_sliding_window(hf)
+    dtype, reason = resolve_dtype(args["dtype"], hf, platform)
+    why["dtype"] = f"{dtype!r}: {reason}"
+    if args["dtype"] == "auto" and hf.torch_dtype not in (None, dtype):
+        logger.info("The model's weights are %s; computing in %s: %s.", hf.torch_dtype, dtype, reason)
+    seed = 0 if args["seed"] is None else args["seed"]
+    _note(why, "seed", seed, args["seed"] is not None, "the default, so that two runs give the same tokens")
+    names = args["served_model_name"] or args["model"]
+    names = (names,) if isinstance(names, str) else tuple(names)
+    source = args["generation_config"] or "vllm"
+    generation_config = read_generation_config(source, path)
+    check_generation_config(args["override_generation_config"] or {}, "override_generation_config")
+    config = build(
+        ModelConfig,
+        args,
+        tokenizer=args["tokenizer"] or args["model"],
+        dtype=dtype,
+        seed=seed,
+        max_model_len=max_model_len,
+        enforce_eager=bool(args["enforce_eager"]),
+        hf_overrides=args["hf_overrides"] or {},
+        rope_scaling=args["rope_scaling"] or {},
+        served_model_name=names[0],
+        served_model_names=names,
+        generation_config_source=source,
+        generation_config=generation_config,
+        override_generation_config=args["override_generation_config"] or {},
+        attention_backend=_attention_backend(args, platform),
+        path=path,
+        tokenizer_path=tokenizer_path,
+        hf=hf,
+    )
+    defaults = config.get_diff_sampling_param()
+    why["sampling defaults"] = f"{defaults!r}: generation_config={source!r}"
+    if defaults:
+        logger.info("Default sampling parameters of this model: %s. To do without: generation_config='vllm'.", defaults)
+    return config
+
+
+def _folders(args: dict[str, Any], why: dict[str, str]) -> tuple[Path, Path]:
+    """The folders of the model and of its tokenizer, downloaded if need be."""
+    where = {"download_dir": args["download_dir"], "hf_token": args["hf_token"]}
+    path = model_source.resolve(
+        args["model"],
+        revision=args["revision"],
+        load_format=args["load_format"],
+        ignore_patterns=args["ignore_patterns"],
+        trust_remote_code=args["trust_remote_code"],
+        **where,
+    )
+    why["model"] = f"{args['model']!r}: found in {path}"
+    name, revision = args["tokenizer"], args["tokenizer_revision"]
+    same_files = name is None and revision in (None, args["revision"])
+    if same_files or args["skip_tokenizer_init"]:
+        return path, path
+    tokenizer_path = model_source.resolve(
+        name or args["model"],
+        revision=revision,
+        load_format="dummy",
+        trust_remote_code=args["trust_remote_code"],
+        what="tokenizer",
+        **where,
+    )
+    why["tokenizer"] = f"{name or args['model']!r}: found in {tokenizer_path}"
+    return path, tokenizer_path
+
+
+def _config_folder(args: dict[str, Any], path: Path) -> Path:
+    if args["hf_config_path"] is None:
+        return path
+    return model_source.resolve(
+        args["hf_config_path"],
+        download_dir=args["download_dir"],
+        hf_token=args["hf_token"],
+        load_format="dummy",
+        trust_remote_code=args["trust_remote_code"],
+        what="config",
+    )
+
+
+def _check_model_features(args: dict[str, Any], hf: HFConfig) -> None:
+    """Refuse a model that needs a feature which does not exist yet."""
+    if args["limit_mm_per_prompt"] and not hf.is_multimodal:
+        raise ValueError("`limit_mm_per_prompt` is only supported for multimodal models.")
+    if hf.quantization_config is not None:
+        method = hf.quantization_config.get("quant_method")
+        raise UnsupportedSettingError(
+            f"Quantized models: not supported by this version. {hf.file} says that the weights are quantized "
+            f"({method!r}); use the version of the model that is not."
+        )
+
+
+def _attention_backend(args: dict[str, Any], platform: Platform) -> str | None:
+    given: str | None = args["attention_backend"]
+    if given is None and platform.is_cuda():
+        given = envs.VLLM_ATTENTION_BACKEND
+    check_attention_backend(given, platform.device_type)
+    return given
+
+
+# ---- cache, scheduler, graphs ------------------------------------------------------------------------------------
+
+
+def _cache(args: dict[str, Any], model: ModelConfig, device: str, why: dict[str, str]) -> CacheConfig:
+    given = args["block_size"]
+    block_size = 16 if given is None else given
+    _note(why, "block_size", block_size, given is not None, "the default")
+    kept = args["enable_prefix_caching"]
+    _note(why, "enable_prefix_caching", kept is not False, kept is not None, "on by default, it costs next to nothing")
+    dtype = args["kv_cache_dtype"]
+    if dtype != "auto" and device != "cuda":
+        raise UnsupportedSettingError(
+            f"kv_cache_dtype={dtype!r} needs a CUDA device, but the device is {device!r}. Use kv_cache_dtype='auto'.",
+            parameter="kv_cache_dtype",
+            value=dtype,
+        )
+    _note(why, "kv_cache_dtype", dtype, dtype != "auto", f"the model's dtype, {model.dtype}")
+    return build(
+        CacheConfig,
+        args,
+        block_size=block_size,
+        enable_prefix_caching=kept is not False,
+        sliding_window=model.hf.sliding_window,
+    )
+
+
+def step_size(platform: Platform) -> StepSize:
+    """Default bounds of a step on this hardware."""
+    if not platform.is_cuda():
+        return _CPU_STEP
+    return _LARGE_CUDA_STEP if platform.get_device_total_memory() >= _LARGE_DEVICE else _CUDA_STEP
+
+
+def _scheduler(
+    args: dict[str, Any], max_model_len: int, platform: Platform, usage: UsageContext, why: dict[str, str]
+) -> SchedulerConfig:
+    chunked = args["enable_chunked_prefill"]
+    _note(why, "enable_chunked_prefill", chunked is not False, chunked is not None, "on by default")
+    size = step_size(platform)
+    offline = usage in _OFFLINE
+    default_tokens = size.tokens_offline if offline else size.tokens_server
+    given_seqs, given_tokens = args["max_num_seqs"], args["max_num_batched_tokens"]
+    seqs = given_seqs if given_seqs is not None else min(size.seqs, given_tokens or size.seqs)
+    reason = f"the default {size.why}" if seqs == size.seqs else "no more than max_num_batched_tokens"
+    _note(why, "max_num_seqs", seqs, given_seqs is not None, reason)
+    use = "offline" if offline else "in a server"
+    tokens, reason = default_tokens, f"the default {size.why}, {use}"
+    if chunked is False and tokens < max_model_len:
+        tokens, reason = max_model_len, "max_model_len, because prompts are not divided over steps"
+    if tokens > seqs * max_model_len:
+        tokens, reason = seqs * max_model_len, "max_num_seqs * max_model_len, more can never be waiting"
+    if tokens < seqs:
+        tokens, reason = seqs, "max_num_seqs, so that every sequence can take a token in each step"
+    tokens = tokens if given_tokens is None else given_tokens
+    _note(why, "max_num_batched_tokens", tokens, given_tokens is not None, reason)
+    threshold = args["long_prefill_token_threshold"]
+    if threshold == 0 and args["max_num_partial_prefills"] > 1:
+        threshold = int(max_model_len * 0.04)
+        why["long_prefill_token_threshold"] = f"{threshold}: 4 % of max_model_len, with several partial prefills"
+    return build(
+        SchedulerConfig,
+        args,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seqs,
+        enable_chunked_prefill=chunked is not False,
+        long_prefill_token_threshold=threshold,
+        max_model_len=max_model_len,
+    )
+
+
+def _compilation(
+    args: dict[str, Any], model: ModelConfig, scheduler: SchedulerConfig, device: str, why: dict[str, str]
+) -> CompilationConfig:
+    given = read_compilation_config(args["compilation_config"])
+    unused = compiler_keys(given)
+    if unused:
+        logger.info("compilation_config: nothing is compiled, so %s change nothing.", ", ".join(unused))
+    use_graphs = device == "cuda" and not model.enforce_eager and given.get("use_cudagraph", True)
+    sizes: tuple[int, ...] = ()
+    if use_graphs:
+        exact = args["cudagraph_capture_sizes"] or given.get("cudagraph_capture_sizes")
+        series = args["cuda_graph_sizes"] or []
+        exact = exact or (series if len(series) > 1 else None)
+        largest = args["max_cudagraph_capture_size"] or (series[0] if series else None)
+        sizes = graph_sizes(largest, exact, scheduler.max_num_seqs)
+        why["cudagraph_capture_sizes"] = f"{len(sizes)} sizes up to {max(sizes, default=0)}: at most max_num_seqs"
+    else:
+        reason = (
+            "enforce_eager" if model.enforce_eager else f"there are none on {device!r}" if device != "cuda" else "off"
+        )
+        why["cudagraph_capture_sizes"] = f"none: {reason}"
+    return build(
+        CompilationConfig,
+        args,
+        given=given,
+        level=given.get("level", 0),
+        use_cudagraph=use_graphs,
+        cudagraph_capture_sizes=sizes,
+    )

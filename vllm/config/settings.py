@@ -1,0 +1,97 @@
+"""All settings together: what EngineArgs, the command line and the documentation are made from, and its checks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from vllm.config.cache import CacheConfig
+from vllm.config.compilation import CompilationConfig
+from vllm.config.decoding import DecodingConfig
+from vllm.config.device import DeviceConfig
+from vllm.config.fields import Setting, settings_of
+from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig, PromptAdapterConfig
+from vllm.config.model import ModelConfig
+from vllm.config.multimodal import MultiModalConfig
+from vllm.config.newer import NewerSettings
+from vllm.config.observability import ObservabilityConfig
+from vllm.config.obsolete import ObsoleteSettings
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+CONFIG_CLASSES: tuple[type, ...] = (
+    ModelConfig,
+    LoadConfig,
+    CacheConfig,
+    SchedulerConfig,
+    ParallelConfig,
+    DeviceConfig,
+    CompilationConfig,
+    DecodingConfig,
+    ObservabilityConfig,
+    MultiModalConfig,
+    LoRAConfig,
+    PromptAdapterConfig,
+    SpeculativeConfig,
+    NewerSettings,
+    ObsoleteSettings,
+)
+
+
+class UnsupportedSettingError(VLLMValidationError, NotImplementedError):
+    """A setting asks for a feature that this version does not have."""
+
+
+@lru_cache(maxsize=1)
+def all_settings() -> tuple[Setting, ...]:
+    return tuple(setting for config_class in CONFIG_CLASSES for setting in settings_of(config_class))
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """ " Did you mean 'x' or 'y'?", or nothing if no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+
+
+def check_settings(args: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings in plain form, types checked. Raises ValueError naming the setting."""
+    return {s.name: s.kind.check(s.name, args[s.name]) for s in all_settings()}
+
+
+def refuse_missing_features(args: Mapping[str, Any]) -> None:
+    """Raise UnsupportedSettingError if a checked value needs a feature that does not exist yet."""
+    for setting in all_settings():
+        feature = setting.feature_missing_for(_or_default(setting, args))
+        if feature:
+            raise UnsupportedSettingError(
+                f"{feature}: not supported by this version. Leave {setting.name} at its default ({setting.default!r}); "
+                f"got {args[setting.name]!r}.",
+                parameter=setting.name,
+                value=args[setting.name],
+            )
+
+
+def log_useless_settings(args: Mapping[str, Any]) -> None:
+    """One log line for each setting that was set but changes nothing."""
+    for setting in all_settings():
+        if _or_default(setting, args) == setting.default:
+            continue
+        if setting.obsolete:
+            logger.warning("%s is obsolete and changes nothing: %s.", setting.name, setting.obsolete)
+        elif setting.needs and not args[setting.needs]:
+            logger.warning("%s has no effect without %s.", setting.name, setting.needs)
+
+
+def _or_default(setting: Setting, args: Mapping[str, Any]) -> Any:
+    """The value; None and empty containers stand for an optional setting's default."""
+    value = args[setting.name]
+    nothing = value is None or (isinstance(value, dict | list | str) and not value)
+    return setting.default if nothing and not setting.default else value

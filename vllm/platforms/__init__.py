@@ -1,0 +1,60 @@
+"""What the machine offers: one `Platform` per kind of device; `current_platform` is found when first asked for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms.interface import DeviceCapability, Platform
+
+if TYPE_CHECKING:
+    current_platform: Platform
+
+__all__ = ["DeviceCapability", "Platform", "current_platform", "detect_device", "platform_for"]
+
+# Devices that exist in the API but have no code here -> what a user can do.
+_MISSING_DEVICES = {
+    "rocm": "AMD GPUs are not supported yet; a ROCm build of PyTorch alone is not enough. Use device='cpu'",
+    "xpu": "Intel GPUs need a platform plug-in and intel-extension-for-pytorch. Use device='cpu'",
+    "hpu": "Intel Gaudi needs a platform plug-in (vllm-gaudi). Use device='cpu'",
+    "tpu": "TPUs need a platform plug-in and torch_xla. Use device='cpu'",
+    "neuron": "Neuron devices need a platform plug-in and transformers-neuronx. Use device='cpu'",
+    "openvino": "OpenVINO needs a platform plug-in and the package openvino. Use device='cpu'",
+}
+
+
+def detect_device() -> tuple[str, str]:
+    """The best device of this machine, and why: ("cuda" | "cpu", reason). Imports torch."""
+    import torch
+
+    if torch.version.hip is not None:
+        return "cpu", "PyTorch is a ROCm build, and AMD GPUs are not supported yet"
+    if torch.cuda.is_available():
+        return "cuda", "PyTorch sees a CUDA device"
+    if torch.version.cuda is None:
+        return "cpu", "PyTorch is built without CUDA"
+    return "cpu", "PyTorch sees no CUDA device"
+
+
+@lru_cache(maxsize=8)
+def platform_for(device: str) -> Platform:
+    """The platform of a device name. Raises ValueError that says what to install if there is none."""
+    if device == "cpu":
+        from vllm.platforms.cpu import CpuPlatform
+
+        return CpuPlatform()
+    if device == "cuda":
+        from vllm.platforms.cuda import CudaPlatform
+
+        return CudaPlatform()
+    if device in _MISSING_DEVICES:
+        raise ValueError(
+            f"device={device!r} is not available: {_MISSING_DEVICES[device]}, or device='cuda' on NVIDIA GPUs."
+        )
+    raise ValueError(f"Unknown device {device!r}, expected one of: auto, cpu, cuda, {', '.join(_MISSING_DEVICES)}.")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "current_platform":
+        return platform_for(detect_device()[0])
+    raise AttributeError(f"module 'vllm.platforms' has no attribute {name!r}")
