@@ -400,38 +400,6 @@ _RULES = tuple((name, default, _CHECKS[name]) for name, default in _DEFAULTS.ite
 # Containers of plain values (they may be as long as the vocabulary), and containers of containers.
 _FLAT_FIELDS = ("stop", "stop_token_ids", "_all_stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words")
 _NESTED_FIELDS = ("guided_decoding", "structured_outputs", "extra_args", "_bad_words_token_ids")
-_ALWAYS_SHOWN or (not name.startswith("_") and getattr(self, name) not in (default, []))
-        )
-        return f"SamplingParams({shown})"
-
-
-def _bad_words_out_of_vocabulary(largest: int, invalid: list[int]) -> VLLMValidationError:
-    return VLLMValidationError(
-        f"The model vocabulary size is {largest + 1}, but the following tokens were specified as bad: {show(invalid)}. "
-        f"All token id values should be integers satisfying: 0 <= token_id <= {largest}.",
-        parameter="bad_words",
-        value=invalid,
-    )
-
-
-_DEFAULTS: dict[str, Any] = {
-    item.name: set() if item.default is msgspec.NODEFAULT else item.default
-    for item in msgspec.structs.fields(SamplingParams)
-}
-_CHECKS = {**FIELD_CHECKS, "output_kind": instance_of(RequestOutputKind)}
-_RULES = tuple((name, default, _CHECKS[name]) for name, default in _DEFAULTS.items())
-_MUTABLE_FIELDS = (
-    "stop",
-    "stop_token_ids",
-    "_all_stop_token_ids",
-    "guided_decoding",
-    "logit_bias",
-    "allowed_token_ids",
-    "extra_args",
-    "bad_words",
-    "_bad_words_token_ids",
-    "structured_outputs",
-)
 _ALWAYS_SHOWN = frozenset({"n", "temperature", "top_p", "top_k", "seed", "stop", "max_tokens"})
 
 
