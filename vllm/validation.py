@@ -117,9 +117,10 @@ def token_ids(name: str, value: Any) -> list[int]:
         raise _wrong_type(name, value, "a list of integers")
     if len(value) > MAX_LIST_LENGTH:
         raise fail(name, f"{len(value)} of them", f"must be a list of at most {MAX_LIST_LENGTH} token ids")
-    if any(kind is bool or not issubclass(kind, Integral) for kind in set(map(type, value))):
+    kinds = set(map(type, value))
+    if any(kind is bool or not issubclass(kind, Integral) for kind in kinds):
         raise fail(name, value, "must contain only integers")
-    ids = [int(item) for item in value]
+    ids = list(value) if kinds <= {int} else [int(item) for item in value]
     if ids:
         for extreme in (min(ids), max(ids)):
             if not 0 <= extreme <= INT32_MAX:
