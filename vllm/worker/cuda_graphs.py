@@ -25,7 +25,7 @@ from vllm.worker.input_builder import Batch
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
-    from vllm.worker.model_runner import ModelRunner
+    from vllm.worker.model_runner import Handle, ModelRunner
 
 logger = init_logger(__name__)
 
@@ -100,7 +100,7 @@ class DecodeGraphs:
             return False
         return not self._params.wants_prompt[plan.slots].any()
 
-    def execute(self, plan: StepPlan) -> Any:
+    def execute(self, plan: StepPlan) -> Handle:
         """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step handle."""
         begun = time.perf_counter()
         rows = len(plan.slots)
@@ -128,11 +128,11 @@ class DecodeGraphs:
             return GreedyHandle(plan, ids, done, begun, self._not_finite)
         return self._sample(plan, size, entry)
 
-    def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Any:
+    def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Handle:
         """Logits and sampling of a batch whose hidden states a graph has computed."""
         rows = len(plan.slots)
         step = entry.step if entry.step is not None else self._static_step(size, plain=True)[0]
-        batch = Batch(step, np.arange(rows), plan.slots, plan.num_computed + 1, (), plan.slots)
+        batch = Batch(step, plan.slots, np.arange(rows), plan.slots, plan.num_computed + 1, ())
         if self._hidden is None:
             raise RuntimeError("A graph without hidden states cannot be sampled from.")
         return self._runner.finish(plan, batch, self._hidden[:rows], self._runner.context.mark())

@@ -40,6 +40,21 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class Handle(Protocol):
+    """A step that has been queued."""
+
+    def result(self) -> StepResult:
+        """Wait for the step."""
+
+
+class DecodeSteps(Protocol):
+    """A faster way through some steps; slot table and sampler have taken in the plan's news before it is asked."""
+
+    def accepts(self, plan: StepPlan) -> bool: ...
+
+    def execute(self, plan: StepPlan) -> Handle: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Logprobs of one request's prompt chunk on their way to the host; each part is three downloaded tensors."""
@@ -105,8 +120,7 @@ class StepHandle:
 class ModelRunner:
     """One rank's share of a model. Plans are executed in order; on an asynchronous device several may be queued.
 
-    `forward` is how a step's hidden states are computed, normally the model itself; a backend that replays captured graphs
-    for uniform batches (`step.max_query_len == 1`) puts itself there with `wrap_forward`.
+    `decode_steps`, if set, runs whole steps of the plans that it accepts, by other means (captured graphs).
     """
 
     def __init__(
@@ -129,21 +143,26 @@ class ModelRunner:
         self.table = SlotTable(num_slots, max_model_len, layout, context)
         self.sampler = Sampler(self.table, vocab_size, context)
         self._builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt)
-        self._forward: Callable[[StepInputs, list[Tensor]], Tensor] = model
-
-    def wrap_forward(self, wrapper: Callable[[Callable[[StepInputs, list[Tensor]], Tensor]], Any]) -> None:
-        """Replace the forward pass by `wrapper(forward)`, a function of the same arguments."""
-        self._forward = wrapper(self._forward)
+        self.decode_steps: DecodeSteps | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepHandle:
+    def execute(self, plan: StepPlan) -> Handle:
         """Queue one step: freed, new, blocks, copies, forward pass, sampling, in this order."""
         if plan.extras is not None:
             raise NotImplementedError("This version runs plans without drafts, grammar masks and encoder inputs only.")
         self._take_in(plan)
+        if self.decode_steps is not None and self.decode_steps.accepts(plan):
+            return self.decode_steps.execute(plan)
         batch = self._builder.build(plan)
         start = self.context.mark()
-        hidden = self._forward(batch.step, self.kv_caches)
+        hidden = self.model(batch.step, self.kv_caches)
+        return self.finish(plan, batch, hidden, start)
+
+    def finish(self, plan: StepPlan, batch: Batch, hidden: Tensor, start: Any) -> StepHandle:
+        """What follows the forward pass: logits, sampling, ids into the slot table, results on their way to the host.
+
+        start: the context's mark of when the forward pass began.
+        """
         logits = self._logits(hidden, batch)
         end = self.context.mark()
         sampled = self._sample(logits, batch)

@@ -52,6 +52,9 @@ class Worker:
         if kind == "cuda":
             device = torch.device("cuda", self.tp.rank)
             torch.cuda.set_device(device)
+            from vllm.ops import triton as kernels
+
+            kernels.register()
             return device
         raise RuntimeError(f"Not support device type: {kind}")
 
@@ -87,6 +90,8 @@ class Worker:
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
         self.runner = self._make_runner(self._allocate(num_blocks))
+        if self.device.type == "cuda" and not self.config.model_config.enforce_eager:
+            self._use_graphs(self.runner)
         if self.tp.is_first:
             kv_memory.log_cache(self.device.type, self.layout, self._request, num_blocks)
 
@@ -106,6 +111,14 @@ class Worker:
             vocab_size=model.logits_width,
             tp=self.tp,
         )
+
+    def _use_graphs(self, runner: ModelRunner) -> None:
+        """Let captured CUDA graphs run decode steps; each is captured when its batch size is first seen."""
+        from vllm.worker.cuda_graphs import DecodeGraphs
+        from vllm.worker.model_runner import NOT_FINITE
+
+        model, scheduler = self.config.model_config, self.config.scheduler_config
+        runner.decode_steps = DecodeGraphs(runner, scheduler.max_num_seqs, model.max_seq_len_to_capture, NOT_FINITE)
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""

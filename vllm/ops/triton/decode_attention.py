@@ -1,0 +1,171 @@
+"""Triton attention of a decode step in one kernel: head norm, rotation, cache write, attention, and its reduction.
+
+One new token per row. Its key and value never leave the registers on their way into the softmax; the keys of a row are
+split over programs, and the last of them to arrive merges the parts in fixed order. See `decode_linear` for PDL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _decode_kernel(
+    qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
+    eps, offset, scale_log2, v_offset, stride_block, stride_table,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (KV_HEADS, SPLITS, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head, padded."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = D // 2
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    position = tl.load(positions_ptr + row)
+    share = tl.cdiv(tl.cdiv(position + 1, SPLITS), TILE) * TILE
+    active = tl.cdiv(position + 1, share)
+    if split >= active:
+        return
+    lo = split * share
+    hi = tl.minimum(lo + share, position)
+    table = table_ptr + slot.to(tl.int64) * stride_table
+
+    g = tl.arange(0, GP)
+    d = tl.arange(0, D)
+    c = tl.arange(0, HALF)
+    in_g = g[:, None] < GROUP
+    fused = qkv + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
+    q_at = fused + (kv_head * GROUP + g[:, None]) * D + c[None, :]
+    q1 = tl.load(q_at, mask=in_g, other=0.0).to(tl.float32)
+    q2 = tl.load(q_at + HALF, mask=in_g, other=0.0).to(tl.float32)
+    cos = tl.load(cos_sin + position * D + c)
+    sin = tl.load(cos_sin + position * D + HALF + c)
+    if NORM:
+        rstd = tl.rsqrt((tl.sum(q1 * q1, 1) + tl.sum(q2 * q2, 1)) / D + eps)[:, None]
+        q1 = q1 * rstd * (tl.load(q_weight + c).to(tl.float32) + offset)[None, :]
+        q2 = q2 * rstd * (tl.load(q_weight + HALF + c).to(tl.float32) + offset)[None, :]
+    qa = (q1 * cos[None, :] - q2 * sin[None, :]).to(qkv.dtype.element_ty)
+    qb = (q2 * cos[None, :] + q1 * sin[None, :]).to(qkv.dtype.element_ty)
+
+    m = tl.full([GP], -1.0e30, tl.float32)
+    l = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, D], tl.float32)
+    if split == active - 1:  # the share that ends with the new token
+        k_at = fused + (HEADS + kv_head) * D + c
+        k1 = tl.load(k_at).to(tl.float32)
+        k2 = tl.load(k_at + HALF).to(tl.float32)
+        v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d)
+        if NORM:
+            k_rstd = tl.rsqrt((tl.sum(k1 * k1, 0) + tl.sum(k2 * k2, 0)) / D + eps)
+            k1 = k1 * k_rstd * (tl.load(k_weight + c).to(tl.float32) + offset)
+            k2 = k2 * k_rstd * (tl.load(k_weight + HALF + c).to(tl.float32) + offset)
+        ka = (k1 * cos - k2 * sin).to(qkv.dtype.element_ty)
+        kb = (k2 * cos + k1 * sin).to(qkv.dtype.element_ty)
+        home = tl.load(table + position // BS).to(tl.int64) * stride_block + kv_head * (BS * D) + (position % BS) * D
+        tl.store(cache + home + c, ka)
+        tl.store(cache + home + HALF + c, kb)
+        tl.store(cache + v_offset + home + d, v_new)
+        same = tl.sum(qa.to(tl.float32) * ka.to(tl.float32)[None, :], 1)
+        same += tl.sum(qb.to(tl.float32) * kb.to(tl.float32)[None, :], 1)
+        m = same * scale_log2
+        l += 1.0
+        acc += v_new.to(tl.float32)[None, :]
+    t = tl.arange(0, TILE)
+    for start in tl.range(lo, hi, TILE, num_stages=STAGES):
+        key = start + t
+        live = key < hi
+        block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
+        base = block * stride_block + kv_head * (BS * D) + (key % BS) * D
+        k_a = tl.load(cache + base[None, :] + c[:, None], mask=live[None, :], other=0.0)
+        k_b = tl.load(cache + base[None, :] + HALF + c[:, None], mask=live[None, :], other=0.0)
+        v = tl.load(cache + v_offset + base[:, None] + d[None, :], mask=live[:, None], other=0.0)
+        s = tl.dot(qa, k_a)
+        s = tl.dot(qb, k_b, s) * scale_log2
+        s = tl.where(live[None, :], s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        m = m_new
+    head_out = out + row.to(tl.int64) * (HEADS * D) + kv_head * GROUP * D
+    if active == 1:
+        tl.store(head_out + g[:, None] * D + d[None, :], (acc / l[:, None]).to(out.dtype.element_ty), mask=in_g)
+        return
+    first = (row * KV_HEADS + kv_head) * SPLITS * GROUP
+    mine = first + split * GROUP + g
+    tl.store(part + mine[:, None].to(tl.int64) * D + d[None, :], acc / l[:, None], mask=in_g)
+    tl.store(lse + mine, m + tl.log2(l), mask=g < GROUP)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel")
+    if before != active - 1:
+        return
+    tl.store(arrived + row * KV_HEADS + kv_head, 0)
+    s_all = tl.arange(0, SPLITS)
+    for i in tl.static_range(GROUP):
+        at = first + s_all * GROUP + i
+        weight = tl.load(lse + at, mask=s_all < active, other=-float("inf"), cache_modifier=".cg")
+        value = tl.load(
+            part + at[:, None].to(tl.int64) * D + d[None, :], mask=s_all[:, None] < active, other=0.0, cache_modifier=".cg"
+        )
+        weight = tl.exp2(weight - tl.max(weight, 0))
+        merged = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
+        tl.store(head_out + i * D + d, merged.to(out.dtype.element_ty))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """What is fixed per layer. cache: [2, blocks, kv_heads, block_size, head_dim] in the dtype of the activations."""
+
+    heads: int
+    scale: float
+    cache: Tensor
+    cos_sin: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of a step. slots: [rows] int32, below 0 for padding; positions: [rows] int32 of the new tokens; table: [slots, blocks].
+
+    part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    table: Tensor
+    part: Tensor
+    lse: Tensor
+    arrived: Tensor
+    splits: int
+
+
+def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False) -> None:
+    """qkv: [rows, (heads + 2 * kv_heads) * head_dim] -> out: [rows, heads * head_dim]; the cache receives the new token."""
+    _, _, kv_heads, block_size, head_dim = a.cache.shape
+    extra = {"launch_pdl": True} if pdl else {}
+    many = qkv.shape[0] * kv_heads * rows.splits >= 512
+    _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
+        qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin,
+        qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
+        out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, a.scale * 1.4426950408889634,
+        a.cache.stride(0), a.cache.stride(1), rows.table.stride(0),
+        HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
+        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=32 if many else 64, SPLITS=rows.splits,
+        STAGES=2, NORM=a.q_weight is not None, PDL=pdl, num_warps=1 if many else 4, **extra,
+    )  # fmt: skip

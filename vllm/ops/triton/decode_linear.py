@@ -1,0 +1,314 @@
+"""Triton products for a handful of rows, with what precedes and follows them folded in: the linear maps of a decode step.
+
+Reading the weights once is the whole cost, so that nothing else may touch memory between two products. The RMS norm before
+a product is split: the kernel that writes the residual stream h also writes h * norm_weight and, per tile of outputs, the
+sum of squares; the next product multiplies by 1 / rms in its epilogue. Epilogues (MODE):
+
+  STORE     out = y
+  SILU      out = silu(gate) * up, where the weight's second half of rows is `up`
+  RESIDUAL  h += y; scaled = h * next norm's weight; squares[row, tile] = sum of h^2 over the tile
+  ARGMAX    per tile the maximum of y, its index and the sum of y (which tells whether all of them are finite)
+
+With PDL (programmatic dependent launch) a kernel starts while the one before it still runs: it lets its own successor start
+at once, reads what does not depend on anybody, then waits. Every program waits, also those without work: a kernel must not
+be complete before its predecessors are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+STORE, SILU, RESIDUAL, ARGMAX = range(4)
+
+
+@triton.jit
+def _inverse_rms(squares, rows, keep, tiles, width, eps):
+    """1 / rms of rows whose squares were summed in `tiles` parts. squares: [rows, tiles] fp32."""
+    j = tl.arange(0, 64)
+    total = tl.zeros([rows.shape[0]], tl.float32)
+    for first in range(0, tiles, 64):
+        part = tl.load(
+            squares + rows[:, None] * tiles + first + j[None, :],
+            mask=keep[:, None] & (first + j[None, :] < tiles),
+            other=0.0,
+        )
+        total += tl.sum(part, 1)
+    return tl.rsqrt(total / width + eps)
+
+
+@triton.jit
+def _gemv_kernel(
+    x, w, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
+    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
+    MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end."""
+    pid = tl.program_id(0)
+    n = pid * BN + tl.arange(0, BN)
+    in_n = n < N
+    k = tl.arange(0, BK)
+    if PDL:
+        gdc_launch_dependents()
+    rows = w + n[:, None].to(tl.int64) * K
+    a = tl.load(rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    if MODE == 1:
+        up_rows = rows + N * K
+        b = tl.load(up_rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    acc = a.to(tl.float32) * xv[None, :]
+    if MODE == 1:
+        up = b.to(tl.float32) * xv[None, :]
+    for start in tl.range(BK, K, BK, loop_unroll_factor=UNROLL):
+        at = start + k
+        a = tl.load(rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first")
+        if MODE == 1:
+            b = tl.load(up_rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first")
+        xv = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+        acc += a.to(tl.float32) * xv[None, :]
+        if MODE == 1:
+            up += b.to(tl.float32) * xv[None, :]
+    y = tl.sum(acc, 1)
+    if NORM:
+        j = tl.arange(0, SQUARES)
+        total = tl.sum(tl.load(squares_in + j, mask=j < tiles_in, other=0.0), 0)
+        y = y * tl.rsqrt(total / WIDTH + eps)
+        if MODE == 1:
+            u = tl.sum(up, 1) * tl.rsqrt(total / WIDTH + eps)
+    if BIAS:
+        y += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+    if MODE == 0:
+        tl.store(out + n, y.to(out.dtype.element_ty), mask=in_n)
+    elif MODE == 1:
+        tl.store(out + n, (y * tl.sigmoid(y) * u).to(out.dtype.element_ty), mask=in_n)
+    elif MODE == 2:
+        r = y.to(h.dtype.element_ty).to(tl.float32) + tl.load(h + n, mask=in_n, other=0.0).to(tl.float32)
+        r = r.to(h.dtype.element_ty)
+        tl.store(h + n, r, mask=in_n)
+        f = r.to(tl.float32)
+        g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)
+        tl.store(scaled + n, g.to(scaled.dtype.element_ty), mask=in_n)
+        tl.store(squares_out + pid, tl.sum(f * f, 0))
+    else:
+        tl.store(sums + pid, tl.sum(y, 0))
+        top, at = tl.max(tl.where(in_n, y, -float("inf")), 0, return_indices=True)
+        tl.store(best + pid, top)
+        tl.store(best_at + pid, pid * BN + at)
+
+
+@triton.jit
+def _skinny_kernel(
+    x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, M,
+    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
+
+    With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
+    """
+    pid = tl.program_id(0)
+    share = tl.program_id(1)
+    SHARE: tl.constexpr = K // SPLIT
+    TILES: tl.constexpr = (N + BN - 1) // BN
+    n = pid * BN + tl.arange(0, BN)
+    in_n = n < N
+    m = tl.arange(0, BM)
+    in_m = m < M
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros([BN, BM], tl.float32)
+    if MODE == 1:
+        up = tl.zeros([BN, BM], tl.float32)
+    for start in tl.range(share * SHARE, (share + 1) * SHARE, BK, num_stages=STAGES):
+        if TMA:
+            a = w.load([pid * BN, start])
+            xt = x.load([0, start]).T
+            acc = tl.dot(a, xt, acc)
+            if MODE == 1:
+                up = tl.dot(w.load([pid * BN + N, start]), xt, up)
+        else:
+            k = start + tl.arange(0, BK)
+            a = tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
+            xt = tl.load(x + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
+            acc = tl.dot(a, xt, acc)
+            if MODE == 1:
+                b = tl.load(
+                    w + (n[:, None] + N).to(tl.int64) * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first"
+                )
+                up = tl.dot(b, xt, up)
+    keep = in_m[None, :] & in_n[:, None]
+    at = m[None, :] * N + n[:, None]
+    if SPLIT > 1:
+        tl.store(part + share * (BM * N) + at, acc, mask=keep)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + pid, 1, sem="acq_rel")
+        if before != SPLIT - 1:
+            return
+        tl.store(arrived + pid, 0)
+        acc = tl.zeros([BN, BM], tl.float32)
+        for s in tl.static_range(SPLIT):
+            acc += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+    if NORM:
+        scale = _inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
+        acc = acc * scale[None, :]
+        if MODE == 1:
+            up = up * scale[None, :]
+    if BIAS:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    if MODE == 0:
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
+    elif MODE == 1:
+        tl.store(out + at, (acc * tl.sigmoid(acc) * up).to(out.dtype.element_ty), mask=keep)
+    elif MODE == 2:
+        r = acc.to(h.dtype.element_ty).to(tl.float32) + tl.load(h + at, mask=keep, other=0.0).to(tl.float32)
+        r = r.to(h.dtype.element_ty)
+        tl.store(h + at, r, mask=keep)
+        f = r.to(tl.float32)
+        g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled + at, g.to(scaled.dtype.element_ty), mask=keep)
+        tl.store(squares_out + m * TILES + pid, tl.sum(f * f, 0), mask=in_m)
+    else:
+        tl.store(sums + m * TILES + pid, tl.sum(acc, 0), mask=in_m)
+        top, row = tl.max(tl.where(in_n[:, None], acc, -float("inf")), 0, return_indices=True)
+        tl.store(best + m * TILES + pid, top, mask=in_m)
+        tl.store(best_at + m * TILES + pid, pid * BN + row, mask=in_m)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is cut. `vector`: the kernel for one row; `split`, `stages`, `tma` belong to the other."""
+
+    vector: bool
+    rows: int  # BN, outputs a program
+    depth: int  # BK
+    warps: int
+    split: int = 1
+    stages: int = 3
+    unroll: int = 1
+    tma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of a decode step: weight [outputs (2 x outputs for SILU), inputs] bf16, bias [outputs] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    mode: int
+    norm: bool  # multiply by 1 / rms of the input, from its sums of squares
+    tiling: Tiling
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0] // (2 if self.mode == SILU else 1)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.outputs // self.tiling.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream and what products pass to each other, all static. `rows` is the number of rows computed.
+
+    h, scaled: [rows, hidden] bf16.   squares: two [rows, tiles] fp32 buffers, one per norm of a layer.
+    part, arrived: for split products.   best, best_at, sums: [rows, tiles] of ARGMAX.
+    """
+
+    rows: int
+    width: int
+    eps: float
+    h: Tensor
+    part: Tensor
+    arrived: Tensor
+    best: Tensor
+    best_at: Tensor
+    sums: Tensor
+
+
+def run_product(
+    p: Product,
+    s: Stream,
+    x: Tensor,
+    out: Tensor,
+    squares_in: tuple[Tensor, int] | None = None,
+    next_weight: Tensor | None = None,
+    scaled: Tensor | None = None,
+    squares_out: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Launch one product. squares_in: the sums of squares of x's norm, and in how many parts."""
+    t, inputs = p.tiling, p.weight.shape[1]
+    squares, tiles = squares_in if squares_in is not None else (s.best, 1)
+    bias = p.bias if p.bias is not None else x
+    next_weight = x if next_weight is None else next_weight
+    scaled = out if scaled is None else scaled
+    squares_out = s.best if squares_out is None else squares_out
+    extra = {"launch_pdl": True} if pdl else {}
+    rest = (s.h, next_weight, scaled, squares_out, s.best, s.best_at, s.sums)
+    const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode, "NORM": p.norm}
+    const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
+    if t.vector:
+        _gemv_kernel[(p.tiles,)](
+            x, p.weight, bias, out, squares, tiles, s.eps, *rest,
+            UNROLL=t.unroll, SQUARES=triton.next_power_of_2(max(tiles, 2)), **const, **extra,
+        )  # fmt: skip
+        return
+    tile_rows = max(16, triton.next_power_of_2(s.rows))
+    left, right = p.weight, x
+    if t.tma:
+        left = TensorDescriptor(p.weight, list(p.weight.shape), list(p.weight.stride()), [t.rows, t.depth])
+        right = TensorDescriptor(x, [s.rows, inputs], [inputs, 1], [tile_rows, t.depth])
+    _skinny_kernel[(p.tiles, t.split)](
+        right, left, bias, out, s.part, s.arrived, squares, tiles, s.eps, *rest, s.rows,
+        BM=tile_rows, SPLIT=t.split, STAGES=t.stages, TMA=t.tma, **const, **extra,
+    )  # fmt: skip
+
+
+def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
+    """The tiling of a product, from whole-step times on an H200 over the shapes of 0.6B and 8B models."""
+    if rows == 1:
+        return _vector_tiling(outputs, inputs, mode)
+    deep = inputs % 256 == 0
+    if outputs * inputs <= 1 << 23 and mode != ARGMAX:  # small maps: many narrow tiles, or the device is not filled
+        if mode == RESIDUAL and inputs % 1024 == 0:
+            return Tiling(False, 16, 256, 4, split=4, stages=4)
+        return Tiling(False, 32 if mode == STORE else 16, 256 if deep else 64, 4, stages=4)
+    if mode == RESIDUAL:
+        if deep and inputs <= 8192:
+            return Tiling(False, 64, 128, 4, split=2, stages=4)
+        return Tiling(False, 32, 256 if deep else 64, 4, stages=5)
+    if mode == STORE:
+        return Tiling(False, 64, 256, 8, stages=3) if deep else Tiling(False, 64, 64, 4, stages=4)
+    return Tiling(False, 128 if mode == ARGMAX else 64, 64, 4, stages=4 if mode == ARGMAX else 3)
+
+
+def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
+    depth = min(1024, triton.next_power_of_2(inputs))
+    if mode == ARGMAX:
+        return Tiling(True, 16, depth, 8)
+    if outputs * inputs <= 1 << 23:
+        if mode == SILU:
+            return Tiling(True, 2, min(512, depth), 4, unroll=2)
+        return Tiling(True, 4, depth, 4 if depth < 1024 else 8)
+    if mode == RESIDUAL and inputs > 8192:
+        return Tiling(True, 16, depth, 8)
+    return Tiling(True, 4 if mode == SILU else 8, depth, 4, unroll=2 if mode == SILU else 1)
+
+
+def supports(weight: Tensor, mode: int) -> bool:
+    """Whether a weight [outputs, inputs] can be used: bf16, dense, and widths that the tiles divide."""
+    outputs, inputs = weight.shape
+    outputs //= 2 if mode == SILU else 1
+    whole = inputs % 64 == 0 and (mode == ARGMAX or outputs % 64 == 0)
+    return weight.dtype == torch.bfloat16 and weight.is_contiguous() and whole

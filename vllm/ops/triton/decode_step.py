@@ -1,0 +1,179 @@
+"""Triton kernels at both ends of a decode step: tokens in from the slot table, the most likely token out to it.
+
+The rows of a step are given by two vectors that the host uploads: `slots` [rows] int32, below 0 for padding, and `positions`
+[rows] int32, the index of the token that the row computes. That token's id stands in the slot table, where the step before
+wrote it, perhaps while the host was planning this one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_ARGMAX_BLOCK = 4096
+
+
+@triton.jit
+def _inputs_kernel(
+    slots_ptr, positions_ptr, tokens, table, token_ids, positions, seq_lens, mapping, block_table, stride_tokens, stride_table,
+    columns, stride_out, BS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): one row's inputs for one KV group. Padding computes token 0 of the null block."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    live = slot >= 0
+    position = tl.where(live, tl.load(positions_ptr + row), 0)
+    home = tl.where(live, slot, 0).to(tl.int64)
+    if FIRST:
+        token = tl.load(tokens + home * stride_tokens + position)
+        tl.store(token_ids + row, tl.where(live, token, 0).to(tl.int64))
+        tl.store(positions + row, position.to(tl.int64))
+        tl.store(seq_lens + row, position + 1)
+    block = tl.load(table + home * stride_table + position // BS)
+    tl.store(mapping + row, tl.where(live, block, 0).to(tl.int64) * BS + position % BS)
+    used = tl.where(live, position // BS + 1, 1)
+    for first in range(0, used, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        ids = tl.load(table + home * stride_table + c, mask=live & (c < used), other=0)
+        tl.store(block_table + row.to(tl.int64) * stride_out + c, ids, mask=c < columns)
+
+
+def gather_inputs(
+    slots: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    table: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
+    mapping: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    first: bool,
+) -> None:
+    """Fill the static inputs of a decode step for one KV group; with `first` also those that groups share.
+
+    tokens, table: of the slot table.   out: token_ids, positions [rows] int64, seq_lens [rows] int32.
+    """
+    _inputs_kernel[(slots.shape[0],)](
+        slots, positions, tokens, table, *out, mapping, block_table, tokens.stride(0), table.stride(0),
+        block_table.shape[1], block_table.stride(0), BS=block_size, BLOCK=128, FIRST=first, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _embed_kernel(
+    slots_ptr, positions_ptr, tokens, embedding, weight, h, scaled, squares, stride_tokens, tiles,
+    WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): the embedding of a row's token, times the first norm's weight, and its sum of squares (in part 0)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    live = slot >= 0
+    token = tl.load(tokens + tl.where(live, slot, 0).to(tl.int64) * stride_tokens + tl.load(positions_ptr + row), mask=live, other=0)
+    c = tl.arange(0, WP)
+    e = tl.load(embedding + token.to(tl.int64) * WIDTH + c, mask=c < WIDTH, other=0.0)
+    tl.store(h + row * WIDTH + c, e, mask=c < WIDTH)
+    f = e.to(tl.float32)
+    g = f * tl.load(weight + c, mask=c < WIDTH, other=0.0).to(tl.float32)
+    tl.store(scaled + row * WIDTH + c, g.to(scaled.dtype.element_ty), mask=c < WIDTH)
+    t = tl.arange(0, TP)
+    tl.store(squares + row * tiles + t, tl.where(t == 0, tl.sum(f * f, 0), 0.0), mask=t < tiles)
+
+
+def embed_rows(
+    slots: Tensor, positions: Tensor, tokens: Tensor, embedding: Tensor, weight: Tensor, h: Tensor, scaled: Tensor,
+    squares: Tensor, tiles: int,
+) -> None:  # fmt: skip
+    """h = embedding[token], scaled = h * weight, squares [rows, tiles]. Launched without PDL: it begins the step."""
+    width = embedding.shape[1]
+    _embed_kernel[(slots.shape[0],)](
+        slots, positions, tokens, embedding, weight, h, scaled, squares, tokens.stride(0), tiles,
+        WIDTH=width, WP=triton.next_power_of_2(width), TP=triton.next_power_of_2(tiles), PDL=False, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _normalize_kernel(scaled, squares, out, tiles, eps, WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr):
+    """Grid (rows,): what the next product would multiply in its epilogue, done here: the model's last hidden state."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    t = tl.arange(0, TP)
+    total = tl.sum(tl.load(squares + row * tiles + t, mask=t < tiles, other=0.0), 0)
+    c = tl.arange(0, WP)
+    x = tl.load(scaled + row * WIDTH + c, mask=c < WIDTH, other=0.0).to(tl.float32) * tl.rsqrt(total / WIDTH + eps)
+    tl.store(out + row * WIDTH + c, x.to(out.dtype.element_ty), mask=c < WIDTH)
+
+
+def normalize_rows(scaled: Tensor, squares: Tensor, tiles: int, eps: float, out: Tensor, pdl: bool = False) -> None:
+    """out = scaled / rms, rms from the sums of squares [rows, tiles]."""
+    width = scaled.shape[1]
+    extra = {"launch_pdl": True} if pdl else {}
+    _normalize_kernel[(out.shape[0],)](
+        scaled, squares, out, tiles, eps,
+        WIDTH=width, WP=triton.next_power_of_2(width), TP=triton.next_power_of_2(tiles), PDL=pdl, num_warps=4, **extra,
+    )  # fmt: skip
+
+
+@triton.jit
+def _argmax_kernel(logits, best, best_at, sums, stride, tiles, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows, tiles): the maximum of one tile, its lowest index, and the tile's sum."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    c = tile * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + c, mask=c < VOCAB, other=-float("inf")).to(tl.float32)
+    top, at = tl.max(x, 0, return_indices=True)
+    tl.store(best + row * tiles + tile, top)
+    tl.store(best_at + row * tiles + tile, at + tile * BLOCK)
+    tl.store(sums + row * tiles + tile, tl.sum(tl.where(c < VOCAB, x, 0.0), 0))
+
+
+def argmax_tiles(logits: Tensor, best: Tensor, best_at: Tensor, sums: Tensor) -> int:
+    """First half of an argmax over [rows, vocab]; returns the number of tiles, the second dimension of the outputs."""
+    rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, _ARGMAX_BLOCK)
+    _argmax_kernel[(rows, tiles)](
+        logits, best, best_at, sums, logits.stride(0), tiles, VOCAB=vocab, BLOCK=_ARGMAX_BLOCK, num_warps=4
+    )
+    return tiles
+
+
+@triton.jit
+def _choose_kernel(
+    slots_ptr, positions_ptr, best, best_at, sums, tokens, out, stride_tokens, tiles, vocab, TP: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Grid (rows,): the lowest index of the maximum goes to the slot table and to `out`; -1 if the logits are not finite."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    t = tl.arange(0, TP)
+    live = t < tiles
+    value = tl.load(best + row * tiles + t, mask=live, other=-float("inf"))
+    where = tl.load(best_at + row * tiles + t, mask=live, other=0)
+    total = tl.sum(tl.load(sums + row * tiles + t, mask=live, other=0.0), 0)
+    token = tl.min(tl.where(live & (value == tl.max(value, 0)), where, 2147483647), 0)
+    token = tl.minimum(token, vocab - 1)  # NaN equals nothing; the id must stay inside the vocabulary all the same
+    finite = tl.abs(total) < float("inf")
+    tl.store(tokens + slot.to(tl.int64) * stride_tokens + tl.load(positions_ptr + row) + 1, token)
+    tl.store(out + row, tl.where(finite, token, -1))
+
+
+def choose_tokens(
+    slots: Tensor, positions: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, vocab: int, tokens: Tensor,
+    out: Tensor, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Second half of the argmax. out: [rows] int32, the id or -1; the id is also written behind each row's tokens."""
+    extra = {"launch_pdl": True} if pdl else {}
+    _choose_kernel[(slots.shape[0],)](
+        slots, positions, best, best_at, sums, tokens, out, tokens.stride(0), tiles, vocab,
+        TP=triton.next_power_of_2(tiles), PDL=pdl, num_warps=4, **extra,
+    )  # fmt: skip
