@@ -16,11 +16,24 @@ from vllm.model_executor.model_loader import load_model
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
+class _ModelConfig(SimpleNamespace):
+    @property
+    def hf_config(self) -> Any:
+        return self.hf.to_transformers()
+
+
 def engine_config(folder: Path, *, max_model_len: int, load_format: str = "auto", dtype: str = "float32") -> Any:
     """As much of a VllmConfig as the loader reads."""
     hf = HFConfig.load(folder)
-    model_config = SimpleNamespace(hf=hf, path=folder, dtype=dtype, max_model_len=max_model_len, seed=0)
-    return SimpleNamespace(model_config=model_config, load_config=SimpleNamespace(load_format=load_format))
+    model_config = _ModelConfig(hf=hf, path=folder, dtype=dtype, max_model_len=max_model_len, seed=0)
+    return SimpleNamespace(
+        model_config=model_config,
+        load_config=SimpleNamespace(load_format=load_format),
+        cache_config=None,
+        quant_config=None,
+        lora_config=None,
+        scheduler_config=None,
+    )
 
 
 def save_random_hf_model(hf_config: Any, folder: Path, *, seed: int = 0, **save: Any) -> nn.Module:

@@ -202,4 +202,5 @@ def _yarn(rope: Rope, scaling: YarnScaling, exponents: Tensor) -> Tensor:
         high += 0.001
     ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     periods = rope.theta**exponents
-    return ramp / (scaling.factor * periods) + (1 - ramp) / periods
+    kept = 1 - ramp  # the share of the unscaled frequency
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept

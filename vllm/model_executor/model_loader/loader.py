@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel
 from vllm.logger import init_logger
+from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
@@ -21,6 +22,7 @@ from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
+from vllm.model_executor.models.out_of_tree import load_out_of_tree
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Decoder
 
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 _NAMES_SHOWN = 8
 _DUMMY_SCALE = 0.02
@@ -54,15 +55,13 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
                 "Use the unquantized version of the model."
             )
         spec = family.decoder(hf)
-        model: nn.Module = build_decoder(spec, _dtype(config.dtype), config.max_model_len, device, tp)
+        model: nn.Module = build_decoder(spec, dtype_of(config.dtype), config.max_model_len, device, tp)
         if load_format == "dummy":
             fill_with_random_numbers(model, device, config.seed or 0)
         else:
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
             fill_from_checkpoint(model, family, spec, tensors, device)
     else:
-        from vllm.model_executor.models.out_of_tree import load_out_of_tree
-
         model = load_out_of_tree(family, vllm_config, device, tp, load_format)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)
@@ -71,7 +70,7 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
 
 def get_model(*, vllm_config: VllmConfig) -> nn.Module:
     """`load_model` on the device that the config names, under the name out-of-tree code imports."""
-    return load_model(vllm_config, vllm_config.device_config.device_type)
+    return load_model(vllm_config, vllm_config.device_config.device)
 
 
 def _load_format(vllm_config: VllmConfig) -> str:
@@ -79,13 +78,6 @@ def _load_format(vllm_config: VllmConfig) -> str:
     if name not in _LOAD_FORMATS:
         raise ValueError(f"load_format={name!r} is not supported. Expected one of {', '.join(_LOAD_FORMATS)}.")
     return name
-
-
-def _dtype(name: str) -> torch.dtype:
-    try:
-        return _DTYPES[name]
-    except KeyError:
-        raise ValueError(f"dtype {name!r} is not supported. Expected one of {', '.join(_DTYPES)}.") from None
 
 
 def build_decoder(

@@ -81,7 +81,7 @@ def _entry(file: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     if not isinstance(fields, dict):
         raise _damaged(file, f"the entry of tensor {name!r} is not an object")
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _damaged(file, f"tensor {name!r} has the unknown dtype {dtype!r}")
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise _damaged(file, f"tensor {name!r} has the shape {shape!r}")

@@ -1,0 +1,111 @@
+"""A user's own model, in each age's signature, runs and agrees with Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from tests.models.own_models import NewLlamaForCausalLM, OldLlamaForCausalLM
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.registry import Registry
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 77,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    before = dict(ModelRegistry._registered)
+    yield
+    ModelRegistry._registered.clear()
+    ModelRegistry._registered.update(before)
+
+
+@pytest.mark.parametrize(
+    "model_cls",
+    [OldLlamaForCausalLM, NewLlamaForCausalLM, "tests.models.own_models:NewLlamaForCausalLM"],
+    ids=["0.6", "0.8", "by name"],
+)
+@pytest.mark.usefixtures("clean_registry")
+def test_own_model_agrees_with_hugging_face(model_cls: type[nn.Module] | str, tmp_path: Path) -> None:
+    reference = save_random_hf_model(hf.LlamaConfig(**SIZES, architectures=["MyLlama"]), tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("LlamaForCausalLM", "MyLlama"))
+    with pytest.raises(ValueError, match="MyLlama"):
+        load(tmp_path)
+    ModelRegistry.register_model("MyLlama", model_cls)
+    prompts = [torch.randint(0, 131, (length,)) for length in (21, 30)]
+    ours = PagedDriver(load(tmp_path), requests=2).run(prompts, [5, 1, 7])
+    with torch.inference_mode():
+        for prompt, logits in zip(prompts, ours, strict=True):
+            assert relative_error(logits, reference(prompt[None]).logits[0]) < 1e-5
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_own_mistral_gets_the_window_of_its_config(tmp_path: Path) -> None:
+    reference = save_random_hf_model(hf.MistralConfig(**SIZES, sliding_window=6), tmp_path)
+    ModelRegistry.register_model("MistralForCausalLM", OldLlamaForCausalLM)
+    prompt = torch.randint(0, 131, (40,))
+    (ours,) = PagedDriver(load(tmp_path)).run([prompt], [9])
+    with torch.inference_mode():
+        assert relative_error(ours, reference(prompt[None]).logits[0]) < 1e-5
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_parameters_that_load_weights_leaves_out_are_named(tmp_path: Path) -> None:
+    class Forgetful(NewLlamaForCausalLM):
+        def load_weights(self, weights):  # type: ignore[no-untyped-def]
+            return super().load_weights((n, t) for n, t in weights if n != "model.norm.weight")
+
+    save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    ModelRegistry.register_model("LlamaForCausalLM", Forgetful)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_dummy_weights_give_finite_logits(tmp_path: Path) -> None:
+    save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    ModelRegistry.register_model("LlamaForCausalLM", OldLlamaForCausalLM)
+    (ours,) = PagedDriver(load(tmp_path, load_format="dummy")).run([torch.arange(20)], [7])
+    assert torch.isfinite(ours).all()
+    assert ours.std() > 0
+
+
+def test_registry_checks_what_it_is_given() -> None:
+    registry = Registry()
+    with pytest.raises(ValueError, match="<module>:<class>"):
+        registry.register_model("A", "no_colon")
+    with pytest.raises(TypeError, match="subclass of torch.nn.Module"):
+        registry.register_model("A", int)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model_arch"):
+        registry.register_model(3, nn.Linear)  # type: ignore[arg-type]
+    registry.register_model("A", "no.such.module:Class")
+    with pytest.raises(ValueError, match=r"no\.such\.module:Class"):
+        registry.resolve("A")
+    registry.register_model("B", nn.Linear)
+    assert registry.resolve_model_cls(["Unknown", "B"]) == (nn.Linear, "B")
+    assert registry.registered() == {"A": "no.such.module:Class", "B": "torch.nn.modules.linear:Linear"}
+    assert {"A", "B", "LlamaForCausalLM"} <= registry.get_supported_archs()
+
+
+def test_unknown_architecture_lists_the_supported_and_the_near_ones() -> None:
+    with pytest.raises(ValueError, match=r"Near: Qwen2ForCausalLM.*Supported.*GPTNeoXForCausalLM"):
+        ModelRegistry.resolve(["Qwen22ForCausalLM"])
+    assert ModelRegistry.is_text_generation_model("LlamaForCausalLM")
+    assert not ModelRegistry.is_pooling_model("LlamaForCausalLM")
+    assert not ModelRegistry.is_multimodal_model(["OPTForCausalLM"])

@@ -1,0 +1,186 @@
+"""Models from outside the tree: the two signatures of "Adding a New Model" behind the engine's own interface.
+
+0.6:  __init__(self, config, cache_config=None, quant_config=None, ...)
+      forward(input_ids, positions, kv_caches, attn_metadata)
+0.8:  __init__(self, *, vllm_config, prefix="")
+      forward(input_ids, positions, intermediate_tensors=None, inputs_embeds=None)
+
+Both have compute_logits(hidden_states, sampling_metadata) and load_weights(weights). Each method is called with those of
+the known arguments that its signature names, so mixtures of the two work too. `sample` is not called: sampling is the
+engine's, so that every request keeps its own parameters and seed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention.layer import Attention
+from vllm.config.hf import HFConfig
+from vllm.core.kv_spec import KVLayout
+from vllm.distributed import TensorParallel, use_tensor_parallel
+from vllm.model_executor.layers.dtypes import dtype_of
+from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader.filler import ProcessesWeights
+from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
+from vllm.model_executor.sampling_metadata import SamplingMetadata
+from vllm.worker.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class OutOfTreeModel(nn.Module):
+    """A user's model with the interface of `DecoderModel`."""
+
+    def __init__(self, model: nn.Module, hf: HFConfig, dtype: torch.dtype, max_positions: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.model, self.dtype, self.tp, self.max_positions = model, dtype, tp, max_positions
+        self.layers = [module for module in model.modules() if isinstance(module, Attention)]
+        name = type(model).__name__
+        if not self.layers:
+            raise ValueError(f"{name} has no vllm.attention.Attention layer, so the engine has no cache to give it.")
+        shapes = {(layer.num_kv_heads, layer.head_size) for layer in self.layers}
+        if len(shapes) > 1:
+            raise ValueError(f"{name}: all Attention layers must have the same key/value heads and size, got {shapes}.")
+        for method in ("forward", "compute_logits", "load_weights"):
+            if not hasattr(model, method):
+                raise ValueError(f'{name} has no method {method}(). See "Adding a New Model" in the guide.')
+        windows = [self._window(layer, hf) for layer in self.layers]
+        self.kv_groups = group_layers(windows)
+        places = kv_places(self.kv_groups)
+        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+            layer.place, layer.params = places[index], replace(layer.params, window=window)
+        self._forward_names = _parameter_names(model.forward)
+        self._logits_names = _parameter_names(model.compute_logits)  # type: ignore[arg-type]
+
+    def _window(self, layer: Attention, hf: HFConfig) -> int | None:
+        """The layer's own window, else the config's if that covers every layer; None if no sequence can outgrow it."""
+        window = layer.sliding_window
+        if window is None and set(hf.layer_types) == {"sliding_attention"}:
+            window = hf.sliding_window
+        return window if window is not None and window < self.max_positions else None
+
+    def kv_layout(self, block_size: int, cache_dtype: str | torch.dtype = "auto") -> KVLayout:
+        """The cache this rank needs, for blocks of `block_size` tokens."""
+        layer = self.layers[0]
+        element_bytes = cache_element_bytes(cache_dtype, self.dtype)
+        return KVLayout(self.kv_groups, block_size, layer.num_kv_heads, layer.head_size, element_bytes)
+
+    def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        """Hidden states of the step's tokens, [tokens, hidden]."""
+        places = [layer.place for layer in self.layers]
+        known = {
+            "kv_caches": [kv_caches[place.tensor] for place in places if place is not None],
+            "attn_metadata": step,
+            "intermediate_tensors": None,
+            "inputs_embeds": None,
+        }
+        arguments = {name: value for name, value in known.items() if name in self._forward_names}
+        with self._prepared(kv_caches, step):
+            hidden: Tensor = self.model(step.token_ids, step.positions, **arguments)
+        return hidden
+
+    @contextmanager
+    def _prepared(self, kv_caches: Sequence[Tensor], step: StepInputs) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(use_tensor_parallel(self.tp))
+            for layer in self.layers:
+                stack.enter_context(layer.bound(kv_caches, step))
+            yield
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden] -> [rows, vocabulary] fp32."""
+        arguments = [SamplingMetadata()] if "sampling_metadata" in self._logits_names else []
+        with use_tensor_parallel(self.tp):
+            logits: Tensor = self.model.compute_logits(hidden, *arguments)  # type: ignore[operator]
+        return logits.float()
+
+
+def load_out_of_tree(
+    model_cls: type[nn.Module], vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, load_format: str
+) -> OutOfTreeModel:
+    """Build a user's model on `device`, give its `load_weights` the checkpoint, and wrap it."""
+    config = vllm_config.model_config
+    dtype = dtype_of(config.dtype)
+    with use_tensor_parallel(tp), torch.device(device), _default_dtype(dtype):
+        model = model_cls(**_init_arguments(model_cls, vllm_config))
+    wrapped = OutOfTreeModel(model, config.hf, dtype, config.max_model_len, tp)
+    with use_tensor_parallel(tp), torch.no_grad():
+        if load_format == "dummy":
+            _fill_with_random_numbers(model)
+        else:
+            tensors = find_checkpoint(Path(config.path), load_format).tensors()
+            loaded = model.load_weights((name, tensor) for name, tensor, _ in tensors)  # type: ignore[operator]
+            _check_loaded(model, loaded)
+    for module in model.modules():
+        if isinstance(module, ProcessesWeights):
+            module.process_after_load()
+    return wrapped
+
+
+def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _init_arguments(model_cls: type[nn.Module], vllm_config: VllmConfig) -> dict[str, Any]:
+    """What the class's constructor asks for, by name. Raises TypeError for a required argument nobody knows."""
+    parameters = inspect.signature(model_cls).parameters
+    known: dict[str, Callable[[], Any]] = {
+        "vllm_config": lambda: vllm_config,
+        "prefix": lambda: "",
+        "config": lambda: vllm_config.model_config.hf_config,
+        "cache_config": lambda: vllm_config.cache_config,
+        "quant_config": lambda: vllm_config.quant_config,
+        "lora_config": lambda: vllm_config.lora_config,
+        "scheduler_config": lambda: vllm_config.scheduler_config,
+        "multimodal_config": lambda: None,
+        "linear_method": lambda: None,
+    }
+    required = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name not in known
+    ]
+    if required:
+        raise TypeError(
+            f"{model_cls.__name__}.__init__ requires {', '.join(required)}, which the engine cannot give. "
+            f"Known arguments: {', '.join(known)}."
+        )
+    return {name: make() for name, make in known.items() if name in parameters}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check_loaded(model: nn.Module, loaded: Any) -> None:
+    """If `load_weights` reports what it loaded, every parameter must be among it."""
+    if not isinstance(loaded, set | frozenset):
+        return
+    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ValueError(f"Following weights were not initialized from checkpoint: {shown}.")
+
+
+def _fill_with_random_numbers(model: nn.Module) -> None:
+    """Small random matrices, vectors as the model initialised them."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+            parameter.data.uniform_(-0.035, 0.035, generator=generator)

@@ -1,0 +1,103 @@
+"""Small helpers that models from outside the tree import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.sequence import IntermediateTensors
+
+
+class PPMissingLayer(nn.Identity):
+    """Stands in for a layer that another pipeline stage has."""
+
+
+class AutoWeightsLoader:
+    """Loads a checkpoint into a module tree by names alone.
+
+    A submodule with its own `load_weights` gets the tensors below its name; anything else is copied to the parameter of the
+    same name. Raises ValueError for a tensor without a place.
+
+    skip_prefixes: names that begin so are left out.   ignore_unexpected_prefixes: these may have no place.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        skip_prefixes: list[str] | None = None,
+        ignore_unexpected_prefixes: list[str] | None = None,
+    ) -> None:
+        self.module = module
+        self.skip_prefixes = tuple(skip_prefixes or ())
+        self.ignore_unexpected_prefixes = tuple(ignore_unexpected_prefixes or ())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load everything; the names of the parameters that were filled."""
+        owners = {
+            name: module
+            for name, module in self.module.named_modules()
+            if name and hasattr(module, "load_weights")
+        }
+        outer = {name: m for name, m in owners.items() if not any(name.startswith(f"{o}.") for o in owners if o != name)}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        delegated: dict[str, list[tuple[str, Tensor]]] = {}
+        loaded: set[str] = set()
+        for name, tensor in weights:
+            if name.startswith(self.skip_prefixes):
+                continue
+            owner = next((o for o in outer if name.startswith(f"{o}.")), None)
+            if owner is not None:
+                delegated.setdefault(owner, []).append((name[len(owner) + 1 :], tensor))
+            elif name in parameters:
+                parameter = parameters[name]
+                load = parameter.weight_loader if hasattr(parameter, "weight_loader") else default_weight_loader
+                load(parameter, tensor)  # type: ignore[operator]
+                loaded.add(name)
+            elif not name.startswith(self.ignore_unexpected_prefixes):
+                raise ValueError(f"There is no module or parameter named {name!r} in {type(self.module).__name__}.")
+        for owner, tensors in delegated.items():
+            inner = outer[owner].load_weights(iter(tensors))  # type: ignore[operator]
+            loaded |= {f"{owner}.{name}" for name in inner or ()}
+        return loaded
+
+
+def maybe_prefix(prefix: str, name: str) -> str:
+    """`prefix.name`, or `name` if there is no prefix."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def make_layers(
+    num_hidden_layers: int, layer_fn: Callable[..., nn.Module], prefix: str
+) -> tuple[int, int, nn.ModuleList]:
+    """(first layer, end, layers) of this pipeline stage, each made by `layer_fn(prefix=...)`."""
+    return 0, num_hidden_layers, nn.ModuleList(layer_fn(prefix=f"{prefix}.{i}") for i in range(num_hidden_layers))
+
+
+def extract_layer_index(layer_name: str) -> int:
+    """The one number in a layer's name. Raises ValueError unless there is exactly one."""
+    numbers = [int(part) for part in layer_name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise ValueError(f"layer name {layer_name!r} should contain exactly one number.")
+    return numbers[0]
+
+
+def is_pp_missing_parameter(name: str, model: nn.Module) -> bool:
+    """Whether the parameter belongs to a layer that another pipeline stage has."""
+    missing = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, PPMissingLayer))
+    return name.startswith(missing) if missing else False
+
+
+def make_empty_intermediate_tensors_factory(keys: list[str], hidden_size: int) -> Callable[..., IntermediateTensors]:
+    """A function that makes zeros of [batch_size, hidden_size] for each key."""
+
+    def make(batch_size: int, dtype: torch.dtype, device: Any) -> IntermediateTensors:
+        return IntermediateTensors(
+            {key: torch.zeros((batch_size, hidden_size), dtype=dtype, device=device) for key in keys}
+        )
+
+    return make
