@@ -1,0 +1,183 @@
+"""The kernels of the fused decode step against plain torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm.ops import rotary as rotary_ops
+from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.norm import rms_norm
+from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
+from vllm.ops.triton.decode_linear import (
+    ARGMAX,
+    RESIDUAL,
+    SILU,
+    STORE,
+    Product,
+    Stream,
+    Tiling,
+    choose_tiling,
+    run_product,
+)
+from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, embed_rows, gather_inputs, normalize_rows
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+EPS = 1e-5
+TILINGS = [Tiling(True, 4, 64, 4, unroll=2), Tiling(False, 16, 64, 4), Tiling(False, 32, 64, 4, split=2)]
+
+
+def stream(rows, width, outputs):
+    return Stream(
+        rows, width, EPS, torch.randn(rows, width), torch.full((8 * 16 * max(outputs, width),), float("nan")),
+        torch.zeros(512, dtype=torch.int32), torch.empty(rows, 512), torch.empty(rows, 512, dtype=torch.int32),
+        torch.empty(rows, 512),
+    )  # fmt: skip
+
+
+def in_parts(x, tiles):
+    """Sums of squares of x's rows in `tiles` parts, as the product before would leave them."""
+    return torch.stack([p.pow(2).sum(-1) for p in x.chunk(tiles, -1)], -1).contiguous()
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=["vector", "skinny", "split"])
+def test_products_store_and_gate(tiling):
+    rows, width, outputs = 1 if tiling.vector else 5, 128, 64
+    x, norm = torch.randn(rows, width), torch.randn(width)
+    s = stream(rows, width, outputs)
+    w, bias, out = torch.randn(outputs, width), torch.randn(outputs), torch.empty(rows, outputs)
+    run_product(Product(w, bias, STORE, True, tiling), s, x * norm, out, squares_in=(in_parts(x, 4), 4))
+    normed = rms_norm.reference(x, norm, EPS)
+    torch.testing.assert_close(out, F.linear(normed, w, bias), rtol=1e-4, atol=1e-3)
+    if tiling.split == 1:
+        w = torch.randn(2 * outputs, width)
+        run_product(Product(w, None, SILU, True, tiling), s, x * norm, out, squares_in=(in_parts(x, 4), 4))
+        gate, up = F.linear(normed, w).chunk(2, -1)
+        torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-4, atol=1e-3)
+    assert not s.arrived.any()
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=["vector", "skinny", "split"])
+def test_product_adds_to_the_stream_and_prepares_the_next_norm(tiling):
+    rows, width, inputs = 1 if tiling.vector else 5, 64, 128
+    x, w, norm = torch.randn(rows, inputs), torch.randn(width, inputs), torch.randn(width)
+    s = stream(rows, width, width)
+    p = Product(w, None, RESIDUAL, False, tiling)
+    scaled, squares = torch.empty(rows, width), torch.empty(rows, p.tiles)
+    want = s.h + F.linear(x, w)
+    run_product(p, s, x, s.h, None, norm, scaled, squares)
+    torch.testing.assert_close(s.h, want, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(scaled, want * norm, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(squares.sum(-1), want.pow(2).sum(-1), rtol=1e-4, atol=1e-3)
+    out = torch.empty(rows, width)
+    normalize_rows(scaled, squares, p.tiles, EPS, out)
+    torch.testing.assert_close(out, rms_norm.reference(want, norm, EPS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tiling", TILINGS[:2], ids=["vector", "skinny"])
+def test_greedy_token_goes_to_the_slot_table(tiling):
+    rows, width, vocab = 1 if tiling.vector else 3, 64, 150
+    x, w = torch.randn(rows, width), torch.randn(vocab, width)
+    w[99] = w[17]  # a tie: the lower id wins
+    x[0] = w[17] * 100
+    p = Product(w, None, ARGMAX, True, tiling)
+    s = stream(rows, width, vocab)
+    run_product(p, s, x, x, squares_in=(in_parts(x, 2), 2))
+    tokens, out = torch.zeros(6, 20, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    slots = torch.tensor([4, -1, 2][:rows], dtype=torch.int32)
+    positions = torch.tensor([7, 3, 0][:rows], dtype=torch.int32)
+    choose_tokens(slots, positions, s.best, s.best_at, s.sums, p.tiles, vocab, tokens, out)
+    want = F.linear(x, w).argmax(-1).tolist()
+    assert want[0] == 17 == out[0] == tokens[4, 8]
+    if rows == 3:
+        assert (out[2], tokens[2, 1]) == (want[2], want[2])
+    assert tokens.count_nonzero() == (tokens == tokens[4, 8]).sum() + (rows == 3 and want[2] != want[0])
+
+
+def test_argmax_of_logits_marks_what_is_not_finite():
+    logits = torch.randn(3, 5000)
+    logits[0, 4500] = logits[0, 4200] = 50.0
+    logits[1, 33] = float("nan")
+    best, sums = torch.empty(3, 2), torch.empty(3, 2)
+    best_at = torch.empty(3, 2, dtype=torch.int32)
+    tiles = argmax_tiles(logits, best, best_at, sums)
+    tokens, out = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    ids = torch.arange(3, dtype=torch.int32)
+    choose_tokens(ids, torch.zeros(3, dtype=torch.int32), best, best_at, sums, tiles, 5000, tokens, out)
+    assert out.tolist() == [4200, -1, int(logits[2].argmax())]
+    assert 0 <= int(tokens[1, 1]) < 5000
+
+
+def test_rows_are_gathered_from_the_slot_table():
+    tokens = torch.randint(0, 99, (4, 64), dtype=torch.int32)
+    table = torch.arange(1, 33, dtype=torch.int32).view(4, 8)
+    slots, positions = torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([19, 55, 7], dtype=torch.int32)
+    ids, at = torch.full((3,), -5), torch.full((3,), -5)
+    lens, mapping = torch.full((3,), -5, dtype=torch.int32), torch.full((3,), -5)
+    blocks = torch.full((3, 8), -5, dtype=torch.int32)
+    gather_inputs(slots, positions, tokens, table, (ids, at, lens), mapping, blocks, 8, True)
+    assert ids.tolist() == [int(tokens[2, 19]), 0, int(tokens[0, 7])]
+    assert at.tolist() == [19, 0, 7]
+    assert lens.tolist() == [20, 1, 8]
+    assert mapping.tolist() == [int(table[2, 2]) * 8 + 3, 0, int(table[0, 0]) * 8 + 7]
+    assert blocks[0, :3].tolist() == table[2, :3].tolist()
+    assert blocks[1, 0] == 0
+
+
+def test_embedding_begins_the_stream():
+    embedding, weight = torch.randn(50, 48), torch.randn(48)
+    tokens = torch.randint(0, 50, (3, 9), dtype=torch.int32)
+    slots, positions = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
+    h, scaled, squares = torch.empty(2, 48), torch.empty(2, 48), torch.empty(2, 3)
+    embed_rows(slots, positions, tokens, embedding, weight, h, scaled, squares, 3)
+    want = embedding[[int(tokens[1, 4]), int(tokens[2, 0])]]
+    assert torch.equal(h, want)
+    torch.testing.assert_close(scaled, want * weight)
+    torch.testing.assert_close(squares.sum(-1), want.pow(2).sum(-1))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("norm", [False, True])
+def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits):
+    heads, kv_heads, dim, block = 6, 2, 16, 8
+    lengths = torch.tensor([1, 40, 150])  # tokens in the cache before this step
+    slots = torch.tensor([3, 0, 2], dtype=torch.int32)
+    table = (torch.randperm(100) + 1)[:80].view(4, 20).to(torch.int32)
+    cache = torch.randn(2, 101, kv_heads, block, dim)
+    angle = torch.arange(200)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
+    cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * dim)
+    weights = rotary_ops.QKNorm(torch.randn(dim), torch.randn(dim), EPS, 1.0) if norm else None
+
+    want_cache = cache.clone()
+    home = table[slots.long(), lengths // block].long() * block + lengths % block
+    q = rotary_ops.rotate_and_write_kv.reference(qkv, heads, lengths, cos_sin, False, want_cache, home, qk_norm=weights)
+    starts, lens = torch.arange(4, dtype=torch.int32), (lengths + 1).to(torch.int32)
+    group = GroupInputs(home, table[slots.long()])
+    step = StepInputs(lengths, lengths, starts, lens, lengths, (group,), 1, 151, starts.numpy(), lens.numpy())
+    want = attend.reference(q, want_cache, AttentionParams(0.25), step, group)
+
+    a = DecodeAttention(
+        heads, 0.25, cache, cos_sin, None if weights is None else weights.q_weight,
+        None if weights is None else weights.k_weight, EPS, 1.0,
+    )  # fmt: skip
+    rows = DecodeRows(
+        slots, lengths.to(torch.int32), table, torch.empty(3 * heads * splits, dim), torch.empty(3 * heads * splits),
+        torch.zeros(3 * kv_heads, dtype=torch.int32), splits,
+    )  # fmt: skip
+    out = torch.empty(3, heads * dim)
+    decode_attention(qkv, out, a, rows)
+    torch.testing.assert_close(out, want.flatten(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cache, want_cache)
+    assert not rows.arrived.any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64])
+@pytest.mark.parametrize("inputs", [64, 320, 896, 1024, 4096, 14336])
+def test_chosen_tilings_divide_the_product(rows, inputs):
+    for mode in (STORE, SILU, RESIDUAL, ARGMAX):
+        for outputs in (64, 896, 4096, 28672, 128256):
+            t = choose_tiling(rows, outputs, inputs, mode)
+            if not t.vector:
+                assert inputs % (t.depth * t.split) == 0
+            if mode == SILU:
+                assert outputs % t.rows == 0
