@@ -30,7 +30,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, least recently used first, forgetting what they held; ValueError if there are too few."""
+        """Take `count` blocks, least recently used first, forgetting their content; ValueError if too few."""
         if count > self.num_free:
             raise ValueError(f"No free blocks available: {count} wanted, {self.num_free} free.")
         nxt, prev, refs, keys = self._next, self._prev, self.ref_counts, self._key_of

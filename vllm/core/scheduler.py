@@ -271,7 +271,7 @@ class Scheduler:
         return request.num_computed - (request.plan_tokens if request.plan_step == self._step_id else 0)
 
     def _start(self, request: Request) -> bool:
-        """Attach what is cached or forked; False, changing nothing, if the whole prompt does not fit beside the rest."""
+        """Attach what is cached or forked; False, changing nothing, if the whole prompt does not fit in."""
         reserve = self._watermark if self.running else 0
         parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
         if parent is not None and request.reads_cache:
