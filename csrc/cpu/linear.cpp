@@ -112,55 +112,45 @@ int64_t steps_of(int64_t k) {
     return (k + F::kStep - 1) / F::kStep;
 }
 
-// The inner loop: sums[row][...] (+)= x tile times `Panels` panels, columns [first vector, first + Vectors) of each.
-// x: [steps][kXPerStep][Rows]; b: [steps][kPanel], panels `panel_stride` elements apart; sums: Rows rows of `sum_stride`.
-template <class F, int Rows, int Vectors, int Panels>
-void multiply_tile(const typename F::X* x, const typename F::B* b, int64_t panel_stride, int64_t steps, float* sums,
-                   int64_t sum_stride, bool fresh) {
-    vf sum[Rows][Panels][Vectors];
+// The inner loop: sums[row][...] (+)= x tile times columns [0, Vectors * W) of a panel.
+// x: [steps][kXPerStep][Rows]; b: [steps][kPanel]; sums: Rows rows of kPanel.
+template <class F, int Rows, int Vectors>
+void multiply_tile(const typename F::X* x, const typename F::B* b, int64_t steps, float* sums, bool fresh) {
+    vf sum[Rows][Vectors];
     for (int r = 0; r < Rows; r++) {
-        for (int p = 0; p < Panels; p++) {
-            for (int v = 0; v < Vectors; v++) {
-                sum[r][p][v] = fresh ? vf{} : load(sums + r * sum_stride + p * kPanel + v * W);
-            }
-        }
+        for (int v = 0; v < Vectors; v++) sum[r][v] = fresh ? vf{} : load(sums + r * kPanel + v * W);
     }
     // Far enough ahead to cover memory latency at full bandwidth; what lies past a panel is the next one.
-    constexpr int64_t kAhead = 2048 / int64_t(sizeof(typename F::B));
+    constexpr int64_t kAhead = 8192;
     for (int64_t s = 0; s < steps; s++) {
-        typename F::Loaded loaded[Panels][Vectors];
-        for (int p = 0; p < Panels; p++) {
-            for (int v = 0; v < Vectors; v++) loaded[p][v] = F::load_b(b + p * panel_stride + v * W);
-            for (int64_t line = 0; line < int64_t(Vectors * W * sizeof(typename F::B)); line += 64) {
-                __builtin_prefetch((const char*)(b + p * panel_stride + kAhead) + line);
-            }
+        typename F::Loaded loaded[Vectors];
+        for (int v = 0; v < Vectors; v++) loaded[v] = F::load_b(b + v * W);
+        for (int64_t line = 0; line < int64_t(Vectors * W * sizeof(typename F::B)); line += 64) {
+            __builtin_prefetch((const char*)b + kAhead + line);
         }
         for (int r = 0; r < Rows; r++) {
-            for (int p = 0; p < Panels; p++) {
-                for (int v = 0; v < Vectors; v++) sum[r][p][v] = F::multiply(sum[r][p][v], loaded[p][v], x + r, Rows);
-            }
+            for (int v = 0; v < Vectors; v++) sum[r][v] = F::multiply(sum[r][v], loaded[v], x + r, Rows);
         }
         x += F::kXPerStep * Rows;
         b += kPanel;
     }
     for (int r = 0; r < Rows; r++) {
-        for (int p = 0; p < Panels; p++) {
-            for (int v = 0; v < Vectors; v++) store(sums + r * sum_stride + p * kPanel + v * W, sum[r][p][v]);
-        }
+        for (int v = 0; v < Vectors; v++) store(sums + r * kPanel + v * W, sum[r][v]);
     }
 }
 
-template <class F>
-using TileFunction = void (*)(const typename F::X*, const typename F::B*, int64_t, int64_t, float*, int64_t, bool);
-
-// One panel times a tile of `rows` rows.
+// A panel times a tile of `rows` rows. With one or two rows memory is the limit: the panel is read in one go.
 template <class F, int Rows = kTileRows>
-TileFunction<F> tile_function(int64_t rows) {
+void multiply_panel(int64_t rows, const typename F::X* x, const typename F::B* b, int64_t steps, float* sums, bool fresh) {
     if constexpr (Rows > 0) {
-        if (rows == Rows) return multiply_tile<F, Rows, kTileVectors, 1>;
-        return tile_function<F, Rows - 1>(rows);
-    } else {
-        return nullptr;
+        if (rows == Rows) {
+            constexpr int kTogether = Rows <= 2 ? kVectors : kTileVectors;
+            for (int v = 0; v < kVectors; v += kTogether) {
+                multiply_tile<F, Rows, kTogether>(x, b + v * W, steps, sums + v * W, fresh);
+            }
+        } else {
+            multiply_panel<F, Rows - 1>(rows, x, b, steps, sums, fresh);
+        }
     }
 }
 
@@ -189,24 +179,22 @@ void pack_tile(const Product& a, typename F::X* packed, int64_t tile) {
     }
 }
 
-// sums (+ bias) -> out, for `rows` rows and `columns` columns from `column`.
+// sums (+ bias) -> out, for `rows` rows and one panel's columns.
 template <class T, class Out>
-void write_out(const Product& a, const float* sums, int64_t sum_stride, int64_t row, int64_t rows, int64_t column,
-               int64_t columns) {
-    columns = std::min(columns, a.n - column);
+void write_out(const Product& a, const float* sums, int64_t row, int64_t rows, int64_t column) {
+    const int64_t columns = std::min<int64_t>(kPanel, a.n - column);
     const T* bias = a.bias ? (const T*)a.bias + column : nullptr;
     for (int64_t r = 0; r < rows; r++) {
         Out* out = (Out*)a.out + (row + r) * a.out_stride + column;
-        const float* from = sums + r * sum_stride;
         for_each_vector(columns, [&](int64_t i, int64_t n) {
-            vf v = load(from + i);
+            vf v = load(sums + r * kPanel + i);
             if (bias) v += load_some(bias + i, n);
             store_some(out + i, v, n);
         });
     }
 }
 
-// A panel times one block of tiles.
+// A panel times one block of tiles, slice by slice along k: the slice of the panel is reused from cache by all tiles.
 template <class F, class T, class Out>
 void panel_task(const Product& a, const typename F::X* x, int64_t first_tile, int64_t last_tile, int64_t panel, float* sums) {
     const int64_t steps = steps_of<F>(a.k), first_row = a.tile_row(first_tile);
@@ -215,31 +203,11 @@ void panel_task(const Product& a, const typename F::X* x, int64_t first_tile, in
         const int64_t slice = std::min(F::kSliceSteps, steps - s);
         for (int64_t tile = first_tile; tile < last_tile; tile++) {
             const int64_t row = a.tile_row(tile), rows = a.tile_row(tile + 1) - row;
-            const TileFunction<F> multiply = tile_function<F>(rows);
             const typename F::X* tile_x = x + (row * steps + s * rows) * F::kXPerStep;
-            for (int v = 0; v < kVectors; v += kTileVectors) {
-                multiply(tile_x, b + s * kPanel + v * W, 0, slice, sums + (row - first_row) * kPanel + v * W, kPanel, s == 0);
-            }
+            multiply_panel<F>(rows, tile_x, b + s * kPanel, slice, sums + (row - first_row) * kPanel, s == 0);
         }
     }
-    write_out<T, Out>(a, sums, kPanel, first_row, a.tile_row(last_tile) - first_row, panel * kPanel, kPanel);
-}
-
-// A few panels times at most two rows: bound by memory, so several streams and enough independent sums to keep them busy.
-template <class F, class T, class Out, int Rows>
-void stream_task(const Product& a, const typename F::X* x, int64_t panel, int64_t end) {
-    constexpr int kTogether = 4 / Rows;
-    const int64_t steps = steps_of<F>(a.k), stride = steps * kPanel;
-    alignas(64) float sums[Rows * kTogether * kPanel];
-    const typename F::B* b = (const typename F::B*)a.packed + panel * stride;
-    for (; panel + kTogether <= end; panel += kTogether, b += kTogether * stride) {
-        multiply_tile<F, Rows, kVectors, kTogether>(x, b, stride, steps, sums, kTogether * kPanel, true);
-        write_out<T, Out>(a, sums, kTogether * kPanel, 0, Rows, panel * kPanel, kTogether * kPanel);
-    }
-    for (; panel < end; panel++, b += stride) {
-        multiply_tile<F, Rows, kVectors, 1>(x, b, stride, steps, sums, kPanel, true);
-        write_out<T, Out>(a, sums, kPanel, 0, Rows, panel * kPanel, kPanel);
-    }
+    write_out<T, Out>(a, sums, first_row, a.tile_row(last_tile) - first_row, panel * kPanel);
 }
 
 template <class F, class T, class Out>
@@ -252,26 +220,12 @@ void product(const Product& a) {
     {
 #pragma omp for schedule(static)
         for (int64_t tile = 0; tile < tiles; tile++) pack_tile<F, T>(a, x, tile);
-        if (a.m <= 2) {
-            // Groups of panels, small enough that threads finish together.
-            constexpr int64_t kGroup = 8;
+        alignas(64) float sums[kBlockRows * kPanel];
 #pragma omp for schedule(static) nowait
-            for (int64_t panel = 0; panel < panels; panel += kGroup) {
-                const int64_t end = std::min(panel + kGroup, panels);
-                if (a.m == 1) {
-                    stream_task<F, T, Out, 1>(a, x, panel, end);
-                } else {
-                    stream_task<F, T, Out, 2>(a, x, panel, end);
-                }
-            }
-        } else {
-            alignas(64) float sums[kBlockRows * kPanel];
-#pragma omp for schedule(static) nowait
-            for (int64_t task = 0; task < blocks * panels; task++) {
-                const int64_t block = task / panels;
-                const int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
-                panel_task<F, T, Out>(a, x, first, last, task % panels, sums);
-            }
+        for (int64_t task = 0; task < blocks * panels; task++) {
+            const int64_t block = task / panels;
+            const int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
+            panel_task<F, T, Out>(a, x, first, last, task % panels, sums);
         }
     }
 }
