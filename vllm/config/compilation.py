@@ -39,7 +39,7 @@ class CompilationConfig:
         flags=("-O",),
     )
     cuda_graph_sizes: list[int] | None = setting(
-        None,
+        [512],
         NumberList(optional=True, whole=True),
         "Batch sizes of CUDA graphs; a single number is the largest of a default series.",
     )
