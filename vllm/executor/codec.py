@@ -65,10 +65,6 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
     kwargs: dict[str, Any]
 
 
-class Stop(msgspec.Struct, array_like=True, tag="stop"):
-    """End now."""
-
-
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """A stage is done; `value` is what it brought."""
 
@@ -90,7 +86,7 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     is_value_error: bool = False
 
 
-ToRank = Begin | Start | Step | Call | Stop
+ToRank = Begin | Start | Step | Call
 FromRank = Ready | Result | Failed
 
 _encoder = msgspec.msgpack.Encoder()

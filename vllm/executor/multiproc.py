@@ -115,9 +115,12 @@ class RankProcess:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return EngineDeadError(f"Rank {self.rank} (pid {self.process.pid}) {how}. Its log lines are above.")
 
-    def end(self) -> None:
-        """Close the socket, which a rank takes as the order to end, and make sure that it does."""
+    def hang_up(self) -> None:
+        """Close the socket, which a rank takes as the order to end."""
         self._connection.close()
+
+    def join(self) -> None:
+        """Wait until the process has ended; by force if it takes too long."""
         try:
             self.process.wait(_POLITE_S)
         except subprocess.TimeoutExpired:
@@ -125,9 +128,22 @@ class RankProcess:
             self.process.wait()
 
 
-def _end_all(ranks: list[RankProcess]) -> None:
-    for rank in ranks:
-        rank.end()
+class _Others:
+    """The other ranks, and whether this process has joined them; what must not be left behind."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankProcess] = []
+        self.joined = False
+
+    def end(self) -> None:
+        """End the processes and leave the process group. May be called again."""
+        for rank in self.ranks:
+            rank.hang_up()
+        for rank in self.ranks:
+            rank.join()
+        if self.joined:
+            self.joined = False
+            rendezvous.leave()
 
 
 class MultiprocExecutor:
@@ -138,10 +154,10 @@ class MultiprocExecutor:
         self._in_flight: deque[StepHandle] = deque()
         self._broken: EngineDeadError | None = None
         self._worker: Worker | None = None
-        self._ranks: list[RankProcess] = []
         self._calls = 0
+        self._others = _Others()
         # Also when this object is dropped without shutdown(), and at the end of the program.
-        self._finalizer = weakref.finalize(self, _end_all, self._ranks)
+        self._finalizer = weakref.finalize(self, self._others.end)
         try:
             self._worker, self.num_blocks = self._start(config, world)
         except BaseException:
@@ -162,6 +178,7 @@ class MultiprocExecutor:
             for r in self._ranks:
                 r.send(codec.frame(codec.Begin(document, r.rank, world, port, timeout)))
             tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener)
+            self._others.joined = True
         worker = Worker(config, tp)
         own = worker.count_blocks()
         num_blocks = min([own, *(self._ready(r) for r in self._ranks)])
@@ -171,6 +188,10 @@ class MultiprocExecutor:
             self._ready(r)
         logger.info("%d ranks are ready: this process and pids %s.", world, [r.process.pid for r in self._ranks])
         return worker, num_blocks
+
+    @property
+    def _ranks(self) -> list[RankProcess]:
+        return self._others.ranks
 
     def _ready(self, rank: RankProcess) -> int:
         message = rank.receive()
@@ -217,7 +238,7 @@ class MultiprocExecutor:
         if self._broken is None:
             self._broken = error if isinstance(error, EngineDeadError) else self._cause(error)
             logger.error("The ranks are stopped: %s", self._broken)
-            _end_all(self._ranks)
+            self._others.end()
         return self._broken
 
     def _cause(self, error: Exception) -> EngineDeadError:
@@ -289,6 +310,4 @@ class MultiprocExecutor:
         """End all ranks."""
         self._in_flight.clear()
         self._worker = None
-        if self._finalizer.alive:
-            self._finalizer()
-            rendezvous.leave()
+        self._finalizer()

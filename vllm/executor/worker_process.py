@@ -68,7 +68,7 @@ class Rank:
         self._connection.sendall(codec.frame(message))
 
     def run(self) -> None:
-        """Work until told to stop."""
+        """Work until the socket is closed."""
         import vllm.worker.worker  # noqa: F401 - slow; once this is done, the ranks meet without waiting for each other
 
         self._send(codec.Ready(os.getpid()))
@@ -84,8 +84,6 @@ class Rank:
                 case codec.Start():
                     self._ready_worker().start(message.num_blocks)
                     self._send(codec.Ready())
-                case codec.Stop():
-                    return
 
     def _ready_worker(self) -> Worker:
         if self._worker is None:
@@ -127,7 +125,6 @@ def main() -> None:
         connection.sendall(codec.frame(codec.Failed(message, isinstance(error, ValueError))))
         connection.close()
         os._exit(1)  # not through destructors that wait for other ranks
-    os._exit(0)
 
 
 if __name__ == "__main__":

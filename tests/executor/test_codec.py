@@ -1,0 +1,73 @@
+"""Plans survive the wire."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm.core.plan import BlockAppend, BlockCopy, PlanExtras, SlotInit, StepPlan
+from vllm.executor import codec
+from vllm.sampling_params import SamplingParams
+
+
+def make_plan(random: np.random.Generator, rows: int, params: SamplingParams) -> StepPlan:
+    def numbers(count: int, high: int = 1 << 30) -> list[int]:
+        return random.integers(0, high, count).tolist()
+
+    init = SlotInit("r-ü", 3, numbers(50), 20, 16, (numbers(4), [], [0]), params, 2**64 - 1, (1, 2), 5)
+    return StepPlan(
+        step_id=7,
+        freed=tuple(numbers(2)),
+        new=(init, init._replace(slot=4)),
+        blocks=(BlockAppend(1, 0, 3, numbers(2)),),
+        copies=(BlockCopy(5, 6),),
+        slots=random.integers(0, 99, rows).astype(np.int32),
+        num_tokens=random.integers(0, 99, rows).astype(np.int32),
+        num_computed=random.integers(0, 99, rows).astype(np.int32),
+        sample=random.random(rows) < 0.5,
+    )
+
+
+def over_the_wire(plan: StepPlan) -> StepPlan:
+    message = codec.decode_to_rank(codec.frame(codec.pack_plan(plan))[4:])
+    assert isinstance(message, codec.Step)
+    return codec.unpack_plan(message)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+def test_a_plan_arrives_as_it_was_sent(rows: int) -> None:
+    params = SamplingParams(
+        temperature=0.5, top_k=3, seed=5, logit_bias={3: 1.5}, allowed_token_ids=[1, 2], bad_words=["x"], prompt_logprobs=2,
+        stop=["a"], stop_token_ids=[4],
+    )  # fmt: skip
+    params._bad_words_token_ids = [[1], [2, 3]]
+    plan = make_plan(np.random.default_rng(rows), rows, params)
+    back = over_the_wire(plan)
+    for name in ("slots", "num_tokens", "num_computed", "sample"):
+        sent, received = getattr(plan, name), getattr(back, name)
+        assert sent.dtype == received.dtype and sent.tolist() == received.tolist()
+    for name in ("step_id", "freed", "new", "blocks", "copies"):
+        assert getattr(back, name) == getattr(plan, name)
+    assert isinstance(back.new[0], SlotInit) and isinstance(back.blocks[0], BlockAppend)
+    assert back.new[0].params.bad_words_token_ids == [[1], [2, 3]]
+
+
+def test_functions_do_not_travel() -> None:
+    plan = make_plan(np.random.default_rng(0), 1, SamplingParams(logits_processors=[lambda output, logits: logits]))
+    with pytest.raises(ValueError, match="logits_processors are Python functions"):
+        codec.pack_plan(plan)
+    with pytest.raises(TypeError):
+        codec.frame(codec.Call(0, "method", [object()], {}))
+
+
+def test_extras_are_refused() -> None:
+    plan = make_plan(np.random.default_rng(0), 1, SamplingParams())
+    with pytest.raises(NotImplementedError, match="cannot be sent to other ranks yet"):
+        codec.pack_plan(StepPlan(*(getattr(plan, f) for f in StepPlan.__slots__[:-1]), extras=PlanExtras()))
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80\x04\x95", msgspec.msgpack.encode(["step", "x"])])
+def test_garbage_is_refused(body: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        codec.decode_to_rank(body)

@@ -1,0 +1,151 @@
+"""Two ranks: the same tokens as one, and no rank outlives the others or its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.executor.configs import config_for, generate
+from tests.tiny_models import save_llama
+from vllm.exceptions import EngineDeadError
+from vllm.executor import create_executor
+from vllm.executor.multiproc import MultiprocExecutor
+from vllm.sampling_params import SamplingParams
+
+PROMPTS = [np.random.default_rng(i).integers(5, 300, 1 + 9 * i).tolist() for i in range(5)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"), intermediate_size=76)
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[MultiprocExecutor]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    executor = create_executor(config_for(folder, tensor_parallel_size=2))
+    assert isinstance(executor, MultiprocExecutor)
+    yield executor
+    executor.shutdown()
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not just waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def test_two_ranks_give_the_tokens_of_one(pair: MultiprocExecutor, folder: Path) -> None:
+    params = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, max_tokens=12), GREEDY, GREEDY,
+              SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=2, max_tokens=12)]  # fmt: skip
+    config = config_for(folder)
+    single = create_executor(config)
+    expected = generate(single, config, PROMPTS, params)
+    single.shutdown()
+    assert generate(pair, config, PROMPTS, params) == expected
+    assert generate(pair, config, PROMPTS[::-1], params[::-1]) != expected  # other seeds: not a constant
+
+
+def test_calls_reach_every_rank(pair: MultiprocExecutor) -> None:
+    assert pair.collective_rpc("check_health") == [None, None]
+    assert pair.collective_rpc("count_blocks", timeout=30) == [pair.num_blocks] * 2
+    with pytest.raises(TypeError, match="functions are not sent to other processes"):
+        pair.collective_rpc(lambda worker: None)
+    with pytest.raises(ValueError, match="has no public method 'nothing'"):
+        pair.collective_rpc("nothing")
+    with pytest.raises(RuntimeError, match="Profiler is not enabled"):
+        pair.collective_rpc("start_profile")
+    os.kill(pair._ranks[0].process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError, match="Rank 1 has not answered in time"):
+            pair.collective_rpc("check_health", timeout=0.05)
+    finally:
+        os.kill(pair._ranks[0].process.pid, signal.SIGCONT)
+    assert pair.collective_rpc("check_health") == [None, None]  # the late answer is not taken for this one's
+
+
+def test_a_second_group_in_one_process_is_refused(pair: MultiprocExecutor, folder: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is in use in this process already"):
+        create_executor(config_for(folder, tensor_parallel_size=2))
+    pair.check_health()
+
+
+def test_listeners_are_on_the_loopback_interface_only(pair: MultiprocExecutor) -> None:
+    inodes = set()
+    for pid in (os.getpid(), pair._ranks[0].process.pid):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(fd) if fd.exists() or fd.is_symlink() else ""
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                listening.append(fields[1].partition(":")[0])
+    assert listening
+    assert set(listening) <= {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}
+
+
+def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(pair: MultiprocExecutor, folder: Path) -> None:
+    # The last test of the shared pair: it does not survive.
+    pid = pair._ranks[0].process.pid
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"Rank 1 \(pid {pid}\) was killed by signal 9"):
+        generate(pair, config_for(folder), PROMPTS, [GREEDY] * 5)
+    assert time.monotonic() - started < 3
+    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+        pair.check_health()
+    pair.shutdown()
+    assert not is_running(pid)
+    import torch.distributed
+
+    assert not torch.distributed.is_initialized()
+
+
+ORPHAN = """
+import sys, time
+from pathlib import Path
+from tests.executor.configs import config_for
+from vllm.executor import create_executor
+executor = create_executor(config_for(Path(sys.argv[1]), tensor_parallel_size=2))
+print("pid", executor._ranks[0].process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_a_parent_that_is_killed(folder: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(folder)], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        line = next(line for line in parent.stdout if line.startswith("pid "))
+        pid = int(line.split()[1])
+        assert is_running(pid)
+        parent.kill()
+        wait_until_gone(pid, 2)
+    assert list(tmp_path.iterdir()) == []  # no sockets, no stores
+
+
+def test_an_error_while_loading_ends_all_ranks(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "odd", intermediate_size=77)
+    with pytest.raises(ValueError, match="2 tensor-parallel ranks cannot share evenly"):
+        create_executor(config_for(folder, tensor_parallel_size=2))
