@@ -50,7 +50,7 @@ class TensorParallel:
             return x
         x = x.contiguous()
         out = torch.empty((self.world, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self.group)
+        dist.all_gather(list(out.unbind(0)), x, group=self.group)
         return torch.cat(out.unbind(0), dim)
 
     def broadcast(self, x: Tensor) -> Tensor:
