@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -425,7 +426,7 @@ class HFConfig:
 
         refuse_model_code(self.raw, self.file, trust_remote_code=trust_remote_code)
         if self.model_type in CONFIG_MAPPING:
-            return CONFIG_MAPPING[self.model_type].from_dict(dict(self.raw))
+            return CONFIG_MAPPING[self.model_type].from_dict(deepcopy(self.raw))
         return AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
