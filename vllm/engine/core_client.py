@@ -30,11 +30,13 @@ DeathHandler = Callable[[str], None]
 
 
 class AsyncCoreClient(Protocol):
-    """What `AsyncLLMEngine` needs of a core. Handlers run on the event loop that called `start`."""
+    """What `AsyncLLMEngine` needs of a core. Handlers run on the event loop that called `attach`."""
 
     info: dict[str, Any]
 
-    async def start(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None: ...
+    def launch(self) -> None: ...
+
+    async def attach(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None: ...
 
     def add(self, requests: list[CoreRequest]) -> None: ...
 
@@ -45,6 +47,8 @@ class AsyncCoreClient(Protocol):
     def check_health(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class CoreProcess:
@@ -57,10 +61,13 @@ class CoreProcess:
 
     PULSE_GRACE_SECONDS = 1.5
 
-    def __init__(self, engine_args: dict[str, Any], stall_seconds: float) -> None:
-        self._engine_args = engine_args
+    def __init__(self, config: dict[str, Any], stall_seconds: float) -> None:
+        self._config = config
         self._stall_seconds = stall_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._frames = wire.FrameReader()
+        self._early: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
         self._reader_task: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -71,11 +78,12 @@ class CoreProcess:
         self._stopping = False
         self.info: dict[str, Any] = {}
 
-    async def start(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+    def launch(self) -> None:
         """Spawn the core and wait until it is ready. Raises RuntimeError with the core's own words if it fails."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+        self._connection = ours
         self._process = subprocess.Popen(
             [sys.executable, "-m", "vllm.engine.core_process", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -83,17 +91,35 @@ class CoreProcess:
             start_new_session=True,
         )
         theirs.close()
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
-        document = json.dumps(self._engine_args).encode()
-        self._writer.write(len(document).to_bytes(4, "little") + document)
-        ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._reader_task = asyncio.create_task(self._read(reader, ready, on_outputs, on_death), name="core-reader")
+        document = json.dumps(self._config).encode()
         try:
-            self.info = await ready
+            ours.sendall(len(document).to_bytes(4, "little") + document)
+            self._await_ready(ours)
         except BaseException:
-            await self.stop()
+            ours.close()
+            self._reap(self._process, patience=1)
             raise
+
+    def _await_ready(self, connection: socket.socket) -> None:
+        reason = "The engine core process ended unexpectedly."
+        while True:
+            bodies = wire.receive_frames(connection, self._frames)
+            if bodies is None:
+                raise RuntimeError(f"The engine core failed to start: {reason}")
+            for i, body in enumerate(bodies):
+                message = wire.decode_from_core(body)
+                if isinstance(message, wire.Fatal):
+                    reason = message.error
+                elif isinstance(message, wire.Ready):
+                    self.info = message.info
+                    self._early = bodies[i + 1 :]
+                    return
+
+    async def attach(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+        """Listen to the launched core on the running event loop."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._connection, limit=1 << 20)
         self._last_pulse = time.monotonic()
+        self._reader_task = asyncio.create_task(self._read(reader, on_outputs, on_death), name="core-reader")
 
     def add(self, requests: list[CoreRequest]) -> None:
         self._send(wire.AddRequests(requests))
@@ -132,7 +158,7 @@ class CoreProcess:
                 self._send(wire.Stop())
         process = self._process
         if process is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._reap, process)
+            await asyncio.get_running_loop().run_in_executor(None, self._reap, process, 5.0)
         if self._reader_task is not None:
             self._reader_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -142,14 +168,23 @@ class CoreProcess:
             self._writer.close()
             self._writer = None
 
+    def kill(self) -> None:
+        """End the core process and its workers at once, from any thread. May be called twice."""
+        self._stopping = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     @staticmethod
-    def _reap(process: subprocess.Popen[bytes]) -> None:
+    def _reap(process: subprocess.Popen[bytes], patience: float) -> None:
         try:
-            process.wait(timeout=5)
+            process.wait(timeout=patience)
         except subprocess.TimeoutExpired:
             # its workers share its session, so that one signal reaches all of them
             with contextlib.suppress(ProcessLookupError):
@@ -161,19 +196,12 @@ class CoreProcess:
             raise EngineDeadError(self._death or "The engine core is not running.")
         self._writer.write(wire.frame(message))
 
-    async def _read(
-        self,
-        stream: asyncio.StreamReader,
-        ready: asyncio.Future[dict[str, Any]],
-        on_outputs: OutputHandler,
-        on_death: DeathHandler,
-    ) -> None:
-        reader = wire.FrameReader()
+    async def _read(self, stream: asyncio.StreamReader, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
         reason = ""
+        bodies = self._early
         with contextlib.suppress(ConnectionError):
-            while data := await stream.read(1 << 18):
-                self._last_pulse = time.monotonic()
-                for body in reader.feed(data):
+            while True:
+                for body in bodies:
                     message = wire.decode_from_core(body)
                     if isinstance(message, wire.StepOutputs):
                         self._busy_seconds = 0.0
@@ -182,11 +210,14 @@ class CoreProcess:
                         self._busy_seconds = message.busy_seconds
                     elif isinstance(message, wire.CallResult):
                         self._resolve(message)
-                    elif isinstance(message, wire.Ready):
-                        ready.set_result(message.info)
-                    else:
+                    elif isinstance(message, wire.Fatal):
                         reason = message.error
-        self._bury(reason, ready, on_death)
+                data = await stream.read(1 << 18)
+                if not data:
+                    break
+                self._last_pulse = time.monotonic()
+                bodies = self._frames.feed(data)
+        self._bury(reason, on_death)
 
     def _resolve(self, result: wire.CallResult) -> None:
         future = self._calls.pop(result.call_id, None)
@@ -197,10 +228,8 @@ class CoreProcess:
         else:
             future.set_result(result.value)
 
-    def _bury(self, reason: str, ready: asyncio.Future[dict[str, Any]], on_death: DeathHandler) -> None:
+    def _bury(self, reason: str, on_death: DeathHandler) -> None:
         self._death = reason or "The engine core process ended unexpectedly."
-        if not ready.done():
-            ready.set_exception(RuntimeError(f"The engine core failed to start: {self._death}"))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(self._death))
@@ -221,17 +250,22 @@ class CoreThread:
         self._busy_since: float | None = None
         self._death: str | None = None
         self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
         self.info: dict[str, Any] = {}
 
-    async def start(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
-        """Build the core in its thread and wait until it is ready."""
-        self._loop = asyncio.get_running_loop()
-        ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._thread = threading.Thread(
-            target=self._run, args=(ready, on_outputs, on_death), name="engine-core", daemon=True
-        )
+    def launch(self) -> None:
+        """Build the core in its thread and wait until it is ready. Raises what building it raised."""
+        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
-        self.info = await ready
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def attach(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+        """Hand outputs to the running event loop from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._on_outputs, self._on_death = on_outputs, on_death
 
     def add(self, requests: list[CoreRequest]) -> None:
         def work(core: EngineCore) -> None:
@@ -280,6 +314,12 @@ class CoreThread:
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
+    def kill(self) -> None:
+        """Ask the thread to end after the step it is in; it is a daemon and holds nothing up."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
     def _submit(self, work: Callable[[EngineCore], None]) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
@@ -291,20 +331,23 @@ class CoreThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _run(self, ready: asyncio.Future[dict[str, Any]], on_outputs: OutputHandler, on_death: DeathHandler) -> None:
-        self._on_outputs = on_outputs
-        core: EngineCore | None = None
+    def _run(self) -> None:
         try:
             core = self._make_core()
-            self._post(ready.set_result, core.describe())
+        except BaseException as error:
+            self._failure = error
+            return
+        finally:
+            self._ready.set()
+        self.info = core.describe()
+        try:
             self._serve(core)
         except Exception as error:
             logger.exception("The engine core failed")
             self._death = f"{type(error).__name__}: {error}"
-            self._post(on_death, self._death) if core is not None else self._post(ready.set_exception, error)
+            self._post(self._on_death, self._death)
         finally:
-            if core is not None:
-                core.shutdown()
+            core.shutdown()
 
     def _serve(self, core: EngineCore) -> None:
         while True:

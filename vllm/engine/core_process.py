@@ -1,7 +1,7 @@
 """The engine core as a process of its own: `python -m vllm.engine.core_process FD`, started by
 `core_client.CoreProcess`.
 
-The first frame it reads is a JSON document of engine arguments; then it answers `Ready` and serves until told to stop
+The first frame it reads is the resolved configuration as JSON; then it answers `Ready` and serves until told to stop
 or
 until the front end is gone.
 """
@@ -169,11 +169,10 @@ def main(argv: list[str]) -> int:
     _exit_on_parent_death(connection)
     core = None
     try:
-        from vllm.engine.arg_utils import EngineArgs
+        from vllm.config import VllmConfig
         from vllm.engine.core import EngineCore
 
-        config = EngineArgs.from_json(document).create_engine_config()
-        core = EngineCore(config)
+        core = EngineCore(VllmConfig.from_dict(document))
         server = CoreServer(connection, core)
         server.start_threads(reader)
         server.send(wire.Ready(core.describe()))

@@ -1,0 +1,609 @@
+"""The engine for servers: requests come and go on an event loop while the core works in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.core_client import AsyncCoreClient, CoreProcess, CoreThread
+from vllm.engine.input_processor import InputProcessor, RequestInput
+from vllm.engine.messages import CoreOutput, CoreStats
+from vllm.engine.output_processor import OutputProcessor
+from vllm.exceptions import EngineDeadError, EngineGenerateError, MaxQueuedTokensError, QueueOverflowError
+from vllm.logger import init_logger
+from vllm.metrics.log_line import StatsLog
+from vllm.metrics.registry import EngineMetrics
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from vllm.engine.tokenizer import Tokenizer
+    from vllm.inputs import PromptType
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import PoolingRequestOutput, RequestOutput
+    from vllm.pooling_params import PoolingParams
+    from vllm.prompt_adapter.request import PromptAdapterRequest
+    from vllm.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
+
+# Texts up to this many characters are tokenized where they are; the hop to another thread costs more.
+INLINE_CHARACTERS = 2048
+# Bounds of the waiting queue when the configuration names none: a server must refuse before it drowns.
+DEFAULT_QUEUED_REQUESTS_PER_SLOT = 8
+
+
+class AsyncEngineDeadError(EngineDeadError):
+    """The background loop or the core has ended; nothing more will be generated."""
+
+
+class RequestStream:
+    """What one consumer has not read yet; a slow one finds its outputs merged, so that its delay costs no memory."""
+
+    __slots__ = ("_error", "_output", "_waiter", "kind")
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self.kind = kind
+        self._output: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """Hand over an output; differences are added up, cumulative outputs replace the one before."""
+        if self._output is not None and self.kind is RequestOutputKind.DELTA:
+            self._output.add(output, aggregate=True)
+        else:
+            self._output = output
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error, after what is already there."""
+        self._error = self._error or error
+        self._wake()
+
+    async def next(self) -> RequestOutput:
+        """The next output, waiting for it if need be. Raises the stream's error."""
+        while self._output is None:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output, self._output = self._output, None
+        return output
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncLLMEngine:
+    """Serves requests concurrently. Create it with `from_engine_args`; use it on one event loop.
+
+    The model is loaded when the object is made. The first use on an event loop starts the background work, unless
+    `start_engine_loop` is False: then `start_background_loop()` must come first.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        *,
+        start_engine_loop: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Mapping[str, Any] | None = None,
+        log_requests: bool = True,
+        log_stats: bool = True,
+        multiprocessing: bool = True,
+    ) -> None:
+        from vllm.engine.tokenizer import load_tokenizer
+
+        self.vllm_config = vllm_config
+        self.log_requests = log_requests
+        self._log_stats = log_stats
+        self._start_automatically = start_engine_loop
+        self._core = _make_core(vllm_config, multiprocessing)
+        self._core.launch()
+        model = vllm_config.model_config
+        tokenizer = None if model.skip_tokenizer_init else load_tokenizer(model)
+        self._tokenizer: Tokenizer | None = tokenizer
+        self.input_processor = InputProcessor(vllm_config, tokenizer)
+        device = vllm_config.device_config.device_type
+        self.metrics = EngineMetrics(
+            model_name=_served_name(model),
+            max_model_len=model.max_model_len,
+            cache_info={**_cache_info(vllm_config), "num_gpu_blocks": self._core.info["num_blocks"]},
+        )
+        self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
+        self._loggers: dict[str, Any] = dict(stat_loggers or {})
+        self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
+        self._streams: dict[str, RequestStream] = {}
+        self._queued: dict[str, int] = {}  # sequences without a token yet -> prompt tokens
+        self._queued_tokens = 0
+        scheduler = vllm_config.scheduler_config
+        self._max_queued_requests = (
+            scheduler.max_num_queued_reqs or DEFAULT_QUEUED_REQUESTS_PER_SLOT * scheduler.max_num_seqs
+        )
+        self._max_queued_tokens = scheduler.max_num_queued_tokens
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._attached = False
+        self._loop_started = False
+        self._draining = False
+        self._stopped = False
+        self._death: BaseException | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    # -- making one ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: AsyncEngineArgs | EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Mapping[str, Any] | None = None,
+    ) -> AsyncLLMEngine:
+        """Resolve the arguments, load the model, return the engine. Raises ValueError for arguments that do not fit."""
+        config = engine_args.create_engine_config(usage_context)
+        return cls.from_vllm_config(
+            config,
+            start_engine_loop,
+            usage_context,
+            stat_loggers,
+            disable_log_requests=not _wants_request_log(engine_args),
+            disable_log_stats=engine_args.disable_log_stats,
+        )
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        start_engine_loop: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: Mapping[str, Any] | None = None,
+        disable_log_requests: bool = False,
+        disable_log_stats: bool = False,
+        disable_frontend_multiprocessing: bool = False,
+    ) -> AsyncLLMEngine:
+        """As `from_engine_args`, from a resolved configuration."""
+        return cls(
+            vllm_config,
+            start_engine_loop=start_engine_loop,
+            usage_context=usage_context,
+            stat_loggers=stat_loggers,
+            log_requests=not disable_log_requests,
+            log_stats=not disable_log_stats,
+            multiprocessing=not disable_frontend_multiprocessing,
+        )
+
+    # -- the background ------------------------------------------------------------------------------------------------
+
+    def start_background_loop(self) -> None:
+        """Begin to serve on the running event loop (or on the first that uses the engine)."""
+        if self.errored:
+            raise AsyncEngineDeadError("Background loop has errored already.")
+        if self._loop_started:
+            raise RuntimeError("Background loop is already running.")
+        self._loop_started = True
+
+    async def _ensure_attached(self) -> None:
+        if self._death is not None:
+            raise self.dead_error
+        if self._stopped:
+            raise AsyncEngineDeadError("The engine was shut down.")
+        if self._attached:
+            return
+        if not self._loop_started:
+            if not self._start_automatically:
+                raise AsyncEngineDeadError(
+                    "Background loop is not running. If it was running, inspect the output to find the stacktrace of "
+                    "the error that caused the background loop to stop (AsyncEngineDeadError)."
+                )
+            self._loop_started = True
+        self._attached = True
+        await self._core.attach(self._on_outputs, self._on_death)
+        if self._log_stats:
+            self._ticker = asyncio.create_task(self._tick(), name="stats-log")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._log_line.tick()
+
+    def _on_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
+        """One step of the core. Runs on the event loop; wakes every consumer it has something for."""
+        self.metrics.on_step(stats)
+        if not outputs:
+            return
+        if self._queued:
+            for output in outputs:
+                self._unqueue(output.request_id)
+        processed = self.output_processor.process(outputs)
+        if processed.aborts:
+            self._core.abort(processed.aborts)
+        if processed.follow_ups:
+            self._core.add(processed.follow_ups)
+        streams = self._streams
+        for output in processed.outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue
+            stream.put(output)
+            if output.finished:
+                del streams[output.request_id]
+                failed = next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
+                if failed is not None:
+                    stream.fail(EngineGenerateError(str(failed)))
+
+    def _on_death(self, reason: str) -> None:
+        self.set_errored(AsyncEngineDeadError(reason))
+
+    def set_errored(self, exc: BaseException) -> None:
+        """Declare the engine dead: every request in flight ends with this error, and so does every later one."""
+        if self._death is not None:
+            return
+        logger.error("The engine is dead: %s", exc)
+        self._death = exc
+        self._end_all(exc)
+
+    def _end_all(self, error: BaseException) -> None:
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            self.output_processor.abort([request_id])
+            stream.fail(error)
+        self._queued.clear()
+        self._queued_tokens = 0
+
+    def shutdown_background_loop(self) -> None:
+        """End the background work without waiting; requests in flight fail. `shutdown` is the gentle way."""
+        self._stopped = True
+        self._end_all(AsyncEngineDeadError("The engine was shut down."))
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._core.kill()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """Refuse new requests, let running ones finish for `timeout` seconds (None: as long as they need), then stop."""
+        if self._draining:
+            timeout = 0.0  # asked a second time: now
+        self._draining = True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._streams and self._death is None and (deadline is None or time.monotonic() < deadline):
+            await asyncio.sleep(0.02)
+        if self._stopped:
+            return
+        self._stopped = True
+        self._end_all(AsyncEngineDeadError("The server is shutting down."))
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        await self._core.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __del__(self) -> None:
+        core = self.__dict__.get("_core")
+        if core is not None:
+            core.kill()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def check_admission(self, sequences: int = 1, prompt_tokens: int = 0) -> None:
+        """Raise QueueOverflowError if the waiting queue has no room; a request with n = 4 counts four times."""
+        if self._draining:
+            raise QueueOverflowError("The server is shutting down.")
+        waiting = len(self._queued)
+        if waiting and waiting + sequences > self._max_queued_requests:
+            raise QueueOverflowError(
+                f"The waiting queue is full: {waiting} sequences wait, at most {self._max_queued_requests} may. "
+                "Try again later."
+            )
+        limit = self._max_queued_tokens
+        if limit is not None and waiting and self._queued_tokens + prompt_tokens > limit:
+            raise MaxQueuedTokensError(
+                f"The waiting requests have {self._queued_tokens} prompt tokens, at most {limit} may wait. "
+                "Try again later."
+            )
+
+    def _unqueue(self, core_id: str) -> None:
+        self._queued_tokens -= self._queued.pop(core_id, 0)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType | None = None,
+        params: SamplingParams | PoolingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        priority: int = 0,
+        *,
+        inputs: PromptType | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Queue a request and return the generator of its outputs. `inputs` is an older name of `prompt`."""
+        if inputs is not None:
+            prompt = inputs
+        if prompt is None or params is None:
+            raise ValueError("A request needs a prompt and sampling parameters.")
+        _refuse_tracing(trace_headers)
+        stream = await self._begin(
+            RequestInput(request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority)
+        )
+        return self._follow(request_id, stream, None)
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        priority: int = 0,
+        *,
+        arrival_time: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come. Leaving the generator aborts the request.
+
+        Raises ValueError or TypeError for a request that is not in order, QueueOverflowError when the queue is full,
+        TimeoutError `timeout` seconds after the start, EngineGenerateError if this request failed, EngineDeadError if
+        the engine did.
+        """
+        _refuse_tracing(trace_headers)
+        stream = await self._begin(
+            RequestInput(
+                request_id, prompt, sampling_params, arrival_time, lora_request, prompt_adapter_request, priority
+            )
+        )
+        async for output in self._follow(request_id, stream, timeout):
+            yield output
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pooled hidden states; this version has no pooling models, so it raises ValueError."""
+        raise ValueError("The model generates text; encode() needs a pooling model, which comes later.")
+        yield
+
+    async def _begin(self, request: RequestInput) -> RequestStream:
+        await self._ensure_attached()
+        self.check_admission()
+        if request.request_id in self._streams:
+            raise KeyError(f"Request {request.request_id} already exists.")
+        request = request._replace(prompt=await self._tokenize(request.prompt))
+        processed = self.input_processor.process(request)
+        self.check_admission(len(processed.children), len(processed.prompt_token_ids))
+        messages = self.output_processor.add(processed)
+        stream = RequestStream(processed.params.output_kind)
+        self._streams[request.request_id] = stream
+        for message in messages:
+            self._queued[message.request_id] = len(message.prompt_token_ids)
+            self._queued_tokens += len(message.prompt_token_ids)
+        if self.log_requests:
+            logger.info(
+                "Received request %s: prompt: %d tokens, params: %s",
+                request.request_id,
+                len(processed.prompt_token_ids),
+                processed.params,
+            )
+        self._core.add(messages)
+        return stream
+
+    async def _tokenize(self, prompt: PromptType) -> PromptType:
+        """Tokenize a long text in another thread, so that it does not hold up the streams of others."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str) or len(text) <= INLINE_CHARACTERS or self._tokenizer is None:
+            return prompt
+        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
+            return prompt
+        ids = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.encode, text)
+        extra = dict(prompt) if isinstance(prompt, Mapping) else {}
+        return {**extra, "prompt": text, "prompt_token_ids": ids}  # type: ignore[return-value]
+
+    async def _follow(
+        self, request_id: str, stream: RequestStream, timeout: float | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        timer = None
+        if timeout is not None:
+            loop = asyncio.get_running_loop()
+            error = TimeoutError(f"The request was not finished after {timeout:g} s.")
+            timer = loop.call_later(timeout, stream.fail, error)
+        try:
+            while True:
+                output = await stream.next()
+                yield output
+                if output.finished:
+                    if any(c.finish_reason == "error" for c in output.outputs):
+                        await stream.next()  # raises
+                    return
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._abandon(request_id, stream)
+
+    def _abandon(self, request_id: str, stream: RequestStream) -> None:
+        """The consumer is gone: abort what still runs for it."""
+        if self._streams.get(request_id) is stream:
+            self._abort([request_id])
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        core_ids, outputs = self.output_processor.abort(request_ids)
+        for core_id in core_ids:
+            self._unqueue(core_id)
+        for output in outputs:
+            stream = self._streams.pop(output.request_id, None)
+            if stream is not None:
+                stream.put(output)
+        if core_ids and self._death is None and not self._stopped:
+            self._core.abort(core_ids)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their generators return after a last output with finish_reason "abort"."""
+        if not self.is_running:
+            raise AsyncEngineDeadError(
+                "Background loop is not running. If it was running, inspect the output to find the stacktrace of the "
+                "error that caused the background loop to stop (AsyncEngineDeadError)."
+            )
+        self._abort([request_id] if isinstance(request_id, str) else request_id)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        return self._attached and self._death is None and not self._stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored or self._stopped
+
+    @property
+    def errored(self) -> bool:
+        return self._death is not None
+
+    @property
+    def dead_error(self) -> BaseException:
+        return self._death or AsyncEngineDeadError("The engine is not running.")
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.output_processor.num_unfinished
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError unless the core lives and makes progress."""
+        if self.is_stopped:
+            raise AsyncEngineDeadError("Background loop is stopped.")
+        await self._ensure_attached()
+        self._core.check_health()
+
+    async def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    async def get_model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        return self.vllm_config.parallel_config
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        return self.vllm_config.scheduler_config
+
+    async def get_decoding_config(self) -> Any:
+        return self.vllm_config.decoding_config
+
+    async def get_lora_config(self) -> Any:
+        return self.vllm_config.lora_config
+
+    async def get_input_preprocessor(self) -> InputProcessor:
+        return self.input_processor
+
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The Hugging Face tokenizer of the model (loaded on the first call)."""
+        if self._tokenizer is None:
+            raise ValueError("The engine has no tokenizer: `skip_tokenizer_init` is True.")
+        return self._tokenizer.hf_tokenizer
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self, scheduler_outputs: Any = None, model_output: Any = None) -> None:
+        """Write the statistics line now."""
+        self._log_line.tick(force=True)
+
+    def add_logger(self, logger_name: str, logger: Any) -> None:
+        """Register an object that `remove_logger` can find again; it may implement `log(stats)`."""
+        if logger_name in self._loggers:
+            raise KeyError(f"Logger with name {logger_name} already exists.")
+        self._loggers[logger_name] = logger
+
+    def remove_logger(self, logger_name: str) -> None:
+        """Forget a logger."""
+        if logger_name not in self._loggers:
+            raise KeyError(f"Logger with name {logger_name} does not exist.")
+        del self._loggers[logger_name]
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        await self._ensure_attached()
+        return await self._core.call(method, *args, **kwargs)
+
+    async def start_profile(self) -> None:
+        await self._call("start_profile")
+
+    async def stop_profile(self) -> None:
+        await self._call("stop_profile")
+
+    async def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Forget cached prefixes; False if requests are running."""
+        return bool(await self._call("reset_prefix_cache"))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by name; results by rank."""
+        if not isinstance(method, str):
+            raise ValueError("collective_rpc takes the name of a worker method here; functions cannot be sent.")
+        return list(await self._call("collective_rpc", method, timeout, list(args), dict(kwargs or {})))
+
+    async def sleep(self, level: int = 1) -> None:
+        raise NotImplementedError("Sleep mode comes later: sleep() is not available in this version.")
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        raise NotImplementedError("Sleep mode comes later: wake_up() is not available in this version.")
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
+
+
+def _make_core(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
+    from vllm import envs
+
+    stall = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S)
+    if multiprocessing:
+        return CoreProcess(config.to_dict(), stall)
+
+    def make() -> Any:
+        from vllm.engine.core import EngineCore
+
+        return EngineCore(config)
+
+    return CoreThread(make, stall)
+
+
+def _served_name(model: ModelConfig) -> str:
+    name = model.served_model_name
+    return name[0] if isinstance(name, (list, tuple)) else name or model.model
+
+
+def _cache_info(config: VllmConfig) -> dict[str, Any]:
+    import dataclasses
+
+    return {field.name: getattr(config.cache_config, field.name) for field in dataclasses.fields(config.cache_config)}
+
+
+def _wants_request_log(engine_args: Any) -> bool:
+    return bool(engine_args.enable_log_requests) or not engine_args.disable_log_requests
+
+
+def _refuse_tracing(trace_headers: Mapping[str, str] | None) -> None:
+    if trace_headers:
+        raise ValueError("Tracing is not available in this version; leave trace_headers unset.")
