@@ -26,6 +26,13 @@ from vllm.sampling_params import (
 )
 
 NAN, INF = math.nan, math.inf
+
+
+def make(**arguments: Any) -> SamplingParams:
+    """Sampling parameters from values of any type."""
+    return SamplingParams(**arguments)
+
+
 DELTA = RequestOutputKind.DELTA
 
 REFUSED = [
@@ -122,7 +129,7 @@ def test_wrong_value_is_refused_in_the_words_of_the_api(
     arguments: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind) as caught:
-        SamplingParams(**arguments)
+        make(**arguments)
     assert str(caught.value) == message
 
 
@@ -149,53 +156,53 @@ NOT_YET = {
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 10**400, True, "0.5", [0.5], {}])
 def test_float_field_takes_finite_numbers_only(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        SamplingParams(**{name: value})
+        make(**{name: value})
 
 
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("value", [NAN, 1.0, 10**5000, -(10**30), "1", [1], False], ids=lambda v: type(v).__name__)
 def test_integer_field_takes_bounded_integers_only(name: str, value: object) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
-        SamplingParams(**{name: value})
+        make(**{name: value})
 
 
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", [0, 1, "true", None, []])
 def test_flag_takes_true_and_false_only(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name} must be True or False"):
-        SamplingParams(**{name: value})
+        make(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
 @pytest.mark.parametrize("value", [[-1], [2**31], [2**63], [True], [1.0], ["1"], 5, "12", {1: 2}])
 def test_token_ids_are_a_list_of_ids(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        SamplingParams(**{name: value})
+        make(**{name: value})
 
 
 @pytest.mark.parametrize("value", [{-1: 1.0}, {2**31: 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {1: True}, {True: 1}, [1], 3])
 def test_logit_bias_maps_ids_to_finite_numbers(value: object) -> None:
     with pytest.raises(ValueError, match="logit_bias"):
-        SamplingParams(logit_bias=value)  # type: ignore[arg-type]
+        make(logit_bias=value)
 
 
 @pytest.mark.parametrize(("name", "value"), NOT_YET.items())
 def test_option_that_is_not_supported_is_refused_and_named(name: str, value: object) -> None:
     with pytest.raises(VLLMValidationError, match=f"{name}=.* is not supported") as caught:
-        SamplingParams(**{name: value})
+        make(**{name: value})
     assert caught.value.parameter == name
 
 
 def test_too_many_strings_are_refused() -> None:
     for name in ("stop", "bad_words"):
         with pytest.raises(ValueError, match=f"{name} must be a list of at most 4096 strings"):
-            SamplingParams(**{name: ["x"] * 4097})
+            make(**{name: ["x"] * 4097})
 
 
 def test_text_that_utf8_cannot_hold_is_refused() -> None:
     for arguments in ({"stop": "\ud800"}, {"bad_words": ["\udfff"]}, {"extra_args": {"a": "\ud800"}}):
         with pytest.raises(ValueError, match="lone surrogate"):
-            SamplingParams(**arguments)
+            make(**arguments)
 
 
 def test_limit_of_n_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +261,12 @@ def test_sampling_type_follows_the_seed() -> None:
 
 
 def test_short_forms_become_plain_ones() -> None:
-    params = SamplingParams(stop="END", logprobs=True, prompt_logprobs=True)  # type: ignore[arg-type]
+    params = make(stop="END", logprobs=True, prompt_logprobs=True)
     assert (params.stop, params.logprobs, params.prompt_logprobs) == (["END"], 1, 1)
-    assert SamplingParams(stop=("a", "b")).stop == ["a", "b"]  # type: ignore[arg-type]
+    assert make(stop=("a", "b")).stop == ["a", "b"]
     assert SamplingParams(logprobs=-1).logprobs == -1
     assert (SamplingParams(top_k=0).top_k, SamplingParams(top_k=-1).top_k) == (0, -1)
-    assert SamplingParams(logit_bias={"3": 200, 4: -101.5, 5: 1}).logit_bias == {3: 100.0, 4: -100.0, 5: 1.0}
+    assert make(logit_bias={"3": 200, 4: -101.5, 5: 1}).logit_bias == {3: 100.0, 4: -100.0, 5: 1.0}
 
 
 def test_numpy_numbers_become_python_numbers() -> None:
@@ -368,7 +375,7 @@ def test_clone_is_independent_but_shares_logits_processors() -> None:
     other.all_stop_token_ids.add(9)
     assert params.stop == ["a"] and params.logit_bias == {1: 1.0} and params.extra_args == {"x": [1]}
     assert params.all_stop_token_ids == {1}
-    assert other.logits_processors[0] is processor and other.logits_processors is not params.logits_processors
+    assert other.logits_processors == [processor] and other.logits_processors is not params.logits_processors
     assert copy.deepcopy(SamplingParams(stop=["a"])) == SamplingParams(stop=["a"])
 
 
@@ -461,7 +468,7 @@ def test_ids_are_checked_against_the_width_of_the_logits() -> None:
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError) as caught:
-            SamplingParams(**arguments).verify_against_model(10, 5)  # type: ignore[arg-type]
+            make(**arguments).verify_against_model(10, 5)  # type: ignore[arg-type]
         assert str(caught.value) == message
     SamplingParams(logprobs=-1).verify_against_model(10, -1)
     SamplingParams(logprobs=-1).verify_against_model(10, 10)
@@ -583,7 +590,7 @@ ANYTHING = st.recursive(
 @given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), ANYTHING, min_size=1, max_size=3))
 def test_any_value_in_any_field_is_valid_or_refused(values: dict[str, Any]) -> None:
     try:
-        params = SamplingParams(**values)
+        params = make(**values)
     except (ValueError, TypeError) as error:
         assert str(error)
         return

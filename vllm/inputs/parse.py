@@ -87,5 +87,5 @@ def parse_singleton_prompt(prompt: SingletonPrompt) -> ParsedSingletonPrompt:
         if "prompt_token_ids" in prompt:
             return ParsedTokensPrompt(type="tokens", content=cast("TokensPrompt", prompt))
         if "prompt" in prompt:
-            return ParsedTextPrompt(type="text", content=cast("TextPrompt", prompt))
+            return ParsedTextPrompt(type="text", content=prompt)
     raise TypeError(_WRONG_PROMPT)

@@ -27,7 +27,7 @@ class InputContext:
 
     def get_hf_config(self, hf_config_type: type[Config] | None = None) -> Config | PretrainedConfig:
         """The model's Hugging Face configuration. Raises TypeError if it is not of the type given."""
-        config = self.model_config.hf_config
+        config: PretrainedConfig = self.model_config.hf_config
         if hf_config_type is not None and not isinstance(config, hf_config_type):
             raise TypeError(
                 f"Invalid type of HuggingFace config. Expected type: {hf_config_type}, but found type: {type(config)}"
