@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class InprocClient:
-    """Owns an `EngineCore` and passes messages to it as they are. The server's client sends the same ones to a process."""
+    """Owns an `EngineCore` and passes messages to it as they are; the server's client sends the same to a process."""
 
     def __init__(self, config: VllmConfig, core: EngineCore | None = None) -> None:
         self.core = core or EngineCore(config)

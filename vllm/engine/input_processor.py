@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 
 SEED_BITS = 64
 _SEED_MASK = 2**SEED_BITS - 1
+# Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
+BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+    "stop": (None, []),
+    "prompt_logprobs": (None,),
+}
 _priority = integer_in(-(2**31), 2**31 - 1)
 
 
@@ -39,6 +51,7 @@ class RequestInput(NamedTuple):
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
     priority: int = 0
+    add_special_tokens: bool = True  # bos, where the tokenizer adds one; chat templates write their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,7 @@ class InputProcessor:
         for request in requests:
             self._check_options(request)
             parsed.append(self._parse(request.prompt))
-        tokenized = self._tokenize(parsed)
+        tokenized = self._tokenize(requests, parsed)
         state = self._random.getstate()
         try:
             return [
@@ -123,7 +136,8 @@ class InputProcessor:
             return _Parsed(found["content"], None, None)
         if found["type"] == "embeds":
             raise VLLMValidationError(
-                "prompt_embeds are not enabled. Pass a text, or token ids as prompt_token_ids.", parameter="prompt_embeds"
+                "prompt_embeds are not enabled. Pass a text, or token ids as prompt_token_ids.",
+                parameter="prompt_embeds",
             )
         content: Mapping[str, Any] = found["content"]
         _refuse_what_needs_other_models(content)
@@ -136,17 +150,24 @@ class InputProcessor:
             return _Parsed(text, token_list(content["prompt_token_ids"]), salt)
         return _Parsed(text, None, salt)
 
-    def _tokenize(self, prompts: Sequence[_Parsed]) -> list[list[int]]:
-        texts = [p.text for p in prompts if p.token_ids is None and p.text is not None]
-        encoded: list[list[int]] = []
-        if texts:
-            if self.tokenizer is None:
-                raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
-            # Several texts are encoded in parallel; for one alone that only costs.
-            encode, batch = self.tokenizer.encode, self.tokenizer.encode_batch
-            encoded = [encode(texts[0])] if len(texts) == 1 else batch(texts)
-        found = iter(encoded)
-        return [next(found) if p.token_ids is None else p.token_ids for p in prompts]
+    def _tokenize(self, requests: Sequence[RequestInput], prompts: Sequence[_Parsed]) -> list[list[int]]:
+        """The token ids of every prompt. Texts are encoded in parallel; for a single one that would only cost."""
+        found: list[list[int]] = [p.token_ids or [] for p in prompts]
+        texts = [i for i, p in enumerate(prompts) if p.token_ids is None]
+        if texts and self.tokenizer is None:
+            raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
+        for special in (True, False):
+            chosen = [i for i in texts if requests[i].add_special_tokens is special]
+            contents = [prompts[i].text or "" for i in chosen]
+            if not contents or self.tokenizer is None:
+                continue
+            if len(contents) == 1:
+                encoded = [self.tokenizer.encode(contents[0], special)]
+            else:
+                encoded = self.tokenizer.encode_batch(contents, special)
+            for i, ids in zip(chosen, encoded, strict=True):
+                found[i] = ids
+        return found
 
     def _check_prompt(self, token_ids: list[int], given: bool) -> None:
         """`given`: the user passed ids, which need not come from this model's tokenizer."""
@@ -222,16 +243,8 @@ class InputProcessor:
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def _build(self, request: RequestInput, prompt: _Parsed, token_ids: list[int]) -> ProcessedRequest:
-        given = request.params
-        beams = _beam_params(given)
-        if isinstance(given, BeamSearchParams):
-            given = SamplingParams(
-                max_tokens=given.max_tokens,
-                ignore_eos=given.ignore_eos,
-                temperature=0.0,
-                include_stop_str_in_output=given.include_stop_str_in_output,
-                skip_special_tokens=given.skip_special_tokens,
-            )
+        assert not isinstance(request.params, PoolingParams)  # refused by _check_options
+        given, beams = _sampling_and_beams(request.params)
         if given.truncate_prompt_tokens is not None:
             token_ids = token_ids[-min(given.truncate_prompt_tokens, self._model.max_model_len) :]
         self._check_prompt(token_ids, given=prompt.token_ids is not None)
@@ -249,10 +262,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             beams=beams,
         )
-        if beams is not None:
-            return made
-        object.__setattr__(made, "children", tuple(self._children(made)))
-        return made
+        return made if beams is not None else replace(made, children=tuple(self._children(made)))
 
     def _children(self, request: ProcessedRequest) -> list[CoreRequest]:
         """One message per sequence. The first has the request's own seed, so that n = 1 gives the first of n = 4."""
@@ -320,7 +330,8 @@ def token_list(token_ids: Any) -> list[int]:
         token_ids = token_ids.tolist()
     if not isinstance(token_ids, (list, tuple)):
         raise VLLMValidationError(
-            f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.", parameter="prompt_token_ids"
+            f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.",
+            parameter="prompt_token_ids",
         )
     if set(map(type, token_ids)) <= {int}:
         return list(token_ids)
@@ -346,15 +357,30 @@ def _refuse_what_needs_other_models(content: Mapping[str, Any]) -> None:
         )
 
 
-def _beam_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> BeamSearchParams | None:
-    """The beam search that is asked for, in the newer form; None for sampling."""
+def _sampling_and_beams(
+    params: SamplingParams | BeamSearchParams,
+) -> tuple[SamplingParams, BeamSearchParams | None]:
+    """Both spellings of a beam search as (what all requests have, the search); (params, None) for sampling."""
     if isinstance(params, BeamSearchParams):
-        return params
-    if not isinstance(params, SamplingParams) or not params.use_beam_search:
-        return None
+        common = SamplingParams(
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            temperature=0.0,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        return common, params
+    if not params.use_beam_search:
+        return params, None
     if params.max_tokens is None:
         raise VLLMValidationError("Beam search needs max_tokens.", parameter="max_tokens")
-    return BeamSearchParams(
+    for name, neutral in BEAM_NEUTRAL.items():
+        if getattr(params, name) not in neutral:
+            raise VLLMValidationError(
+                f"{name} has no effect on beam search, which ranks by the model's own distribution. Remove {name}.",
+                parameter=name,
+            )
+    search = BeamSearchParams(
         beam_width=params.num_candidates,
         max_tokens=params.max_tokens,
         ignore_eos=params.ignore_eos,
@@ -362,3 +388,4 @@ def _beam_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> B
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
     )
+    return params, search

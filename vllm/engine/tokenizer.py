@@ -121,6 +121,9 @@ class Tokenizer(ABC):
         stream.seed(prompt_token_ids)
         return stream
 
+    def __len__(self) -> int:
+        return self.vocab_size
+
     @property
     def all_special_ids(self) -> list[int]:
         return sorted(self.special_ids)

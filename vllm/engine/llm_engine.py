@@ -1,0 +1,387 @@
+"""`LLMEngine`: add requests, step, take outputs. The synchronous front end, on which `LLM` is built."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from vllm.config import (
+    CacheConfig,
+    DecodingConfig,
+    DeviceConfig,
+    LoadConfig,
+    LoRAConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    PromptAdapterConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.engine.client import InprocClient
+from vllm.engine.input_processor import InputProcessor, RequestInput
+from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
+from vllm.logger import init_logger
+from vllm.metrics.log_line import StatsLog
+from vllm.metrics.registry import EngineMetrics
+from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
+from vllm.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.inputs import PromptType
+    from vllm.lora.request import LoRARequest
+    from vllm.pooling_params import PoolingParams
+    from vllm.prompt_adapter.request import PromptAdapterRequest
+    from vllm.sampling_params import BeamSearchParams, SamplingParams
+    from vllm.transformers_utils.tokenizer_group import TokenizerGroup
+
+logger = init_logger(__name__)
+
+_Output = TypeVar("_Output")
+
+
+class LLMEngine:
+    """Runs requests to their end, one step at a time, in this process (its workers may have processes of their own).
+
+    stat_loggers: objects with a method `log(stats)`, called with the core's `CoreStats` after each step.
+    """
+
+    DO_VALIDATE_OUTPUT: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Any] | None = None,
+        log_stats: bool = True,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: dict[str, Any] | None = None,
+    ) -> None:
+        logger.info("Initializing an LLM engine (v%s) with config: %s", __version__, vllm_config)
+        self.vllm_config = vllm_config
+        self.usage_context = usage_context
+        self.log_stats = log_stats
+        self.stat_loggers: dict[str, Any] = dict(stat_loggers or {})
+        model = vllm_config.model_config
+        tokenizer = None
+        if not model.skip_tokenizer_init:
+            tokenizer = load_tokenizer(model.tokenizer_path, model.tokenizer_mode, model.trust_remote_code)
+        core = None
+        if executor_class is not None:
+            from vllm.engine.core import EngineCore
+
+            core = EngineCore(vllm_config, executor_class(vllm_config))
+        self._client = InprocClient(vllm_config, core)
+        self.input_processor = InputProcessor(vllm_config, tokenizer)
+        self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len)
+        self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, self._client.describe())
+        self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
+        # Also at the interpreter's exit, while everything that the workers need is still there.
+        self._finalizer = weakref.finalize(self, self._client.shutdown)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: dict[str, Any] | None = None,
+        disable_log_stats: bool = False,
+    ) -> LLMEngine:
+        return cls(vllm_config, log_stats=not disable_log_stats, usage_context=usage_context, stat_loggers=stat_loggers)
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        stat_loggers: dict[str, Any] | None = None,
+        enable_multiprocessing: bool = False,
+    ) -> LLMEngine:
+        """The engine for these arguments. The core runs in this process, also with `enable_multiprocessing`."""
+        return cls(
+            engine_args.create_engine_config(usage_context),
+            log_stats=not engine_args.disable_log_stats,
+            usage_context=usage_context,
+            stat_loggers=stat_loggers,
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        priority: int = 0,
+        *,
+        inputs: PromptType | None = None,
+    ) -> None:
+        """Queue a request; `step` will run it. `inputs` is the older name of `prompt`.
+
+        Raises ValueError or TypeError, with nothing changed, if anything about the request is wrong.
+        """
+        if inputs is not None:
+            prompt = inputs
+        if prompt is None or params is None:
+            raise ValueError("Both prompt and params must be provided.")
+        if trace_headers:
+            logger.warning("Tracing is not enabled: the trace headers of request %s are not used.", request_id)
+        self.add_requests(
+            [RequestInput(request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority)]
+        )
+
+    def add_requests(self, requests: Sequence[RequestInput]) -> None:
+        """Queue several requests, all or none: one that is wrong fails the call and leaves nothing behind."""
+        ids: set[str] = set()
+        for request in requests:
+            if request.request_id in ids or request.request_id in self.output_processor:
+                raise ValueError(f"Request {request.request_id} already exists.")
+            ids.add(request.request_id)
+        messages = self.input_processor.process_batch(requests)
+        children = [child for message in messages for child in self.output_processor.add(message)]
+        rejected = self._client.add_requests(children)
+        if rejected:
+            self.abort_request(ids)
+            raise ValueError(rejected[0].error)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Forget one or several requests; unknown ids are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        core_ids, _ = self.output_processor.abort(ids)
+        self._client.abort(core_ids)
+
+    def step(self) -> list[RequestOutput]:
+        """Advance by one step. Returns what became known about any request; finished ones are forgotten."""
+        processed = self.output_processor.process(self._client.step())
+        outputs = processed.outputs
+        while processed.aborts or processed.follow_ups:
+            if processed.aborts:
+                self._client.abort(processed.aborts)
+            processed = self.output_processor.process(self._client.add_requests(processed.follow_ups))
+            outputs += processed.outputs
+        if self.log_stats or self.stat_loggers:
+            self._log_step()
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return self.output_processor.num_unfinished > 0
+
+    def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
+        """There is one scheduler, whatever the number of pipeline stages."""
+        return self.has_unfinished_requests()
+
+    def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
+        """With one data-parallel rank, the answer for all of them."""
+        return has_unfinished
+
+    def get_num_unfinished_requests(self) -> int:
+        return self.output_processor.num_unfinished
+
+    @classmethod
+    def validate_outputs(cls, outputs: Sequence[Any], output_type: type[_Output]) -> list[_Output]:
+        """The outputs; if DO_VALIDATE_OUTPUT is set, TypeError unless all are of this type."""
+        for output in outputs if cls.DO_VALIDATE_OUTPUT else ():
+            if not isinstance(output, output_type):
+                raise TypeError(f"Expected output of type {output_type}, but found type {type(output)}")
+        return list(outputs)
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    def get_model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    def get_cache_config(self) -> CacheConfig:
+        return self.vllm_config.cache_config
+
+    def get_parallel_config(self) -> ParallelConfig:
+        return self.vllm_config.parallel_config
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        return self.vllm_config.scheduler_config
+
+    def get_device_config(self) -> DeviceConfig:
+        return self.vllm_config.device_config
+
+    def get_load_config(self) -> LoadConfig:
+        return self.vllm_config.load_config
+
+    def get_lora_config(self) -> LoRAConfig | None:
+        return self.vllm_config.lora_config
+
+    def get_speculative_config(self) -> SpeculativeConfig | None:
+        return self.vllm_config.speculative_config
+
+    def get_decoding_config(self) -> DecodingConfig:
+        return self.vllm_config.decoding_config
+
+    def get_observability_config(self) -> ObservabilityConfig:
+        return self.vllm_config.observability_config
+
+    def get_prompt_adapter_config(self) -> PromptAdapterConfig | None:
+        return self.vllm_config.prompt_adapter_config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        return self.vllm_config.cache_config
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        return self.vllm_config.parallel_config
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return self.vllm_config.scheduler_config
+
+    @property
+    def core(self) -> InprocClient:
+        """The client of the core, for tools and tests."""
+        return self._client
+
+    # -- tokenizer -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The engine's tokenizer; ValueError if there is none."""
+        tokenizer = self.input_processor.tokenizer
+        if tokenizer is None:
+            raise ValueError("Unable to get tokenizer because skip_tokenizer_init is True")
+        return tokenizer
+
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The transformers tokenizer."""
+        return self.get_tokenizer_group().get_lora_tokenizer(lora_request)
+
+    def get_tokenizer_group(self) -> TokenizerGroup:
+        """The transformers tokenizer with the older interface around it."""
+        from vllm.transformers_utils.tokenizer_group import TokenizerGroup
+
+        return TokenizerGroup(self.tokenizer.hf_tokenizer)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer (a transformers object) from the next request on."""
+        own = tokenizer if isinstance(tokenizer, Tokenizer) else from_transformers(tokenizer)
+        self.input_processor.tokenizer = own
+        self.output_processor.tokenizer = own
+
+    # -- statistics and control ----------------------------------------------------------------------------------------
+
+    def do_log_stats(
+        self,
+        scheduler_outputs: Any = None,
+        model_output: Any = None,
+        finished_before: list[int] | None = None,
+        skip: list[int] | None = None,
+    ) -> None:
+        """Write the statistics line now. The arguments of older versions are not needed."""
+        self._metrics.stats = self._client.stats()
+        if self.log_stats:
+            self._stats_log.tick(force=True)
+        for stat_logger in self.stat_loggers.values():
+            stat_logger.log(self._metrics.stats)
+
+    def _log_step(self) -> None:
+        stats = self._client.stats()
+        self._metrics.on_step(stats)
+        if self.log_stats:
+            self._stats_log.tick()
+        for stat_logger in self.stat_loggers.values():
+            stat_logger.log(stats)
+
+    def add_logger(self, logger_name: str, logger: Any) -> None:
+        """Add an object whose `log(stats)` is called after each step. Raises KeyError if the name is in use."""
+        if logger_name in self.stat_loggers:
+            raise KeyError(f"Logger with name {logger_name} already exists.")
+        self.stat_loggers[logger_name] = logger
+
+    def remove_logger(self, logger_name: str) -> None:
+        if logger_name not in self.stat_loggers:
+            raise KeyError(f"Logger with name {logger_name} does not exist.")
+        del self.stat_loggers[logger_name]
+
+    def is_tracing_enabled(self) -> bool:
+        return False
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the workers are gone."""
+        self._client.check_health()
+
+    def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Forget cached prefixes; False if requests are running. There is one cache, whatever `device` says."""
+        return self._client.reset_prefix_cache()
+
+    def start_profile(self) -> None:
+        """Begin a torch.profiler trace in VLLM_TORCH_PROFILER_DIR."""
+        self._client.start_profile()
+
+    def stop_profile(self) -> None:
+        self._client.stop_profile()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, by name, or a function with the worker as first argument; results by rank."""
+        return self._client.collective_rpc(method, timeout, args, kwargs)
+
+    def sleep(self, level: int = 1) -> None:
+        raise NotImplementedError("Sleep mode is not available in this version. To free the memory, delete the engine.")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        raise NotImplementedError("Sleep mode is not available in this version: the engine is always awake.")
+
+    def is_sleeping(self) -> bool:
+        return False
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        raise _no_lora()
+
+    def remove_lora(self, lora_id: int) -> bool:
+        raise _no_lora()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        raise _no_lora()
+
+    def list_loras(self) -> set[int]:
+        raise _no_lora()
+
+    def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
+        raise _no_prompt_adapters()
+
+    def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
+        raise _no_prompt_adapters()
+
+    def list_prompt_adapters(self) -> list[int]:
+        raise _no_prompt_adapters()
+
+    def shutdown(self) -> None:
+        """End the workers and free the model's memory. May be called twice."""
+        if self._finalizer.alive:
+            self._finalizer()
+            gc.collect()  # modules and hooks refer to each other
+
+
+def _no_lora() -> ValueError:
+    return ValueError("LoRA is not enabled. LoRA adapters are not available in this version.")
+
+
+def _no_prompt_adapters() -> ValueError:
+    return ValueError("Prompt adapters are not enabled. They are not available in this version.")

@@ -1,0 +1,408 @@
+"""From what the core returns to what users receive: text, stop strings, log probabilities, `n`, times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm.core.plan import TokenLogprobs
+from vllm.engine.beam import Beam, BeamSearch
+from vllm.engine.detokenizer import Detokenizer
+from vllm.engine.input_processor import ProcessedRequest
+from vllm.engine.messages import CoreOutput, CoreRequest
+from vllm.engine.tokenizer import Tokenizer
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sequence import Logprob, RequestMetrics
+
+
+class Processed(NamedTuple):
+    """What to do with a step: outputs for users, ids for the core to abort, requests for it to run next (beams)."""
+
+    outputs: list[RequestOutput]
+    aborts: list[str]
+    follow_ups: list[CoreRequest]
+
+
+class _Sequence:
+    """One of the sequences of a request. Without stop strings and streaming, its text is made when it has ended."""
+
+    __slots__ = (
+        "cumulative_logprob", "decodes_at_end", "detokenizer", "error", "finish_reason", "index", "logprobs",
+        "new_logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
+    )  # fmt: skip
+
+    def __init__(self, index: int, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None):
+        self.index = index
+        self.params = params
+        self.tokenizer = tokenizer if params.detokenize else None
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.new_tokens = 0  # since the last delta
+        self.new_logprobs = 0
+        self.detokenizer: Detokenizer | None = None
+        if self.tokenizer is not None:
+            self.detokenizer = Detokenizer(
+                self.tokenizer.stream(
+                    prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+                ),
+                params.stop or (),
+                params.include_stop_str_in_output,
+                params.min_tokens,
+                params.output_text_buffer_length,
+            )
+        self.decodes_at_end = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
+
+    def take(self, output: CoreOutput) -> bool:
+        """Add what a step brought. True if a stop string ended the sequence before the core did."""
+        tokens = output.new_token_ids
+        self.token_ids += tokens
+        if output.logprobs is not None and self.logprobs is not None:
+            self._take_logprobs(output.logprobs)
+        reason = output.finish_reason
+        if self.detokenizer is not None and not (self.decodes_at_end and reason is None):
+            if self.decodes_at_end:
+                tokens = self.token_ids
+            stopped = self._detokenize(self.detokenizer, tokens, reason)
+            if stopped:
+                return reason is None
+        if reason is not None:
+            self.finish_reason = reason
+            self.stop_reason = output.stop_reason
+            self.error = output.error
+        return False
+
+    def _detokenize(self, detokenizer: Detokenizer, tokens: list[int], reason: str | None) -> bool:
+        """True if a stop string was completed; the tokens after it are dropped."""
+        if reason == "stop" and not self.params.include_stop_str_in_output:
+            match = detokenizer.push(tokens[:-1])  # the token that stops is no text
+        else:
+            match = detokenizer.push(tokens)
+        surplus = 0 if match is None else len(tokens) - match.num_tokens
+        if match is None and reason is not None:
+            match = detokenizer.finish()
+        if match is None:
+            return False
+        if surplus:
+            del self.token_ids[-surplus:]
+            if self.logprobs is not None:
+                del self.logprobs[-surplus:]
+                self.cumulative_logprob = sum(d[t].logprob for d, t in zip(self.logprobs, self.token_ids, strict=True))
+        self.finish_reason = "stop"
+        self.stop_reason = match.stop
+        return True
+
+    def _take_logprobs(self, steps: list[TokenLogprobs]) -> None:
+        assert self.logprobs is not None
+        for step in steps:
+            self.cumulative_logprob += step.logprobs[0]
+            self.logprobs.append(logprob_dict(step, self.tokenizer))
+
+    def completion(self, index: int, shows_logprobs: bool) -> CompletionOutput:
+        """Everything so far."""
+        return CompletionOutput(
+            index=index,
+            text="" if self.detokenizer is None else self.detokenizer.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=list(self.logprobs) if self.logprobs is not None and shows_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.error if self.error is not None else self.stop_reason,
+        )
+
+    def delta(self) -> CompletionOutput:
+        """What is new since the last delta."""
+        token_ids = self.token_ids[self.new_tokens :]
+        self.new_tokens = len(self.token_ids)
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = self.logprobs[self.new_logprobs :]
+            self.new_logprobs = len(self.logprobs)
+        return CompletionOutput(
+            index=self.index,
+            text="" if self.detokenizer is None else self.detokenizer.take_delta(),
+            token_ids=token_ids,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.error if self.error is not None else self.stop_reason,
+        )
+
+
+class _Request:
+    """One request of a user, with all its sequences."""
+
+    __slots__ = (
+        "beams", "changed", "core_ids", "kind", "message", "metrics", "num_cached_tokens", "prompt_logprobs",
+        "sent_prompt_logprobs", "sequences", "shows_logprobs", "unfinished",
+    )  # fmt: skip
+
+    def __init__(self, message: ProcessedRequest, tokenizer: Tokenizer | None, beams: BeamSearch | None) -> None:
+        params = message.params
+        self.message = message
+        self.beams = beams
+        self.kind = params.output_kind
+        self.shows_logprobs = params.logprobs is not None
+        self.sequences = [
+            _Sequence(i, message.prompt_token_ids, child.params, tokenizer) for i, child in enumerate(message.children)
+        ]
+        self.core_ids = [child.request_id for child in message.children]
+        self.unfinished = len(self.sequences)
+        self.changed: list[_Sequence] = []  # in this step
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.sent_prompt_logprobs = False
+        self.num_cached_tokens: int | None = None
+        self.metrics = RequestMetrics(
+            arrival_time=message.arrival_time,
+            last_token_time=message.arrival_time,
+            first_scheduled_time=None,
+            first_token_time=None,
+            time_in_queue=None,
+        )
+
+    def note(self, output: CoreOutput, now: float, tokenizer: Tokenizer | None) -> None:
+        """What an output says about the request as a whole."""
+        metrics = self.metrics
+        if output.new_token_ids:
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            metrics.last_token_time = now
+        if output.num_cached_tokens is not None and self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.first_scheduled_time and metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = output.first_scheduled_time
+            metrics.time_in_queue = output.first_scheduled_time - metrics.arrival_time
+        if output.prompt_logprobs and self.prompt_logprobs is not None:
+            shown = tokenizer if self.message.params.detokenize else None
+            self.prompt_logprobs += [logprob_dict(step, shown) for step in output.prompt_logprobs]
+
+    def output(self, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+        message = self.message
+        logprobs = self.prompt_logprobs
+        if logprobs is not None and self.kind is RequestOutputKind.DELTA:
+            # In a stream of differences they are sent once, as soon as they are complete.
+            ready = not self.sent_prompt_logprobs and len(logprobs) == len(message.prompt_token_ids)
+            self.sent_prompt_logprobs |= ready
+            logprobs = logprobs if ready else None
+        return RequestOutput(
+            request_id=message.request_id,
+            prompt=message.prompt,
+            prompt_token_ids=message.prompt_token_ids,
+            prompt_logprobs=logprobs,
+            outputs=completions,
+            finished=finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def best(self) -> list[_Sequence]:
+        """The sequences to return: all, or the likeliest of best_of, best first."""
+        if self.message.returned == len(self.sequences):
+            return self.sequences
+        ranked = sorted(self.sequences, key=lambda sequence: -sequence.cumulative_logprob)
+        return ranked[: self.message.returned]
+
+
+class OutputProcessor:
+    """Owns every request that a user can see, from `add` to its end."""
+
+    def __init__(self, tokenizer: Tokenizer | None, logits_width: int, max_model_len: int) -> None:
+        self.tokenizer = tokenizer
+        self._logits_width = logits_width
+        self._max_model_len = max_model_len
+        self._requests: dict[str, _Request] = {}
+        self._owner: dict[str, tuple[_Request, _Sequence]] = {}  # id in the core -> sequence
+        self._beams: dict[str, _Request] = {}  # id in the core -> request searched by beams
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def add(self, message: ProcessedRequest) -> list[CoreRequest]:
+        """Register a request. Returns what the core has to run for it. Raises ValueError if its id is in use."""
+        if message.request_id in self._requests:
+            raise ValueError(f"Request {message.request_id} already exists.")
+        if message.beams is None:
+            request = _Request(message, self.tokenizer, None)
+            for child, sequence in zip(message.children, request.sequences, strict=True):
+                self._owner[child.request_id] = (request, sequence)
+            first = list(message.children)
+        else:
+            search = BeamSearch(message, self._logits_width, self._max_model_len)
+            request = _Request(message, self.tokenizer, search)
+            first = search.start()
+            self._beams.update((child.request_id, request) for child in first)
+        self._requests[message.request_id] = request
+        return first
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
+        """Forget requests, if known. Returns the ids the core has to abort, and a last output of each."""
+        core_ids: list[str] = []
+        outputs = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            core_ids += self._forget(request)
+            if request.beams is not None:
+                outputs.append(request.output([], finished=True))
+                continue
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    sequence.take(CoreOutput("", [], finish_reason="abort"))
+            outputs.append(request.output(self._completions(request, request.sequences), finished=True))
+        return core_ids, outputs
+
+    def process(self, core_outputs: Iterable[CoreOutput]) -> Processed:
+        """Take in a step."""
+        now = time.time()
+        outputs: list[RequestOutput] = []
+        aborts: list[str] = []
+        follow_ups: list[CoreRequest] = []
+        changed: dict[str, _Request] = {}
+        owner = self._owner
+        for core_output in core_outputs:
+            found = owner.get(core_output.request_id)
+            if found is None:
+                request = self._beams.get(core_output.request_id)
+                if request is not None:
+                    self._process_beam(request, core_output, now, outputs, aborts, follow_ups)
+                continue  # or a token that was under way when the sequence ended
+            request, sequence = found
+            request.note(core_output, now, self.tokenizer)
+            if sequence.take(core_output):
+                aborts.append(core_output.request_id)
+            if sequence.finish_reason is not None:
+                del owner[core_output.request_id]
+                request.unfinished -= 1
+            elif request.kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            if core_output.new_token_ids or sequence.finish_reason is not None:
+                request.changed.append(sequence)
+                changed[request.message.request_id] = request
+        for request in changed.values():
+            output = self._collect(request, now)
+            if output is not None:
+                outputs.append(output)
+        return Processed(outputs, aborts, follow_ups)
+
+    def _collect(self, request: _Request, now: float) -> RequestOutput | None:
+        """The output of a request that changed in this step, if one is due."""
+        finished = request.unfinished == 0
+        sequences, request.changed = request.changed, []
+        if finished:
+            request.metrics.finished_time = now
+            self._forget(request)
+        elif request.kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        return request.output(self._completions(request, sequences), finished)
+
+    def _completions(self, request: _Request, changed: list[_Sequence]) -> list[CompletionOutput]:
+        if request.kind is RequestOutputKind.DELTA:
+            return [sequence.delta() for sequence in dict.fromkeys(changed)]
+        return [sequence.completion(i, request.shows_logprobs) for i, sequence in enumerate(request.best())]
+
+    def _forget(self, request: _Request) -> list[str]:
+        """Drop a request. Returns the ids under which the core may still run parts of it."""
+        self._requests.pop(request.message.request_id, None)
+        if request.beams is not None:
+            running = list(request.beams.running_ids)
+            for core_id in [i for i, owner in self._beams.items() if owner is request]:
+                del self._beams[core_id]
+            return running
+        return [core_id for core_id in request.core_ids if self._owner.pop(core_id, None) is not None]
+
+    # -- beams ---------------------------------------------------------------------------------------------------------
+
+    def _process_beam(
+        self,
+        request: _Request,
+        core_output: CoreOutput,
+        now: float,
+        outputs: list[RequestOutput],
+        aborts: list[str],
+        follow_ups: list[CoreRequest],
+    ) -> None:
+        search = request.beams
+        assert search is not None
+        request.note(core_output, now, self.tokenizer)
+        step_is_complete = search.take(core_output)
+        if core_output.finish_reason is not None:
+            self._beams.pop(core_output.request_id, None)
+        if not step_is_complete:
+            return
+        more = [] if search.error is not None else search.advance()
+        if more:
+            self._beams.update((child.request_id, request) for child in more)
+            follow_ups += more
+            return
+        request.metrics.finished_time = now
+        aborts += self._forget(request)
+        outputs.append(request.output(self._beam_completions(request, search), finished=True))
+
+    def _beam_completions(self, request: _Request, search: BeamSearch) -> list[CompletionOutput]:
+        if search.error is not None:
+            return [CompletionOutput(0, "", [], None, None, "error", search.error)]
+        best = search.best()[: request.message.returned if request.message.params.use_beam_search else None]
+        return [self._beam_completion(request, beam, i) for i, beam in enumerate(best)]
+
+    def _beam_completion(self, request: _Request, beam: Beam, index: int) -> CompletionOutput:
+        params = request.message.params
+        text = ""
+        if self.tokenizer is not None and params.detokenize:
+            hidden_end = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+            shown = beam.tokens[:-1] if hidden_end else beam.tokens
+            stream = self.tokenizer.stream(
+                request.message.prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+            text = "".join([*map(stream.feed, shown), stream.finish()])
+        logprobs = None
+        if not params.use_beam_search or params.logprobs is not None:
+            tokenizer = self.tokenizer if params.detokenize else None
+            logprobs = [logprob_dict(_with_first(step, token), tokenizer) for token, step in beam.steps]
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=beam.tokens,
+            cumulative_logprob=beam.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=beam.finish_reason,
+            stop_reason=beam.stop_reason,
+        )
+
+
+def logprob_dict(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """One position as users receive it: the token itself first, with its true rank, then the most likely ones."""
+    ids, values = step.token_ids, step.logprobs
+    text = _no_text if tokenizer is None else tokenizer.token_text
+    found = {ids[0]: Logprob(values[0], step.rank, text(ids[0]))}
+    for rank in range(1, len(ids)):
+        token_id = ids[rank]
+        if token_id != ids[0]:
+            found[token_id] = Logprob(values[rank], rank, text(token_id))
+    return found
+
+
+def _no_text(token_id: int) -> str | None:
+    return None
+
+
+def _with_first(step: TokenLogprobs, token: int) -> TokenLogprobs:
+    """The same position with `token`, one of its most likely, in the place of the sampled one."""
+    position = step.token_ids.index(token, 1) if token in step.token_ids[1:] else 0
+    ids = [token, *step.token_ids[1:]]
+    return TokenLogprobs(ids, [step.logprobs[position], *step.logprobs[1:]], position or step.rank)
