@@ -33,22 +33,6 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-class BeamSearchInstance:
-    """The search of one prompt: the beams that go on, and those that have ended."""
-
-    def __init__(
-        self,
-        prompt_tokens: list[int],
-        lora_request: LoRARequest | None = None,
-        logprobs: list[dict[int, Logprob]] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.beams = [
-            BeamSearchSequence(list(prompt_tokens), list(logprobs or ()), lora_request=lora_request, **kwargs)
-        ]
-        self.completed: list[BeamSearchSequence] = []
-
-
 def get_beam_search_score(
     tokens: list[int], cumulative_logprob: float, eos_token_id: int, length_penalty: float = 1.0
 ) -> float:
