@@ -1,0 +1,105 @@
+"""Reads request bodies: strict JSON within bounds, or a `ValueError` that says what is wrong without echoing the body."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MAX_DEPTH = 64
+MAX_INTEGER_DIGITS = 300
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_DIGITS:
+        raise ValueError("an integer has too many digits")
+    return int(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`.
+
+    Raises ValueError for anything else: bad UTF-8, lone surrogates, NUL characters, NaN and Infinity, numbers beyond all
+    bounds, duplicate keys, nesting deeper than MAX_DEPTH.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("The body is not valid UTF-8.") from None
+    _check_depth(text)
+    try:
+        value = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_integer,
+            object_pairs_hook=_unique,
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"The body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"The body is not acceptable JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError("The body must be a JSON object.")
+    if "\\u" in text:
+        _check_strings(value)
+    return value
+
+
+def _check_depth(text: str) -> None:
+    """Count brackets outside strings; stops at the first that is too deep."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth, inside, escaped = 0, False, False
+    for char in text:
+        if inside:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == '"':
+                inside = False
+        elif char == '"':
+            inside = True
+        elif char in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"The body is nested deeper than {MAX_DEPTH} levels.")
+        elif char in "]}":
+            depth -= 1
+
+
+def _check_strings(value: Any) -> None:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            try:
+                item.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ValueError("A string has a lone surrogate, which is no character.") from None
+        elif isinstance(item, dict):
+            stack.extend(item.keys())
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
