@@ -1,4 +1,4 @@
-"""Reads request bodies: strict JSON within bounds, or a `ValueError` that says what is wrong without echoing the body."""
+"""Reads request bodies: strict JSON within bounds, else a `ValueError` that says what is wrong without echoing it."""
 
 from __future__ import annotations
 
@@ -54,9 +54,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
             object_pairs_hook=_unique,
         )
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"The body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"The body is not valid JSON: {error.msg} at {where}.") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"The body is not acceptable JSON: {error}.") from None
     if not isinstance(value, dict):
