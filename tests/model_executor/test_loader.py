@@ -59,7 +59,7 @@ def to_bin(folder: Path, state: Any = None, **options: Any) -> Path:
     return file
 
 
-# ---- formats ----------------------------------------------------------------------------------------------------------
+# ---- formats ---------------------------------------------------------------------------------------------------------
 
 
 def test_sharded_safetensors_and_both_pt_formats_load_the_same(folder: Path, tmp_path: Path) -> None:
@@ -109,7 +109,8 @@ def test_old_and_new_names_of_gpt2_and_mixtral_load_the_same(tmp_path: Path) -> 
         for layer in range(2):
             old, new = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
             w1, w2, w3 = (
-                torch.stack([tensors.pop(f"{old}.experts.{e}.{w}.weight") for e in range(3)]) for w in ("w1", "w2", "w3")
+                torch.stack([tensors.pop(f"{old}.experts.{e}.{w}.weight") for e in range(3)])
+                for w in ("w1", "w2", "w3")
             )
             tensors[f"{new}.experts.gate_up_proj"] = torch.cat([w1, w3], 1)
             tensors[f"{new}.experts.down_proj"] = w2
@@ -133,11 +134,12 @@ def test_dummy_weights_are_random_and_the_same_every_time(folder: Path) -> None:
     assert first.std() > 0.01
 
 
-# ---- checkpoints that do not fit --------------------------------------------------------------------------------------
+# ---- checkpoints that do not fit -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight", "model.embed_tokens.weight"]
+    "name",
+    ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight", "model.embed_tokens.weight"],
 )
 def test_missing_tensor_is_named_as_the_checkpoint_names_it(folder: Path, name: str) -> None:
     edit(folder, lambda tensors: tensors.pop(name))
@@ -145,7 +147,9 @@ def test_missing_tensor_is_named_as_the_checkpoint_names_it(folder: Path, name: 
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["extra.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.bias"])
+@pytest.mark.parametrize(
+    "name", ["extra.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.bias"]
+)
 def test_unexpected_tensor_is_named(folder: Path, name: str) -> None:
     edit(folder, lambda tensors: tensors.update({name: torch.zeros(77, 48)}))
     with pytest.raises(ValueError, match=f"unexpected '{name}'"):
@@ -196,7 +200,7 @@ def test_folder_without_weights_says_what_was_expected(folder: Path) -> None:
         load(folder, load_format="npcache")
 
 
-# ---- damaged and hostile files ----------------------------------------------------------------------------------------
+# ---- damaged and hostile files ---------------------------------------------------------------------------------------
 
 
 def with_header(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -327,18 +331,22 @@ def test_bad_index_is_refused(index: Any, message: str, folder: Path) -> None:
         load(folder)
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 _MEASURE = """
-import sys, resource, torch
+import re, sys, torch
 from pathlib import Path
 from tests.models.harness import load
+
+def memory(what):
+    return int(re.search(what + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
 torch.set_num_threads(1)
-folder = Path(sys.argv[1])
 load(Path(sys.argv[2]))  # everything that loading imports is in memory now
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-load(folder)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before = memory("VmRSS")
+load(Path(sys.argv[1]))
+print(memory("VmHWM") - before)
 """
 
 

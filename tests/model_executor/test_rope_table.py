@@ -1,4 +1,4 @@
-"""Rotary tables of every scaling kind against Hugging Face's frequencies, and whole models beyond their original length."""
+"""Rotary tables of every scaling kind against Hugging Face's, and whole models beyond their original length."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PagedDriver:
             return self.model.logits(self.model(step, self.caches)[step.logits_rows])
 
     def run(self, prompts: list[Tensor], chunk_sizes: list[int]) -> list[Tensor]:
-        """Logits at every position of every prompt, computed together in chunks whose sizes cycle through `chunk_sizes`."""
+        """Logits at every position of every prompt, computed together in chunks of cycling sizes."""
         done, turn = [0] * len(prompts), 0
         parts: list[list[Tensor]] = [[] for _ in prompts]
         while any(d < len(p) for d, p in zip(done, prompts, strict=True)):

@@ -88,7 +88,9 @@ class OldBlock(nn.Module):
 class OldLlamaForCausalLM(nn.Module):
     """The 0.6 signature."""
 
-    def __init__(self, config: Any, cache_config: Any = None, quant_config: Any = None, lora_config: Any = None) -> None:
+    def __init__(
+        self, config: Any, cache_config: Any = None, quant_config: Any = None, lora_config: Any = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)

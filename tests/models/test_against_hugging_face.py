@@ -1,4 +1,4 @@
-"""Every family, tiny and with odd sizes: fp32 logits equal Hugging Face's at every position, through the paged cache."""
+"""Every family, tiny and with odd sizes: fp32 logits equal Hugging Face's everywhere, through the paged cache."""
 
 from __future__ import annotations
 

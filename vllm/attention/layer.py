@@ -1,7 +1,7 @@
 """The public attention layer: paged, causal self-attention for models from outside the tree.
 
-Such models call `self.attn(q, k, v)` (or, of an older age, with `kv_cache` and `attn_metadata` too) and expect the layer to
-know its cache and the batch. `models/out_of_tree.py` tells it both before each forward pass.
+Such models call `self.attn(q, k, v)` (or, of an older age, with `kv_cache` and `attn_metadata` too) and expect the
+layer to know its cache and the batch. `models/out_of_tree.py` tells it both before each forward pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Attention(nn.Module):
         if use_mla:
             raise ValueError("Attention: multi-head latent attention (use_mla) is not supported.")
         if attn_type != AttentionType.DECODER:
-            raise ValueError(f"Attention: attn_type={attn_type!r} is not supported, expected {AttentionType.DECODER!r}.")
+            raise ValueError(
+                f"Attention: attn_type={attn_type!r} is not supported, expected {AttentionType.DECODER!r}."
+            )
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_heads % self.num_kv_heads:

@@ -1,8 +1,8 @@
 """Which rank this is among those that share a model's layers, and their collectives.
 
 The project's own layers get a `TensorParallel` as an argument. Models from outside the tree were written for functions
-without arguments (`get_tensor_model_parallel_world_size()`); for them `use_tensor_parallel` names the current object while
-such a model is built or runs.
+without arguments (`get_tensor_model_parallel_world_size()`); for them `use_tensor_parallel` names the current object
+while such a model is built or runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 class TensorParallel:
     """Rank `rank` of the `world` ranks that hold one shard of every layer each.
 
-    `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is communicated.
+    `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is
+    communicated.
     """
 
     rank: int = 0

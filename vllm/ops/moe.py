@@ -26,8 +26,8 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
 def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
     """Each token's weighted sum of its experts' outputs, down(act(gate x) * up x).
 
-    x: [tokens, hidden]; weights, experts: [tokens, top_k] as `route` gives them; gate_up: [experts, 2 * inter, hidden], gate
-    rows first; down: [experts, hidden, inter]; act: as in `ops.activation` -> [tokens, hidden].
+    x: [tokens, hidden]; weights, experts: [tokens, top_k] as `route` gives them; gate_up: [experts, 2 * inter, hidden],
+    gate rows first; down: [experts, hidden, inter]; act: as in `ops.activation` -> [tokens, hidden].
     """
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # (token, choice) pairs, grouped by expert

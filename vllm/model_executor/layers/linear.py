@@ -1,8 +1,8 @@
 """Linear layers whose weights are shared by tensor-parallel ranks, Megatron style.
 
-Column-parallel layers split their outputs and need no communication; row-parallel layers split their inputs and add up the
-ranks' partial sums. `forward` returns (output, bias), as out-of-tree models expect, the bias only if `skip_bias_add`;
-`project` returns the output alone.
+Column-parallel layers split their outputs and need no communication; row-parallel layers split their inputs and add up
+the ranks' partial sums. `forward` returns (output, bias), as out-of-tree models expect, the bias only if
+`skip_bias_add`; `project` returns the output alone.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class RowParallelLinear(LinearBase):
         )
         if inputs.units % self.tp.world:  # replicated inputs would be counted twice in the sum
             raise ValueError(
-                f"{self.tp.world} tensor-parallel ranks cannot share the {inputs.units} inputs of {self.prefix!r} evenly. "
+                f"{self.tp.world} tensor-parallel ranks cannot share the {inputs.units} inputs of {self.prefix!r}. "
                 f"Choose a tensor_parallel_size that divides {inputs.units}."
             )
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results

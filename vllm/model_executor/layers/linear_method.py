@@ -1,10 +1,10 @@
-"""What a linear layer's weights are and how its product is computed: the interface that quantization formats fill in."""
+"""What a linear layer's weights are and how it computes: the interface that quantization formats fill in."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,8 @@ class LinearMethod(ABC):
         """Register the layer's parameters, each a `ShardedParameter`, uninitialised, on torch's default device."""
 
     def process_after_load(self, layer: LinearBase) -> None:
-        """Called once when every parameter of the layer is filled: repack, transpose, dequantize."""
+        """Called once when every parameter of the layer is filled: repack, dequantize. By default nothing."""
+        return
 
     @abstractmethod
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +70,7 @@ def weight_spec(shape: LinearShape) -> ShardSpec:
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    """Weights as they are in the checkpoint: `weight` [out, in], repacked after loading where the device gains from it."""
+    """Weights as they are in the checkpoint: `weight` [out, in], repacked after loading if the device gains by it."""
 
     def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         world, rank = (1, 0) if shape.split == "none" else (tp.world, tp.rank)
@@ -78,6 +79,8 @@ class UnquantizedLinearMethod(LinearMethod):
         layer.packed = None
 
     def process_after_load(self, layer: LinearBase) -> None:
+        if layer.weight is None:
+            return  # packed before
         weight = layer.weight.data
         packed = pack_weight(weight)
         if packed is not weight:
@@ -85,4 +88,5 @@ class UnquantizedLinearMethod(LinearMethod):
             layer.weight = None  # frees the original
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, layer.weight if layer.packed is None else layer.packed, bias)
+        out: Tensor = linear(x, layer.weight if layer.packed is None else layer.packed, bias)
+        return out

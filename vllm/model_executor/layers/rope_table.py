@@ -1,14 +1,15 @@
 """Rotary frequencies of every scaling kind, and the cos | sin table that the kernels read.
 
-Formulas: RoPE (arXiv 2104.09864), NTK-aware and YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1's model card; numerically
-as Hugging Face evaluates them, in fp32. Two kinds depend on the length of a sequence, but a cached key is rotated once:
+Formulas: RoPE (arXiv 2104.09864), NTK-aware and YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1's model card;
+numerically as Hugging Face evaluates them, in fp32. Two kinds depend on the length of a sequence, but a cached key is
+rotated once:
 
-- dynamic: the row of position p uses the base of a sequence of p + 1 tokens. Within `original_positions` this is plain RoPE;
-  beyond, it is what Hugging Face computes when it generates token by token with a cache.
+- dynamic: the row of position p uses the base of a sequence of p + 1 tokens. Within `original_positions` this is plain
+  RoPE; beyond, it is what Hugging Face computes when it generates token by token with a cache.
 - longrope: one of two sets of factors for the whole table: the short ones if every position of the table lies within
-  `original_positions`, else the long ones. So an engine whose `max_model_len` is at most the original length agrees with
-  Hugging Face on every sequence; a longer one agrees on sequences beyond the original length, and rotates shorter ones
-  with the long factors too, because keys of both kinds cannot meet in one cache.
+  `original_positions`, else the long ones. So an engine whose `max_model_len` is at most the original length agrees
+  with Hugging Face on every sequence; a longer one agrees on sequences beyond the original length, and rotates shorter
+  ones with the long factors too, because keys of both kinds cannot meet in one cache.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Rope:
 def scaling_from_params(kind: str, params: dict[str, Any], max_positions: int | None) -> Scaling | None:
     """The scaling that a config's normalised rope parameters describe (`vllm.config.hf.RopeSettings`).
 
-    `max_positions` is the config's `max_position_embeddings`. Raises ValueError for a kind that text models do not have.
+    `max_positions` is the config's `max_position_embeddings`. Raises ValueError for a kind that text models do not
+    have.
     """
     original = params.get("original_max_position_embeddings") or max_positions
     factor = params.get("factor")

@@ -28,7 +28,9 @@ class RotaryEmbedding(nn.Module):
         device = torch.get_default_device() if device is None else device
         self.register_buffer("cos_sin_cache", rope_table(rope, max_position).to(device), persistent=False)
 
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """positions: [tokens] int64; query, key: [tokens, heads * head_size] each -> the same, rotated."""
         if offsets is not None:
             positions = positions + offsets
@@ -53,7 +55,7 @@ def get_rope(
     dtype: torch.dtype | None = None,
     partial_rotary_factor: float = 1.0,
 ) -> RotaryEmbedding:
-    """The rotary embedding that a config's `rope_theta` and `rope_scaling` describe. `dtype` does not matter: the table is fp32.
+    """The rotary embedding of a config's `rope_theta` and `rope_scaling`; its table is fp32 whatever `dtype` is.
 
     Raises ValueError for a scaling that is unknown or lacks a field.
     """

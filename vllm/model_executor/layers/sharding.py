@@ -1,7 +1,8 @@
-"""How a full tensor of a checkpoint is dealt to tensor-parallel ranks: pure functions, and the parameter that carries them.
+"""How a full tensor of a checkpoint is dealt to tensor-parallel ranks: pure functions, and the parameter they serve.
 
-A parameter's canonical layout is the concatenation of its parts along one dimension: q | k | v, gate | up, or a single part.
-Each part is dealt in whole units (heads, or single rows), so a rank's shard is again q | k | v with its own heads only.
+A parameter's canonical layout is the concatenation of its parts along one dimension: q | k | v, gate | up, or a single
+part. Each part is dealt in whole units (heads, or single rows), so a rank's shard is again q | k | v with its own heads
+only.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ REPLICATED = ShardSpec()
 
 
 def shard_part(tensor: Tensor, part: Part, dim: int, rank: int, world: int) -> Tensor:
-    """The rank's rows of one part. `tensor` holds the part's `size` real rows along `dim`; padding rows come out as zeros."""
+    """The rank's rows of one part. `tensor`: its `size` real rows along `dim`; padding rows come out as zeros."""
     start, length = part.cut(rank, world)
     real = max(0, min(length, part.size - start))
     piece = tensor.narrow(dim, min(start, part.size), real)

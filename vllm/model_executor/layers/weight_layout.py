@@ -1,4 +1,4 @@
-"""How checkpoints lay out fused weights, and the way to the one canonical layout: parts concatenated along the outputs."""
+"""How checkpoints lay out fused weights, and the way to the canonical layout: parts concatenated along the outputs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def find_checkpoint(folder: Path, load_format: str) -> Checkpoint:
-    """The weight files in `folder`. load_format: "auto" (safetensors if there are any, else pt), "safetensors" or "pt"."""
+    """The weight files in `folder`. load_format: "auto" (safetensors if there, else pt), "safetensors" or "pt"."""
     if load_format in ("auto", "safetensors"):
         files = _files(folder, "model.safetensors.index.json", ("model.safetensors",), ("*.safetensors",))
         if files:

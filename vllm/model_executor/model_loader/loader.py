@@ -1,4 +1,4 @@
-"""Building the model that a config names and filling its weights: from a checkpoint, strictly, or with random numbers."""
+"""Building the model that a config names and filling its weights: strictly from a checkpoint, or at random."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vllm.distributed import TensorParallel
 from vllm.logger import init_logger
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.rope_table import LongRopeScaling
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
@@ -55,6 +56,7 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
                 "Use the unquantized version of the model."
             )
         spec = family.decoder(hf)
+        _warn_of_long_factors(spec, config.max_model_len)
         model: nn.Module = build_decoder(spec, dtype_of(config.dtype), config.max_model_len, device, tp)
         if load_format == "dummy":
             fill_with_random_numbers(model, device, config.seed or 0)
@@ -78,6 +80,21 @@ def _load_format(vllm_config: VllmConfig) -> str:
     if name not in _LOAD_FORMATS:
         raise ValueError(f"load_format={name!r} is not supported. Expected one of {', '.join(_LOAD_FORMATS)}.")
     return name
+
+
+def _warn_of_long_factors(spec: Decoder, max_positions: int) -> None:
+    rope = spec.blocks[0].attn.rope
+    if rope is None or not isinstance(rope.scaling, LongRopeScaling):
+        return
+    original = rope.scaling.original_positions
+    if max_positions > original:
+        logger.warning(
+            "max_model_len is %d, so LongRoPE's factors for long sequences are used for every sequence. If none of yours "
+            "is longer than %d tokens, set max_model_len to %d for better answers.",
+            max_positions,
+            original,
+            original,
+        )
 
 
 def build_decoder(
@@ -145,7 +162,7 @@ def _some(names: list[str]) -> str:
 
 
 def fill_with_random_numbers(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Random weights that depend only on the seed, the weight's name and the kind of device, not on the number of ranks.
+    """Random weights that depend on the seed, their name and the kind of device only, not on the number of ranks.
 
     Matrices are uniform with standard deviation 0.02, biases 0, norms the identity.
     """

@@ -1,7 +1,7 @@
 """Reading safetensors: a checked header, then tensors that are views of the memory-mapped file.
 
-The format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data, whose
-pieces lie back to back. Files come from strangers: everything is checked before the first tensor is touched.
+The format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data,
+whose pieces lie back to back. Files come from strangers: everything is checked before the first tensor is touched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def _entry(file: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     return entry
 
 
-def _is_sizes(values: Any) -> bool:
+def _is_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 

@@ -191,7 +191,8 @@ class FeedForward(nn.Module):
 class Experts(nn.Module):
     """The stacked weights of gated MLPs, each cut along its hidden width.
 
-    gate_up: [experts, 2 * hidden / world, hidden_size], gate rows first.   down: [experts, hidden_size, hidden / world].
+    gate_up: [experts, 2 * hidden / world, hidden_size], gate rows first.   down: [experts, hidden_size, hidden /
+    world].
     """
 
     def __init__(self, spec: Moe, hidden_size: int, ctx: BuildContext) -> None:

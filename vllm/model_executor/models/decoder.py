@@ -17,7 +17,7 @@ from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.blocks import BuildContext, DecoderBlock, add_norm, build_norm
 from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
-from vllm.model_executor.models.spec import Block, Decoder
+from vllm.model_executor.models.spec import Block, Decoder, LearnedPositions
 from vllm.worker.step_inputs import StepInputs
 
 
@@ -36,8 +36,8 @@ def without_idle_windows(spec: Decoder, max_positions: int) -> Decoder:
 class DecoderModel(nn.Module):
     """A decoder-only language model on one rank.
 
-    Built with uninitialised weights on torch's default device (the loader builds on "meta" and fills them); rotary tables
-    are computed at once, on `device`.
+    Built with uninitialised weights on torch's default device (the loader builds on "meta" and fills them); rotary
+    tables are computed at once, on `device`.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class DecoderModel(nn.Module):
         # rounded to the model's dtype, as the multiplication by a tensor of that dtype would
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device="cpu").item()
         if spec.positions is not None:
-            table = (spec.positions.rows + spec.positions.offset, spec.hidden_size)
-            self.positions = ShardedParameter.empty(table, REPLICATED, 0, 1, dtype)
+            self.positions = _position_table(spec.positions, spec.hidden_size, max_positions, dtype)
         self.project_in = self.project_out = None
         if width != spec.hidden_size:
             self.project_in = ReplicatedLinear(width, spec.hidden_size, bias=False, params_dtype=dtype, tp=tp)
@@ -80,24 +79,26 @@ class DecoderModel(nn.Module):
 
     def kv_layout(self, block_size: int, cache_dtype: str | torch.dtype = "auto") -> KVLayout:
         """The cache this rank needs, for blocks of `block_size` tokens."""
-        attn = self.blocks[0].attn
+        attn = self.spec.blocks[0].attn
+        kv_heads = max(1, attn.kv_heads // self.tp.world)
         element_bytes = cache_element_bytes(cache_dtype, self.dtype)
-        return KVLayout(self.kv_groups, block_size, attn.kv_heads, attn.spec.head_dim, element_bytes)
+        return KVLayout(self.kv_groups, block_size, kv_heads, attn.head_dim, element_bytes)
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Hidden states of the step's tokens, [tokens, hidden]; their keys and values are written to `kv_caches`."""
-        x = self.embed(step.token_ids)
+        x: Tensor = self.embed(step.token_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
         if self.project_in is not None:
             x = self.project_in.project(x)
         if self.spec.positions is not None:
-            x = x + self.positions[step.positions + self.spec.positions.offset]
+            x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
         residual: Tensor | None = None
+        block: DecoderBlock
         for block in self.blocks:
             x, residual = block(x, residual, step, kv_caches)
         if self.norm is not None:
-            return add_norm(self.norm, x, residual)[0]
+            x, residual = add_norm(self.norm, x, residual)[0], None
         return x if residual is None else x + residual
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -106,3 +107,14 @@ class DecoderModel(nn.Module):
             hidden = self.project_out.project(hidden)
         out: Tensor = self.logits_processor(self.head, hidden)
         return out
+
+
+def _position_table(
+    positions: LearnedPositions, width: int, max_positions: int, dtype: torch.dtype
+) -> ShardedParameter:
+    if positions.rows < max_positions:
+        raise ValueError(
+            f"The model knows positions up to {positions.rows}, but max_model_len is {max_positions}. "
+            f"Choose a max_model_len of at most {positions.rows}."
+        )
+    return ShardedParameter.empty((positions.rows + positions.offset, width), REPLICATED, 0, 1, dtype)

@@ -1,7 +1,7 @@
 """What makes a family of models: a function from a Hugging Face config to a `Decoder`, and a table of names.
 
-Names in tables are templates. A field in braces stands for one component of a name: {i} a layer's number, {e} an expert's
-number, {p} the last word ("weight", "bias", or whatever a quantization format stores).
+Names in tables are templates. A field in braces stands for one component of a name: {i} a layer's number, {e} an
+expert's number, {p} the last word ("weight", "bias", or whatever a quantization format stores).
 """
 
 from __future__ import annotations

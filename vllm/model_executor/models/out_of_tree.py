@@ -5,9 +5,9 @@
 0.8:  __init__(self, *, vllm_config, prefix="")
       forward(input_ids, positions, intermediate_tensors=None, inputs_embeds=None)
 
-Both have compute_logits(hidden_states, sampling_metadata) and load_weights(weights). Each method is called with those of
-the known arguments that its signature names, so mixtures of the two work too. `sample` is not called: sampling is the
-engine's, so that every request keeps its own parameters and seed.
+Both have compute_logits(hidden_states, sampling_metadata) and load_weights(weights). Each method is called with those
+of the known arguments that its signature names, so mixtures of the two work too. `sample` is not called: sampling is
+the engine's, so that every request keeps its own parameters and seed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 class OutOfTreeModel(nn.Module):
     """A user's model with the interface of `DecoderModel`."""
 
-    def __init__(self, model: nn.Module, hf: HFConfig, dtype: torch.dtype, max_positions: int, tp: TensorParallel) -> None:
+    def __init__(
+        self, model: nn.Module, hf: HFConfig, dtype: torch.dtype, max_positions: int, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.model, self.dtype, self.tp, self.max_positions = model, dtype, tp, max_positions
         self.layers = [module for module in model.modules() if isinstance(module, Attention)]

@@ -38,7 +38,7 @@ class Registry:
     _registered: dict[str, type[nn.Module] | str] = field(default_factory=dict)
 
     def register_model(self, model_arch: str, model_cls: type[nn.Module] | str) -> None:
-        """Run models whose config.json names `model_arch` with `model_cls`: a class, or "module:Class", imported on first use.
+        """Run models of architecture `model_arch` with `model_cls`: a class, or "module:Class", imported on first use.
 
         A string keeps this process free of whatever the module imports, and lets other processes import it themselves.
         """
@@ -68,7 +68,7 @@ class Registry:
         return self._load(self._find(architectures))
 
     def resolve_model_cls(self, architectures: str | Iterable[str]) -> tuple[type[nn.Module], str]:
-        """(class, architecture) of the first of `architectures` that is known; every family's class is `DecoderModel`."""
+        """(class, architecture) of the first known one of `architectures`; every family's class is `DecoderModel`."""
         arch = self._find(architectures)
         found = self._load(arch)
         if isinstance(found, type):

@@ -19,8 +19,8 @@ class PPMissingLayer(nn.Identity):
 class AutoWeightsLoader:
     """Loads a checkpoint into a module tree by names alone.
 
-    A submodule with its own `load_weights` gets the tensors below its name; anything else is copied to the parameter of the
-    same name. Raises ValueError for a tensor without a place.
+    A submodule with its own `load_weights` gets the tensors below its name; anything else is copied to the parameter of
+    the same name. Raises ValueError for a tensor without a place.
 
     skip_prefixes: names that begin so are left out.   ignore_unexpected_prefixes: these may have no place.
     """
@@ -39,11 +39,11 @@ class AutoWeightsLoader:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load everything; the names of the parameters that were filled."""
         owners = {
-            name: module
-            for name, module in self.module.named_modules()
-            if name and hasattr(module, "load_weights")
+            name: module for name, module in self.module.named_modules() if name and hasattr(module, "load_weights")
         }
-        outer = {name: m for name, m in owners.items() if not any(name.startswith(f"{o}.") for o in owners if o != name)}
+        outer = {
+            name: m for name, m in owners.items() if not any(name.startswith(f"{o}.") for o in owners if o != name)
+        }
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         delegated: dict[str, list[tuple[str, Tensor]]] = {}
         loaded: set[str] = set()

@@ -147,5 +147,5 @@ _NEOX_BUFFERS = (
 
 GPT2 = Family(gpt2, GPT2_NAMES, "transformer.", _GPT2_MASKS)
 GPT_NEOX = Family(gpt_neox, GPT_NEOX_NAMES, "gpt_neox.", _NEOX_BUFFERS)
-OPT = Family(opt, OPT_NAMES, "model.")
+OPT = Family(opt, OPT_NAMES, "model.", ("model.decoder.version",))
 PHI = Family(phi, PHI_NAMES + LLAMA_NAMES, "model.", ROTARY_FREQUENCIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from vllm.config.hf import HFConfig
 from vllm.model_executor.layers.rope_table import scaling_from_params
@@ -52,12 +53,12 @@ def llama_like(
     hf: HFConfig,
     *,
     norm: Norm | None = None,
-    attn: dict[str, object] | None = None,
+    attn: dict[str, Any] | None = None,
     ffn: Mlp | Moe | None = None,
     act: str | None = None,
     layout: Layout = Layout.PRE,
     windows: tuple[int | None, ...] | None = None,
-    **decoder: float | None,
+    **decoder: Any,
 ) -> Decoder:
     """A Llama decoder with some fields replaced: `attn` those of Attn, `decoder` those of Decoder."""
     norm = norm or Norm("rms", hf.get_float("rms_norm_eps"))
@@ -71,11 +72,11 @@ def llama_like(
         tuple(replace(block, attn=replace(attention, window=window)) for window in windows),
         norm,
         hf.tie_word_embeddings,
-        **decoder,  # type: ignore[arg-type]
+        **decoder,
     )
 
 
-def _attention_bias(hf: HFConfig) -> dict[str, object]:
+def _attention_bias(hf: HFConfig) -> dict[str, Any]:
     bias = hf.get_bool("attention_bias", "bias", default=False)
     return {"qkv_bias": bias, "out_bias": bias}
 
