@@ -1,0 +1,577 @@
+"""`LLM`: a model in one object, for offline use. Prompts in, outputs in the same order."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+
+from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.input_processor import RequestInput
+from vllm.engine.llm_engine import LLMEngine
+from vllm.entrypoints.chat_utils import apply_chat_template
+from vllm.entrypoints.interrupt import deferred_interrupt
+from vllm.entrypoints.progress import Progress, ProgressBar
+from vllm.exceptions import GenerationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils import Counter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vllm.entrypoints.chat_utils import ChatCompletionMessageParam, ContentFormatOption
+    from vllm.inputs import PromptType, TextPrompt, TokensPrompt
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest, LLMGuidedOptions
+    from vllm.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from vllm.pooling_params import PoolingParams
+    from vllm.prompt_adapter.request import PromptAdapterRequest
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def _init_by_keyword(init: Callable[_Params, None]) -> Callable[_Params, None]:
+    """Warn of positional arguments behind the model: their order differs between versions."""
+
+    @functools.wraps(init)
+    def wrapped(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        if len(args) > 2 and LLM.DEPRECATE_INIT_POSARGS:
+            warnings.warn(
+                "Positional arguments of LLM(...) behind the model are deprecated; name them.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        init(*args, **kwargs)
+
+    return wrapped
+
+
+class LLM:
+    """A language model with its tokenizer and its KV cache.
+
+    Batches what it is given by itself: for the best speed, pass all prompts in one call. Takes every argument of
+    `EngineArgs` as a keyword. Use it as a context manager, or delete it, to free its memory and processes.
+    """
+
+    DEPRECATE_LEGACY: ClassVar[bool] = True
+    DEPRECATE_INIT_POSARGS: ClassVar[bool] = True
+
+    @_init_by_keyword
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        allowed_local_media_path: str = "",
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        swap_space: float = 4,
+        cpu_offload_gb: float = 0,
+        enforce_eager: bool | None = None,
+        max_seq_len_to_capture: int = 8192,
+        disable_custom_all_reduce: bool = False,
+        disable_async_output_proc: bool = False,
+        hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        task: str = "auto",
+        override_pooler_config: Any = None,
+        compilation_config: int | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Who runs a batch waits for its result, and has a progress bar instead of statistics.
+        kwargs.setdefault("disable_log_stats", True)
+        self._chat_template: Path | str | None = kwargs.pop("chat_template", None)
+        arguments = EngineArgs(
+            model=model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            allowed_local_media_path=allowed_local_media_path,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            quantization=quantization,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization,
+            swap_space=swap_space,
+            cpu_offload_gb=cpu_offload_gb,
+            enforce_eager=enforce_eager,
+            max_seq_len_to_capture=max_seq_len_to_capture,
+            disable_custom_all_reduce=disable_custom_all_reduce,
+            disable_async_output_proc=disable_async_output_proc,
+            hf_overrides=hf_overrides,
+            mm_processor_kwargs=mm_processor_kwargs,
+            task=task,
+            override_pooler_config=override_pooler_config,
+            compilation_config=compilation_config,
+            **kwargs,
+        )
+        self.llm_engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        self.request_counter = Counter()
+        self._queued: list[str] = []  # ids of enqueue(), in order
+        self._finished: dict[str, RequestOutput] = {}  # outputs that nobody has taken yet
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        return cls(**vars(engine_args))
+
+    @classmethod
+    def deprecate_legacy_api(cls) -> None:
+        """Warn of the older arguments of `generate` and `encode` from now on."""
+        cls.DEPRECATE_LEGACY = True
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.llm_engine.shutdown()
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: ProgressBar = True,
+        lora_request: list[LoRARequest] | LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        guided_options_request: LLMGuidedOptions | GuidedDecodingRequest | None = None,
+        priority: list[int] | None = None,
+        *,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt.
+
+        prompts: one or several; text, token ids, or dictionaries (`TextPrompt`, `TokensPrompt`).
+        sampling_params: for all prompts, or one per prompt; None takes the model's own defaults.
+        priority: one number per prompt, smaller runs first; needs scheduling_policy="priority".
+        tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`.
+
+        Returns the outputs in the order of the prompts. Raises ValueError or TypeError, with nothing started, if
+        anything about any prompt is wrong; GenerationError if the engine could not finish a request.
+        """
+        ids = self._add(
+            prompts,
+            sampling_params,
+            prompt_token_ids,
+            lora_request,
+            prompt_adapter_request,
+            guided_options_request,
+            priority,
+            tokenization_kwargs,
+        )
+        return self._run(ids, use_tqdm)
+
+    def chat(
+        self,
+        messages: list[ChatCompletionMessageParam] | list[list[ChatCompletionMessageParam]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: ProgressBar = True,
+        lora_request: LoRARequest | None = None,
+        chat_template: Path | str | None = None,
+        chat_template_content_format: ContentFormatOption = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several.
+
+        chat_template: a template, its file, or the name of one that the tokenizer has. Default: the model's.
+        chat_template_content_format: contents as "string" or as parts ("openai") for the template; "auto" finds out.
+        add_generation_prompt, continue_final_message: begin a new answer, or go on with the last message.
+        """
+        prompts = self._render(
+            messages,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            mm_processor_kwargs=mm_processor_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, None, use_tqdm, lora_request, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: list[TokensPrompt | TextPrompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | None = None,
+        use_tqdm: ProgressBar = False,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, best first. Tokens and text include the prompt."""
+        ids = self._submit(_as_list(prompts), [params], lora_request)
+        tokenizer = self.llm_engine.input_processor.tokenizer
+        found = []
+        for output in self._run(ids, use_tqdm):
+            sequences = []
+            for beam in output.outputs:
+                hides_end = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+                ids_of_output = list(beam.token_ids[:-1] if hides_end else beam.token_ids)
+                tokens = [*(output.prompt_token_ids or ()), *ids_of_output]
+                sequences.append(
+                    BeamSearchSequence(
+                        tokens=tokens,
+                        logprobs=beam.logprobs or [],
+                        cum_logprob=beam.cumulative_logprob or 0.0,
+                        text=None if tokenizer is None else tokenizer.decode(tokens, params.skip_special_tokens),
+                        finish_reason=beam.finish_reason,
+                        stop_reason=beam.stop_reason,
+                    )
+                )
+            found.append(BeamSearchOutput(sequences))
+        return found
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: list[LoRARequest] | LoRARequest | None = None,
+        priority: list[int] | None = None,
+        use_tqdm: ProgressBar = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts and return their request ids; `wait_for_completion` runs them, with the progress bar."""
+        ids = self._add(prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs)
+        self._queued += ids
+        return ids
+
+    def enqueue_chat(
+        self,
+        messages: list[ChatCompletionMessageParam] | list[list[ChatCompletionMessageParam]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: ProgressBar = True,
+        lora_request: LoRARequest | None = None,
+        priority: list[int] | None = None,
+        **chat_options: Any,
+    ) -> list[str]:
+        """Queue conversations; the options are those of `chat`."""
+        content_format = chat_options.pop("chat_template_content_format", "auto")
+        prompts = self._render(messages, content_format=content_format, **chat_options)
+        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm)
+
+    def wait_for_completion(self, output_type: type[Any] | None = None, *, use_tqdm: ProgressBar = True) -> list[Any]:
+        """Run what `enqueue` has queued. Returns the outputs in that order; TypeError if not of `output_type`."""
+        ids, self._queued = self._queued, []
+        outputs = self._run(ids, use_tqdm)
+        for output in outputs:
+            if output_type is not None and not isinstance(output, output_type):
+                raise TypeError(f"Expected output of type {output_type}, but found type {type(output)}")
+        return outputs
+
+    # -- what only pooling models do -----------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: ProgressBar = True,
+        lora_request: list[LoRARequest] | LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """The pooled hidden states of each prompt."""
+        raise ValueError(
+            "LLM.encode() is only enabled for pooling models (`--task embed`, `classify`, `score` or `reward`), "
+            "which are not available in this version."
+        )
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        /,
+        *,
+        use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: list[LoRARequest] | LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding vector of each prompt."""
+        raise ValueError("Embedding API is only enabled for `--task embed`")
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        /,
+        *,
+        use_tqdm: ProgressBar = True,
+        lora_request: list[LoRARequest] | LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The class probabilities of each prompt."""
+        raise ValueError("Classification API is only enabled for `--task classify`")
+
+    def score(
+        self,
+        text_1: PromptType | Sequence[PromptType],
+        text_2: PromptType | Sequence[PromptType],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ProgressBar = True,
+        lora_request: list[LoRARequest] | LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The similarity of pairs of texts."""
+        raise ValueError("Score API is only enabled for `--task embed or --task score`")
+
+    # -- the engine ----------------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The transformers tokenizer."""
+        return self.llm_engine.get_tokenizer(lora_request)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer (a transformers object) from the next call on."""
+        self.llm_engine.set_tokenizer(tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used without sampling parameters: the model's recommendation, else the neutral ones."""
+        return self.llm_engine.input_processor.default_params()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Number of workers. There is one data-parallel rank, so `include_dp` makes no difference."""
+        return self.llm_engine.get_parallel_config().world_size
+
+    def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Forget cached prefixes; False if requests are running."""
+        return self.llm_engine.reset_prefix_cache(device)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., _Result],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[_Result]:
+        """Call a method of every worker, by name, or a function with the worker as first argument; results by rank."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[nn.Module], _Result]) -> list[_Result]:
+        """Call `func` with the model of every worker; results by rank."""
+        return self.collective_rpc(_call_with_model, args=(func,))
+
+    def start_profile(self) -> None:
+        """Begin a torch.profiler trace in VLLM_TORCH_PROFILER_DIR."""
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> None:
+        self.llm_engine.stop_profile()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and cache until `wake_up`."""
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.llm_engine.wake_up(tags)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompt_token_ids: Any,
+        lora_request: Any,
+        prompt_adapter_request: PromptAdapterRequest | None,
+        guided: LLMGuidedOptions | GuidedDecodingRequest | None,
+        priority: list[int] | None,
+        tokenization: dict[str, Any] | None,
+    ) -> list[str]:
+        """Check everything, then queue everything."""
+        if prompt_token_ids is not None:
+            if self.DEPRECATE_LEGACY:
+                warnings.warn(
+                    "prompt_token_ids is deprecated. Pass token ids as prompts: {'prompt_token_ids': ids}.",
+                    DeprecationWarning,
+                    stacklevel=4,
+                )
+            found = _merge_legacy(prompts, prompt_token_ids)
+        elif prompts is None:
+            raise ValueError("Either prompts or prompt_token_ids must be provided.")
+        else:
+            found = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        given = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        if len(given) != len(found) and not isinstance(sampling_params, SamplingParams):
+            raise ValueError("The lengths of prompts and params must be the same.")
+        options = dict(tokenization or {})
+        special = options.pop("add_special_tokens", True)
+        truncate = options.pop("truncate_prompt_tokens", None)
+        if options:
+            raise ValueError(f"Unknown tokenization_kwargs: {', '.join(options)}.")
+        params = [_final_only(p, guided, truncate) for p in given]
+        return self._submit(found, params, lora_request, prompt_adapter_request, priority, special)
+
+    def _submit(
+        self,
+        prompts: list[Any],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        lora_request: Any = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
+        priority: list[int] | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[str]:
+        """`params`: one for all, or one per prompt."""
+        count = len(prompts)
+        if isinstance(lora_request, Sequence) and len(lora_request) != count:
+            raise ValueError("The lengths of prompts and lora_request must be the same.")
+        if priority is not None and len(priority) != count:
+            raise ValueError("The lengths of prompts and priority must be the same.")
+        requests = [
+            RequestInput(
+                request_id=str(next(self.request_counter)),
+                prompt=prompt,
+                params=params[0] if len(params) == 1 else params[i],
+                lora_request=lora_request[i] if isinstance(lora_request, Sequence) else lora_request,
+                prompt_adapter_request=prompt_adapter_request,
+                priority=0 if priority is None else priority[i],
+                add_special_tokens=add_special_tokens,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        self.llm_engine.add_requests(requests)
+        return [request.request_id for request in requests]
+
+    def _render(
+        self,
+        messages: Any,
+        *,
+        chat_template: Path | str | None = None,
+        content_format: ContentFormatOption = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """The prompts of one or several conversations."""
+        if mm_processor_kwargs:
+            raise ValueError("mm_processor_kwargs are for multimodal models; this model takes text only.")
+        several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
+        tokenizer = self.llm_engine.tokenizer
+        prompts = []
+        for conversation in messages if several else [messages]:
+            text = apply_chat_template(
+                tokenizer,
+                conversation,
+                chat_template=chat_template or self._chat_template,
+                content_format=content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            # The template has written the special tokens that belong there.
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return prompts
+
+    def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[RequestOutput]:
+        """Step until all of these requests have finished; what else finishes meanwhile is kept."""
+        engine = self.llm_engine
+        missing = {request_id for request_id in ids if request_id not in self._finished}
+        with ExitStack() as stack:
+            check_interrupt = stack.enter_context(deferred_interrupt())
+            progress = Progress(len(ids), use_tqdm)
+            stack.callback(progress.close)
+            try:
+                while missing:
+                    for output in engine.step():
+                        if output.finished:
+                            self._finished[output.request_id] = output
+                            missing.discard(output.request_id)
+                            progress.update(output)
+                    check_interrupt()
+            except BaseException:
+                engine.abort_request(ids)
+                for request_id in ids:
+                    self._finished.pop(request_id, None)
+                raise
+        outputs = [self._finished.pop(request_id) for request_id in ids]
+        _raise_if_failed(outputs)
+        return outputs
+
+
+def _call_with_model(worker: Any, func: Callable[[Any], _Result]) -> _Result:
+    return func(worker.model)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list. A list of integers is one prompt."""
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _merge_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:
+    """The prompts of the older API: texts and token ids in two arguments, one for one."""
+    one = bool(prompt_token_ids) and not isinstance(prompt_token_ids[0], (list, tuple))
+    ids = [prompt_token_ids] if one else list(prompt_token_ids)
+    if prompts is None:
+        return [{"prompt_token_ids": item} for item in ids]
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if len(texts) != len(ids):
+        raise ValueError("The lengths of prompts and prompt_token_ids must be the same.")
+    return [{"prompt": text, "prompt_token_ids": item} for text, item in zip(texts, ids, strict=True)]
+
+
+def _final_only(
+    params: SamplingParams, guided: LLMGuidedOptions | GuidedDecodingRequest | None, truncate: int | None
+) -> SamplingParams:
+    """A copy of the parameters for a call that wants the finished outputs only."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    if truncate is not None:
+        params.truncate_prompt_tokens = truncate
+        params.verify()
+    if guided is not None:
+        from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
+
+        if isinstance(guided, dict):
+            if len(guided) > 1:
+                raise ValueError(f"You can only use one guided decoding but multiple is specified: {guided}")
+            guided = GuidedDecodingRequest(**guided)
+        if params.guided_decoding is not None:
+            raise ValueError("Cannot set both guided_options_request and params.guided_decoding.")
+        params.guided_decoding = guided.to_params()
+    return params
+
+
+def _raise_if_failed(outputs: list[RequestOutput]) -> None:
+    failed = [output for output in outputs for completion in output.outputs if completion.finish_reason == "error"]
+    if failed:
+        reason = next(c.stop_reason for c in failed[0].outputs if c.finish_reason == "error")
+        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        raise GenerationError(f"Request {failed[0].request_id} failed: {reason}{more}")
