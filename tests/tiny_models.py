@@ -61,7 +61,7 @@ def save_llama(
     settings: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": 48,
-        "intermediate_size": 77,
+        "intermediate_size": 78,
         "num_hidden_layers": 2,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,

@@ -75,7 +75,7 @@ def test_warm_prefix_cache(folder: Path, reference: list[tuple[int, ...]]) -> No
 
 
 def test_forced_preemption(folder: Path, reference: list[tuple[int, ...]]) -> None:
-    llm = make(folder, enable_prefix_caching=False, num_gpu_blocks_override=40, block_size=8, max_num_seqs=64)
+    llm = make(folder, enable_prefix_caching=False, num_gpu_blocks_override=24, block_size=8, max_num_seqs=64)
     assert generate(llm, *work()) == reference
     assert llm.llm_engine.core.stats().num_preemptions >= 100
 
