@@ -49,7 +49,7 @@ class LogitsProcessor(nn.Module):
         elif isinstance(lm_head, ParallelLMHead):
             logits = lm_head.tp.all_gather(lm_head.project(hidden_states))
         else:
-            logits = lm_head.tp.all_gather(linear(hidden_states, lm_head.weight))
+            logits = lm_head.tp.all_gather(linear(hidden_states, lm_head.weight, None, torch.float32))
         logits = logits[..., : self.org_vocab_size].float()
         if embedding_bias is not None:
             logits = logits + embedding_bias

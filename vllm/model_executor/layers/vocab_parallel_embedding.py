@@ -111,8 +111,9 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.packed = None if packed is weight else packed
 
     def project(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world]."""
-        out: Tensor = linear(hidden, self.weight if self.packed is None else self.packed, self.bias)
+        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32."""
+        weight = self.weight if self.packed is None else self.packed
+        out: Tensor = linear(hidden, weight, self.bias, torch.float32)
         return out
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class WeightFiller:
         self._slots: dict[int, _Slot] = {}
         self._unfilled: dict[nn.Module, int] = {}
         self._targets: dict[str, _Target] = {}
+        self.filled_bytes = 0
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if not isinstance(parameter, ShardedParameter):
@@ -100,6 +101,7 @@ class WeightFiller:
             raise ValueError(f"the weight {canonical} occurs twice")
         if slot.parameter.is_meta:
             slot.parameter = slot.parameter.materialized(self._device)
+            self.filled_bytes += slot.parameter.numel() * slot.parameter.element_size()
             for module, name in slot.owners:
                 setattr(module, name, slot.parameter)
         load_weight(slot.parameter, tensor, target.part, target.expert)

@@ -46,7 +46,6 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
     device, tp = torch.device(device), TensorParallel() if tp is None else tp
     config, load_format = vllm_config.model_config, _load_format(vllm_config)
     hf: HFConfig = config.hf
-    started = time.perf_counter()
     family = ModelRegistry.resolve(hf.architectures)
     if isinstance(family, Family):
         if hf.quantization_config is not None:
@@ -58,14 +57,15 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
         spec = family.decoder(hf)
         _warn_of_long_factors(spec, config.max_model_len)
         model: nn.Module = build_decoder(spec, dtype_of(config.dtype), config.max_model_len, device, tp)
+        started = time.perf_counter()
         if load_format == "dummy":
-            fill_with_random_numbers(model, device, config.seed or 0)
+            size = fill_with_random_numbers(model, device, config.seed or 0)
         else:
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
-            fill_from_checkpoint(model, family, spec, tensors, device)
+            size = fill_from_checkpoint(model, family, spec, tensors, device)
     else:
-        model = load_out_of_tree(family, vllm_config, device, tp, load_format)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+        started = time.perf_counter()
+        model, size = load_out_of_tree(family, vllm_config, device, tp, load_format)
     logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)
     return model.eval()
 
@@ -111,8 +111,8 @@ def fill_from_checkpoint(
     spec: Decoder,
     tensors: Iterable[tuple[str, Tensor, Path]],
     device: torch.device,
-) -> None:
-    """Stream a checkpoint's tensors into a model. Every tensor must have its place, and every weight its tensor."""
+) -> int:
+    """Stream a checkpoint's tensors into a model, each to its place, until every weight is filled; the bytes they take."""
     filler = WeightFiller(model, device)
     unexpected: list[str] = []
     for name, tensor, file in tensors:
@@ -146,6 +146,7 @@ def fill_from_checkpoint(
             f"The checkpoint does not fit the model of its config.json: {'; '.join(problems)}. "
             "Do config.json and the weights belong together, and is the download complete?"
         )
+    return filler.filled_bytes
 
 
 def _canonical(tensor: Tensor, layout: WeightLayout, target: str, spec: Decoder) -> Tensor:
@@ -161,16 +162,17 @@ def _some(names: list[str]) -> str:
     return shown if rest <= 0 else f"{shown} and {rest} more"
 
 
-def fill_with_random_numbers(model: nn.Module, device: torch.device, seed: int) -> None:
+def fill_with_random_numbers(model: nn.Module, device: torch.device, seed: int) -> int:
     """Random weights that depend on the seed, their name and the kind of device only, not on the number of ranks.
 
-    Matrices are uniform with standard deviation 0.02, biases 0, norms the identity.
+    Matrices are uniform with standard deviation 0.02, biases 0, norms the identity. Returns the bytes they take.
     """
     filler = WeightFiller(model, device)
     generator = torch.Generator(device)
     for path, parameter, owner in list(filler.parameters()):
         generator.manual_seed((zlib.crc32(path.encode()) << 32 | seed & 0xFFFFFFFF) & 0x7FFFFFFFFFFFFFFF)
         filler.fill(path, _random(parameter, path, owner, generator))
+    return filler.filled_bytes
 
 
 def _random(parameter: ShardedParameter, path: str, owner: nn.Module, generator: torch.Generator) -> Tensor:

@@ -94,12 +94,12 @@ class DecoderModel(nn.Module):
         if self.spec.positions is not None:
             x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
         residual: Tensor | None = None
-        block: DecoderBlock
         for block in self.blocks:
             x, residual = block(x, residual, step, kv_caches)
         if self.norm is not None:
-            x, residual = add_norm(self.norm, x, residual)[0], None
-        return x if residual is None else x + residual
+            return add_norm(self.norm, x, residual)[0]
+        hidden: Tensor = x if residual is None else x + residual
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as `forward` gives them -> [rows, vocabulary] fp32, on every rank."""

@@ -109,8 +109,8 @@ class OutOfTreeModel(nn.Module):
 
 def load_out_of_tree(
     model_cls: type[nn.Module], vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, load_format: str
-) -> OutOfTreeModel:
-    """Build a user's model on `device`, give its `load_weights` the checkpoint, and wrap it."""
+) -> tuple[OutOfTreeModel, int]:
+    """Build a user's model on `device`, give its `load_weights` the checkpoint; (the wrapped model, bytes of weights)."""
     config = vllm_config.model_config
     dtype = dtype_of(config.dtype)
     with use_tensor_parallel(tp), torch.device(device), _default_dtype(dtype):
@@ -123,10 +123,11 @@ def load_out_of_tree(
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
             loaded = model.load_weights((name, tensor) for name, tensor, _ in tensors)  # type: ignore[operator]
             _check_loaded(model, loaded)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     for module in model.modules():
         if isinstance(module, ProcessesWeights):
             module.process_after_load()
-    return wrapped
+    return wrapped, size
 
 
 def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
