@@ -18,7 +18,13 @@ from vllm.sampling_params import SamplingParams
 def config_for(folder: Path, **settings: Any) -> VllmConfig:
     """A config for the CPU in fp32, small."""
     args = {s.name: s.new_default() for s in all_settings()}
-    small = {"model": str(folder), "device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    small = {
+        "model": str(folder),
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+    }
     return resolve({**args, **small, **settings})
 
 

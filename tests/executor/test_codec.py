@@ -38,8 +38,8 @@ def over_the_wire(plan: StepPlan) -> StepPlan:
 @pytest.mark.parametrize("rows", [0, 1, 5, 300])
 def test_a_plan_arrives_as_it_was_sent(rows: int) -> None:
     params = SamplingParams(
-        temperature=0.5, top_k=3, seed=5, logit_bias={3: 1.5}, allowed_token_ids=[1, 2], bad_words=["x"], prompt_logprobs=2,
-        stop=["a"], stop_token_ids=[4],
+        temperature=0.5, top_k=3, seed=5, logit_bias={3: 1.5}, allowed_token_ids=[1, 2], bad_words=["x"],
+        prompt_logprobs=2, stop=["a"], stop_token_ids=[4],
     )  # fmt: skip
     params._bad_words_token_ids = [[1], [2, 3]]
     plan = make_plan(np.random.default_rng(rows), rows, params)

@@ -135,7 +135,9 @@ time.sleep(60)
 
 def test_ranks_end_with_a_parent_that_is_killed(folder: Path, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(folder)], stdout=subprocess.PIPE, text=True, env=env) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(folder)], stdout=subprocess.PIPE, text=True, env=env
+    ) as parent:
         assert parent.stdout is not None
         line = next(line for line in parent.stdout if line.startswith("pid "))
         pid = int(line.split()[1])

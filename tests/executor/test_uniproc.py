@@ -32,7 +32,9 @@ def test_tokens_are_those_of_hugging_face(folder: Path) -> None:
     executor.shutdown()
     reference = LlamaForCausalLM.from_pretrained(folder)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
-        ids = reference.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        ids = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         assert tokens == ids[0, len(prompt) :].tolist()
 
 

@@ -1,10 +1,11 @@
-"""Counter-based random numbers: the uniform of a token is a function of (request seed, position in its sequence) only."""
+"""Counter-based random numbers: a token's uniform is a function of (request seed, position in its sequence) only."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# The increment and the multipliers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+# The increment and the multipliers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+# 2014).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -21,8 +22,8 @@ def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
     """One number in [0, 1) per (seed, position), a multiple of 2**-24.
 
     seed: uint64 array; position: int64 array of the same shape, not negative -> float32 array.
-    The seed is mixed first, so that neighbouring seeds have unrelated streams; then it is the start of a SplitMix64 stream
-    of which `position` picks the element.
+    The seed is mixed first, so that neighbouring seeds have unrelated streams; then it is the start of a SplitMix64
+    stream of which `position` picks the element.
     """
     start = _mix(np.asarray(seed, np.uint64) + _GOLDEN)
     z = _mix(start + (np.asarray(position).astype(np.uint64) + np.uint64(1)) * _GOLDEN)

@@ -103,10 +103,14 @@ def frame(message: ToRank | FromRank) -> bytes:
 def pack_plan(plan: StepPlan) -> Step:
     """The plan as a message. Raises ValueError for a request with Python functions in it."""
     if plan.extras is not None:
-        raise NotImplementedError("Plans with drafts, grammar masks or encoder inputs cannot be sent to other ranks yet.")
+        raise NotImplementedError(
+            "Plans with drafts, grammar masks or encoder inputs cannot be sent to other ranks yet."
+        )
     for init in plan.new:
         init.params.verify_serializable()
-    rows = b"".join(np.ascontiguousarray(a, np.int32).tobytes() for a in (plan.slots, plan.num_tokens, plan.num_computed))
+    rows = b"".join(
+        np.ascontiguousarray(a, np.int32).tobytes() for a in (plan.slots, plan.num_tokens, plan.num_computed)
+    )
     return Step(
         plan.step_id,
         plan.freed,

@@ -1,7 +1,9 @@
 """Tensor parallel on one host: the first rank in this process, the others in processes of their own.
 
-Plans are sent to every rank and executed by all in the same order. Only the first rank samples and knows results. A rank that
-fails takes the executor down: the others may wait for it inside a collective operation, and cannot be trusted to agree again.
+Plans are sent to every rank and executed by all in the same order. Only the first rank samples and knows results. A
+rank that
+fails takes the executor down: the others may wait for it inside a collective operation, and cannot be trusted to
+    agree again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
 from vllm.executor.base import public_method
 from vllm.logger import init_logger
-from vllm.worker.model_runner import StepHandle
+from vllm.worker.model_runner import Handle
 from vllm.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ class RankProcess:
     def receive(self, deadline: float | None = None) -> codec.FromRank:
         """The next message, until `deadline` on the monotonic clock.
 
-        Raises TimeoutError; EngineDeadError if the rank is gone; ValueError or EngineDeadError with what it says if it failed.
+        Raises TimeoutError; EngineDeadError if the rank is gone; ValueError or EngineDeadError with what it says if it
+        failed.
         """
         while not self._frames:
             if deadline is not None:
@@ -151,7 +154,7 @@ class MultiprocExecutor:
 
     def __init__(self, config: VllmConfig) -> None:
         world = config.parallel_config.world_size
-        self._in_flight: deque[StepHandle] = deque()
+        self._in_flight: deque[Handle] = deque()
         self._broken: EngineDeadError | None = None
         self._worker: Worker | None = None
         self._calls = 0
@@ -260,13 +263,14 @@ class MultiprocExecutor:
     ) -> list[Any]:
         """Call a method of every rank's worker by name. Arguments and results must be plain data.
 
-        timeout: seconds for all ranks together. Raises TimeoutError; RuntimeError with the first rank's error if one failed.
+        timeout: seconds for all ranks together. Raises TimeoutError; RuntimeError with the first rank's error if
+            one failed.
         """
         worker = self.worker
         if not isinstance(method, str):
             raise TypeError(
-                "collective_rpc with a Python function needs distributed_executor_backend='uni': functions are not sent to "
-                "other processes. Give the name of a worker's method."
+                "collective_rpc with a Python function needs distributed_executor_backend='uni': functions are not "
+                "sent to other processes. Give the name of a worker's method."
             )
         bound = public_method(worker, method)
         deadline = None if timeout is None else time.monotonic() + timeout

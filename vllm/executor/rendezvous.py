@@ -34,8 +34,8 @@ def join(
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is in use in this process already (by another tensor-parallel engine, or by your program). "
-            "Shut that down first, or start this engine in a process of its own."
+            "torch.distributed is in use in this process already (by another tensor-parallel engine, or by your "
+            "program). Shut that down first, or start this engine in a process of its own."
         )
     timeout = timedelta(seconds=timeout_s)
     meeting = timedelta(seconds=min(timeout_s, _MEETING_S))
@@ -67,7 +67,7 @@ def leave() -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """gloo reads the interface to listen on from the environment; no other will do for data that nobody else may see."""
+    """gloo reads the interface to listen on from the environment; the data is for nobody outside this host."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
     os.environ[name] = "lo"

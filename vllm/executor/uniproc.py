@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.core.plan import StepPlan, StepResult
 from vllm.exceptions import EngineDeadError
 from vllm.executor.base import public_method
-from vllm.worker.model_runner import StepHandle
+from vllm.worker.model_runner import Handle
 from vllm.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class UniprocExecutor:
         self.num_blocks = worker.count_blocks()
         worker.start(self.num_blocks)
         self.max_in_flight = 2 if worker.context.is_async else 1
-        self._in_flight: deque[StepHandle] = deque()
+        self._in_flight: deque[Handle] = deque()
 
     @property
     def worker(self) -> Worker:
@@ -50,7 +50,7 @@ class UniprocExecutor:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker, or a function with the worker as first argument. `timeout` does not apply here."""
+        """Call a method of the worker, or a function with the worker as first argument. `timeout` does nothing here."""
         if isinstance(method, str):
             return [public_method(self.worker, method)(*args, **(kwargs or {}))]
         return [method(self.worker, *args, **(kwargs or {}))]

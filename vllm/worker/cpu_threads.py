@@ -23,8 +23,8 @@ def parse_bind(text: str, rank: int, ranks: int) -> list[int] | None:
     parts = text.split("|")
     if len(parts) != ranks:
         raise ValueError(
-            f"VLLM_CPU_OMP_THREADS_BIND={text!r} names cores for {len(parts)} rank(s), but there are {ranks}. Separate the "
-            "cores of each rank by '|', for example '0-15|16-31'."
+            f"VLLM_CPU_OMP_THREADS_BIND={text!r} names cores for {len(parts)} rank(s), but there are {ranks}. Separate "
+            "the cores of each rank by '|', for example '0-15|16-31'."
         )
     cores: set[int] = set()
     for item in parts[rank].split(","):
@@ -32,15 +32,15 @@ def parse_bind(text: str, rank: int, ranks: int) -> list[int] | None:
         bounds = (low, high if dash else low)
         if not all(b.strip().isdecimal() for b in bounds) or not int(bounds[0]) <= int(bounds[1]) < _MAX_CORE:
             raise ValueError(
-                f"VLLM_CPU_OMP_THREADS_BIND={text!r}: {item.strip()!r} is not a core or a range of cores. Expected 'all' or "
-                "for example '0-31', '0,2,4-7', '0-15|16-31'."
+                f"VLLM_CPU_OMP_THREADS_BIND={text!r}: {item.strip()!r} is not a core or a range of cores. Expected "
+                "'all' or for example '0-31', '0,2,4-7', '0-15|16-31'."
             )
         cores.update(range(int(bounds[0]), int(bounds[1]) + 1))
     return sorted(cores)
 
 
 def default_threads(ranks: int, omp_num_threads: str | None, cores: int) -> int:
-    """Threads of one rank when no cores are named: OMP_NUM_THREADS if it is a number, else the cores shared by the ranks."""
+    """Threads of a rank when no cores are named: OMP_NUM_THREADS if it is a number, else its share of the cores."""
     if omp_num_threads and omp_num_threads.split(",")[0].strip().isdecimal():
         return max(1, int(omp_num_threads.split(",")[0]))
     return max(1, cores // ranks)
@@ -49,7 +49,8 @@ def default_threads(ranks: int, omp_num_threads: str | None, cores: int) -> int:
 def bind_threads(bind: str, rank: int, ranks: int) -> int:
     """Set torch's number of threads and, if `bind` names cores, keep this process's compute threads there.
 
-    Returns the number of threads. Call it before the first computation: threads inherit the mask of the one that starts them.
+    Returns the number of threads. Call it before the first computation: threads inherit the mask of the one that starts
+    them.
     """
     allowed = os.sched_getaffinity(0)
     cores = parse_bind(bind, rank, ranks)
@@ -63,8 +64,11 @@ def bind_threads(bind: str, rank: int, ranks: int) -> int:
                 f"{sorted(allowed)}."
             )
         threads = len(cores)
-        # Only this thread and those it starts from now on, among them the OpenMP team; the caller's others are left alone.
+        # Only this thread and those it starts from now on, among them the OpenMP team; the caller's others are left
+        # alone.
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(threads)
-    logger.info("Rank %d computes with %d threads on %s.", rank, threads, "any core" if cores is None else f"cores {cores}")
+    logger.info(
+        "Rank %d computes with %d threads on %s.", rank, threads, "any core" if cores is None else f"cores {cores}"
+    )
     return threads

@@ -31,7 +31,7 @@ class DeviceContext(Protocol):
     is_async: bool
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays on the device, in one transfer. They may not be changed afterwards; the tensors live until the step ends."""
+        """The arrays on the device, in one transfer. They may not be changed afterwards."""
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Start to bring tensors to the host."""
@@ -83,6 +83,16 @@ class CpuContext:
         return
 
 
+def passed(event: torch.cuda.Event, seconds: float) -> bool:
+    """Wait until the device has passed an event, but no longer than that; whether it has."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
 class _Pinned:
     """Tensors being copied to pinned host memory on the device's stream."""
 
@@ -96,19 +106,14 @@ class _Pinned:
         return [t.numpy() for t in self._host]
 
     def wait_for(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not self._done.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        return passed(self._done, seconds)
 
 
 class CudaContext:
-    """A CUDA device. Uploads of one call are packed into a pinned buffer of a small ring and sent in one asynchronous copy.
+    """A CUDA device. What one call uploads is packed into a pinned buffer of a small ring and sent asynchronously.
 
-    A ring entry is used again only when the copy from it is done; the ring is longer than the number of uploads in flight
-    (a few per step, two steps), so that this hardly ever waits.
+    A ring entry is used again only when the copy from it is done; the ring is longer than the number of uploads in
+    flight (a few per step, two steps), so that this hardly ever waits.
     """
 
     is_async = True

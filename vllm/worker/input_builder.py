@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm.core.plan import StepPlan
+from vllm.ops.attention import GatherPlan, gather_starts
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
 from vllm.worker.step_inputs import GroupInputs, StepInputs
@@ -14,7 +15,7 @@ from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Rows of the plan that want the logprobs of their prompt: which tokens predict, and what they should have predicted.
+    """A row of the plan that wants the logprobs of its prompt: which tokens predict, and what they should have.
 
     plan_row: row of the plan.  first, count: where this request's rows stand in `StepInputs.logits_rows`.
     positions: [count] position in the sequence of each predicted token.
@@ -71,9 +72,15 @@ class InputBuilder:
         if self._wants_prompt[slots].any():
             prompt_rows, logits_rows = self._prompt_rows(plan, starts, logits_rows)
         index = table.token_index(token_slots, positions)
-        device_index, device_positions, device_starts, device_lens, device_rows, device_slots, *device_mappings = (
-            self._context.upload([index, positions, starts, lens, logits_rows, slots.astype(np.int64), *mappings])
+        gathered = gather_starts(plan.num_tokens, lens) if self._context.is_async else None
+        arrays = [index, positions, starts, lens, logits_rows, slots.astype(np.int64), *mappings]
+        device_index, device_positions, device_starts, device_lens, device_rows, device_slots, *rest = (
+            self._context.upload(arrays if gathered is None else [*arrays, gathered])
         )
+        attention_plan = None
+        if gathered is not None:
+            attention_plan = GatherPlan(rest[-1], int(gathered[-1]), int(np.diff(gathered).max()))
+        device_mappings = rest[: len(mappings)]
         max_blocks = -(-max_len // table.block_size)
         step = StepInputs(
             token_ids=table.read_tokens(device_index),
@@ -82,7 +89,7 @@ class InputBuilder:
             seq_lens=device_lens,
             logits_rows=device_rows,
             groups=tuple(
-                GroupInputs(slot_mapping=mapping, block_table=table.block_rows(g, slots, device_slots, max_blocks))
+                GroupInputs(mapping, table.block_rows(g, slots, device_slots, max_blocks), attention_plan)
                 for g, mapping in enumerate(device_mappings)
             ),
             max_query_len=max_query,
@@ -95,7 +102,7 @@ class InputBuilder:
     def _prompt_rows(
         self, plan: StepPlan, starts: np.ndarray, logits_rows: np.ndarray
     ) -> tuple[tuple[PromptRows, ...], np.ndarray]:
-        """Append the token rows that predict prompt tokens: token t predicts position t + 1, if that is still in the prompt."""
+        """Append the rows that predict prompt tokens: token t predicts position t + 1, if that is in the prompt."""
         found: list[PromptRows] = []
         pieces, first = [logits_rows], len(logits_rows)
         for row in np.flatnonzero(self._wants_prompt[plan.slots]):

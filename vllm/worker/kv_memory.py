@@ -118,9 +118,10 @@ def _free_host_memory() -> int:
         fields = dict(line.split(":", 1) for line in file)
     free = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open(
-            "/sys/fs/cgroup/memory.current", encoding="ascii"
-        ) as used:
+        with (
+            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
+            open("/sys/fs/cgroup/memory.current", encoding="ascii") as used,
+        ):
             bound = limit.read().strip()
             if bound != "max":
                 free = min(free, int(bound) - int(used.read()))
@@ -171,8 +172,8 @@ def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blo
 def allocate(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """One tensor [2, num_blocks, kv_heads, block_size, head_dim] of zeros per layer of a group.
 
-    Zeros matter: masked positions are multiplied by 0, and 0 * NaN is NaN. On the host they come from the kernel, page by
-    page on first use, so that starting is fast and an unused cache costs nothing.
+    Zeros matter: masked positions are multiplied by 0, and 0 * NaN is NaN. On the host they come from the kernel,
+        page by page on first use, so that starting is fast and an unused cache costs nothing.
     """
     shape = (2, num_blocks, layout.kv_heads, layout.block_size, layout.head_dim)
     if device.type != "cpu":

@@ -23,8 +23,8 @@ from vllm.worker.step_inputs import StepInputs
 
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
 NOT_FINITE = (
-    "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too narrow "
-    "for this model: try dtype='bfloat16' or 'float32'."
+    "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too "
+    "narrow for this model: try dtype='bfloat16' or 'float32'."
 )
 IMPOSSIBLE = (
     "No token is possible: allowed_token_ids, bad_words, min_tokens or logits_processors exclude the whole vocabulary "
@@ -42,6 +42,9 @@ class Model(Protocol):
 
 class Handle(Protocol):
     """A step that has been queued."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the step is done, but no longer than that; whether it is."""
 
     def result(self) -> StepResult:
         """Wait for the step."""

@@ -1,4 +1,7 @@
-"""One rank: its device, its share of the model, its KV cache and its runner. `collective_rpc` calls its methods by name."""
+"""One rank: its device, its share of the model, its KV cache and its runner.
+
+`collective_rpc` calls its methods by name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from vllm.worker import kv_memory
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import DeviceContext, create_context
 from vllm.worker.kv_memory import CacheRequest
-from vllm.worker.model_runner import ModelRunner, StepHandle
+from vllm.worker.model_runner import Handle, ModelRunner
 from vllm.worker.profiler import WorkerProfiler
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -30,7 +33,7 @@ _CPU_HINT = " On the CPU, the cache's size is set by VLLM_CPU_KVCACHE_SPACE (in 
 
 
 class Worker:
-    """Created in three steps, because ranks must agree on the number of blocks: the model, `count_blocks()`, `start(n)`."""
+    """Made in three steps, as ranks must agree on the number of blocks: the model, `count_blocks()`, `start(n)`."""
 
     def __init__(self, config: VllmConfig, tp: TensorParallel = SINGLE) -> None:
         self.config = config
@@ -123,14 +126,17 @@ class Worker:
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""
         scheduler = self.config.scheduler_config
-        tokens, requests = scheduler.max_num_batched_tokens, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        tokens, requests = (
+            scheduler.max_num_batched_tokens,
+            min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
+        )
         step = dummy_step(tokens, requests, self.layout, self.context)
         with torch.inference_mode():
             hidden = self.model(step, self._allocate(1))
             logits = self.model.logits(hidden[:requests])
             logits.sort(-1)  # stands for what sampling needs at most
 
-    def execute(self, plan: StepPlan) -> StepHandle:
+    def execute(self, plan: StepPlan) -> Handle:
         """Queue one step."""
         if self.runner is None:
             raise RuntimeError("The worker has no KV cache yet: call start() first.")

@@ -40,16 +40,14 @@ def changed_logits(
     return x
 
 
-def distribution(
-    x: Sequence[np.float32], temperature: float, min_p: float, top_k: int, top_p: float
-) -> list[float]:
+def distribution(x: Sequence[np.float32], temperature: float, min_p: float, top_k: int, top_p: float) -> list[float]:
     """Probabilities (not normalised) after the filters. min_p and top_p may be moved a little to probe a boundary."""
     scaled = [float(F(v) / F(temperature)) for v in x]
     peak = max(scaled)
     weight = [math.exp(v - peak) for v in scaled]
     weight = [w if w >= min_p else 0.0 for w in weight]
     order = sorted(range(len(x)), key=lambda i: (-scaled[i], i))
-    order = order[:top_k] if 0 < top_k else order
+    order = order[:top_k] if top_k > 0 else order
     total = math.fsum(weight[i] for i in order)
     kept, mass = set(), 0.0
     for i in order:

@@ -20,7 +20,13 @@ def draw_params(
 ) -> DrawParams:
     k, p = np.full(rows, top_k, np.int32), np.full(rows, top_p, np.float32)
     return DrawParams(
-        torch.full((rows,), temperature), torch.full((rows,), min_p), torch.from_numpy(k), torch.from_numpy(p), numbers, k, p
+        torch.full((rows,), temperature),
+        torch.full((rows,), min_p),
+        torch.from_numpy(k),
+        torch.from_numpy(p),
+        numbers,
+        k,
+        p,
     )
 
 
@@ -31,7 +37,14 @@ def chi_square_limit(freedom: int) -> float:
 
 @pytest.mark.parametrize(
     ("temperature", "min_p", "top_k", "top_p"),
-    [(1.0, 0.0, 0, 1.0), (0.6, 0.0, 0, 1.0), (1.7, 0.05, 0, 1.0), (1.0, 0.0, 7, 1.0), (1.3, 0.0, 0, 0.8), (1.5, 0.02, 20, 0.9)],
+    [
+        (1.0, 0.0, 0, 1.0),
+        (0.6, 0.0, 0, 1.0),
+        (1.7, 0.05, 0, 1.0),
+        (1.0, 0.0, 7, 1.0),
+        (1.3, 0.0, 0, 0.8),
+        (1.5, 0.02, 20, 0.9),
+    ],
 )
 def test_drawn_tokens_follow_the_distribution(temperature: float, min_p: float, top_k: int, top_p: float) -> None:
     vocab, draws = 40, 20000
@@ -46,7 +59,8 @@ def test_drawn_tokens_follow_the_distribution(temperature: float, min_p: float, 
     params = draw_params(draws, torch.from_numpy(numbers), temperature, min_p, top_k, top_p)
     counts = torch.bincount(draw(logits.expand(draws, -1), params), minlength=vocab)
     weights = torch.tensor(
-        oracle.distribution([np.float32(v) for v in logits.tolist()], temperature, min_p, top_k, top_p), dtype=torch.float64
+        oracle.distribution([np.float32(v) for v in logits.tolist()], temperature, min_p, top_k, top_p),
+        dtype=torch.float64,
     )
     expected = weights / weights.sum() * draws
     assert counts[expected == 0].sum() == 0
@@ -75,7 +89,13 @@ def test_ties_go_to_the_lower_id() -> None:
             "top_p two": {"top_p": 0.4},
         }.items()
     }
-    assert drawn == {"top_k=1": [1], "top_k=2": [1, 2], "top_k=4": [1, 2, 4, 5], "top_p small": [1], "top_p two": [1, 2]}
+    assert drawn == {
+        "top_k=1": [1],
+        "top_k=2": [1, 2],
+        "top_k=4": [1, 2, 4, 5],
+        "top_p small": [1],
+        "top_p two": [1, 2],
+    }
 
 
 def test_zeros_of_both_signs_are_equal() -> None:
@@ -86,7 +106,9 @@ def test_zeros_of_both_signs_are_equal() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.97), (3, 1.0), (1023, 1.0), (1024, 0.9), (1025, 1.0), (2000, 0.99)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.5), (0, 0.97), (3, 1.0), (1023, 1.0), (1024, 0.9), (1025, 1.0), (2000, 0.99)]
+)
 def test_candidates_and_bisection_agree(spread: float, top_k: int, top_p: float) -> None:
     rows, vocab = 6, 3001
     generator = torch.Generator().manual_seed(top_k)

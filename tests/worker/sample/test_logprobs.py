@@ -38,7 +38,11 @@ def test_they_are_of_the_raw_logits() -> None:
     result = sample(rows)
     assert result.token_ids.tolist() == [0, 3, 0, 1]
     expected = logits.double().log_softmax(-1)
-    found = {int(r): m for g in result.logprobs for r, m in zip(g.rows, to_messages(*(t.numpy() for t in g.tensors)), strict=True)}
+    found = {
+        int(r): m
+        for g in result.logprobs
+        for r, m in zip(g.rows, to_messages(*(t.numpy() for t in g.tensors)), strict=True)
+    }
     assert sorted(found) == [0, 1, 2]
     assert found[0].token_ids == [0, 2, 1] and found[0].rank == 3
     assert found[1].token_ids == [3, 2, 1] and found[1].rank == 4

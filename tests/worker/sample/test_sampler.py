@@ -93,7 +93,13 @@ def test_random_logits_and_parameters(data: st.DataObject) -> None:
         )
         history = st.lists(ids, max_size=6)
         rows.append(
-            Row(logits, made, [data.draw(ids), *data.draw(history)], data.draw(history), data.draw(st.integers(0, 2**64 - 1)))
+            Row(
+                logits,
+                made,
+                [data.draw(ids), *data.draw(history)],
+                data.draw(history),
+                data.draw(st.integers(0, 2**64 - 1)),
+            )
         )
     check(rows)
 
@@ -112,7 +118,8 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch_nor_on_threads() -> None
     ]
     vocab = 8193
     rows = [
-        Row(torch.randn(vocab, generator=generator) * 2, params(**kinds[i % 8]), [1, 2, i], [i, 5], seed=i) for i in range(64)
+        Row(torch.randn(vocab, generator=generator) * 2, params(**kinds[i % 8]), [1, 2, i], [i, 5], seed=i)
+        for i in range(64)
     ]
     together = sample(rows)
     by_row = {int(r): [t[i] for t in g.tensors] for g in together.logprobs for i, r in enumerate(g.rows)}

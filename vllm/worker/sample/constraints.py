@@ -65,7 +65,7 @@ class Constraints:
 
 
 def apply_constraints(logits: Tensor, rows: np.ndarray, items: Sequence[Constraints], context: DeviceContext) -> None:
-    """Allowed ids, then biases, then bad words of one token, in place. logits: [all rows, vocab]; rows: [len(items)]."""
+    """Allowed ids, biases, bad words of one token, in this order, in place. logits: [rows, vocab]; rows: of `items`."""
     vocab = logits.shape[1]
     flat = logits.view(-1)
     limited = [(r, c.allowed) for r, c in zip(rows, items, strict=True) if c.allowed is not None]
@@ -101,7 +101,10 @@ def apply_bad_words(
     table: SlotTable,
     context: DeviceContext,
 ) -> None:
-    """Bad words of several tokens, in place. slots, lengths: of the rows in `items`. Reads the output from the device's table."""
+    """Bad words of several tokens, in place. slots, lengths: of the rows in `items`.
+
+    Reads the output from the device's table.
+    """
     outputs = lengths - table.num_prompt[slots]
     possible = [c.prefix_len <= n for c, n in zip(items, outputs, strict=True)]
     total = int(sum(p.sum() for p in possible))

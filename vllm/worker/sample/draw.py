@@ -1,8 +1,8 @@
-"""Temperature, min-p, top-k and top-p, and the draw itself: one uniform per row, inverted through the CDF in vocabulary order.
+"""Temperature, min-p, top-k, top-p and the draw: one uniform per row, inverted through the CDF in vocabulary order.
 
-Probability mass is counted in integers (multiples of 2**-40 of the most likely token). Integer sums do not depend on the
-order of additions, so that a row's token is the same bit for bit alone, in any batch, with any number of threads and along
-each of the paths below.
+Probability mass is counted in integers (multiples of 2**-40 of the most likely token). Integer sums do not depend on
+the order of additions, so that a row's token is the same bit for bit alone, in any batch, with any number of threads
+and along each of the paths below.
 
 The filters, in order, each on what the one before left:
   min_p   keeps tokens with at least `min_p` times the probability of the most likely one.
@@ -109,7 +109,7 @@ def _needed(kept: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _draw_from_candidates(x: Tensor, p: DrawParams) -> Tensor:
-    """Sort only the largest logits of each row; rows whose nucleus may reach beyond them are done again by bisection."""
+    """Sort only the largest logits of a row; rows whose nucleus may reach beyond them are done again by bisection."""
     vocab = x.shape[1]
     unlimited = (p.host_top_k <= 0) | (p.host_top_k > _CANDIDATES)
     count = min(vocab, _CANDIDATES if unlimited.any() else int(p.host_top_k.max()) + 1)
@@ -142,7 +142,7 @@ def _draw_from_candidates(x: Tensor, p: DrawParams) -> Tensor:
 
 
 def _draw_by_bisection(x: Tensor, p: DrawParams) -> Tensor:
-    """Find where each row's kept prefix ends by bisection over the values, without sorting and without asking the device."""
+    """Find where each row's kept prefix ends by bisection over the values: no sort, no question to the device."""
     x = x + 0.0  # -0.0 becomes 0.0: equal values get equal keys
     bits = x.view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as integers as the values are as floats

@@ -14,8 +14,8 @@ _BLOCK = 128
 def greedy(logits: Tensor) -> Tensor:
     """The lowest index of each row's maximum. logits: [rows, vocab] fp32 -> [rows] int64.
 
-    A maximum is found much faster than its place (torch's argmax is not vectorised on the CPU), so the place is looked up
-    among block maxima, then inside one block. A row with NaN gives some index below `vocab`.
+    A maximum is found much faster than its place (torch's argmax is not vectorised on the CPU), so the place is looked
+    up among block maxima, then inside one block. A row with NaN gives some index below `vocab`.
     """
     rows, vocab = logits.shape
     whole = vocab // _BLOCK * _BLOCK

@@ -5,7 +5,6 @@ Raw: as the model gave them, before temperature, penalties, masks and processors
 
 from __future__ import annotations
 
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,8 +20,9 @@ _SPARE = 16  # more candidates than asked for, so that ties at the end are broke
 def top_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per row the given token and the `count` most likely ones (-1: all of the vocabulary).
 
-    logits: [rows, vocab] fp32; token_ids: [rows] int64 -> (ids [rows, 1 + count] int64, logprobs fp32 alike, ranks [rows]).
-    Column 0 is the given token; rank 1 is the most likely; a token's rank is 1 + the number of more likely ones.
+    logits: [rows, vocab] fp32; token_ids: [rows] int64 -> (ids [rows, 1 + count] int64, logprobs fp32 alike, ranks
+        [rows]). Column 0 is the given token; rank 1 is the most likely; a token's rank is 1 + the number of more likely
+        ones.
     """
     vocab = logits.shape[1]
     count = vocab if count < 0 else min(count, vocab)

@@ -1,8 +1,8 @@
 """Presence, frequency and repetition penalties.
 
-Only logits of tokens that a request has seen are touched, through the device's token table: the work follows the length of
-the request, not the vocabulary. How often each token was produced is counted only for slots with a presence or frequency
-penalty.
+Only logits of tokens that a request has seen are touched, through the device's token table: the work follows the length
+of the request, not the vocabulary. How often each token was produced is counted only for slots with a presence or
+frequency penalty.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OutputCounts:
 def _seen(
     table: SlotTable, slots: np.ndarray, first: np.ndarray, lengths: np.ndarray, context: DeviceContext
 ) -> Tensor:
-    """Tokens `first : lengths` of each slot, [n, longest] int64; shorter rows are filled up with their token `first`."""
+    """Tokens `first : lengths` of each slot, [n, longest] int64; shorter rows repeat their token `first`."""
     longest = int((lengths - first).max())
     starts, sizes = context.upload([table.token_index(slots, first), (lengths - first).astype(np.int64)])
     column = torch.arange(longest, device=context.device)

@@ -10,13 +10,16 @@ from torch import Tensor
 
 
 class Processors:
-    """Calls `f(output_token_ids, logits)` or, if it has three parameters, `f(prompt_token_ids, output_token_ids, logits)`."""
+    """Calls `f(output_token_ids, logits)`, or `f(prompt_token_ids, output_token_ids, logits)` if it takes three."""
 
     def __init__(self, functions: Sequence[Callable[..., Tensor]]) -> None:
         self._functions = [(f, _takes_prompt(f)) for f in functions]
 
     def __call__(self, prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
-        """The processed row. logits: [vocab] fp32, may be changed. Raises whatever a function raises, ValueError for bad results."""
+        """The processed row. logits: [vocab] fp32, may be changed.
+
+        Raises whatever a function raises, ValueError for bad results.
+        """
         for function, takes_prompt in self._functions:
             shape = logits.shape
             result = function(list(prompt), list(output), logits) if takes_prompt else function(list(output), logits)

@@ -3,7 +3,8 @@
 1. logprobs are of the raw logits;
 2. the request's own processors, allowed ids, biases, bad words, no stop token before min_tokens, then penalties
    (repetition, frequency, presence);
-3. greedy rows take the maximum; the others are divided by their temperature, cut by min_p, top_k, top_p, and drawn from.
+3. greedy rows take the maximum; the others are divided by their temperature, cut by min_p, top_k, top_p, and drawn
+from.
 
 Nothing here looks from one row to another: a row's token and logprobs do not depend on the rest of the batch.
 """
@@ -76,7 +77,7 @@ class Sampler:
                 self._counts.enter(init.slot, len(init.token_ids))
 
     def sample(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Sampled:
-        """One token per row. logits: [rows, vocab] fp32, changed in place; slots: [rows]; lengths: [rows] tokens so far."""
+        """One token per row. logits: [rows, vocab] fp32, changed in place; slots, lengths (tokens so far): [rows]."""
         # A sum is finite exactly if every term is (model logits are nowhere near the range of fp32): one fast pass.
         finite = torch.isfinite(logits.sum(-1))
         needs = self.params.needs[slots]
@@ -148,10 +149,10 @@ class Sampler:
         params, chosen = self.params, slots[drawn]
         top_k, top_p = params.top_k[chosen], params.top_p[chosen]
         numbers = uniform(params.seed[chosen], lengths[drawn])
-        index, *vectors = self._context.upload(
+        index, temperature, min_p, d_top_k, d_top_p, u = self._context.upload(
             [drawn, params.temperature[chosen], params.min_p[chosen], top_k, top_p, numbers]
         )
-        p = DrawParams(*vectors, host_top_k=top_k, host_top_p=top_p)
+        p = DrawParams(temperature, min_p, d_top_k, d_top_p, u, top_k, top_p)
         if len(drawn) == len(slots):
             return draw(logits, p)
         return greedy(logits).index_copy_(0, index, draw(logits.index_select(0, index), p))
