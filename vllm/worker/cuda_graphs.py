@@ -21,6 +21,7 @@ from vllm.core.plan import StepPlan, StepResult
 from vllm.logger import init_logger
 from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
 from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, ProgramWeights, read_weights
+from vllm.worker.device import passed
 from vllm.worker.input_builder import Batch
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -54,6 +55,10 @@ class GreedyHandle:
 
     def __init__(self, plan: StepPlan, ids: Tensor, done: torch.cuda.Event, begun: float, not_finite: str) -> None:
         self._plan, self._ids, self._done, self._begun, self._not_finite = plan, ids, done, begun, not_finite
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the step is done, but no longer than that; whether it is."""
+        return passed(self._done, seconds)
 
     def result(self) -> StepResult:
         """The sampled ids, once they are here."""
