@@ -37,6 +37,7 @@ constexpr int kChunk = 128;      // keys whose scores are held at once
 constexpr int kSegment = 1024;   // keys between two merges
 constexpr int kTileRows = 64;    // query rows of a task, if one token has no more
 constexpr float kMasked = -1e30f;
+constexpr float kLog2E = 1.44269504088896341f;
 
 #if defined(__AVX512F__)
 constexpr int kRows = 6, kValueVectors = 4;  // register tile: rows, and vectors of the value product
@@ -109,29 +110,30 @@ struct Shape {
         : head_dim(dim), padded_dim(round_up(dim, W)), key_steps(round_up((dim + Math::kStep - 1) / Math::kStep, W)) {}
 };
 
-// The running softmax of some rows: out = sum e^(s - max) v, weight = sum e^(s - max).
+// The running softmax of some rows, in powers of two: with t = score * log2(e), out = sum 2^(t - max) v and
+// weight = sum 2^(t - max), the latter as W partial sums that are added up at the very end.
 struct Sums {
-    float* out;  // [rows, padded_dim]
-    float* max;  // [rows]
-    float* weight;
-    static int64_t floats(int64_t rows, int64_t padded_dim) { return rows * padded_dim + 2 * round_up(rows, W); }
+    float* out;     // [rows, padded_dim]
+    float* max;     // [rows]
+    float* weight;  // [rows, W]
+    static int64_t floats(int64_t rows, int64_t padded_dim) { return rows * (padded_dim + W) + round_up(rows, W); }
     Sums(float* memory, int64_t rows, int64_t padded_dim)
         : out(memory), max(memory + rows * padded_dim), weight(max + round_up(rows, W)) {}
     void clear(int64_t rows, int64_t padded_dim) const {
         std::fill_n(out, rows * padded_dim, 0.0f);
         std::fill_n(max, rows, kMasked);
-        std::fill_n(weight, rows, 0.0f);
+        std::fill_n(weight, rows * W, 0.0f);
     }
     // Adds what another range of keys gave. A range without a visible key changes nothing, exactly.
     void merge(const Sums& other, int64_t rows, int64_t padded_dim) const {
         for (int64_t r = 0; r < rows; r++) {
             const float top = std::max(max[r], other.max[r]);
-            const float mine = exp_one(max[r] - top), theirs = exp_one(other.max[r] - top);
+            const vf mine = vexp2_negative(splat(max[r] - top)), theirs = vexp2_negative(splat(other.max[r] - top));
             for (int64_t i = 0; i < padded_dim; i += W) {
                 float* at = out + r * padded_dim + i;
                 store(at, load(at) * mine + load(other.out + r * padded_dim + i) * theirs);
             }
-            weight[r] = weight[r] * mine + other.weight[r] * theirs;
+            store(weight + r * W, load(weight + r * W) * mine + load(other.weight + r * W) * theirs);
             max[r] = top;
         }
     }
@@ -157,8 +159,7 @@ struct Workspace {
     Element* probs;   // [kRows, kChunk / kStep]
     float* partial;   // Sums
     float* total;     // Sums
-    const typename Math::Stored** key_rows;    // [kChunk]
-    const typename Math::Stored** value_rows;  // [kChunk]
+    const typename Math::Stored** key_rows;  // [2 kChunk]: where the chunk at hand and the next one lie
     typename Math::Stored* zeros;              // [head_dim]
 
     static constexpr int64_t kAlign = 64;
@@ -178,8 +179,7 @@ struct Workspace {
         take(w->probs, kRows * kChunk / Math::kStep);
         take(w->partial, Sums::floats(rows + kRows, shape.padded_dim));
         take(w->total, Sums::floats(rows + kRows, shape.padded_dim));
-        take(w->key_rows, kChunk);
-        take(w->value_rows, kChunk);
+        take(w->key_rows, 2 * kChunk);
         take(w->zeros, shape.head_dim);
         return used;
     }
@@ -197,11 +197,18 @@ class Attention {
     // Sums over the keys [begin, end) of a segment, into `sums`.
     void segment(const Tile& tile, int64_t begin, int64_t end, const Sums& sums) {
         sums.clear(tile.rows, shape_.padded_dim);
-        for (int64_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk) {
+        const Stored **here = w_.key_rows, **next = w_.key_rows + kChunk;
+        locate(tile, begin / kChunk * kChunk, end, here);
+        for (int64_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk, std::swap(here, next)) {
             const int64_t keys = std::min<int64_t>(kChunk, end - chunk);
-            load_chunk(tile, chunk, keys);
-            for (int64_t row = 0; row < tile.rows; row += kRows) {
-                with_rows<kRows>(std::min<int64_t>(kRows, tile.rows - row), [&](auto rows) {
+            // The last chunk of a segment asks for the first of the next one, whoever computes it.
+            locate(tile, chunk + kChunk, tile.end, next);
+            load_chunk(keys, here, next);
+            // Groups of rows that differ by at most one: a group of one or two would not keep the arithmetic units busy.
+            const int64_t groups = (tile.rows + kRows - 1) / kRows;
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t row = tile.rows * g / groups;
+                with_rows<kRows>(tile.rows * (g + 1) / groups - row, [&](auto rows) {
                     chunk_rows<decltype(rows)::value>(tile, row, chunk, keys, sums);
                 });
             }
@@ -226,7 +233,8 @@ class Attention {
     void write_out(const Tile& tile, const Sums& sums) {
         for (int64_t row = 0; row < tile.rows; row++) {
             const int64_t at = query_offset(tile, row, c_.heads * c_.head_dim);
-            const float scale = sums.weight[row] > 0.0f ? c_.v_scale / sums.weight[row] : 0.0f;
+            const float weight = sum_lanes(load(sums.weight + row * W));
+            const float scale = weight > 0.0f ? c_.v_scale / weight : 0.0f;
             with_type(c_.dtype, [&](auto type) {
                 auto* out = (decltype(type)*)c_.out + at;
                 for_each_vector(c_.head_dim, [&](int64_t i, int64_t n) {
@@ -283,33 +291,54 @@ class Attention {
         }
     }
 
-    // Copies a chunk's keys transposed and its values, both as the products want them. Keys past the end read as zero.
-    void load_chunk(const Tile& tile, int64_t chunk, int64_t keys) {
+    // Where the keys of the chunk lie; those outside [tile.begin, end) are zeros. Before the window the table may name the null
+    // block, whose contents are not numbers.
+    void locate(const Tile& tile, int64_t chunk, int64_t end, const Stored** rows) const {
         const int32_t* table = c_.block_table + tile.request * c_.table_stride;
         const int64_t block_elements = c_.kv_heads * c_.block_size * c_.head_dim;
         const Stored* base = (const Stored*)c_.cache + tile.kv_head * c_.block_size * c_.head_dim;
-        int64_t block = chunk / c_.block_size, slot = chunk % c_.block_size;
-        for (int64_t i = 0; i < keys; i++) {
+        const int64_t first = std::clamp<int64_t>(tile.begin - chunk, 0, kChunk);
+        const int64_t last = std::clamp<int64_t>(end - chunk, first, kChunk);
+        std::fill(rows, rows + first, w_.zeros);
+        int64_t block = (chunk + first) / c_.block_size, slot = (chunk + first) % c_.block_size;
+        for (int64_t i = first; i < last; block++, slot = 0) {
             const Stored* at = base + table[block] * block_elements + slot * c_.head_dim;
-            // Before the window the table may name the null block, whose contents are not numbers.
-            const bool hidden = chunk + i < tile.begin;
-            w_.key_rows[i] = hidden ? w_.zeros : at;
-            w_.value_rows[i] = hidden ? w_.zeros : at + c_.blocks * block_elements;
-            if (++slot == c_.block_size) slot = 0, block++;
+            const int64_t stop = std::min(last, i + c_.block_size - slot);
+            for (; i < stop; i++, at += c_.head_dim) rows[i] = at;
         }
+        std::fill(rows + last, rows + kChunk, w_.zeros);
+    }
+
+    const Stored* value_of(const Stored* key) const {
+        return key == w_.zeros ? key : key + c_.blocks * c_.kv_heads * c_.block_size * c_.head_dim;
+    }
+
+    void prefetch(const Stored* row) const {
+        for (int64_t byte = 0; byte < c_.head_dim * int64_t(sizeof(Stored)); byte += 64) {
+            __builtin_prefetch((const char*)row + byte, 0, 2);
+        }
+    }
+
+    // Copies a chunk's keys transposed and its values, both as the products want them; meanwhile asks for the next chunk's.
+    void load_chunk(int64_t keys, const Stored* const* here, const Stored* const* next) {
         const int64_t padded = round_up(keys, kKeyVectors * W);
-        for (int64_t i = keys; i < padded; i++) w_.key_rows[i] = w_.value_rows[i] = w_.zeros;
         for (int64_t key = 0; key < padded; key += W) {
+            for (int i = 0; i < W; i++) prefetch(next[key + i]);
             for (int64_t step = 0; step < shape_.key_steps; step += W) {
                 const int64_t left = c_.head_dim - step * Math::kStep;
                 vf rows[W];
-                for (int i = 0; i < W; i++) rows[i] = Math::load_keys(w_.key_rows[key + i] + step * Math::kStep, left);
+                for (int i = 0; i < W; i++) rows[i] = Math::load_keys(here[key + i] + step * Math::kStep, left);
                 transpose(rows);
                 for (int i = 0; i < W; i++) store((float*)(w_.keys + (step + i) * kChunk + key), rows[i]);
             }
         }
         for (int64_t key = 0; key < padded; key += Math::kStep) {
-            Math::store_value(w_.values + key / Math::kStep * shape_.padded_dim, w_.value_rows + key, c_.head_dim);
+            const Stored* values[Math::kStep];
+            for (int i = 0; i < Math::kStep; i++) {
+                values[i] = value_of(here[key + i]);
+                prefetch(value_of(next[key + i]));
+            }
+            Math::store_value(w_.values + key / Math::kStep * shape_.padded_dim, values, c_.head_dim);
         }
     }
 
@@ -333,11 +362,8 @@ class Attention {
                 for (int v = 0; v < kKeyVectors; v++) store(w_.scores + r * kChunk + key + v * W, sum[r][v]);
             }
         }
-        float decay[Rows];
-        for (int r = 0; r < Rows; r++) {
-            decay[r] = softmax_row(tile, row + r, chunk, padded, w_.scores + r * kChunk,
-                                   w_.probs + r * (kChunk / Math::kStep), sums);
-        }
+        float decay[W];
+        softmax_rows<Rows>(tile, row, chunk, padded, decay, sums);
         int64_t column = 0;
         for (; column + kValueVectors * W <= shape_.padded_dim; column += kValueVectors * W) {
             add_values<Rows, kValueVectors>(row, column, padded, decay, sums);
@@ -365,51 +391,79 @@ class Attention {
         }
     }
 
-    // Turns one row's raw products into probabilities relative to the new maximum; returns what the old sums are worth under it.
-    float softmax_row(const Tile& tile, int64_t row, int64_t chunk, int64_t padded, float* scores, Element* probs,
-                      const Sums& sums) {
-        const int64_t at = position(tile, row);
-        const int64_t last = at - chunk;                                    // visible: [first, last]
-        const int64_t first = c_.window ? at - c_.window + 1 - chunk : -1;
-        const bool masked = last < padded - 1 || first > 0;
-        const float slope = c_.alibi_slopes ? c_.alibi_slopes[tile.kv_head * group_ + row % group_] : 0.0f;
-        const vi low = splat_int(int32_t(std::max<int64_t>(first, -1))), high = splat_int(int32_t(std::min<int64_t>(last, kChunk)));
-        const vi lanes = lane_numbers();
-        vf top = splat(sums.max[row]);
-        for (int64_t i = 0; i < padded; i += W) {
-            vf s = load(scores + i) * c_.scale;
-            const vi key = lanes + int32_t(i);
-            if (c_.softcap > 0.0f) s = c_.softcap * vtanh(s / c_.softcap);
-            if (c_.alibi_slopes) s += slope * __builtin_convertvector(key - int32_t(last), vf);
-            if (masked) s = ((key >= low) & (key <= high)) ? s : splat(kMasked);
-            store(scores + i, s);
-            top = vmax(top, s);
+    // The keys of a chunk that a row sees: [first, last].
+    struct Range {
+        int32_t first, last;
+        bool all(int64_t padded) const { return first <= 0 && last >= padded - 1; }
+        vf select(int64_t key, vf yes, vf no) const {
+            const vi number = lane_numbers() + int32_t(key);
+            return ((number >= splat_int(first)) & (number <= splat_int(last))) ? yes : no;
         }
-        const float old = sums.max[row], now = max_lanes(top);
-        vf total = {};
-        for (int64_t i = 0; i < padded; i += W) {
-            vf p = vexp(load(scores + i) - now);
-            if (masked) {
-                const vi key = lanes + int32_t(i);
-                p = ((key >= low) & (key <= high)) ? p : vf{};
-            }
-            total += p;
-            store((typename ProbStore<Math::kStep>::Type*)probs + i, p);
-        }
-        const float decay = exp_one(old - now);
-        sums.max[row] = now;
-        sums.weight[row] = sums.weight[row] * decay + sum_lanes(total);
-        return decay;
+    };
+
+    Range visible(const Tile& tile, int64_t row, int64_t chunk) const {
+        const int64_t last = position(tile, row) - chunk, first = c_.window ? last - c_.window + 1 : 0;
+        return {int32_t(std::clamp<int64_t>(first, 0, kChunk)), int32_t(std::clamp<int64_t>(last, -1, kChunk))};
     }
 
-    template <int Step, class Dummy = void>
-    struct ProbStore {
-        using Type = float;
-    };
-    template <class Dummy>
-    struct ProbStore<2, Dummy> {
-        using Type = bf16;
-    };
+    // Turns raw products into probabilities relative to each row's new maximum. decay: what its old sums are worth under it.
+    template <int Rows>
+    void softmax_rows(const Tile& tile, int64_t row, int64_t chunk, int64_t padded, float* decay, const Sums& sums) {
+        static_assert(Rows <= W, "the rows' decays are computed as one vector");
+        const bool plain = c_.softcap <= 0.0f && !c_.alibi_slopes;
+        // With a soft-cap or ALiBi `scores` is rewritten to final values in powers of two, and the factor is 1.
+        const float factor = plain ? c_.scale * kLog2E : 1.0f;
+        Range range[Rows];
+        float old[W] = {}, now[W] = {};
+        for (int r = 0; r < Rows; r++) {
+            float* scores = w_.scores + r * kChunk;
+            range[r] = visible(tile, row + r, chunk);
+            if (!plain) cap_and_bias(tile, row + r, chunk, padded, scores);
+            vf top = splat(kMasked);
+            if (range[r].all(padded)) {
+                for (int64_t i = 0; i < padded; i += W) top = vmax(top, load(scores + i));
+            } else {
+                for (int64_t i = 0; i < padded; i += W) top = vmax(top, range[r].select(i, load(scores + i), splat(kMasked)));
+            }
+            old[r] = sums.max[row + r];
+            now[r] = range[r].last < range[r].first ? old[r] : std::max(old[r], max_lanes(top) * factor);
+            sums.max[row + r] = now[r];
+        }
+        store(decay, vexp2_negative(load(old) - load(now)));
+        for (int r = 0; r < Rows; r++) {
+            const float* scores = w_.scores + r * kChunk;
+            auto* probs = (Prob*)(w_.probs + r * (kChunk / Math::kStep));
+            vf total = load(sums.weight + (row + r) * W) * decay[r];
+            if (range[r].all(padded)) {
+                for (int64_t i = 0; i < padded; i += W) {
+                    const vf p = vexp2_negative(vmin(load(scores + i) * factor - now[r], vf{}));
+                    total += p;
+                    store(probs + i, p);
+                }
+            } else {
+                for (int64_t i = 0; i < padded; i += W) {
+                    const vf p = vexp2_negative(vmin(load(scores + i) * factor - now[r], vf{}));
+                    const vf seen = range[r].select(i, p, vf{});
+                    total += seen;
+                    store(probs + i, seen);
+                }
+            }
+            store(sums.weight + (row + r) * W, total);
+        }
+    }
+
+    void cap_and_bias(const Tile& tile, int64_t row, int64_t chunk, int64_t padded, float* scores) const {
+        const float slope = c_.alibi_slopes ? c_.alibi_slopes[tile.kv_head * group_ + row % group_] : 0.0f;
+        const int32_t at = int32_t(position(tile, row) - chunk);
+        for (int64_t i = 0; i < padded; i += W) {
+            vf s = load(scores + i) * c_.scale;
+            if (c_.softcap > 0.0f) s = c_.softcap * vtanh(s / c_.softcap);
+            if (c_.alibi_slopes) s += slope * __builtin_convertvector(lane_numbers() + (int32_t(i) - at), vf);
+            store(scores + i, s * kLog2E);
+        }
+    }
+
+    using Prob = std::conditional_t<Math::kStep == 2, bf16, float>;
 
     const AttentionCall& c_;
     const Workspace<Math>& w_;

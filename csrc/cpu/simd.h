@@ -117,21 +117,29 @@ inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 
 // Sums and maxima over lanes, in one fixed order.
 inline float sum_lanes(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float lanes[W];
     store(lanes, v);
     for (int half = W / 2; half > 0; half /= 2) {
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     }
     return lanes[0];
+#endif
 }
 
 inline float max_lanes(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float lanes[W];
     store(lanes, v);
     for (int half = W / 2; half > 0; half /= 2) {
         for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
     }
     return lanes[0];
+#endif
 }
 
 inline vi lane_numbers() {
@@ -165,4 +173,18 @@ inline vf vtanh(vf x) {
     return 1.0f - 2.0f / (e + 1.0f);
 }
 
-inline float exp_one(float x) { return vexp(splat(x))[0]; }
+// 2^x for x <= 0, to about 2e-7 relative; exactly 1 at 0 and exactly 0 below -125.
+// x = n + f with n an integer and |f| <= 1/2; 2^f by its Taylor polynomial, 2^n by exponent bits.
+inline vf vexp2_negative(vf x) {
+    const vf shifted = x + 12582912.0f;  // 1.5 * 2^23: the rounded integer is in the low bits
+    const vf f = x - (shifted - 12582912.0f);
+    vf p = splat(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    const vf power = (vf)(((vu)shifted << 23) + 0x3f800000u);
+    return x < -125.0f ? vf{} : p * power;
+}
