@@ -24,6 +24,37 @@ class AttentionParams:
     v_scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """`GroupInputs.plan` of a batch whose long queries are worth copying their keys to consecutive rows.
+
+    starts: [requests + 1] int32, rows `starts[r] : starts[r + 1]` are request r's keys; none for requests with few queries.
+    rows: their number in total.   longest: of one request.
+    """
+
+    starts: Tensor
+    rows: int
+    longest: int
+
+
+GATHERED_ABOVE = 16  # queries; requests with at most so many keep to the paged kernels
+
+
+def gather_starts(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | None:
+    """Host side of a `GatherPlan`: its starts, or None if the batch does not gain.
+
+    A batch with much more cached than new does not.
+    """
+    long = query_lens > GATHERED_ABOVE
+    lens = np.where(long, seq_lens, 0)
+    total = int(lens.sum())
+    if total == 0 or int(query_lens.max()) < 256 or total > 4 * int(query_lens.sum()):
+        return None
+    starts = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=starts[1:])
+    return starts
+
+
 def to_cache_dtype(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """x / scale in the cache's dtype; float8 saturates at its largest finite value, for want of an infinity."""
     if not dtype.is_floating_point or dtype.itemsize > 1:

@@ -1,5 +1,7 @@
 """Paged attention kernels against the torch reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -109,3 +111,23 @@ def test_splits_grow_with_idle_processors_and_stop_at_short_shares():
     assert kernels.choose_splits(8, 100, None) == 1
     assert kernels.choose_splits(8, 100_000, 128) == 2
     assert all(np.log2(kernels.choose_splits(p, n, None)).is_integer() for p in (1, 3, 500) for n in (1, 700, 9000))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e5m2])
+def test_long_queries_read_gathered_keys(cache_dtype):
+    batch = make_batch([260, 1, 30, 12], [260, 40, 100, 12], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16)
+    lens = batch.step.host_seq_lens
+    starts = ops.gather_starts(np.array([260, 1, 30, 12]), lens)
+    assert starts.tolist() == [0, 260, 260, 360, 360]
+    plan = ops.GatherPlan(torch.from_numpy(starts), 360, 260)
+    batch.group = replace(batch.group, plan=plan)
+    batch.cache = batch.cache.nan_to_num().to(cache_dtype)
+    scales = {} if cache_dtype == torch.float16 else {"k_scale": 0.5, "v_scale": 2.0}
+    check(batch, ops.AttentionParams(scale=0.125, **scales))
+
+
+def test_gathering_needs_many_queries_and_few_cached_keys():
+    assert ops.gather_starts(np.array([1, 1]), np.array([500, 9000])) is None
+    assert ops.gather_starts(np.array([128, 16]), np.array([128, 16])) is None
+    assert ops.gather_starts(np.array([256]), np.array([5000])) is None
+    assert ops.gather_starts(np.array([256, 9]), np.array([1000, 9])).tolist() == [0, 1000, 1000]

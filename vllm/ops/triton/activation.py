@@ -30,7 +30,7 @@ def apply_activation(x, KIND: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _activate_kernel(x_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)

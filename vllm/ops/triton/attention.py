@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.ops import attention as ops
-from vllm.ops.attention import AttentionParams
+from vllm.ops.attention import GATHERED_ABOVE, AttentionParams, GatherPlan
+from vllm.ops.triton.prefill import attend_gathered, can_gather
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
@@ -72,16 +73,19 @@ def _walk(
     return m, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "num_blocks", "stride_table"])
 def _attend_kernel(
     q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
-    requests, qk_scale, cap, v_scale, v_offset, stride_block, stride_table, stride_q, stride_qh, stride_o,
+    requests, qk_scale, cap, v_scale, num_blocks, stride_block, stride_table, stride_q, stride_qh, stride_o,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SMALL: tl.constexpr,
-    MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens. Else: grid (tiles, kv_heads), those of MIN_QUERY or more."""
+    """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens. 
+    Else: grid (tiles, kv_heads), those of MIN_QUERY to MAX_QUERY tokens.
+    """
+    v_offset = num_blocks.to(tl.int64) * stride_block
     if SMALL:
         kv_head = tl.program_id(0)
         split = tl.program_id(1)
@@ -110,7 +114,7 @@ def _attend_kernel(
     if SMALL:
         if query_len > BQ:
             return
-    elif query_len < MIN_QUERY:
+    elif (query_len < MIN_QUERY) | (query_len > MAX_QUERY):
         return
 
     row = tl.arange(0, BM)
@@ -201,8 +205,13 @@ def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInput
     heads_per_kv = q.shape[1] // kv_cache.shape[2]
     short = _short_query(heads_per_kv)
     if step.max_query_len > short:
-        _launch_long(q, kv_cache, params, step, group, out, short)
-        lengths = step.host_query_starts[1:] - step.host_query_starts[:-1]
+        plan, lengths = group.plan, step.host_query_starts[1:] - step.host_query_starts[:-1]
+        if isinstance(plan, GatherPlan) and can_gather(q, kv_cache, params, plan):
+            attend_gathered(q, kv_cache, params, step, group, plan, out)
+            if ((lengths > short) & (lengths <= GATHERED_ABOVE)).any():
+                _launch_long(q, kv_cache, params, step, group, out, short, GATHERED_ABOVE)
+        else:
+            _launch_long(q, kv_cache, params, step, group, out, short)
         if not (lengths <= short).any():
             return out
     _launch_short(q, kv_cache, params, step, group, out, short)
@@ -233,13 +242,14 @@ def _arguments(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepI
     """The kernel's arguments between the tensors it writes and its constants."""
     scale = params.scale * params.k_scale * (1.0 if params.softcap is not None else _LOG2E)
     return (
-        step.seq_lens.shape[0], scale, params.softcap or 0.0, params.v_scale, kv_cache.stride(0), kv_cache.stride(1),
+        step.seq_lens.shape[0], scale, params.softcap or 0.0, params.v_scale, kv_cache.shape[1], kv_cache.stride(1),
         group.block_table.stride(0), q.stride(0), q.stride(1), q.shape[1] * q.shape[2],
     )  # fmt: skip
 
 
 def _launch_long(
-    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, out: Tensor, short: int
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, out: Tensor, short: int,
+    longest: int = 1 << 30,
 ) -> None:
     const = _common(q, kv_cache, params)
     wide = const["DP"] > 128 or q.dtype == torch.float32
@@ -251,7 +261,7 @@ def _launch_long(
     _attend_kernel[(tiles, const["KV_HEADS"])](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, out, out,
         *_arguments(q, kv_cache, params, step, group),
-        BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLITS=1, SMALL=False, MIN_QUERY=short + 1,
+        BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLITS=1, SMALL=False, MIN_QUERY=short + 1, MAX_QUERY=longest,
         STAGES=2, num_warps=4, **const,
     )  # fmt: skip
 
@@ -273,7 +283,7 @@ def _launch_short(
     _attend_kernel[(const["KV_HEADS"], splits, requests)](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, part, lse,
         *_arguments(q, kv_cache, params, step, group),
-        BM=rows, BQ=short, TILE=32, SPLITS=splits, SMALL=True, MIN_QUERY=1,
+        BM=rows, BQ=short, TILE=32, SPLITS=splits, SMALL=True, MIN_QUERY=1, MAX_QUERY=short,
         STAGES=2, num_warps=4 if wide else 1, **const,
     )  # fmt: skip
     if splits > 1:
@@ -293,9 +303,9 @@ def choose_splits(programs: int, max_seq_len: int, window: int | None) -> int:
     return splits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _write_kernel(
-    k_ptr, v_ptr, cache, slots_ptr, inv_k_scale, inv_v_scale, v_offset, stride_block, stride_k, stride_kh, stride_v, stride_vh,
+    k_ptr, v_ptr, cache, slots_ptr, inv_k_scale, inv_v_scale, num_blocks, stride_block, stride_k, stride_kh, stride_v, stride_vh,
     KV_HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens,): store one token's keys and values. LIMIT > 0: the largest magnitude of an fp8 cache."""
@@ -311,7 +321,7 @@ def _write_kernel(
         v = tl.minimum(tl.maximum(v.to(tl.float32) * inv_v_scale, -LIMIT), LIMIT)
     at = (slot // BS) * stride_block + h * (BS * D) + (slot % BS) * D + d
     tl.store(cache + at, k.to(cache.dtype.element_ty), mask=keep)
-    tl.store(cache + v_offset + at, v.to(cache.dtype.element_ty), mask=keep)
+    tl.store(cache + num_blocks.to(tl.int64) * stride_block + at, v.to(cache.dtype.element_ty), mask=keep)
 
 
 def fp8_limit(dtype: torch.dtype) -> float:
@@ -327,7 +337,7 @@ def write_kv(
         return
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     _write_kernel[(k.shape[0],)](
-        k, v, kv_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale, kv_cache.stride(0), kv_cache.stride(1),
+        k, v, kv_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale, kv_cache.shape[1], kv_cache.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         KV_HEADS=kv_heads, HP=triton.next_power_of_2(kv_heads), D=head_dim, DP=triton.next_power_of_2(head_dim),
         BS=block_size, LIMIT=fp8_limit(kv_cache.dtype), num_warps=4,

@@ -14,10 +14,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
-    eps, offset, scale_log2, v_offset, stride_block, stride_table,
+    eps, offset, scale_log2, num_blocks, stride_block, stride_table,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -33,6 +33,7 @@ def _decode_kernel(
     slot = tl.load(slots_ptr + row)
     if slot < 0:
         return
+    v_offset = num_blocks.to(tl.int64) * stride_block
     position = tl.load(positions_ptr + row)
     share = tl.cdiv(tl.cdiv(position + 1, SPLITS), TILE) * TILE
     active = tl.cdiv(position + 1, share)
@@ -164,7 +165,7 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin,
         qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
         out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, a.scale * 1.4426950408889634,
-        a.cache.stride(0), a.cache.stride(1), rows.table.stride(0),
+        a.cache.shape[1], a.cache.stride(1), rows.table.stride(0),
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
         GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=32 if many else 64, SPLITS=rows.splits,
         STAGES=2, NORM=a.q_weight is not None, PDL=pdl, num_warps=1 if many else 4, **extra,

@@ -43,7 +43,7 @@ def _inverse_rms(squares, rows, keep, tiles, width, eps):
     return tl.rsqrt(total / width + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_in"])
 def _gemv_kernel(
     x, w, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
@@ -104,7 +104,7 @@ def _gemv_kernel(
         tl.store(best_at + pid, pid * BN + at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_in", "M"])
 def _skinny_kernel(
     x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, M,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _ARGMAX_BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tokens", "stride_table", "columns", "stride_out"])
 def _inputs_kernel(
     slots_ptr, positions_ptr, tokens, table, token_ids, positions, seq_lens, mapping, block_table, stride_tokens, stride_table,
     columns, stride_out, BS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
@@ -61,7 +61,7 @@ def gather_inputs(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tokens", "tiles"])
 def _embed_kernel(
     slots_ptr, positions_ptr, tokens, embedding, weight, h, scaled, squares, stride_tokens, tiles,
     WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
@@ -96,7 +96,7 @@ def embed_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _normalize_kernel(scaled, squares, out, tiles, eps, WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr):
     """Grid (rows,): what the next product would multiply in its epilogue, done here: the model's last hidden state."""
     if PDL:
@@ -143,7 +143,7 @@ def argmax_tiles(logits: Tensor, best: Tensor, best_at: Tensor, sums: Tensor) ->
     return tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tokens", "tiles", "vocab"])
 def _choose_kernel(
     slots_ptr, positions_ptr, best, best_at, sums, tokens, out, stride_tokens, tiles, vocab, TP: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

@@ -11,7 +11,7 @@ from vllm.ops import norm as ops
 _MAX_DIM = 65536  # one program holds a whole row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, rows, inner, stride_outer, stride_inner, eps, offset,
     DIM: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, ADD: tl.constexpr, CENTER: tl.constexpr,

@@ -19,10 +19,10 @@ def _square_sum(a, b, ptr, tail_mask, tail, ROTARY: tl.constexpr, D: tl.constexp
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _rotate_kernel(
     x_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, cache, slots_ptr,
-    eps, offset, inv_k_scale, inv_v_scale, v_offset, stride_block, stride_t, stride_h,
+    eps, offset, inv_k_scale, inv_v_scale, num_blocks, stride_block, stride_t, stride_h,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HP: tl.constexpr, VP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, HALFP: tl.constexpr, BS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CACHE: tl.constexpr, LIMIT: tl.constexpr,
@@ -50,12 +50,10 @@ def _rotate_kernel(
     if NORM:
         rstd = tl.rsqrt(_square_sum(a, b, rows, tail_keep, tail, ROTARY, D) / D + eps)[:, None]
         in_pair = i < HALF
-        wa = tl.where(
-            is_query, tl.load(q_weight_ptr + at_a, mask=in_pair, other=0.0), tl.load(k_weight_ptr + at_a, mask=in_pair, other=0.0)
-        )
-        wb = tl.where(
-            is_query, tl.load(q_weight_ptr + at_b, mask=in_pair, other=0.0), tl.load(k_weight_ptr + at_b, mask=in_pair, other=0.0)
-        )
+        wq = tl.load(q_weight_ptr + at_a, mask=in_pair, other=0.0)
+        wa = tl.where(is_query, wq, tl.load(k_weight_ptr + at_a, mask=in_pair, other=0.0))
+        wq = tl.load(q_weight_ptr + at_b, mask=in_pair, other=0.0)
+        wb = tl.where(is_query, wq, tl.load(k_weight_ptr + at_b, mask=in_pair, other=0.0))
         # the norm's output is rounded to the model's dtype before it is rotated, as in two separate operations
         a = (a * rstd * (wa.to(tl.float32) + offset)).to(x_ptr.dtype.element_ty).to(tl.float32)
         b = (b * rstd * (wb.to(tl.float32) + offset)).to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -83,14 +81,13 @@ def _rotate_kernel(
         v = tl.load(x_ptr + token * stride_t + (HEADS + KV_HEADS + g) * stride_h + d, mask=v_keep, other=0.0)
         if LIMIT > 0:
             v = tl.minimum(tl.maximum(v.to(tl.float32) * inv_v_scale, -LIMIT), LIMIT)
-        tl.store(dst + v_offset + g * (BS * D) + d, v.to(cache.dtype.element_ty), mask=v_keep)
+        tl.store(dst + num_blocks.to(tl.int64) * stride_block + g * (BS * D) + d, v.to(cache.dtype.element_ty), mask=v_keep)
     if (ROTARY < D) & (NORM | CACHE):
         rest = tl.load(rows + tail, mask=tail_keep, other=0.0)
         if NORM:
             in_tail = tail < D
-            wt = tl.where(
-                is_query, tl.load(q_weight_ptr + tail, mask=in_tail, other=0.0), tl.load(k_weight_ptr + tail, mask=in_tail, other=0.0)
-            )
+            wq = tl.load(q_weight_ptr + tail, mask=in_tail, other=0.0)
+            wt = tl.where(is_query, wq, tl.load(k_weight_ptr + tail, mask=in_tail, other=0.0))
             rest = (rest.to(tl.float32) * rstd * (wt.to(tl.float32) + offset)).to(x_ptr.dtype.element_ty)
             tl.store(rows + tail, rest, mask=tail_keep & (is_query | (not CACHE)))
         if CACHE:
@@ -150,7 +147,7 @@ def rotate_and_write_kv(
         eps, offset = (0.0, 0.0) if qk_norm is None else (qk_norm.eps, qk_norm.offset)
         _rotate_kernel[(tokens,)](
             qkv, positions, cos_sin, *weights, kv_cache, slot_mapping, eps, offset, 1.0 / k_scale, 1.0 / v_scale,
-            kv_cache.stride(0), kv_cache.stride(1), qkv.stride(0), head_dim,
+            kv_cache.shape[1], kv_cache.stride(1), qkv.stride(0), head_dim,
             BS=block_size, NORM=qk_norm is not None, CACHE=True, LIMIT=fp8_limit(kv_cache.dtype),
             **_shape(heads, kv_heads, head_dim, cos_sin.shape[-1], interleaved),
         )  # fmt: skip

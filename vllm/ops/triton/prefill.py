@@ -1,0 +1,154 @@
+"""Triton attention of long prompts: keys and values gathered out of their blocks once, then read tile by tile through TMA.
+
+Tensor memory descriptors need rows at regular distances, which a paged cache has only within a block. Copying keys and
+values to consecutive rows costs a few microseconds per thousand tokens and pays itself back from a few hundred queries on.
+It also turns a float8 cache into the dtype of the queries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vllm.ops.attention import AttentionParams, GatherPlan
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+_LOG2E = math.log2(math.e)
+_GATHER = 64  # keys a program
+
+
+@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+def _gather_kernel(
+    cache, table_ptr, starts_ptr, k_out, v_out, num_blocks, stride_block, stride_table, k_scale, v_scale,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, kv_heads, requests): rows starts[r] .. starts[r + 1] of k_out and v_out [rows, KV_HEADS, D]."""
+    r = tl.program_id(2)
+    head = tl.program_id(1)
+    start = tl.load(starts_ptr + r)
+    length = tl.load(starts_ptr + r + 1) - start
+    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    if tl.program_id(0) * KEYS >= length:
+        return
+    live = key < length
+    block = tl.load(table_ptr + r.to(tl.int64) * stride_table + key // BS, mask=live, other=0).to(tl.int64)
+    d = tl.arange(0, D)
+    at = (block * stride_block + head * (BS * D) + (key % BS) * D)[:, None] + d[None, :]
+    to = ((start + key).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
+    k = tl.load(cache + at, mask=live[:, None], other=0.0)
+    v = tl.load(cache + num_blocks.to(tl.int64) * stride_block + at, mask=live[:, None], other=0.0)
+    if SCALED:
+        k = k.to(tl.float32) * k_scale
+        v = v.to(tl.float32) * v_scale
+    tl.store(k_out + to, k.to(k_out.dtype.element_ty), mask=live[:, None])
+    tl.store(v_out + to, v.to(v_out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _prefill_kernel(
+    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, kv_starts_ptr, requests, qk_scale, stride_o,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, heads), heavy tiles first. Requests without gathered keys are left alone."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    left = 0
+    right = requests
+    while left < right:
+        mid = (left + right) // 2
+        if tl.load(starts_ptr + mid) // BM + mid <= tile:
+            left = mid + 1
+        else:
+            right = mid
+    r = left - 1
+    start = tl.load(starts_ptr + r)
+    query_len = tl.load(starts_ptr + r + 1) - start
+    first = (tile - start // BM - r) * BM
+    kv_start = tl.load(kv_starts_ptr + r)
+    if first >= query_len:
+        return
+    if tl.load(kv_starts_ptr + r + 1) == kv_start:
+        return
+    prefix = tl.load(lens_ptr + r) - query_len
+    kv_head = head // (HEADS // KV_HEADS)
+    q = q_desc.load([start + first, head * D])
+    row = first + tl.arange(0, BM)
+    n = tl.arange(0, TILE)
+    m = tl.full([BM], -1.0e30, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    bare = (prefix + first + 1) // TILE * TILE  # keys below this are seen by every row
+    last = prefix + tl.minimum(first + BM, query_len)
+    for key in tl.range(0, bare, TILE, num_stages=STAGES):
+        k = k_desc.load([kv_start + key, kv_head * D])
+        s = tl.dot(q, k.T)
+        m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
+        p = tl.exp2(s * qk_scale - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = v_desc.load([kv_start + key, kv_head * D])
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m = m_new
+    for key in tl.range(bare, last, TILE, num_stages=STAGES):
+        k = k_desc.load([kv_start + key, kv_head * D])
+        s = tl.dot(q, k.T) * qk_scale
+        s = tl.where(prefix + row[:, None] >= key + n[None, :], s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        # rows behind the request belong to the next one, or to nobody: they are finite, because the gather wrote them
+        v = v_desc.load([kv_start + key, kv_head * D])
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m = m_new
+    d = tl.arange(0, D)
+    at = (start + row).to(tl.int64) * stride_o + head * D
+    out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at[:, None] + d[None, :], out, mask=row[:, None] < query_len)
+
+
+def can_gather(q: Tensor, kv_cache: Tensor, params: AttentionParams, plan: GatherPlan | None) -> bool:
+    """Whether a batch's long queries go through the gathered form."""
+    plain = params.window is None and params.softcap is None and params.alibi_slopes is None
+    aligned = q.stride(-1) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0
+    fits = q.shape[2] in (64, 128) and q.dtype in (torch.bfloat16, torch.float16)
+    return plan is not None and plain and aligned and fits and (kv_cache.dtype == q.dtype or kv_cache.dtype.itemsize == 1)
+
+
+def attend_gathered(
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, plan: GatherPlan, out: Tensor
+) -> None:
+    """Attention of every request that `plan` gathers, into its rows of `out` [tokens, heads, head_dim]."""
+    _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
+    heads, requests = q.shape[1], step.seq_lens.shape[0]
+    # a tile may reach past the last gathered row, where memory must at least be finite
+    k, v = (torch.empty(plan.rows + 128, kv_heads * head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
+    v[plan.rows :].zero_()
+    _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, requests)](
+        kv_cache, group.block_table, plan.starts, k, v, num_blocks, kv_cache.stride(1), group.block_table.stride(0),
+        params.k_scale, params.v_scale, KV_HEADS=kv_heads, D=head_dim, BS=block_size, KEYS=_GATHER,
+        SCALED=kv_cache.dtype != q.dtype, num_warps=4,
+    )  # fmt: skip
+    rows, tile, stages, warps = prefill_tiling(head_dim, plan.longest)
+    tiles = q.shape[0] // rows + requests
+    fused = q.as_strided((q.shape[0], heads * head_dim), (q.stride(0), 1))
+    _prefill_kernel[(tiles, heads)](
+        TensorDescriptor(fused, list(fused.shape), list(fused.stride()), [rows, head_dim]),
+        TensorDescriptor(k, list(k.shape), list(k.stride()), [tile, head_dim]),
+        TensorDescriptor(v, list(v.shape), list(v.stride()), [tile, head_dim]),
+        out, step.query_starts, step.seq_lens, plan.starts, requests, params.scale * _LOG2E, heads * head_dim,
+        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, BM=rows, TILE=tile, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+
+
+def prefill_tiling(head_dim: int, longest: int) -> tuple[int, int, int, int]:
+    """(rows, keys, stages, warps) of a tile, as measured on an H200."""
+    return (128, 64, 2, 4)
