@@ -131,7 +131,7 @@ def document(model_type: str, /, **changes: Any) -> dict[str, Any]:
 
 
 def variation(model_type: str, seed: int) -> dict[str, Any]:
-    """The same with some fields left out, so that the class defaults count, and without the scaling half of the time."""
+    """The same with some fields left out, so that class defaults count, and often without the scaling."""
     rng = random.Random(f"{model_type} {seed}")
     fields = document(model_type)
     if rng.random() < 0.5:

@@ -40,8 +40,8 @@ class DecodingConfig:
     enable_reasoning: bool | None = setting(
         None, Flag(optional=True), "Separate a model's reasoning from its answer.", later="Reasoning parsers"
     )
-    reasoning_parser: str | None = setting(
-        None, Text(optional=True), "Parser of the model's reasoning.", later="Reasoning parsers"
+    reasoning_parser: str = setting(
+        "", Text(optional=True), "Parser of the model's reasoning.", later="Reasoning parsers"
     )
     logits_processor_pattern: str | None = setting(
         None, Text(optional=True), "Regular expression of the logits processors that requests to the server may name."
@@ -72,5 +72,5 @@ class DecodingConfig:
         return self.guided_decoding_backend
 
     @property
-    def reasoning_backend(self) -> str | None:
+    def reasoning_backend(self) -> str:
         return self.reasoning_parser

@@ -103,6 +103,9 @@ class Text(Kind):
     def words(self) -> str:
         return "text"
 
+    def parse(self, text: str) -> Any:
+        return super().parse(text) if text else text  # argparse also parses a default of ""
+
     def _check(self, name: str, value: Any) -> str:
         return validation.text(name, value)
 
@@ -221,11 +224,15 @@ class Json(Kind):
 
 @dataclass(frozen=True)
 class JsonOr(Kind):
-    """A JSON object, or whatever else `accept` takes in Python (a callable, a config object) or the text itself."""
+    """A JSON object, or whatever else `accept` takes in Python: a callable, a config object.
+
+    `text`: words that are no JSON object stand for themselves. `bare`: the flag alone means True.
+    """
 
     accept: Callable[[Any], bool] = callable
     expected: str = "a callable"
     text: bool = False
+    bare: bool = False
 
     @property
     def words(self) -> str:
@@ -245,6 +252,9 @@ class JsonOr(Kind):
         if isinstance(value, Mapping) or self.accept(value):
             return value
         raise argparse.ArgumentTypeError(f"Value {text} cannot be converted to {dict}.")
+
+    def cli(self) -> dict[str, Any]:
+        return {"type": self.parse, "nargs": "?", "const": True} if self.bare else {"type": self.parse}
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,11 @@ class ModelConfig:
     hf_token: bool | str | None = setting(
         None,
         JsonOr(
-            optional=True, accept=lambda value: isinstance(value, bool | str), expected="a token or true", text=True
+            optional=True,
+            accept=lambda value: isinstance(value, bool | str),
+            expected="a token or true",
+            text=True,
+            bare=True,
         ),
         "Token for the Hugging Face Hub. Default: the one that was stored by logging in.",
     )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
+from vllm.logger import init_logger
+
 __all__ = ["PACKAGED_MODELS", "resolve"]
 
-logger = logging.getLogger(__name__)
+logger = init_logger(__name__)
 
 PACKAGED_MODELS = ("demo", "demo-draft")
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -71,7 +72,7 @@ def resolve(
     ignored = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or _DEFAULT_IGNORED)
     small = [*_SMALL_FILES, *(["*.py"] if trust_remote_code else [])]
     weights = _WEIGHT_FILES.get(load_format, _WEIGHT_FILES["auto"])
-    if os.environ.get("VLLM_USE_MODELSCOPE", "False").lower() == "true":
+    if envs.VLLM_USE_MODELSCOPE:
         patterns = [*small, *(pattern for alternative in weights for pattern in alternative)]
         return _from_modelscope(name, revision, download_dir, patterns, ignored)
     return _from_hub(name, revision, download_dir, small, weights, ignored, hf_token, what)
