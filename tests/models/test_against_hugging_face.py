@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from tests.models.kernels import kernels
 
 SIZES = {
     "vocab_size": 131,
@@ -62,10 +63,12 @@ CASES: dict[str, Any] = {
 def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) -> None:
     reference = save_random_hf_model(CASES[case](), tmp_path)
     prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 38)]
-    ours = PagedDriver(load(tmp_path), requests=3).run(prompts, [5, 1, 7, 3])
     with torch.inference_mode():
-        for prompt, logits in zip(prompts, ours, strict=True):
-            expected = reference(prompt[None]).logits[0]
+        expected = [reference(prompt[None]).logits[0] for prompt in prompts]
+    for kind in ("reference", "fast"):
+        with kernels(kind):
+            ours = PagedDriver(load(tmp_path), requests=3).run(prompts, [5, 1, 7, 3])
+        for logits, wanted in zip(ours, expected, strict=True):
             assert logits.dtype == torch.float32
-            assert logits.shape == expected.shape
-            assert relative_error(logits, expected) < 1e-5
+            assert logits.shape == wanted.shape
+            assert relative_error(logits, wanted) < 1e-5, kind

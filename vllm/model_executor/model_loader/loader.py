@@ -89,8 +89,8 @@ def _warn_of_long_factors(spec: Decoder, max_positions: int) -> None:
     original = rope.scaling.original_positions
     if max_positions > original:
         logger.warning(
-            "max_model_len is %d, so LongRoPE's factors for long sequences are used for every sequence. If none of yours "
-            "is longer than %d tokens, set max_model_len to %d for better answers.",
+            "max_model_len is %d, so LongRoPE's factors for long sequences are used for every sequence. If none of "
+            "yours is longer than %d tokens, set max_model_len to %d for better answers.",
             max_positions,
             original,
             original,
@@ -112,7 +112,7 @@ def fill_from_checkpoint(
     tensors: Iterable[tuple[str, Tensor, Path]],
     device: torch.device,
 ) -> int:
-    """Stream a checkpoint's tensors into a model, each to its place, until every weight is filled; the bytes they take."""
+    """Stream a checkpoint's tensors into a model, each to its place, and every weight filled; the bytes they take."""
     filler = WeightFiller(model, device)
     unexpected: list[str] = []
     for name, tensor, file in tensors:

@@ -110,7 +110,7 @@ class OutOfTreeModel(nn.Module):
 def load_out_of_tree(
     model_cls: type[nn.Module], vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, load_format: str
 ) -> tuple[OutOfTreeModel, int]:
-    """Build a user's model on `device`, give its `load_weights` the checkpoint; (the wrapped model, bytes of weights)."""
+    """Build a user's model on `device`, give its `load_weights` the checkpoint; (wrapped model, bytes of weights)."""
     config = vllm_config.model_config
     dtype = dtype_of(config.dtype)
     with use_tensor_parallel(tp), torch.device(device), _default_dtype(dtype):
