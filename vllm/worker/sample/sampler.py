@@ -88,6 +88,7 @@ class Sampler:
         raw = self._raw_logits(logits, wanting, bool(union & CHANGES))
         possible, errors = None, {}
         if union & CHANGES:
+            logits = logits.contiguous()  # those of a padded head are a slice, which has no flat view
             errors = self._change(logits, slots, lengths, needs)
             possible = torch.isfinite(logits.amax(-1))
         token_ids = self._choose(logits, slots, lengths, needs)
