@@ -161,6 +161,7 @@ class LLM:
         priority: list[int] | None = None,
         *,
         tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt.
 
@@ -172,6 +173,7 @@ class LLM:
         Returns the outputs in the order of the prompts. Raises ValueError or TypeError, with nothing started, if
         anything about any prompt is wrong; GenerationError if the engine could not finish a request.
         """
+        _refuse_processor_options(mm_processor_kwargs)
         ids = self._add(
             prompts,
             sampling_params,
@@ -199,12 +201,14 @@ class LLM:
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
         priority: list[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several.
 
         chat_template: a template, its file, or the name of one that the tokenizer has. Default: the model's.
         chat_template_content_format: contents as "string" or as parts ("openai") for the template; "auto" finds out.
         add_generation_prompt, continue_final_message: begin a new answer, or go on with the last message.
+        tokenization_kwargs: as for `generate`; `add_special_tokens` is False, since templates write special tokens.
         """
         prompts = self._render(
             messages,
@@ -215,8 +219,17 @@ class LLM:
             tools=tools,
             mm_processor_kwargs=mm_processor_kwargs,
             chat_template_kwargs=chat_template_kwargs,
+            add_special_tokens=(tokenization_kwargs or {}).get("add_special_tokens", False),
         )
-        return self.generate(prompts, sampling_params, None, use_tqdm, lora_request, priority=priority)
+        return self.generate(
+            prompts,
+            sampling_params,
+            None,
+            use_tqdm,
+            lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+        )
 
     def beam_search(
         self,
@@ -471,10 +484,10 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[Any]:
         """The prompts of one or several conversations."""
-        if mm_processor_kwargs:
-            raise ValueError("mm_processor_kwargs are for multimodal models; this model takes text only.")
+        _refuse_processor_options(mm_processor_kwargs)
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
         tokenizer = self.llm_engine.tokenizer
         prompts = []
@@ -489,8 +502,8 @@ class LLM:
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            # The template has written the special tokens that belong there.
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            # Mostly the template has written the special tokens that belong there.
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
@@ -518,6 +531,11 @@ class LLM:
         outputs = [self._finished.pop(request_id) for request_id in ids]
         _raise_if_failed(outputs)
         return outputs
+
+
+def _refuse_processor_options(mm_processor_kwargs: dict[str, Any] | None) -> None:
+    if mm_processor_kwargs:
+        raise ValueError("mm_processor_kwargs are for multimodal models; this model takes text only.")
 
 
 def _call_with_model(worker: Any, func: Callable[[Any], _Result]) -> _Result:
