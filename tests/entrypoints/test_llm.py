@@ -1,0 +1,520 @@
+"""`LLM` on a tiny model: tokens against Hugging Face, every form of prompt, every kind of error."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from tests.entrypoints.conftest import MAX_MODEL_LEN, assert_idle, make_llm
+from vllm import LLM, SamplingParams
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+PROMPTS = ["The capital of France is", "def f(x):", "こんにちは", "it's", "emoji 😀 and"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def hf_greedy(hf_model, ids, count):
+    with torch.no_grad():
+        out = hf_model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            temperature=None,
+        )
+    return out[0, len(ids) :].tolist()
+
+
+def test_greedy_tokens_equal_hugging_face(llm, hf_model):
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    assert [o.prompt for o in outputs] == PROMPTS
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt_token_ids == tokenizer.encode(prompt)
+        completion = output.outputs[0]
+        assert completion.token_ids == hf_greedy(hf_model, output.prompt_token_ids, 12)
+        whole = tokenizer.decode(output.prompt_token_ids + completion.token_ids, skip_special_tokens=True)
+        assert prompt + completion.text == whole
+        assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+        assert completion.cumulative_logprob is None
+        assert completion.logprobs is None
+        assert output.finished
+        times = output.metrics
+        assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
+    assert_idle(llm)
+
+
+def test_every_form_of_prompt(llm):
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    forms = [
+        PROMPTS[0],
+        {"prompt": PROMPTS[0]},
+        {"prompt_token_ids": ids},
+        {"prompt_token_ids": tuple(ids), "prompt": PROMPTS[0]},
+        {"prompt": None, "prompt_token_ids": np.array(ids)},
+        ids,
+        np.array(ids),
+    ]
+    tokens = {tuple(o.outputs[0].token_ids) for o in llm.generate(forms, GREEDY, use_tqdm=False)}
+    assert len(tokens) == 1
+    for form in forms:
+        (output,) = llm.generate(form, GREEDY, use_tqdm=False)
+        assert tuple(output.outputs[0].token_ids) in tokens
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_legacy_arguments_still_work_and_warn(llm):
+    ids = [llm.get_tokenizer().encode(p) for p in PROMPTS[:2]]
+    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)]
+    with pytest.warns(DeprecationWarning, match="prompt_token_ids is deprecated"):
+        outputs = llm.generate(None, GREEDY, ids, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    with pytest.warns(DeprecationWarning):
+        outputs = llm.generate(PROMPTS[0], GREEDY, prompt_token_ids=ids[0], use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == expected[:1]
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(ValueError, match="^The lengths of prompts and prompt_token_ids"),
+    ):
+        llm.generate(PROMPTS, GREEDY, ids)
+    with pytest.raises(ValueError, match="^Either prompts or prompt_token_ids must be provided.$"):
+        llm.generate(sampling_params=GREEDY)
+
+
+BAD_CALLS = [
+    ({"prompts": ""}, ValueError, "^The decoder prompt cannot be empty$"),
+    ({"prompts": {"prompt_token_ids": []}}, ValueError, "^The decoder prompt cannot be empty$"),
+    ({"prompts": [[5, 10**6]]}, ValueError, "^Token id 1000000 is out of vocabulary$"),
+    ({"prompts": [[5, 403]]}, ValueError, "^Token id 403 is out of vocabulary$"),
+    ({"prompts": [[-1, 5]]}, ValueError, "^Token id -1 is out of vocabulary$"),
+    ({"prompts": [{"prompt_token_ids": [True]}]}, ValueError, "only integers, got True at position 0"),
+    ({"prompts": [{"prompt_token_ids": [5, 1.0]}]}, ValueError, "only integers, got 1.0 at position 1"),
+    ({"prompts": [{"prompt_token_ids": "ab"}]}, ValueError, "must be a list of token ids, got str"),
+    ({"prompts": [{"prompt_token_ids": [2**70]}]}, ValueError, "is out of vocabulary"),
+    (
+        {"prompts": [[5] * (MAX_MODEL_LEN + 1)]},
+        ValueError,
+        r"^The decoder prompt \(length 97\) is longer than the maximum model length of 96\.",
+    ),
+    ({"prompts": [None]}, TypeError, "^inputs must be a string, TextPrompt, or TokensPrompt$"),
+    ({"prompts": [{"text": "x"}]}, TypeError, "^inputs must be a string, TextPrompt, or TokensPrompt$"),
+    ({"prompts": [{"prompt": 5}]}, ValueError, "prompt must be a string, got int"),
+    ({"prompts": "a\ud800"}, ValueError, "lone surrogate"),
+    (
+        {"prompts": {"encoder_prompt": "a", "decoder_prompt": "b"}},
+        ValueError,
+        "^Cannot pass encoder-decoder prompt to decoder-only models$",
+    ),
+    ({"prompts": {"prompt": "a", "multi_modal_data": {"image": 1}}}, ValueError, "not multimodal"),
+    ({"prompts": {"prompt": "a", "cache_salt": 5}}, ValueError, "cache_salt must be a non-empty string"),
+    ({"prompts": {"prompt_embeds": torch.zeros(1, 1)}}, ValueError, "prompt_embeds are not enabled"),
+    ({"prompts": "a", "sampling_params": [GREEDY] * 2}, ValueError, "^The lengths of prompts and params must be the same.$"),
+    ({"prompts": "a", "sampling_params": 5}, TypeError, "must be SamplingParams|not iterable"),
+    ({"prompts": "a", "priority": [1]}, ValueError, "^Got priority 1 but Priority scheduling is not enabled.$"),
+    ({"prompts": "a", "priority": [1, 2]}, ValueError, "lengths of prompts and priority"),
+    ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/x")}, ValueError, "^Got lora_request .* but LoRA is not enabled!$"),
+    ({"prompts": "a", "lora_request": [None, None]}, ValueError, "^The lengths of prompts and lora_request must be the same.$"),
+    ({"prompts": "a", "tokenization_kwargs": {"x": 1}}, ValueError, "Unknown tokenization_kwargs: x"),
+    ({"prompts": "a", "guided_options_request": {"guided_regex": "a"}}, ValueError, "not available yet"),
+    (
+        {"prompts": "a", "guided_options_request": {"guided_regex": "a", "guided_json": "{}"}},
+        ValueError,
+        "^You can only use one guided decoding but multiple is specified: ",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD_CALLS, ids=lambda v: str(v)[:40])
+def test_bad_calls_change_nothing(llm, call, error, text):
+    """Alone, and as one of several prompts: the call fails, nothing is left behind, the next call works."""
+    with pytest.raises(error, match=text):
+        llm.generate(**{"sampling_params": GREEDY, **call}, use_tqdm=False)
+    assert_idle(llm)
+    prompts = call["prompts"]
+    if isinstance(prompts, list) and set(call) == {"prompts"}:
+        with pytest.raises(error, match=text):
+            llm.generate(["fine", *prompts, "fine too"], GREEDY, use_tqdm=False)
+        assert_idle(llm)
+    assert len(llm.generate("fine", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"logprobs": 21}, "^Requested sample logprobs of 21, which is greater than max allowed: 20$"),
+        ({"prompt_logprobs": 21}, "^Requested prompt logprobs of 21, which is greater than max allowed: 20$"),
+        ({"allowed_token_ids": [403]}, "^allowed_token_ids contains out-of-vocab token id!$"),
+        (
+            {"logit_bias": {403: 1.0}},
+            r"^token_id\(s\) \[403\] in logit_bias contain out-of-vocab token ids. Vocabulary size: 403$",
+        ),
+        ({"stop_token_ids": [403], "min_tokens": 1}, "in stop_token_ids contain out-of-vocab token ids"),
+        ({"bad_words": ["", "x"]}, "bad_words"),
+    ],
+)
+def test_bad_parameters_are_found_before_anything_runs(llm, params, text):
+    with pytest.raises(ValueError, match=text):
+        llm.generate(["a", "b"], [GREEDY, SamplingParams(**params)], use_tqdm=False)
+    assert_idle(llm)
+
+
+def test_longest_prompt_is_accepted(llm):
+    (output,) = llm.generate([[5] * MAX_MODEL_LEN], GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+    (output,) = llm.generate(
+        [[5] * (MAX_MODEL_LEN - 3)], SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False
+    )
+    assert len(output.outputs[0].token_ids) == 3
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_truncate_prompt_tokens_keeps_the_end(llm):
+    ids = list(range(10, 60))
+    params = SamplingParams(temperature=0, max_tokens=2, truncate_prompt_tokens=7)
+    (output,) = llm.generate([ids], params, use_tqdm=False)
+    assert output.prompt_token_ids == ids[-7:]
+    (output,) = llm.generate([ids], GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 5}, use_tqdm=False)
+    assert output.prompt_token_ids == ids[-5:]
+
+
+def test_users_parameters_are_not_changed(llm):
+    params = SamplingParams(temperature=0, max_tokens=2, stop=["zz"], bad_words=["fox"])
+    before = repr(params)
+    llm.generate(["a", "b"], params, use_tqdm=False)
+    assert repr(params) == before
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+def test_default_parameters_are_the_models(llm):
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5)
+    assert len(llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids) <= 16
+
+
+def test_end_of_sequence_ids_of_tokenizer_and_generation_config(llm):
+    """eos (1) ends silently, the further one (3) is named; the text has neither, the tokens have them."""
+    for token, reason in [(1, None), (3, 3)]:
+        params = SamplingParams(max_tokens=5, allowed_token_ids=[token])
+        completion = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+        assert (completion.token_ids, completion.text) == ([token], "")
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", reason)
+        params = SamplingParams(max_tokens=5, allowed_token_ids=[token], ignore_eos=True)
+        assert llm.generate("a", params, use_tqdm=False)[0].outputs[0].token_ids == [token] * 5
+        params = SamplingParams(max_tokens=5, allowed_token_ids=[token, 50], min_tokens=3)
+        assert len(llm.generate("a", params, use_tqdm=False)[0].outputs[0].token_ids) >= 3
+
+
+def test_stop_strings(llm):
+    (free,) = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    text = free.outputs[0].text
+    stop = text[3:6]
+    for include in (False, True):
+        params = SamplingParams(
+            temperature=0, max_tokens=12, ignore_eos=True, stop=[stop], include_stop_str_in_output=include
+        )
+        completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+        end = text.index(stop)
+        assert completion.text == text[: end + len(stop) if include else end]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.token_ids == free.outputs[0].token_ids[: len(completion.token_ids)]
+        assert len(completion.token_ids) < 12
+    assert_idle(llm)
+
+
+def test_logprobs_follow_the_contract(llm, hf_model):
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    completion = output.outputs[0]
+    ids = output.prompt_token_ids + completion.token_ids
+    with torch.no_grad():
+        expected = hf_model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert len(completion.logprobs) == 6
+    entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+    for position, entry in enumerate(entries):
+        row, token = expected[position], ids[position + 1]
+        k = 2 if position < len(output.prompt_token_ids) - 1 else 3
+        assert next(iter(entry)) == token
+        assert entry[token].rank == int((row > row[token]).sum()) + 1
+        top = row.topk(k).indices.tolist()
+        assert list(entry) == [token, *[t for t in top if t != token]]
+        for t, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(row[t]), abs=1e-4)
+            assert logprob.decoded_token == llm.llm_engine.tokenizer.token_text(t)
+        assert [entry[t].rank for t in top] == list(range(1, k + 1))
+    total = sum(entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True))
+    assert completion.cumulative_logprob == pytest.approx(total)
+
+
+def test_logprobs_zero_and_all(llm):
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=0, detokenize=False)
+    completion = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+    assert [len(entry) for entry in completion.logprobs] == [1, 1]
+    assert all(
+        entry[t].decoded_token is None for entry, t in zip(completion.logprobs, completion.token_ids, strict=True)
+    )
+    assert completion.text == ""
+
+
+def test_several_sequences_share_their_prompt_and_differ(llm):
+    params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=8, ignore_eos=True, prompt_logprobs=1)
+    (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(c.token_ids) for c in output.outputs}) == 4
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    single = SamplingParams(temperature=1.0, seed=3, max_tokens=8, ignore_eos=True)
+    (alone,) = llm.generate(PROMPTS[0], single, use_tqdm=False)
+    assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+    (again,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert [c.token_ids for c in again.outputs] == [c.token_ids for c in output.outputs]
+    assert_idle(llm)
+
+
+def test_best_of_returns_the_likeliest(llm):
+    common = {"temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True}
+    everything = llm.generate("a", SamplingParams(n=6, logprobs=0, **common), use_tqdm=False)[0].outputs
+    best = llm.generate("a", SamplingParams(n=2, best_of=6, **common), use_tqdm=False)[0].outputs
+    ranked = sorted(everything, key=lambda c: -c.cumulative_logprob)[:2]
+    assert [c.token_ids for c in best] == [c.token_ids for c in ranked]
+    assert [c.index for c in best] == [0, 1]
+    assert best[0].logprobs is None
+
+
+def test_unseeded_requests_differ_but_repeat_with_the_engine(model_folder, llm):
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+    tokens = [o.outputs[0].token_ids for o in llm.generate(["a"] * 3, params, use_tqdm=False)]
+    assert len({tuple(t) for t in tokens}) == 3
+    runs = []
+    for _ in range(2):
+        with make_llm(model_folder, seed=11) as other:
+            with pytest.raises(ValueError):
+                other.generate(["a", ""], params, use_tqdm=False)
+            runs.append([o.outputs[0].token_ids for o in other.generate(["a"] * 2, params, use_tqdm=False)])
+    assert runs[0] == runs[1]
+
+
+def test_priority_needs_its_policy_and_orders_requests(model_folder):
+    with make_llm(model_folder, scheduling_policy="priority", max_num_seqs=1) as llm:
+        outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[5, 0, 2], use_tqdm=False)
+        order = sorted(range(3), key=lambda i: outputs[i].metrics.first_scheduled_time)
+        assert order == [1, 2, 0]
+
+
+def test_chat(llm):
+    conversation = [{"role": "user", "content": "Hello"}]
+    rendered = "<|bos|><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    (one,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert one.prompt == rendered
+    assert one.prompt_token_ids == llm.get_tokenizer().encode(rendered, add_special_tokens=False)
+    two = llm.chat(
+        [conversation, [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]], GREEDY, use_tqdm=False
+    )
+    assert two[0].outputs[0].token_ids == one.outputs[0].token_ids
+    assert "Hi<|im_end|>" in two[1].prompt
+    (tools,) = llm.chat(conversation, GREEDY, use_tqdm=False, tools=[{"a": 1}])
+    assert '[{"a": 1}]' in tools.prompt
+    (custom,) = llm.chat(conversation, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}?")
+    assert custom.prompt == "Hello?"
+    last = [*conversation, {"role": "assistant", "content": "I am"}]
+    (continued,) = llm.chat(last, GREEDY, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert continued.prompt.endswith("I am")
+    with pytest.raises(ValueError, match="Cannot set both"):
+        llm.chat(last, GREEDY, continue_final_message=True)
+    with pytest.raises(NotImplementedError, match="Unknown part type: x"):
+        llm.chat([{"role": "user", "content": [{"type": "x"}]}], GREEDY)
+    assert_idle(llm)
+
+
+def test_queue_now_and_wait_later(llm):
+    ids = llm.enqueue(PROMPTS[:2], GREEDY, use_tqdm=False)
+    chat_ids = llm.enqueue_chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)
+    direct = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
+    waited = llm.wait_for_completion(RequestOutput, use_tqdm=False)
+    assert [o.request_id for o in waited] == ids + chat_ids
+    assert waited[0].outputs[0].token_ids == llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    assert direct[0].prompt == PROMPTS[2]
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_request_ids_count_up(llm):
+    first = int(llm.generate("a", GREEDY, use_tqdm=False)[0].request_id)
+    assert [o.request_id for o in llm.generate(["a", "b"], GREEDY, use_tqdm=False)] == [str(first + 1), str(first + 2)]
+
+
+def test_prefix_cache_is_used_and_reset(llm):
+    ids = list(range(20, 60))
+    llm.generate([ids], GREEDY, use_tqdm=False)
+    (warm,) = llm.generate([ids], GREEDY, use_tqdm=False)
+    assert warm.num_cached_tokens == 32  # whole blocks, and the last token is always computed
+    (salted,) = llm.generate({"prompt_token_ids": ids, "cache_salt": "s"}, GREEDY, use_tqdm=False)
+    assert salted.num_cached_tokens == 0
+    assert llm.reset_prefix_cache() is True
+    (cold,) = llm.generate([ids], GREEDY, use_tqdm=False)
+    assert cold.num_cached_tokens == 0
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids == salted.outputs[0].token_ids
+
+
+def test_logits_processor_that_raises_fails_its_request_alone(llm):
+    def broken(token_ids, logits):
+        raise RuntimeError("my own mistake")
+
+    good = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    params = [GREEDY, SamplingParams(temperature=0, max_tokens=4, logits_processors=[broken])]
+    with pytest.raises(GenerationError, match="my own mistake"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    assert_idle(llm)
+    again = llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in good]
+
+
+def test_failing_step_ends_its_requests_and_the_engine_goes_on(llm, monkeypatch):
+    executor = llm.llm_engine.core.core._executor
+    submit = executor.submit
+    steps = []
+
+    def failing(plan):
+        steps.append(plan)
+        if len(steps) == 3:
+            raise RuntimeError("the device said no")
+        submit(plan)
+
+    monkeypatch.setattr(executor, "submit", failing)
+    with pytest.raises(GenerationError, match="the device said no"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert_idle(llm)
+    assert len(llm.generate("fine", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("where", ["between steps", "inside a step"])
+def test_interrupt_leaves_the_engine_usable(llm, monkeypatch, where):
+    executor = llm.llm_engine.core.core._executor
+    submit = executor.submit
+    calls = []
+
+    def interrupting(plan):
+        calls.append(plan)
+        if len(calls) == 3:
+            if where == "inside a step":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+        submit(plan)
+
+    monkeypatch.setattr(executor, "submit", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(llm.generate("fine", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+    assert_idle(llm)
+
+
+def test_works_in_another_thread(llm):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(llm.generate("a", GREEDY, use_tqdm=False)))
+    thread.start()
+    thread.join()
+    assert len(found[0][0].outputs[0].token_ids) == 12
+
+
+def test_what_only_other_models_or_versions_do_says_so(llm):
+    for call, error, text in [
+        (lambda: llm.embed("a"), ValueError, "^Embedding API is only enabled for `--task embed`$"),
+        (lambda: llm.classify("a"), ValueError, "^Classification API is only enabled for `--task classify`$"),
+        (lambda: llm.score("a", "b"), ValueError, "^Score API is only enabled for `--task embed or --task score`$"),
+        (lambda: llm.encode("a"), ValueError, "only enabled for pooling models"),
+        (lambda: llm.sleep(), NotImplementedError, "Sleep mode is not available"),
+        (lambda: llm.wake_up(), NotImplementedError, "Sleep mode is not available"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_model_can_be_reached(llm):
+    (rows,) = llm.apply_model(lambda model: sum(p.numel() for p in model.parameters()) > 0)
+    assert rows is True
+    (name,) = llm.collective_rpc(lambda worker: type(worker).__name__)
+    assert name == "Worker"
+    with pytest.raises(ValueError, match="no public method"):
+        llm.collective_rpc("_load")
+
+
+def test_tokenizer_can_be_replaced(model_folder):
+    from transformers import AutoTokenizer
+
+    with make_llm(model_folder) as llm:
+        other = AutoTokenizer.from_pretrained(model_folder)
+        other.add_tokens(["France"])
+        llm.set_tokenizer(other)
+        assert llm.get_tokenizer() is other
+        (output,) = llm.generate("France", GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == other.encode("France")
+
+
+def test_without_a_tokenizer(model_folder):
+    with make_llm(model_folder, skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate(
+            {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False
+        )
+        assert len(output.outputs[0].token_ids) == 3
+        assert output.outputs[0].text == ""
+        with pytest.raises(ValueError, match="^You cannot pass text prompts when `skip_tokenizer_init` is True$"):
+            llm.generate("a", GREEDY)
+        with pytest.raises(ValueError, match="stop needs a tokenizer"):
+            llm.generate({"prompt_token_ids": [5]}, SamplingParams(stop="x"))
+
+
+def test_positional_arguments_behind_the_model_warn(model_folder):
+    with pytest.warns(DeprecationWarning, match="Positional arguments"), pytest.raises(ValueError):
+        LLM(str(model_folder), None, "no such mode")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        with pytest.raises(TypeError, match="max_model_length.*max_model_len"):
+            LLM(str(model_folder), max_model_length=5)
+
+
+def test_deleting_frees_the_model(model_folder):
+    llm = make_llm(model_folder)
+    model = weakref.ref(llm.llm_engine.core.core._executor.worker.model)
+    engine = weakref.ref(llm.llm_engine)
+    llm.generate("a", GREEDY, use_tqdm=False)
+    del llm
+    gc.collect()
+    assert engine() is None
+    assert model() is None
+
+
+def test_script_ends_quietly(model_folder):
+    code = (
+        "from vllm import LLM, SamplingParams\n"
+        f"llm = LLM({str(model_folder)!r}, max_model_len=64, num_gpu_blocks_override=40)\n"
+        "print(len(llm.generate('hi', SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))\n"
+    )
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "3\n"
+    assert done.returncode == 0
+    assert "Processed prompts: 100%" in done.stderr
+    assert "output: " in done.stderr
+    assert not [line for line in done.stderr.splitlines() if "rocessed prompts" not in line and line.strip()]
+
+
+def test_validation_errors_name_the_parameter(llm):
+    with pytest.raises(VLLMValidationError) as caught:
+        llm.generate([[10**6]], GREEDY, use_tqdm=False)
+    assert caught.value.parameter == "prompt_token_ids"
