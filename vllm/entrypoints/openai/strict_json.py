@@ -37,8 +37,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`.
 
-    Raises ValueError for anything else: bad UTF-8, lone surrogates, NUL characters, NaN and Infinity, numbers beyond all
-    bounds, duplicate keys, nesting deeper than MAX_DEPTH.
+    Raises ValueError for anything else: bad UTF-8, lone surrogates, NUL characters, NaN and Infinity, numbers beyond
+    all bounds, duplicate keys, nesting deeper than MAX_DEPTH.
     """
     try:
         text = body.decode("utf-8")

@@ -1,0 +1,239 @@
+"""POST /v1/completions: prompts in, choices out, whole or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.entrypoints.openai.context import ServerContext, merge, new_id
+from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
+from vllm.entrypoints.openai.protocol import CompletionRequest
+from vllm.entrypoints.openai.sampling import check_sizes, resolve_max_tokens, to_sampling_params
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Completion:
+    """A checked request: one generator per prompt, not started yet."""
+
+    request: CompletionRequest
+    id: str
+    model: str
+    created: int
+    generators: list[AsyncGenerator[RequestOutput, None]]
+    params: list[SamplingParams]
+    text_of: TokenText
+
+    @property
+    def echo(self) -> bool:
+        return bool(self.request.echo)
+
+    @property
+    def count(self) -> int:
+        return self.params[0].n
+
+
+async def prepare(context: ServerContext, request: CompletionRequest, request_id: str | None) -> Completion:
+    """Check everything that can be checked before the engine is asked."""
+    model = context.check_model(request.model)
+    if request.suffix is not None:
+        raise bad_request("suffix is not currently supported", "suffix")
+    request.refuse_later_features()
+    check_sizes(request, context.limits)
+    prompts = _prompts(request, context)
+    if len(prompts) * (request.n or 1) > context.limits.max_sequences:
+        raise bad_request(f"At most {context.limits.max_sequences} sequences (prompts times n) may be asked for.", "n")
+    tokens = [await _tokens(context, request, prompt) for prompt in prompts]
+    name = new_id("cmpl", request.request_id or request_id)
+    generators, all_params = [], []
+    context.engine.check_admission(len(prompts) * (request.n or 1), sum(map(len, tokens)))
+    for i, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
+        params = _params(context, request, len(ids))
+        all_params.append(params)
+        item: dict[str, Any] = {"prompt_token_ids": ids}
+        if isinstance(prompt, str):
+            item["prompt"] = prompt
+        if request.cache_salt is not None:
+            item["cache_salt"] = request.cache_salt
+        generators.append(
+            context.engine.generate(
+                item,  # type: ignore[arg-type]
+                params,
+                f"{name}-{i}",
+                priority=request.priority,
+                timeout=context.request_timeout,
+            )
+        )
+    as_ids = request.return_tokens_as_token_ids
+    text_of = TokenText(
+        context.engine.input_processor.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids
+    )
+    return Completion(request, name, model, int(time.time()), generators, all_params, text_of)
+
+
+def _prompts(request: CompletionRequest, context: ServerContext) -> list[str | list[int]]:
+    prompt = request.prompt
+    if prompt is None or prompt == []:
+        raise bad_request("please provide at least one prompt", "prompt")
+    if isinstance(prompt, str) or (isinstance(prompt, list) and isinstance(prompt[0], int)):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > context.limits.max_prompts:
+        raise bad_request(f"At most {context.limits.max_prompts} prompts may be sent, got {len(prompt)}.", "prompt")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+async def _tokens(context: ServerContext, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        tokenizer = context.tokenizer
+        if len(prompt) > 4096:
+            ids = await context.in_pool(tokenizer.encode, prompt, request.add_special_tokens)
+        else:
+            ids = tokenizer.encode(prompt, request.add_special_tokens)
+    else:
+        ids = prompt
+    limit = request.truncate_prompt_tokens
+    if limit is not None and limit >= 1:
+        ids = ids[-limit:]
+    if not ids:
+        raise bad_request("The decoder prompt cannot be empty", "prompt")
+    return ids
+
+
+def _params(context: ServerContext, request: CompletionRequest, prompt_tokens: int) -> SamplingParams:
+    # echo with max_tokens=0 asks for the prompt alone; the engine always generates one token, which is not shown.
+    asked = 1 if request.echo and request.max_tokens == 0 else request.max_tokens
+    max_tokens = resolve_max_tokens(asked, prompt_tokens, context.max_model_len, context.default_sampling)
+    wants_prompt = request.prompt_logprobs
+    if wants_prompt is None and request.echo and request.logprobs is not None:
+        wants_prompt = request.logprobs
+    return to_sampling_params(
+        request,
+        default=context.default_sampling,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=wants_prompt,
+    )
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": None,
+    }
+
+
+# -- whole -------------------------------------------------------------------------------------------------------------
+
+
+async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
+    """The answer as one JSON object."""
+    finals: list[RequestOutput | None] = [None] * len(work.generators)
+    async for i, output in merge(work.generators):
+        finals[i] = output
+    choices = []
+    prompt_tokens = completion_tokens = 0
+    for i, final in enumerate(finals):
+        if final is None:
+            raise bad_request("The request was aborted.")
+        prompt_tokens += len(final.prompt_token_ids or ())
+        for output in final.outputs:
+            completion_tokens += len(output.token_ids)
+            choices.append(_choice(context, work, final, output, i * work.count + output.index))
+    return {
+        "id": work.id,
+        "object": "text_completion",
+        "created": work.created,
+        "model": work.model,
+        "choices": choices,
+        "usage": usage_of(prompt_tokens, completion_tokens),
+    }
+
+
+def _choice(
+    context: ServerContext, work: Completion, final: RequestOutput, output: CompletionOutput, index: int
+) -> dict[str, Any]:
+    text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
+    if work.echo:
+        prompt_text = prompt_text_of(context, final)
+        if work.request.max_tokens == 0:
+            text, token_ids, steps = "", [], []
+        text = prompt_text + text
+        token_ids = [*(final.prompt_token_ids or ()), *token_ids]
+        steps = None if steps is None else [*(final.prompt_logprobs or ()), *steps]  # type: ignore[list-item]
+    logprobs = None
+    if work.request.logprobs is not None and steps is not None:
+        logprobs = completion_logprobs(token_ids, steps, work.request.logprobs, work.text_of)
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "prompt_logprobs": prompt_logprobs(final.prompt_logprobs if work.request.prompt_logprobs is not None else None),
+    }
+
+
+def prompt_text_of(context: ServerContext, final: RequestOutput) -> str:
+    """The prompt as text; decoded if it came as token ids."""
+    if final.prompt is not None:
+        return final.prompt
+    return context.tokenizer.decode(list(final.prompt_token_ids or ()))
+
+
+# -- streamed ----------------------------------------------------------------------------------------------------------
+
+
+async def stream(context: ServerContext, work: Completion) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events. The constant part of a chunk is encoded once."""
+    request = work.request
+    fixed = {"id": work.id, "object": "text_completion", "created": work.created, "model": work.model}
+    head = b"data: " + json.dumps(fixed).encode()[:-1] + b', "choices":'
+    count, always = work.count, request.wants_usage_always
+    prompt_tokens = [0] * len(work.generators)
+    sent_tokens: dict[int, int] = {}
+    offsets: dict[int, int] = {}
+    echoed: set[int] = set()
+    async for i, result in merge(work.generators):
+        prompt_tokens[i] = len(result.prompt_token_ids or ())
+        for output in result.outputs:
+            index = i * count + output.index
+            text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
+            sent_tokens[index] = sent_tokens.get(index, 0) + len(token_ids)
+            if work.echo and index not in echoed:
+                echoed.add(index)
+                if request.max_tokens == 0:
+                    text, token_ids, steps = "", [], []
+                text = prompt_text_of(context, result) + text
+                token_ids = [*(result.prompt_token_ids or ()), *token_ids]
+                steps = None if steps is None else [*(result.prompt_logprobs or ()), *steps]  # type: ignore[list-item]
+            elif work.echo and request.max_tokens == 0:
+                text, token_ids, steps = "", [], []
+            if not text and not token_ids and output.finish_reason is None:
+                continue
+            logprobs = None
+            if request.logprobs is not None and steps is not None:
+                offset = offsets.get(index, 0)
+                logprobs = completion_logprobs(token_ids, steps, request.logprobs, work.text_of, offset)
+                offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+            choice = {
+                "index": index,
+                "text": text,
+                "logprobs": logprobs,
+                "finish_reason": output.finish_reason,
+                "stop_reason": output.stop_reason,
+            }
+            usage = usage_of(prompt_tokens[i], sent_tokens[index]) if always else None
+            yield head + json.dumps([choice]).encode() + b',"usage":' + json.dumps(usage).encode() + b"}\n\n"
+    if request.wants_usage:
+        total = {k: v for k, v in usage_of(sum(prompt_tokens), sum(sent_tokens.values())).items() if v is not None}
+        yield head + b'[],"usage":' + json.dumps(total).encode() + b"}\n\n"
+    yield DONE

@@ -1,0 +1,128 @@
+"""What every route needs: the engine, the names it answers to, the limits, and the settings of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.engine.tokenizer import Tokenizer
+from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
+from vllm.entrypoints.openai.sampling import RequestLimits
+from vllm.exceptions import EngineDeadError, EngineGenerateError, QueueOverflowError
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.outputs import RequestOutput
+
+logger = init_logger(__name__)
+
+_T = TypeVar("_T")
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+@dataclass(slots=True)
+class ServerContext:
+    """Made once per server; routes read it and change nothing but `load`."""
+
+    engine: AsyncLLMEngine
+    served_names: tuple[str, ...]
+    model_path: str
+    max_model_len: int
+    default_sampling: dict[str, Any]
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    chat_template: str | None = None
+    content_format: str = "auto"
+    response_role: str = "assistant"
+    return_token_ids_as_text: bool = False
+    trust_request_template: bool = False
+    request_timeout: float | None = None
+    log_requests: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    load: int = 0
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="template"))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; 400 if the server runs without one."""
+        tokenizer = self.engine.input_processor.tokenizer
+        if tokenizer is None:
+            raise bad_request("This server has no tokenizer (--skip-tokenizer-init): pass token ids.")
+        return tokenizer
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; 404 if the request names another model."""
+        if name is None:
+            return self.served_names[0]
+        if name not in self.served_names:
+            raise not_found(f"The model `{name}` does not exist.")
+        return name
+
+    async def in_pool(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Run work that may take long (templates, long texts) beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+
+
+def new_id(prefix: str, wanted: str | None) -> str:
+    """An id for a request. What a client wishes is only ever a part of it: ids are made unique here."""
+    unique = uuid.uuid4().hex
+    if wanted and _SAFE_ID.fullmatch(wanted):
+        return f"{prefix}-{wanted}-{unique[:8]}"
+    return f"{prefix}-{unique}"
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """The HTTP form of what the engine raises."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, QueueOverflowError):
+        return overloaded(str(error))
+    if isinstance(error, TimeoutError):
+        return APIError(504, str(error) or "The request took too long.", "TimeoutError")
+    if isinstance(error, EngineGenerateError):
+        return APIError(500, f"This request failed in the engine: {error}", "InternalServerError")
+    if isinstance(error, EngineDeadError):
+        return APIError(503, "The engine is not running.", "ServiceUnavailableError")
+    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        return bad_request(str(error))
+    logger.error("Unexpected error in a request", exc_info=error)
+    return APIError(500, "The server failed to process the request.", "InternalServerError")
+
+
+async def merge(
+    generators: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several generators as they come, with the generator's index. Closes all of them on the way out."""
+    if len(generators) == 1:
+        try:
+            async for output in generators[0]:
+                yield 0, output
+        finally:
+            await generators[0].aclose()
+        return
+    waiting: dict[asyncio.Task[Any], int] = {}
+    try:
+        for i, generator in enumerate(generators):
+            waiting[asyncio.ensure_future(anext(generator))] = i
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(generators[i]))] = i
+                yield i, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for generator in generators:
+            await generator.aclose()

@@ -1,0 +1,273 @@
+"""What clients may send: one pydantic model per request. Types are strict; values are checked where they are used."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm.entrypoints.openai.errors import bad_request
+
+TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
+Text = str
+
+
+class _Request(BaseModel):
+    """Unknown fields are kept, and logged once by the route: newer clients send what older servers do not know."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class StreamOptions(_Request):
+    """Extras of a stream: a last chunk with the usage, or the usage so far in every chunk."""
+
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
+
+
+class _Sampling(_Request):
+    """What completions and chat share. None means: the model's recommendation, else the neutral value."""
+
+    model: str | None = None
+    n: int | None = 1
+    best_of: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    echo: bool | None = False
+    user: str | None = None
+    priority: int = 0
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    request_id: Annotated[str, Field(max_length=128)] | None = None
+    # Features of later versions; any value but the neutral one is refused.
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    structural_tag: Any = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+    mm_processor_kwargs: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    prompt_embeds: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_streams(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("stream_options") is not None and not data.get("stream"):
+            raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
+        prompt_logprobs = data.get("prompt_logprobs")
+        if isinstance(prompt_logprobs, int) and not isinstance(prompt_logprobs, bool):
+            if data.get("stream") and prompt_logprobs > 0:
+                raise bad_request("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+            if prompt_logprobs < 0:
+                raise bad_request("`prompt_logprobs` must be a positive value.", "prompt_logprobs")
+        return data
+
+    def refuse_later_features(self) -> None:
+        """Raise the error of the first parameter whose feature this version does not have."""
+        guided = [f"guided_{kind}" for kind in ("json", "regex", "choice") if self._set(f"guided_{kind}")]
+        if len(guided) > 1:
+            raise bad_request(
+                "You can only use one kind of guided decoding ('guided_json', 'guided_regex' or 'guided_choice').",
+                guided[1],
+            )
+        format_type = self.response_format.get("type") if isinstance(self.response_format, dict) else None
+        if self.response_format is not None and format_type != "text":
+            raise bad_request(
+                "response_format other than {'type': 'text'} is not available in this version.", "response_format"
+            )
+        for name in (*guided, "guided_grammar", "structural_tag", "structured_outputs"):
+            if self._set(name):
+                raise bad_request(f"Guided decoding ({name}) is not available in this version.", name)
+        if self.logits_processors:
+            raise bad_request(
+                "The `logits_processors` argument is not supported by this server. See --logits-processor-pattern "
+                "engine argugment for more information.",
+                "logits_processors",
+            )
+        for name in ("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "prompt_embeds"):
+            if self._set(name):
+                raise bad_request(f"{name} is not available in this version.", name)
+
+    def _set(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(_Sampling):
+    """POST /v1/completions."""
+
+    prompt: Text | TokenIds | list[Text] | list[TokenIds] | None = None
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_logprobs(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            logprobs = data.get("logprobs")
+            if isinstance(logprobs, int) and not isinstance(logprobs, bool) and logprobs < 0:
+                raise bad_request("`logprobs` must be a positive value.", "logprobs")
+        return data
+
+
+class ChatCompletionRequest(_Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, str]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_chat(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        top = data.get("top_logprobs")
+        if isinstance(top, int) and not isinstance(top, bool):
+            if top < 0:
+                raise bad_request("`top_logprobs` must be a positive value.", "top_logprobs")
+            if top > 0 and not data.get("logprobs"):
+                raise bad_request("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        if data.get("continue_final_message") and data.get("add_generation_prompt", True):
+            raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        _check_tool_choice(data)
+        return data
+
+    def refuse_later_features(self) -> None:
+        super().refuse_later_features()
+        choice = self.tool_choice if self.tool_choice is not None else ("auto" if self.tools else "none")
+        if self.tools and choice != "none":
+            if choice == "auto":
+                raise bad_request(
+                    '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+                    "tool_choice",
+                )
+            raise bad_request("Tool calling is not available in this version; use tool_choice='none'.", "tool_choice")
+
+
+def _check_tool_choice(data: dict[str, Any]) -> None:
+    choice = data.get("tool_choice")
+    if choice is None or choice == "none":
+        return
+    if not data.get("tools"):
+        raise bad_request("When using `tool_choice`, `tools` must be set.", "tool_choice")
+    if choice in ("auto", "required"):
+        return
+    if not isinstance(choice, dict):
+        raise bad_request(
+            f'Invalid value for `tool_choice`: {choice!s:.100}! Only named tools, "none", "auto" or "required" '
+            "are supported.",
+            "tool_choice",
+        )
+    usage = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
+    function = choice.get("function")
+    if not isinstance(function, dict):
+        raise bad_request(f"Expected field `function` in `tool_choice`. {usage}", "tool_choice")
+    name = function.get("name")
+    if not name:
+        raise bad_request(f"Expected field `name` in `function` in `tool_choice`.{usage}", "tool_choice")
+    tools = data["tools"] if isinstance(data["tools"], list) else []
+    names = [t["function"].get("name") for t in tools if isinstance(t, dict) and isinstance(t.get("function"), dict)]
+    if name not in names:
+        raise bad_request(
+            "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
+        )
+
+
+class TokenizeRequest(_Request):
+    """POST /tokenize, of a text or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Any = None
+
+
+class DetokenizeRequest(_Request):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class ResponsesRequest(_Request):
+    """POST /v1/responses, for text."""
+
+    input: str | list[Any]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = False
+    store: bool | None = None
+    background: bool | None = False
+    previous_response_id: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    text: Any = None
+    reasoning: Any = None
+    metadata: dict[str, str] | None = None
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    user: str | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None

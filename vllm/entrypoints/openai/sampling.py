@@ -1,0 +1,106 @@
+"""From a request's fields to `SamplingParams`: server defaults, limits, names of the HTTP API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds of what one request may ask for. Checked before any work."""
+
+    max_prompts: int = 1024
+    max_sequences: int = 16384  # prompts times n
+    max_messages: int = 2048
+    max_stop_strings: int = 64
+    max_stop_length: int = 1024
+    max_list_length: int = 100_000  # logit_bias, allowed_token_ids, stop_token_ids, bad_words
+
+
+def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: RequestLimits) -> None:
+    """Raise if a list or string of the request is longer than its limit."""
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > limits.max_stop_strings:
+        raise bad_request(f"At most {limits.max_stop_strings} stop strings may be given, got {len(stops)}.", "stop")
+    if any(len(s) > limits.max_stop_length for s in stops):
+        raise bad_request(f"A stop string may have at most {limits.max_stop_length} characters.", "stop")
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words"):
+        value = getattr(request, name)
+        if value is not None and len(value) > limits.max_list_length:
+            raise bad_request(f"{name} may have at most {limits.max_list_length} entries, got {len(value)}.", name)
+
+
+def to_sampling_params(
+    request: CompletionRequest | ChatCompletionRequest,
+    *,
+    default: dict[str, Any],
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The parameters of a request; `default` is the model's recommendation. Raises as SamplingParams does."""
+    values: dict[str, Any] = {}
+    for name, neutral in NEUTRAL.items():
+        given = getattr(request, name)
+        values[name] = given if given is not None else default.get(name, neutral)
+    if request.use_beam_search:
+        values.update(temperature=request.temperature if request.temperature is not None else 0.0)
+    return SamplingParams.from_optional(
+        **values,
+        n=request.n,
+        best_of=request.best_of,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        seed=request.seed,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        ignore_eos=request.ignore_eos,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=request.skip_special_tokens,
+        spaces_between_special_tokens=request.spaces_between_special_tokens,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        logit_bias=request.logit_bias or None,
+        allowed_token_ids=request.allowed_token_ids,
+        bad_words=request.bad_words,
+        use_beam_search=request.use_beam_search,
+        length_penalty=request.length_penalty,
+        early_stopping=request.early_stopping,
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def resolve_max_tokens(
+    asked: int | None, prompt_tokens: int, max_model_len: int, default: dict[str, Any], what: str = "messages"
+) -> int:
+    """How many tokens may be generated: what is asked, else what is left; never more than the model's own cap.
+
+    Raises a 400 that names the numbers if prompt and answer do not fit.
+    """
+    if prompt_tokens >= max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {prompt_tokens} "
+            f"tokens in the {what}, Please reduce the length of the {what}."
+        )
+    left = max_model_len - prompt_tokens
+    if asked is None:
+        return min(left, default.get("max_tokens") or left)
+    if asked < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {asked}.", "max_tokens")
+    if asked > left:
+        raise bad_request(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{prompt_tokens + asked} tokens ({prompt_tokens} in the {what}, {asked} in the completion). Please reduce "
+            f"the length of the {what} or completion."
+        )
+    return min(asked, default.get("max_tokens") or asked)
