@@ -30,6 +30,16 @@ def draw_params(
     )
 
 
+def whole_rows(x: Tensor, p: DrawParams) -> Tensor:
+    """The draw by the path that serves a nucleus of any size."""
+    return torch.stack(
+        [
+            module._draw_from_row(row, int(p.host_top_k[i]), float(p.host_top_p[i]), p.min_p[i], p.uniform[i : i + 1])
+            for i, row in enumerate(x)
+        ]
+    )
+
+
 def chi_square_limit(freedom: int) -> float:
     """What a chi-square variable exceeds once in 10,000 times (Wilson and Hilferty's approximation)."""
     return freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
@@ -102,20 +112,20 @@ def test_zeros_of_both_signs_are_equal() -> None:
     logits = torch.tensor([[-0.0, 0.0, -0.0, -5.0]])
     params = draw_params(1, torch.tensor([0.9]), top_k=1)
     assert draw(logits, params).tolist() == [0]
-    assert module._draw_by_bisection(logits, params).tolist() == [0]
+    assert whole_rows(logits, params).tolist() == [0]
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(0, 0.5), (0, 0.97), (3, 1.0), (1023, 1.0), (1024, 0.9), (1025, 1.0), (2000, 0.99)]
 )
-def test_candidates_and_bisection_agree(spread: float, top_k: int, top_p: float) -> None:
+def test_candidates_and_whole_rows_agree(spread: float, top_k: int, top_p: float) -> None:
     rows, vocab = 6, 3001
     generator = torch.Generator().manual_seed(top_k)
     # coarse values give many ties, also where the candidates end
     logits = (torch.randn(rows, vocab, generator=generator) * spread * 8).round() / 8
     params = draw_params(rows, torch.rand(rows, generator=generator), 0.9, 0.001, top_k, top_p)
-    assert torch.equal(draw(logits, params), module._draw_by_bisection(logits / 0.9, params))
+    assert torch.equal(draw(logits, params), whole_rows(logits / 0.9, params))
 
 
 def test_very_large_and_very_small_logits() -> None:

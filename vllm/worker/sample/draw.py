@@ -23,6 +23,8 @@ from vllm.ops.registry import op
 
 _UNIT = float(2**40)  # mass of the most likely token
 _CANDIDATES = 1024  # a nucleus up to this size is found without looking at the order of the whole row
+_BUCKETS_PER_NAT = 16.0
+_BUCKETS = 512  # reach beyond exp(-27.7), below which a token's mass is 0
 _CPU_CHUNK = 1 << 18  # logits handled at once: temporaries stay in the cache
 _CHUNK = 1 << 24
 
@@ -63,8 +65,7 @@ def draw(logits: Tensor, params: DrawParams) -> Tensor:
     Rows without a finite maximum give some id below `vocab`.
     """
     rows, vocab = logits.shape
-    on_cpu = logits.device.type == "cpu"
-    step = max(1, (_CPU_CHUNK if on_cpu else _CHUNK) // vocab)
+    step = max(1, (_CPU_CHUNK if logits.device.type == "cpu" else _CHUNK) // vocab)
     filtered = ((params.host_top_k > 0) & (params.host_top_k < vocab)) | (params.host_top_p < 1.0)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     for kind in (False, True):
@@ -74,13 +75,10 @@ def draw(logits: Tensor, params: DrawParams) -> Tensor:
             p = params if len(chunk) == rows else params.take(chunk)
             index = torch.from_numpy(chunk).to(logits.device)
             x = (logits if len(chunk) == rows else logits[index]) / p.temperature[:, None]
-            if not kind:
-                ids = _invert(_masses(x, x.amax(-1, keepdim=True), p.min_p), p.uniform)
-            elif on_cpu:
-                ids = _draw_from_candidates(x, p)
+            if kind:
+                out[index] = _draw_from_candidates(x, p)
             else:
-                ids = _draw_by_bisection(x, p)
-            out[index] = ids
+                out[index] = _invert(_masses(x, x.amax(-1, keepdim=True), p.min_p[:, None]), p.uniform)
     return out.clamp_(0, vocab - 1)
 
 
@@ -91,7 +89,7 @@ def mass(x: Tensor, peak: Tensor) -> Tensor:
 
 def _masses(x: Tensor, peak: Tensor, min_p: Tensor) -> Tensor:
     w = torch.exp(x - peak)
-    return torch.where(w >= min_p[:, None], w * _UNIT, 0.0).to(torch.int64)
+    return torch.where(w >= min_p, w * _UNIT, 0.0).to(torch.int64)
 
 
 def _invert(masses: Tensor, uniform: Tensor) -> Tensor:
@@ -109,18 +107,18 @@ def _needed(kept: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _draw_from_candidates(x: Tensor, p: DrawParams) -> Tensor:
-    """Sort only the largest logits of a row; rows whose nucleus may reach beyond them are done again by bisection."""
+    """Sort only the largest logits of a row; rows whose nucleus may reach beyond them are done again."""
     vocab = x.shape[1]
     unlimited = (p.host_top_k <= 0) | (p.host_top_k > _CANDIDATES)
     count = min(vocab, _CANDIDATES if unlimited.any() else int(p.host_top_k.max()) + 1)
     values, ids = x.topk(count, -1)  # values descending; the order of ties does not matter to sums of their masses
     peak = values[:, :1]
-    masses = _masses(values, peak, p.min_p)
+    masses = _masses(values, peak, p.min_p[:, None])
     sums = masses.cumsum(-1)
     limit = torch.where(p.top_k > 0, p.top_k, count).long().clamp_(max=count)
     kept = sums.gather(1, limit[:, None] - 1).squeeze(-1)
     if unlimited.any():
-        total = _masses(x, peak, p.min_p).sum(-1)
+        total = _masses(x, peak, p.min_p[:, None]).sum(-1)
         kept = torch.where(torch.from_numpy(unlimited & (p.host_top_k <= 0)), total, kept)
     needed = _needed(kept, p.top_p)
     last = torch.searchsorted(sums, needed[:, None]).clamp_(max=count - 1)  # the prefix ends here
@@ -137,39 +135,37 @@ def _draw_from_candidates(x: Tensor, p: DrawParams) -> Tensor:
     keep = (values > edge) | (tie & (tie.cumsum(-1) <= ties_kept))
     found = ids.gather(1, _invert(masses.masked_fill_(~keep, 0), p.uniform)[:, None].clamp_(0, count - 1)).squeeze(-1)
     for i in outside.nonzero().flatten().tolist():
-        found[i : i + 1] = _draw_by_bisection(x[i : i + 1], p.take(np.array([i])))
+        found[i] = _draw_from_row(x[i], int(p.host_top_k[i]), float(p.host_top_p[i]), p.min_p[i], p.uniform[i : i + 1])
     return found
 
 
-def _draw_by_bisection(x: Tensor, p: DrawParams) -> Tensor:
-    """Find where each row's kept prefix ends by bisection over the values: no sort, no question to the device."""
-    x = x + 0.0  # -0.0 becomes 0.0: equal values get equal keys
-    bits = x.view(torch.int32)
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as integers as the values are as floats
-    masses = _masses(x, x.amax(-1, keepdim=True), p.min_p)
-    vocab = x.shape[1]
-    k = torch.where(p.top_k > 0, p.top_k, vocab).long().clamp_(max=vocab)
-    ones = torch.ones((), dtype=torch.int64, device=x.device).expand_as(masses)
-    edge, above = _find_edge(keys, ones, k)
-    at_edge = torch.where(keys == edge[:, None], masses, 0).amax(-1)
-    kept = torch.where(keys > edge[:, None], masses, 0).sum(-1) + (k - above) * at_edge
-    needed = _needed(kept, p.top_p)
-    edge, above = _find_edge(keys, masses, needed)
-    tie = keys == edge[:, None]
-    at_edge = torch.where(tie, masses, 0).amax(-1).clamp_(min=1)
-    ties_kept = (needed - above + at_edge - 1) // at_edge
-    keep = (keys > edge[:, None]) | (tie & (tie.cumsum(-1) <= ties_kept[:, None]))
-    return _invert(masses.masked_fill_(~keep, 0), p.uniform)
+def _draw_from_row(x: Tensor, top_k: int, top_p: float, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """The draw from one row, however many tokens are kept; only tokens near a cut are sorted. x: [vocab] -> scalar."""
+    peak = x.amax()
+    if not torch.isfinite(peak):
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    masses = _masses(x[None], peak, min_p)[0]
+    # Tokens of a bucket are all less likely than those of the buckets before; those without mass are in the last.
+    bucket = ((peak - x) * _BUCKETS_PER_NAT).clamp_(max=_BUCKETS - 1).to(torch.int64)
+    if 0 < top_k < len(x):
+        masses = torch.where(_prefix(x, bucket, torch.ones_like(masses), masses.new_tensor(top_k)), masses, 0)
+    if top_p < 1.0:
+        needed = _needed(masses.sum()[None], torch.tensor([top_p], device=x.device))[0]
+        masses = torch.where(_prefix(x, bucket, masses, needed), masses, 0)
+    return _invert(masses[None], uniform)[0]
 
 
-def _find_edge(keys: Tensor, weights: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest key whose weight together with all above reaches `needed`, and the weight above it.
+def _prefix(x: Tensor, bucket: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
+    """The shortest prefix, in the order (logit descending, id ascending), whose weights sum up to `needed` or more.
 
-    keys, weights: [rows, n]; needed: [rows], not more than a row's total -> ([rows] int64, [rows] int64).
+    x, bucket, weights: [n]; needed: scalar, at least 1 and at most the sum of all weights -> [n] bool.
     """
-    low, high = keys.amin(-1).long(), keys.amax(-1).long()
-    for _ in range(33):  # `low` always reaches what is needed, `high + 1` never
-        middle = (low + high + 1) >> 1
-        enough = torch.where(keys >= middle[:, None], weights, 0).sum(-1) >= needed
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle - 1)
-    return low, torch.where(keys > low[:, None], weights, 0).sum(-1)
+    sums = weights.new_zeros(_BUCKETS).scatter_add_(0, bucket, weights).cumsum(0)
+    last = torch.searchsorted(sums, needed)  # the prefix ends in this bucket
+    before = torch.where(last > 0, sums[last - 1], 0)
+    members = (bucket == last).nonzero().squeeze(-1)
+    members = members[x[members].sort(descending=True, stable=True).indices]
+    count = torch.searchsorted(before + weights[members].cumsum(0), needed) + 1
+    keep = bucket < last
+    keep[members[:count]] = True
+    return keep
