@@ -1,0 +1,1 @@
+"""Scripts for developers; no part of the installed package."""
