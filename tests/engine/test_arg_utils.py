@@ -163,7 +163,8 @@ DEFAULTS = {
     "long_prefill_token_threshold": 0, "max_num_seqs": None, "max_logprobs": 20, "disable_log_stats": False,
     "revision": None, "code_revision": None, "rope_scaling": {}, "rope_theta": None, "hf_token": None,
     "hf_overrides": {}, "tokenizer_revision": None, "quantization": None, "enforce_eager": False,
-    "max_seq_len_to_capture": 8192, "disable_custom_all_reduce": False, "tokenizer_pool_size": 0, "tokenizer_pool_type": "ray",
+    "max_seq_len_to_capture": 8192, "disable_custom_all_reduce": False, "tokenizer_pool_size": 0,
+    "tokenizer_pool_type": "ray",
     "tokenizer_pool_extra_config": {}, "limit_mm_per_prompt": {}, "mm_processor_kwargs": None,
     "disable_mm_preprocessor_cache": False, "enable_lora": False, "enable_lora_bias": False, "max_loras": 1,
     "max_lora_rank": 16, "fully_sharded_loras": False, "max_cpu_loras": None, "lora_dtype": "auto",
@@ -382,7 +383,8 @@ def test_the_engine_cannot_run_in_ray(model: str) -> None:
 OBSOLETE: list[dict[str, Any]] = [
     {"use_v2_block_manager": False}, {"swap_space": 2}, {"multi_step_stream_outputs": False},
     {"tokenizer_pool_size": 2}, {"tokenizer_pool_type": "x"}, {"tokenizer_pool_extra_config": {"a": 1}},
-    {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"max_loras": 4}, {"max_prompt_adapters": 2}, {"num_scheduler_steps": 8},
+    {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"max_loras": 4}, {"max_prompt_adapters": 2},
+    {"num_scheduler_steps": 8},
     {"code_revision": "x"}, {"eplb_window_size": 5}, {"ngram_prompt_lookup_max": 3},
 ]  # fmt: skip
 

@@ -35,7 +35,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             args = sys.argv[1:]
         words = list(args)
         if self._subparsers is None:  # a parser with commands leaves its words to them
-            words = self._with_config_file([self._spelled(word) for word in words])
+            words, rest = self._split(words)
+            words = self._with_config_file([self._spelled(word) for word in words] + rest)
             words = self._join_flags(self._join_dotted(words))
         return super().parse_known_args(words, namespace)
 
@@ -77,8 +78,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def _action_of(self, word: str) -> argparse.Action | None:
         """The action of an option word (also abbreviated), None if it is no option."""
         key = word.partition("=")[0]
-        if key in self._option_string_actions:
-            return self._option_string_actions[key]
+        for option in (key, key.partition(".")[0]):
+            if option in self._option_string_actions:
+                return self._option_string_actions[option]
         if not key.startswith("--") or len(key) == 2 or not self.allow_abbrev:
             return None
         matches = {id(a): a for option, a in self._option_string_actions.items() if option.startswith(key)}
@@ -284,7 +286,7 @@ def _read_yaml(file: Path, parser: argparse.ArgumentParser) -> dict[Any, Any]:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
             parser.error(f"{file}: YAML aliases (*name) are not supported in a config file")
         document = yaml.safe_load(text)
-        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), file, parser)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         parser.error(f"{file}: cannot be read: {error.strerror}")
     except UnicodeDecodeError:
@@ -295,12 +297,13 @@ def _read_yaml(file: Path, parser: argparse.ArgumentParser) -> dict[Any, Any]:
         return {}
     if not isinstance(document, dict):
         parser.error(f"{file}: expected `option: value` lines, got a {type(document).__name__}")
+    _refuse_duplicates(root, file, parser)
     return document
 
 
 def _refuse_duplicates(root: Any, file: Path, parser: argparse.ArgumentParser) -> None:
     seen: set[str] = set()
-    for key, _ in getattr(root, "value", None) or []:
+    for key, _ in root.value:
         name = str(key.value).replace("_", "-")
         if name in seen:
             parser.error(f"{file}: option {key.value!r} is there twice")
