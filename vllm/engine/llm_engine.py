@@ -78,8 +78,9 @@ class LLMEngine:
             core = EngineCore(vllm_config, executor_class(vllm_config))
         self._client = InprocClient(vllm_config, core)
         self.input_processor = InputProcessor(vllm_config, tokenizer)
-        self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len)
         self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, self._client.describe())
+        counts = self._metrics if log_stats or stat_loggers else None
+        self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, counts)
         self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
         # Also at the interpreter's exit, while everything that the workers need is still there.
         self._finalizer = weakref.finalize(self, self._client.shutdown)

@@ -12,6 +12,7 @@ from vllm.engine.detokenizer import Detokenizer
 from vllm.engine.input_processor import ProcessedRequest
 from vllm.engine.messages import CoreOutput, CoreRequest
 from vllm.engine.tokenizer import Tokenizer
+from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.sequence import Logprob, RequestMetrics
@@ -29,8 +30,8 @@ class _Sequence:
     """One of the sequences of a request. Without stop strings and streaming, its text is made when it has ended."""
 
     __slots__ = (
-        "cumulative_logprob", "decodes_at_end", "detokenizer", "error", "finish_reason", "index", "logprobs",
-        "new_logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
+        "cumulative_logprob", "decodes_at_end", "detokenizer", "error", "finish_reason", "index", "last_token_time",
+        "logprobs", "new_logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
     )  # fmt: skip
 
     def __init__(self, index: int, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None):
@@ -45,6 +46,7 @@ class _Sequence:
         self.error: str | None = None
         self.new_tokens = 0  # since the last delta
         self.new_logprobs = 0
+        self.last_token_time: float | None = None
         self.detokenizer: Detokenizer | None = None
         if self.tokenizer is not None:
             self.detokenizer = Detokenizer(
@@ -102,6 +104,14 @@ class _Sequence:
         for step in steps:
             self.cumulative_logprob += step.logprobs[0]
             self.logprobs.append(logprob_dict(step, self.tokenizer))
+
+    def count_tokens(self, count: int, now: float, request: _Request, metrics: EngineMetrics) -> None:
+        """Tell the metrics how long the newest tokens took: since the request came, then since the token before."""
+        if self.last_token_time is None:
+            metrics.time_to_first_token.observe(now - request.metrics.arrival_time)
+        else:
+            metrics.time_per_output_token.observe((now - self.last_token_time) / count)
+        self.last_token_time = now
 
     def completion(self, index: int, shows_logprobs: bool) -> CompletionOutput:
         """Everything so far."""
@@ -211,10 +221,17 @@ class _Request:
 
 
 class OutputProcessor:
-    """Owns every request that a user can see, from `add` to its end."""
+    """Owns every request that a user can see, from `add` to its end. `metrics` counts them, if it is given."""
 
-    def __init__(self, tokenizer: Tokenizer | None, logits_width: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        logits_width: int,
+        max_model_len: int,
+        metrics: EngineMetrics | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._metrics = metrics
         self._logits_width = logits_width
         self._max_model_len = max_model_len
         self._requests: dict[str, _Request] = {}
@@ -258,6 +275,8 @@ class OutputProcessor:
             if request is None:
                 continue
             core_ids += self._forget(request)
+            now = time.time()
+            self._count_finished(request, [("abort", len(s.token_ids)) for s in request.sequences], now)
             if request.beams is not None:
                 outputs.append(request.output([], finished=True))
                 continue
@@ -284,6 +303,8 @@ class OutputProcessor:
                 continue  # or a token that was under way when the sequence ended
             request, sequence = found
             request.note(core_output, now, self.tokenizer)
+            if self._metrics is not None and core_output.new_token_ids:
+                sequence.count_tokens(len(core_output.new_token_ids), now, request, self._metrics)
             if sequence.take(core_output):
                 aborts.append(core_output.request_id)
             if sequence.finish_reason is not None:
@@ -307,6 +328,7 @@ class OutputProcessor:
         if finished:
             request.metrics.finished_time = now
             self._forget(request)
+            self._count_finished(request, [(s.finish_reason, len(s.token_ids)) for s in request.sequences], now)
         elif request.kind is RequestOutputKind.FINAL_ONLY:
             return None
         return request.output(self._completions(request, sequences), finished)
@@ -315,6 +337,26 @@ class OutputProcessor:
         if request.kind is RequestOutputKind.DELTA:
             return [sequence.delta() for sequence in dict.fromkeys(changed)]
         return [sequence.completion(i, request.shows_logprobs) for i, sequence in enumerate(request.best())]
+
+    def _count_finished(self, request: _Request, ends: list[tuple[str | None, int]], now: float) -> None:
+        """Tell the metrics how a request ended: (finish reason, tokens) of each of its sequences."""
+        if self._metrics is None:
+            return
+        message, times = request.message, request.metrics
+        lengths = [length for _, length in ends] or [0]
+        self._metrics.on_finished(
+            ends[0][0] or "abort" if ends else "abort",
+            prompt_tokens=len(message.prompt_token_ids),
+            generation_tokens=sum(lengths),
+            longest_generation=max(lengths),
+            n=message.returned,
+            best_of=message.params.num_candidates,
+            max_tokens=message.params.max_tokens,
+            arrival=times.arrival_time,
+            first_scheduled=times.first_scheduled_time,
+            first_token=times.first_token_time,
+            finished=now,
+        )
 
     def _forget(self, request: _Request) -> list[str]:
         """Drop a request. Returns the ids under which the core may still run parts of it."""
@@ -352,7 +394,9 @@ class OutputProcessor:
             return
         request.metrics.finished_time = now
         aborts += self._forget(request)
-        outputs.append(request.output(self._beam_completions(request, search), finished=True))
+        completions = self._beam_completions(request, search)
+        self._count_finished(request, [(c.finish_reason, len(c.token_ids)) for c in completions], now)
+        outputs.append(request.output(completions, finished=True))
 
     def _beam_completions(self, request: _Request, search: BeamSearch) -> list[CompletionOutput]:
         if search.error is not None:

@@ -325,6 +325,8 @@ def load_tokenizer(path: Path, mode: str = "auto", trust_remote_code: bool = Fal
 
     `mode`: "auto" prefers the fast tokenizer, "slow" takes the one written in Python, "mistral" needs `mistral_common`.
     """
+    if mode == "custom":
+        raise NotImplementedError("tokenizer_mode='custom' is not available in this version; set one on LLM instead.")
     if mode not in TOKENIZER_MODES:
         raise ValueError(f"Unknown tokenizer_mode {mode!r}: expected one of {', '.join(TOKENIZER_MODES)}.")
     if mode == "auto":
