@@ -16,6 +16,7 @@ from vllm.distributed import TensorParallel
 from vllm.logger import init_logger
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.rope_table import LongRopeScaling
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
@@ -48,7 +49,7 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
     hf: HFConfig = config.hf
     family = ModelRegistry.resolve(hf.architectures)
     if isinstance(family, Family):
-        if hf.quantization_config is not None:
+        if hf.quantization_config is not None and vllm_config.quant_config is None:
             method = hf.quantization_config.get("quant_method", "unknown")
             raise ValueError(
                 f"{hf.file}: the checkpoint is quantized with {method!r}, which is not supported. "
@@ -56,7 +57,9 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
             )
         spec = family.decoder(hf)
         _warn_of_long_factors(spec, config.max_model_len)
-        model: nn.Module = build_decoder(spec, dtype_of(config.dtype), config.max_model_len, device, tp)
+        model: nn.Module = build_decoder(
+            spec, dtype_of(config.dtype), config.max_model_len, device, tp, vllm_config.quant_config
+        )
         started = time.perf_counter()
         if load_format == "dummy":
             size = fill_with_random_numbers(model, device, config.seed or 0)
@@ -98,11 +101,18 @@ def _warn_of_long_factors(spec: Decoder, max_positions: int) -> None:
 
 
 def build_decoder(
-    spec: Decoder, dtype: torch.dtype, max_positions: int, device: torch.device, tp: TensorParallel
+    spec: Decoder,
+    dtype: torch.dtype,
+    max_positions: int,
+    device: torch.device,
+    tp: TensorParallel,
+    quant_config: QuantizationConfig | None = None,
 ) -> DecoderModel:
     """The modules of `spec` without weights; only rotary tables are on `device` yet."""
     with torch.device("meta"):
-        return DecoderModel(spec, dtype=dtype, max_positions=max_positions, device=device, tp=tp)
+        return DecoderModel(
+            spec, dtype=dtype, max_positions=max_positions, device=device, tp=tp, quant_config=quant_config
+        )
 
 
 def fill_from_checkpoint(

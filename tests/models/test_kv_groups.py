@@ -1,0 +1,71 @@
+"""Layers to KV groups: every layer has one place, groups are equally long, and nothing is wasted where that is possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models.harness import load, save_random_hf_model
+from vllm.core.kv_spec import KVKind
+from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
+
+
+@given(st.lists(st.sampled_from([None, 4, 9]), min_size=1, max_size=40))
+def test_every_layer_has_one_place_among_layers_of_its_kind(windows: list[int | None]) -> None:
+    groups = group_layers(windows)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+    smallest = min(windows.count(window) for window in set(windows))
+    for group in groups:
+        assert {windows[layer] for layer in group.layers} == {group.window}
+        assert group.kind is (KVKind.FULL if group.window is None else KVKind.SLIDING)
+        assert 1 <= len(group.layers) <= smallest == len(groups[0].layers)
+        assert list(group.layers) == sorted(group.layers)
+    for window in set(windows):
+        assert sum(group.window == window for group in groups) == -(-windows.count(window) // smallest)
+    places = kv_places(groups)
+    assert len(set(places.values())) == len(places) == len(windows)
+    assert all(groups[place.group].layers[place.tensor] == layer for layer, place in places.items())
+
+
+def test_gemma2_has_a_group_of_each_kind_unless_no_sequence_outgrows_the_window(tmp_path: Path) -> None:
+    config = hf.Gemma2Config(
+        vocab_size=131,
+        hidden_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=12,
+        intermediate_size=77,
+        max_position_embeddings=64,
+        sliding_window=16,
+    )
+    save_random_hf_model(config, tmp_path)
+    layout = load(tmp_path, max_model_len=64).kv_layout(8, "auto")
+    assert [(g.kind, g.layers, g.window) for g in layout.groups] == [
+        (KVKind.FULL, (1, 3), None),
+        (KVKind.SLIDING, (0, 2), 16),
+    ]
+    assert (layout.kv_heads, layout.head_dim, layout.block_size, layout.bytes_per_element) == (2, 12, 8, 4)
+    relaxed = load(tmp_path, max_model_len=16).kv_layout(8, "fp8")
+    assert [(g.kind, g.layers) for g in relaxed.groups] == [(KVKind.FULL, (0, 1, 2, 3))]
+    assert relaxed.bytes_per_element == 1
+
+
+def test_cache_dtypes() -> None:
+    assert cache_element_bytes("auto", torch.bfloat16) == 2
+    assert cache_element_bytes(torch.float32, torch.bfloat16) == 4
+    assert cache_element_bytes("fp8_e5m2", torch.bfloat16) == 1
+    with pytest.raises(ValueError, match="int3"):
+        cache_element_bytes("int3", torch.bfloat16)
+
+
+def test_learned_positions_limit_the_length(tmp_path: Path) -> None:
+    save_random_hf_model(hf.GPT2Config(vocab_size=131, n_embd=48, n_layer=1, n_head=6, n_positions=32), tmp_path)
+    load(tmp_path, max_model_len=32)
+    with pytest.raises(ValueError, match="max_model_len of at most 32"):
+        load(tmp_path, max_model_len=33)
