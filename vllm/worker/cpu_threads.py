@@ -39,11 +39,10 @@ def parse_bind(text: str, rank: int, ranks: int) -> list[int] | None:
     return sorted(cores)
 
 
-def default_threads(ranks: int, omp_num_threads: str | None, cores: int) -> int:
-    """Threads of a rank when no cores are named: OMP_NUM_THREADS if it is a number, else its share of the cores."""
-    if omp_num_threads and omp_num_threads.split(",")[0].strip().isdecimal():
-        return max(1, int(omp_num_threads.split(",")[0]))
-    return max(1, cores // ranks)
+def default_threads(ranks: int) -> int:
+    """Threads of a rank when no cores are named: OMP_NUM_THREADS if it is a number, else its share of torch's own."""
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return max(1, int(given) if given.isdecimal() else torch.get_num_threads() // ranks)
 
 
 def bind_threads(bind: str, rank: int, ranks: int) -> int:
@@ -55,7 +54,7 @@ def bind_threads(bind: str, rank: int, ranks: int) -> int:
     allowed = os.sched_getaffinity(0)
     cores = parse_bind(bind, rank, ranks)
     if cores is None:
-        threads = default_threads(ranks, os.environ.get("OMP_NUM_THREADS"), len(allowed))
+        threads = default_threads(ranks)
     else:
         missing = sorted(set(cores) - allowed)
         if missing:

@@ -1,0 +1,108 @@
+"""How many blocks there are, and the tensors that hold them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
+from vllm.worker import kv_memory
+from vllm.worker.kv_memory import CacheRequest, allocate, count_blocks, cpu_available
+
+FULL = KVLayout((KVGroup(KVKind.FULL, (0, 1)),), 16, 2, 8, 4)
+MIXED = KVLayout((KVGroup(KVKind.FULL, (0, 2)), KVGroup(KVKind.SLIDING, (1, 3), 40)), 16, 2, 8, 4)
+REQUEST = CacheRequest(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=64)
+BLOCK = 2 * 2 * 2 * 16 * 8 * 4
+
+
+def test_as_many_as_fit_but_on_the_cpu_no_more_than_can_be_used() -> None:
+    assert FULL.bytes_per_block == BLOCK
+    assert count_blocks(FULL, REQUEST, 50 * BLOCK + 5, "", bounded=False) == 50
+    # 7 blocks per request, the null block
+    assert count_blocks(FULL, REQUEST, 50 * BLOCK, "", bounded=True) == 3 * 7 + 1
+    assert count_blocks(FULL, REQUEST, 20 * BLOCK, "", bounded=True) == 20
+
+
+def test_a_sliding_group_needs_its_window_only() -> None:
+    long = replace(REQUEST, max_model_len=1600)
+    # full: 100 blocks; sliding: a window of 40 tokens and a chunk of 64
+    needed = kv_memory.blocks_per_request(MIXED, 1600, 64)
+    assert 100 + -(-(39 + 64) // 16) <= needed <= 100 + -(-(39 + 64) // 16) + 2
+    assert count_blocks(MIXED, long, (needed + 1) * BLOCK, "", bounded=False) == needed + 1
+    with pytest.raises(ValueError, match="KV cache is needed"):
+        count_blocks(MIXED, long, needed * BLOCK, "", bounded=False)
+
+
+def test_the_user_may_fix_the_number_or_the_size() -> None:
+    assert count_blocks(FULL, replace(REQUEST, override=9), 0, "", bounded=True) == 10
+    assert count_blocks(FULL, replace(REQUEST, fixed_bytes=30 * BLOCK), 0, "", bounded=True) == 30
+
+
+def test_no_memory_at_all() -> None:
+    expected = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        count_blocks(FULL, REQUEST, 0, "", bounded=False)
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)} Hint.$"):
+        count_blocks(FULL, REQUEST, -5, " Hint.", bounded=False)
+
+
+def test_too_little_memory_for_one_request() -> None:
+    request = replace(REQUEST, max_model_len=10_000_000)
+    expected = (
+        "To serve at least one request with the models's max seq len (10000000), (2.38 GiB KV cache is needed, which is "
+        "larger than the available KV cache memory (1.00 GiB). Based on the available memory, the estimated maximum model "
+        "length is 4194288. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the "
+        "engine."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        count_blocks(FULL, request, 1 << 30, "", bounded=False)
+    fits = replace(request, max_model_len=4194288)
+    assert count_blocks(FULL, fits, 1 << 30, "", bounded=False) == (1 << 30) // BLOCK
+    with pytest.raises(ValueError, match="is needed"):
+        count_blocks(FULL, replace(request, max_model_len=4194289), 1 << 30, "", bounded=False)
+
+
+def test_memory_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_available(3, 2) == (3 << 30, False)  # of each rank, as the guide says
+    monkeypatch.setattr(kv_memory, "_free_host_memory", lambda: 100 << 30)
+    assert cpu_available(0, 1) == (4 << 30, True)
+    assert cpu_available(0, 4) == (1 << 30, True)
+    monkeypatch.setattr(kv_memory, "_free_host_memory", lambda: 5 << 30)
+    assert cpu_available(0, 1) == (2 << 30, True)
+    monkeypatch.undo()
+    assert 0 < cpu_available(0, 1)[0] <= 4 << 30
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_large_cache_is_zero_and_costs_nothing_before_it_is_used(dtype: torch.dtype) -> None:
+    before = resident()
+    caches = allocate(FULL, 500_000, dtype, torch.device("cpu"))
+    assert resident() - before < 20 << 20
+    assert len(caches) == 2
+    for cache in caches:
+        assert cache.shape == (2, 500_000, 2, 16, 8) and cache.dtype is dtype and cache.is_contiguous()
+        for block in (0, 250_000, 499_999):
+            assert not cache[:, block].float().any()
+        cache[1, 499_999] = 1.0
+        assert cache[1, 499_999].float().eq(1.0).all()
+    del caches, cache
+    assert resident() - before < 20 << 20
+
+
+def test_the_log_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(kv_memory.logger, "info", lambda text, *args: lines.append(text % args))
+    kv_memory.log_cache("cpu", FULL, REQUEST, 15)
+    kv_memory.log_cache("cuda", FULL, REQUEST, 8)
+    assert lines[0] == "# CPU blocks: 14" and lines[2] == "# GPU blocks: 7"
+    assert lines[1].endswith("maximum concurrency for 100 tokens per request: 2.00x")
+    assert logging.getLogger("vllm.worker.kv_memory") is kv_memory.logger
