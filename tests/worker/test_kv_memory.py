@@ -53,10 +53,10 @@ def test_no_memory_at_all() -> None:
 def test_too_little_memory_for_one_request() -> None:
     request = replace(REQUEST, max_model_len=10_000_000)
     expected = (
-        "To serve at least one request with the models's max seq len (10000000), (2.38 GiB KV cache is needed, which is "
-        "larger than the available KV cache memory (1.00 GiB). Based on the available memory, the estimated maximum model "
-        "length is 4194288. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the "
-        "engine."
+        "To serve at least one request with the models's max seq len (10000000), (2.38 GiB KV cache is needed, which "
+        "is larger than the available KV cache memory (1.00 GiB). Based on the available memory, the estimated maximum "
+        "model length is 4194288. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "
+        "initializing the engine."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         count_blocks(FULL, request, 1 << 30, "", bounded=False)
