@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.entrypoints.conftest import MAX_MODEL_LEN, assert_idle, make_llm
+from tests.tiny_llama import MAX_MODEL_LEN, assert_idle, make_llm
 from vllm import LLM, SamplingParams
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest

@@ -1,0 +1,166 @@
+"""The core loop with a simulated device: steps in flight, aborts, failures, and nothing left over after any of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from vllm import SamplingParams
+from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
+from vllm.core.plan import StepResult
+from vllm.engine.core import EngineCore
+from vllm.engine.messages import CoreRequest
+from vllm.exceptions import EngineDeadError
+
+
+class Device:
+    """Answers each row with 100 + the number of steps so far; fails or is interrupted at the steps it is told."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        group = KVGroup(KVKind.FULL, (0,))
+        self.kv_layout = KVLayout((group,), block_size=4, kv_heads=1, head_dim=2, bytes_per_element=4)
+        self.num_blocks = 40
+        self.max_in_flight = max_in_flight
+        self.fails_at: dict[int, BaseException] = {}
+        self.in_flight: deque = deque()
+        self.deepest = 0
+        self.steps = 0
+        self.dead = False
+
+    def submit(self, plan) -> None:
+        self.in_flight.append(plan)
+        self.deepest = max(self.deepest, len(self.in_flight))
+
+    def collect(self) -> StepResult:
+        plan = self.in_flight.popleft()
+        self.steps += 1
+        error = self.fails_at.pop(self.steps, None)
+        if error is not None:
+            raise error
+        tokens = np.where(plan.sample, 100 + self.steps, -1).tolist()
+        return StepResult(plan.step_id, tokens)
+
+    def check_health(self) -> None:
+        if self.dead:
+            raise EngineDeadError("gone")
+
+    def shutdown(self) -> None: ...
+
+
+def new_core(max_in_flight=1, **scheduler) -> tuple[EngineCore, Device]:
+    config = VllmConfig(
+        cache_config=CacheConfig(),
+        scheduler_config=SchedulerConfig(
+            **{"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, **scheduler}
+        ),
+    )
+    device = Device(max_in_flight)
+    return EngineCore(config, device), device
+
+
+def request(name: str, length: int = 5, max_tokens: int = 6) -> CoreRequest:
+    return CoreRequest(name, list(range(1, length + 1)), SamplingParams(max_tokens=max_tokens), seed=0)
+
+
+def run(core: EngineCore) -> dict[str, tuple[int, str | None]]:
+    """Run to the end: request -> (number of tokens, how it ended)."""
+    ends: dict[str, tuple[int, str | None]] = {}
+    for _ in range(1000):
+        if not core.has_unfinished():
+            return ends
+        for output in core.step():
+            count, _ = ends.get(output.request_id, (0, None))
+            ends[output.request_id] = (count + len(output.new_token_ids), output.finish_reason)
+    raise AssertionError("does not end")
+
+
+def assert_empty(core: EngineCore) -> None:
+    report = core.idle_report()
+    assert (report["requests"], report["in_flight"]) == (0, 0)
+    assert report["blocks_free"] == report["blocks_total"] == 39
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_as_many_steps_in_flight_as_the_device_takes(depth):
+    core, device = new_core(depth)
+    assert core.add_requests([request(str(i), max_tokens=4 + i) for i in range(7)]) == []
+    assert run(core) == {str(i): (4 + i, "length") for i in range(7)}
+    assert device.deepest == depth
+    assert_empty(core)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort_at_any_time_frees_everything(depth):
+    for when in range(6):
+        core, _ = new_core(depth)
+        core.add_requests([request(str(i)) for i in range(6)])
+        for _ in range(when):
+            core.step()
+        core.abort(["0", "3", "5", "unknown"])
+        ends = run(core)
+        assert set(ends) == set("124")
+        assert {reason for _, reason in ends.values()} == {"length"}
+        assert_empty(core)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_failed_step_ends_every_request_and_the_next_one_works(depth):
+    core, device = new_core(depth)
+    device.fails_at[3] = RuntimeError("broken")
+    core.add_requests([request(str(i)) for i in range(6)])
+    ends = run(core)
+    assert {reason for _, reason in ends.values()} == {"error"}
+    assert len(ends) == 6
+    assert_empty(core)
+    core.add_requests([request("later")])
+    assert run(core) == {"later": (6, "length")}
+    assert_empty(core)
+
+
+def test_dead_executor_ends_the_core():
+    core, device = new_core()
+    core.add_requests([request("a")])
+    device.fails_at[1] = EngineDeadError("a worker died")
+    device.dead = True
+    (end,) = core.step()
+    assert (end.finish_reason, "a worker died" in end.error) == ("error", True)
+    with pytest.raises(EngineDeadError, match="^EngineCore encountered an issue.*a worker died"):
+        core.add_requests([request("b")])
+    with pytest.raises(EngineDeadError):
+        core.step()
+    with pytest.raises(EngineDeadError):
+        core.check_health()
+
+
+def test_interrupt_passes_and_leaves_nothing_half_done():
+    core, device = new_core(2)
+    device.fails_at[2] = KeyboardInterrupt()
+    core.add_requests([request("a"), request("b")])
+    with pytest.raises(KeyboardInterrupt):
+        run(core)
+    assert core.has_unfinished()
+    assert {output.finish_reason for output in core.step()} == {"error"}
+    assert_empty(core)
+    core.add_requests([request("a")])
+    assert run(core) == {"a": (6, "length")}
+
+
+def test_requests_that_cannot_be_served_come_back():
+    core, _ = new_core()
+    rejected = core.add_requests([request("a"), request("a"), request("long", length=65), request("b")])
+    assert [(o.request_id, o.finish_reason) for o in rejected] == [("a", "error"), ("long", "error")]
+    assert rejected[0].error == "Request a already exists."
+    assert run(core) == {"a": (6, "length"), "b": (6, "length")}
+
+
+def test_settings_of_the_scheduler_reach_it():
+    core, _ = new_core(policy="priority", delay_factor=0.5, long_prefill_token_threshold=7)
+    limits = core.scheduler.limits
+    assert limits.priority
+    assert limits.chunk_threshold == 7
+    assert [type(policy).__name__ for policy in core.scheduler._policies] == ["DelayPolicy"]
+    core, _ = new_core(max_num_partial_prefills=2)
+    assert [type(policy).__name__ for policy in core.scheduler._policies] == ["PartialPrefillPolicy"]

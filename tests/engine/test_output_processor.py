@@ -1,0 +1,218 @@
+"""What users see of a step: whole outputs or differences, stop strings, log probabilities, several sequences, times."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.engine import tokenizer_makers as make
+from vllm import SamplingParams
+from vllm.core.plan import TokenLogprobs
+from vllm.engine.input_processor import ProcessedRequest, core_request
+from vllm.engine.messages import CoreOutput
+from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.tokenizer import FastTokenizer
+from vllm.metrics.registry import EngineMetrics
+from vllm.sampling_params import RequestOutputKind
+
+TOKENIZER = FastTokenizer(make.byte_level(), {}, None, load_hf=lambda: None)
+TEXT = "The quick brown fox jumps over the lazy dog 😀!"
+IDS = TOKENIZER.encode(TEXT)
+CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+def make_request(request_id="r", kind=CUMULATIVE, prompt=(5, 6), **params) -> ProcessedRequest:
+    resolved = SamplingParams(output_kind=kind, **{"max_tokens": 100, **params})
+    made = ProcessedRequest(request_id, "hi", list(prompt), resolved, (), resolved.n, time.time(), 0)
+    count = resolved.num_candidates
+    ids = [request_id] if count == 1 else [f"{i}_{request_id}" for i in range(count)]
+    children = tuple(core_request(made, core_id, resolved) for core_id in ids)
+    return ProcessedRequest(request_id, "hi", list(prompt), resolved, children, resolved.n, made.arrival_time, 0)
+
+
+def new_processor(metrics=None) -> OutputProcessor:
+    return OutputProcessor(TOKENIZER, 600, 1000, metrics)
+
+
+def run(processor, request_id, chunks, reason="length", stop_reason=None):
+    """Feed chunks of tokens, the last with `reason`. Returns all outputs and all aborts."""
+    outputs, aborts = [], []
+    for i, chunk in enumerate(chunks):
+        last = i == len(chunks) - 1
+        message = CoreOutput(request_id, list(chunk), reason if last else None, stop_reason if last else None)
+        found = processor.process([message])
+        outputs += found.outputs
+        aborts += found.aborts
+    return outputs, aborts
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stop", [[], ["never said"]])
+def test_three_kinds_of_output_agree(size, stop):
+    chunks = [IDS[i : i + size] for i in range(0, len(IDS), size)]
+    found = {}
+    for kind in (CUMULATIVE, DELTA, FINAL):
+        processor = new_processor()
+        processor.add(make_request(kind=kind, stop=stop))
+        found[kind], aborts = run(processor, "r", chunks)
+        assert aborts == []
+        assert processor.num_unfinished == 0
+        assert [o.finished for o in found[kind]] == [False] * (len(found[kind]) - 1) + [True]
+    assert len(found[FINAL]) == 1
+    final = found[FINAL][0].outputs[0]
+    assert (final.text, final.token_ids, final.finish_reason) == (TEXT, IDS, "length")
+    assert found[CUMULATIVE][-1].outputs[0] == final
+    growing = [o.outputs[0].text for o in found[CUMULATIVE]]
+    assert all(later.startswith(earlier) for earlier, later in zip(growing, growing[1:], strict=False))
+    assert len(found[CUMULATIVE][0].outputs[0].token_ids) == size  # an output handed out does not change afterwards
+    assert "".join(o.outputs[0].text for o in found[DELTA]) == TEXT
+    assert [t for o in found[DELTA] for t in o.outputs[0].token_ids] == IDS
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
+@pytest.mark.parametrize("include", [True, False])
+def test_stop_string_ends_the_sequence_in_the_core_too(kind, include):
+    processor = new_processor()
+    processor.add(make_request(kind=kind, stop=["fox"], include_stop_str_in_output=include, logprobs=0))
+    step = TokenLogprobs([1], [-0.5], 1)
+    outputs, aborts = [], []
+    for i in range(0, len(IDS), 4):
+        tokens = IDS[i : i + 4]
+        logprobs = [step._replace(token_ids=[t]) for t in tokens]
+        found = processor.process([CoreOutput("r", tokens, logprobs=logprobs)])
+        outputs += found.outputs
+        aborts += found.aborts
+        if found.aborts:
+            break
+    assert aborts == ["r"]
+    last = outputs[-1].outputs[0]
+    assert (last.finish_reason, last.stop_reason) == ("stop", "fox")
+    expected = "The quick brown " + ("fox" if include else "")
+    text = "".join(o.outputs[0].text for o in outputs) if kind is DELTA else last.text
+    tokens = [t for o in outputs for t in o.outputs[0].token_ids] if kind is DELTA else last.token_ids
+    assert text == expected
+    shortest = next(n for n in range(len(IDS)) if "fox" in TOKENIZER.decode(IDS[:n]))
+    assert tokens == IDS[:shortest]
+    assert last.cumulative_logprob == pytest.approx(-0.5 * shortest)
+    assert sum(len(o.outputs[0].logprobs) for o in (outputs if kind is DELTA else outputs[-1:])) == shortest
+    assert processor.process([CoreOutput("r", [7])]).outputs == []  # a token that was under way
+
+
+def test_stop_token_is_in_the_tokens_but_not_in_the_text():
+    for include in (True, False):
+        processor = new_processor()
+        processor.add(make_request(include_stop_str_in_output=include))
+        outputs, _ = run(processor, "r", [[t] for t in IDS], "stop", stop_reason=IDS[-1])
+        last = outputs[-1].outputs[0]
+        assert last.token_ids == IDS
+        assert last.stop_reason == IDS[-1]
+        assert last.text == (TEXT if include else TEXT[:-1])
+
+
+def test_prompt_logprobs_arrive_in_chunks():
+    for kind in (CUMULATIVE, DELTA, FINAL):
+        processor = new_processor()
+        processor.add(make_request(kind=kind, prompt=(5, 6, 7, 8), prompt_logprobs=1))
+        chunk = [TokenLogprobs([6, 9], [-2.0, -0.1], 4), TokenLogprobs([7, 7], [-0.3, -0.3], 1)]
+        assert processor.process([CoreOutput("r", [], prompt_logprobs=chunk)]).outputs == []
+        rest = [TokenLogprobs([8, 5], [-1.0, -0.2], 2)]
+        found = processor.process([CoreOutput("r", [10], prompt_logprobs=rest)]).outputs
+        found += processor.process([CoreOutput("r", [11], "length")]).outputs
+        logprobs = found[0].prompt_logprobs
+        assert logprobs[0] is None
+        assert [list(entry) for entry in logprobs[1:]] == [[6, 9], [7], [8, 5]]
+        assert (logprobs[1][6].rank, logprobs[1][9].rank) == (4, 1)
+        assert (found[-1].prompt_logprobs is None) == (kind is DELTA)
+
+
+def test_sequences_of_one_request():
+    for kind in (CUMULATIVE, DELTA, FINAL):
+        processor = new_processor()
+        assert [m.request_id for m in processor.add(make_request(kind=kind, n=2))] == ["0_r", "1_r"]
+        first = processor.process([CoreOutput("0_r", [IDS[0]]), CoreOutput("1_r", [IDS[1]])]).outputs
+        assert len(first) == (0 if kind is FINAL else 1)
+        second = processor.process([CoreOutput("1_r", [IDS[2]], "length")]).outputs
+        third = processor.process([CoreOutput("0_r", [IDS[3]], "length")]).outputs
+        assert third[0].finished
+        assert not any(o.finished for o in second)
+        if kind is DELTA:
+            assert [c.index for c in second[0].outputs] == [1]
+            assert [c.token_ids for c in third[0].outputs] == [[IDS[3]]]
+        else:
+            assert [c.token_ids for c in third[0].outputs] == [[IDS[0], IDS[3]], [IDS[1], IDS[2]]]
+
+
+def test_best_of_ranks_by_cumulative_logprob():
+    request = make_request(kind=FINAL, n=1, best_of=3)
+    for child in request.children:
+        child.params.logprobs = 0
+    processor = new_processor()
+    processor.add(request)
+    for i, logprob in enumerate([-3.0, -1.0, -2.0]):
+        step = TokenLogprobs([IDS[i]], [logprob], 1)
+        found = processor.process([CoreOutput(f"{i}_r", [IDS[i]], "length", logprobs=[step])])
+    (completion,) = found.outputs[0].outputs
+    assert (completion.index, completion.token_ids, completion.cumulative_logprob) == (0, [IDS[1]], -1.0)
+
+
+def test_abort_gives_a_last_output_and_frees_the_id():
+    for kind in (CUMULATIVE, DELTA, FINAL):
+        processor = new_processor()
+        processor.add(make_request(kind=kind, n=2))
+        processor.process([CoreOutput("0_r", IDS[:2], "length"), CoreOutput("1_r", IDS[:3])])
+        with pytest.raises(ValueError, match="^Request r already exists.$"):
+            processor.add(make_request())
+        core_ids, outputs = processor.abort(["unknown", "r"])
+        assert core_ids == ["1_r"]
+        assert outputs[0].finished
+        assert [c.finish_reason for c in outputs[0].outputs] == ["length", "abort"]
+        if kind is FINAL:
+            assert [c.text for c in outputs[0].outputs] == [TOKENIZER.decode(IDS[:2]), TOKENIZER.decode(IDS[:3])]
+        processor.add(make_request())
+
+
+def test_error_ends_the_request_with_its_text():
+    processor = new_processor()
+    processor.add(make_request())
+    found = processor.process([CoreOutput("r", [], "error", error="out of luck")])
+    assert found.outputs[0].finished
+    assert (found.outputs[0].outputs[0].finish_reason, found.outputs[0].outputs[0].stop_reason) == (
+        "error",
+        "out of luck",
+    )
+
+
+def test_metrics_are_counted():
+    metrics = EngineMetrics("m", 1000, {})
+    processor = new_processor(metrics)
+    processor.add(make_request("a", n=2))
+    processor.add(make_request("b", kind=FINAL))
+    for i in range(3):
+        reason = "length" if i == 2 else None
+        processor.process(
+            [CoreOutput(r, [IDS[i]], reason, first_scheduled_time=time.time()) for r in ("0_a", "1_a", "b")]
+        )
+    assert metrics.finished["length"] == 2
+    assert sum(metrics.time_to_first_token.counts) == 3
+    assert sum(metrics.time_per_output_token.counts) == 6
+    assert metrics.request_generation_tokens.total == 9
+    processor.add(make_request("c"))
+    processor.abort(["c"])
+    assert metrics.finished["abort"] == 1
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(FINAL, 5e-6), (DELTA, 25e-6)])
+def test_cost_per_token(kind, limit):
+    """A guard against accidents, several times above what it costs."""
+    processor = new_processor()
+    names = [f"r{i}" for i in range(100)]
+    for name in names:
+        processor.add(make_request(name, kind=kind))
+    best = float("inf")
+    for token in IDS * 3:
+        step = [CoreOutput(name, [token]) for name in names]
+        start = time.perf_counter()
+        processor.process(step)
+        best = min(best, (time.perf_counter() - start) / len(names))
+    assert best < limit
