@@ -72,6 +72,8 @@ def read_compilation_config(given: Any) -> dict[str, Any]:
     level = given.get("level", 0)
     if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= _MAX_LEVEL:
         raise ValueError(f"compilation_config: level must be an integer from 0 to {_MAX_LEVEL}, got {level!r}.")
+    sizes = given.get("cudagraph_capture_sizes")
+    NumberList(optional=True, whole=True).check("compilation_config: cudagraph_capture_sizes", sizes)
     if not isinstance(given.get("use_cudagraph", True), bool):
         raise ValueError(f"compilation_config: use_cudagraph must be true or false, got {given['use_cudagraph']!r}.")
     return dict(given)

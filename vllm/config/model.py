@@ -149,9 +149,8 @@ class ModelConfig:
     quantization: str | None = setting(
         None,
         Choice(optional=True, values=QUANTIZATIONS, error=_unknown_quantization),
-        "How the weights are quantized. Default: what config.json says.",
+        "How the weights are quantized. Default: what config.json says. (Not supported by this version.)",
         flags=("-q",),
-        later="Quantized models",
     )
     enforce_eager: bool = setting(False, Flag(optional=True), "Never use CUDA graphs.")
     max_seq_len_to_capture: int = setting(8192, Integer(low=1), "CUDA graphs are used for sequences up to this length.")

@@ -245,11 +245,20 @@ def _check_model_features(args: dict[str, Any], hf: HFConfig) -> None:
     """Refuse a model that needs a feature which does not exist yet."""
     if args["limit_mm_per_prompt"] and not hf.is_multimodal:
         raise ValueError("`limit_mm_per_prompt` is only supported for multimodal models.")
-    if hf.quantization_config is not None:
-        method = hf.quantization_config.get("quant_method")
+    wanted = args["quantization"]
+    stored = (hf.quantization_config or {}).get("quant_method")
+    if wanted is not None and stored is not None and stored != wanted:
+        raise ValueError(
+            f"Quantization method specified in the model config ({stored}) does not match the quantization method "
+            f"specified in the `quantization` argument ({wanted})."
+        )
+    if wanted is not None or hf.quantization_config is not None:
+        origin = "quantization is set" if wanted is not None else f"{hf.file} says that the weights are quantized"
         raise UnsupportedSettingError(
-            f"Quantized models: not supported by this version. {hf.file} says that the weights are quantized "
-            f"({method!r}); use the version of the model that is not."
+            f"Quantized models: not supported by this version. {origin} ({wanted or stored!r}); use a version of the "
+            "model that is not quantized.",
+            parameter="quantization",
+            value=wanted or stored,
         )
 
 
