@@ -109,12 +109,14 @@ class AsyncLLMEngine:
         self._core = _make_core(vllm_config, multiprocessing)
         self._core.launch()
         model = vllm_config.model_config
-        tokenizer = None if model.skip_tokenizer_init else load_tokenizer(model)
-        self._tokenizer: Tokenizer | None = tokenizer
+        tokenizer: Tokenizer | None = None
+        if not model.skip_tokenizer_init:
+            tokenizer = load_tokenizer(model.tokenizer_path, model.tokenizer_mode, model.trust_remote_code)
+        self._tokenizer = tokenizer
         self.input_processor = InputProcessor(vllm_config, tokenizer)
-        device = vllm_config.device_config.device_type
+        device = vllm_config.device_config.device
         self.metrics = EngineMetrics(
-            model_name=_served_name(model),
+            model_name=model.served_model_name,
             max_model_len=model.max_model_len,
             cache_info={**_cache_info(vllm_config), "num_gpu_blocks": self._core.info["num_blocks"]},
         )
@@ -587,11 +589,6 @@ def _make_core(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
         return EngineCore(config)
 
     return CoreThread(make, stall)
-
-
-def _served_name(model: ModelConfig) -> str:
-    name = model.served_model_name
-    return name[0] if isinstance(name, (list, tuple)) else name or model.model
 
 
 def _cache_info(config: VllmConfig) -> dict[str, Any]:

@@ -237,3 +237,10 @@ async def stream(context: ServerContext, work: Completion) -> AsyncGenerator[byt
         total = {k: v for k, v in usage_of(sum(prompt_tokens), sum(sent_tokens.values())).items() if v is not None}
         yield head + b'[],"usage":' + json.dumps(total).encode() + b"}\n\n"
     yield DONE
+
+
+async def stream_whole(context: ServerContext, work: Completion) -> AsyncGenerator[bytes, None]:
+    """One event with the whole answer, for requests whose choices are known only at the end."""
+    answer = await complete(context, work)
+    yield b"data: " + json.dumps(answer).encode() + b"\n\n"
+    yield DONE

@@ -1,0 +1,299 @@
+"""Builds the application, runs the server, ends it: `python -m vllm.entrypoints.openai.api_server` and `vllm serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import inspect
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.logger import init_logger
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse import FlexibleArgumentParser
+from vllm.version import __version__
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+logger = init_logger(__name__)
+
+HEALTH_POLL_SECONDS = 0.5
+WEB_FOLDER = Path(__file__).parent.parent / "web"
+CSP = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+
+
+def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
+    """The application with all its layers, around a running engine."""
+    from fastapi import FastAPI
+    from starlette.middleware.cors import CORSMiddleware
+
+    from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware
+    from vllm.entrypoints.openai.routes import router
+
+    docs: dict[str, Any] = (
+        {"openapi_url": None, "docs_url": None, "redoc_url": None}
+        if args.disable_fastapi_docs
+        else {"docs_url": None, "redoc_url": None}
+    )
+    app = FastAPI(title="vllm", version=__version__, root_path=args.root_path or "", **docs)
+    app.state.args = args
+    app.state.context = make_context(args, engine)
+    app.include_router(router)
+    _add_error_handlers(app)
+    if not args.disable_web_ui and (WEB_FOLDER / "index.html").is_file():
+        _add_page(app)
+    for path in args.middleware:
+        _add_middleware(app, path)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
+    keys = list(args.api_key or ())
+    if envs.VLLM_API_KEY:
+        keys.append(envs.VLLM_API_KEY)
+    open_paths = {b"/health", b"/ping", b"/version"}
+    if not args.disable_web_ui:  # the page itself holds nothing; what it shows needs the key
+        open_paths |= {b"/", b"/ui/app.js", b"/ui/style.css"}
+    limits = Limits(max_body_bytes=args.max_body_size, body_timeout=args.body_timeout, write_timeout=args.write_timeout)
+    app.add_middleware(LimitsMiddleware, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
+    return app
+
+
+def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
+    """What routes need, from the flags and the engine's configuration."""
+    from vllm.entrypoints.chat_utils import load_chat_template
+    from vllm.entrypoints.openai.context import ServerContext
+
+    model = engine.vllm_config.model_config
+    template = args.chat_template
+    tokenizer = engine.input_processor.tokenizer
+    named = tokenizer is not None and isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template
+    return ServerContext(
+        engine=engine,
+        served_names=tuple(model.served_model_names) or (model.served_model_name,),
+        model_path=model.model,
+        max_model_len=model.max_model_len,
+        default_sampling=model.get_diff_sampling_param(),
+        chat_template=template if named else load_chat_template(template),
+        content_format=args.chat_template_content_format,
+        response_role=args.response_role,
+        return_token_ids_as_text=args.return_tokens_as_token_ids,
+        trust_request_template=args.trust_request_chat_template,
+        request_timeout=args.request_timeout,
+        log_requests=not args.disable_log_requests,
+    )
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+
+    from vllm.entrypoints.openai.errors import APIError, error_body, status_phrase
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, APIError)
+        body = error.body
+        if error.status == 415:
+            body = {"detail": error.message, **body}
+        return JSONResponse(body, status_code=error.status, headers=error.headers)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        phrase = status_phrase(error.status_code)
+        kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+        body = {"detail": phrase, **error_body(phrase, kind, error.status_code)}
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    async def on_crash(request: Request, error: Exception) -> Response:
+        logger.error("Unexpected error in a route", exc_info=error)
+        text = "The server failed to process the request."
+        return JSONResponse(error_body(text, "InternalServerError", 500), status_code=500)
+
+    app.add_exception_handler(APIError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_crash)
+
+
+def _add_page(app: FastAPI) -> None:
+    """The page at /, from the package's own files."""
+    from starlette.responses import FileResponse, Response
+    from starlette.staticfiles import StaticFiles
+
+    headers = {"content-security-policy": CSP, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+    async def page() -> Response:
+        return FileResponse(WEB_FOLDER / "index.html", headers=headers)
+
+    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
+    app.mount("/ui", StaticFiles(directory=WEB_FOLDER), name="ui")
+
+
+def _add_middleware(app: FastAPI, path: str) -> None:
+    """Middleware that the operator names: a class, or a coroutine function for `@app.middleware("http")`."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"--middleware takes an import path such as package.module.Name, got {path!r}.")
+    found = getattr(importlib.import_module(module), name)
+    if inspect.isclass(found):
+        app.add_middleware(found)
+    elif inspect.iscoroutinefunction(found):
+        app.middleware("http")(found)
+    else:
+        raise ValueError(f"Invalid middleware {path}. Must be a function or a class.")
+
+
+def make_engine(args: argparse.Namespace) -> AsyncLLMEngine:
+    """The engine that the flags ask for, loaded."""
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    return AsyncLLMEngine.from_vllm_config(
+        config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        disable_log_requests=not engine_args.log_requests,
+        disable_log_stats=args.disable_log_stats,
+        disable_frontend_multiprocessing=args.disable_frontend_multiprocessing,
+    )
+
+
+def bind(args: argparse.Namespace) -> socket.socket:
+    """The listening socket, bound before the model is loaded, so that a taken port is known at once."""
+    family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((args.host or "", args.port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"Cannot listen on {args.host}:{args.port}: {error.strerror or error}.") from error
+    listener.setblocking(False)
+    return listener
+
+
+async def run_server(args: argparse.Namespace) -> int:
+    """Serve until told to stop or until the engine dies; returns the exit status of the process."""
+    import uvicorn
+
+    validate_parsed_serve_args(args)
+    listener = bind(args)
+    engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
+    app = build_app(args, engine)
+    config = uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        limit_concurrency=args.max_connections,
+        timeout_keep_alive=75,
+        h11_max_incomplete_event_size=64 * 1024,
+        server_header=False,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
+    return await _serve(args, server, engine, listener)
+
+
+def _no_signals() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, listener: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        stop.set()
+        if signals > 1:  # asked twice: now
+            server.force_exit = True
+            engine.shutdown_background_loop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await engine.check_health()  # begins to listen to the core
+    host, port = listener.getsockname()[:2]
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    logger.info("Serving on http%s://%s:%d", "s" if args.ssl_keyfile else "", host, port)
+    watching = asyncio.ensure_future(_watch(engine))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({serving, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    status = 0
+    if watching.done() and not stop.is_set():
+        status = 1
+        logger.error("The engine has died; the server ends.")
+        if envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(HEALTH_POLL_SECONDS)  # let the requests in flight hear of it
+    else:
+        logger.info("Shutting down: requests in progress get %g s.", args.shutdown_timeout)
+    await engine.shutdown(args.shutdown_timeout if status == 0 else 0.0)
+    server.should_exit = True
+    try:
+        await asyncio.wait_for(serving, 5.0)
+    except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
+        server.force_exit = True
+        serving.cancel()
+    for task in (watching, stopping):
+        task.cancel()
+    return status
+
+
+async def _watch(engine: AsyncLLMEngine) -> None:
+    """Return when the engine is dead."""
+    while not engine.errored:
+        await asyncio.sleep(HEALTH_POLL_SECONDS)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run the server with the flags in `args`; returns the process's exit status."""
+    if args.explain:
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        print(config.explain())
+        return 0
+    try:
+        return asyncio.run(run_server(args))
+    except (ValueError, TypeError, RuntimeError) as error:
+        logger.error("%s", error)
+        return 1
+
+
+def main() -> None:
+    parser = make_arg_parser(FlexibleArgumentParser(description="OpenAI-compatible API server"))
+    args = parser.parse_args()
+    status = serve(args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status) if status else sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Flags of the server; those of the engine come from `AsyncEngineArgs`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import ssl
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse import FlexibleArgumentParser
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
+
+
+def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
+    """Add every flag of `vllm serve` to `parser` and return it."""
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="Address to listen on; 0.0.0.0 for all interfaces. Default: this machine only.",
+    )
+    add("--port", type=int, default=8000, help="Port to listen on.")
+    add("--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="Log level of the HTTP server.")
+    add("--disable-uvicorn-access-log", action="store_true", help="Do not log each HTTP request.")
+    add("--allow-credentials", action="store_true", help="CORS: allow credentials.")
+    add("--allowed-origins", type=json.loads, default=["*"], help="CORS: allowed origins, a JSON list.")
+    add("--allowed-methods", type=json.loads, default=["*"], help="CORS: allowed methods, a JSON list.")
+    add("--allowed-headers", type=json.loads, default=["*"], help="CORS: allowed headers, a JSON list.")
+    add(
+        "--api-key",
+        action="append",
+        default=None,
+        help="Key that clients must present as bearer token; may be given several times. Also from VLLM_API_KEY.",
+    )
+    add("--lora-modules", nargs="+", default=None, help="LoRA modules, name=path. Not available in this version.")
+    add("--prompt-adapters", nargs="+", default=None, help="Prompt adapters, name=path. Not available in this version.")
+    add(
+        "--chat-template",
+        default=None,
+        help="Chat template: a file, the template itself, or the name of one of the model's.",
+    )
+    add(
+        "--chat-template-content-format",
+        choices=("auto", "string", "openai"),
+        default="auto",
+        help="Whether the template gets message contents as strings or as lists of parts.",
+    )
+    add(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="Allow chat_template and chat_template_kwargs in requests. They run in a sandbox, but cost what they cost.",
+    )
+    add("--response-role", default="assistant", help="Role of the answers.")
+    add("--ssl-keyfile", default=None, help="TLS key file.")
+    add("--ssl-certfile", default=None, help="TLS certificate file.")
+    add("--ssl-ca-certs", default=None, help="File of CA certificates.")
+    add(
+        "--ssl-cert-reqs",
+        type=int,
+        default=int(ssl.CERT_NONE),
+        help="Whether client certificates are required (ssl module).",
+    )
+    add("--root-path", default=None, help="Path prefix when a proxy routes by path.")
+    add(
+        "--middleware",
+        action="append",
+        default=[],
+        help="Import path of an ASGI middleware class or of a function for @app.middleware('http'); repeatable.",
+    )
+    add(
+        "--return-tokens-as-token-ids",
+        action="store_true",
+        help="Show tokens of log probabilities as token_id:<id>, so that all can be told apart.",
+    )
+    add(
+        "--disable-frontend-multiprocessing",
+        action="store_true",
+        help="Run the engine core in the server's process instead of one of its own.",
+    )
+    add("--enable-auto-tool-choice", action="store_true", help="Not available in this version.")
+    add("--tool-call-parser", default=None, help="Not available in this version.")
+    add("--max-log-len", type=int, default=None, help="At most this many prompt characters in the log.")
+    add("--enable-request-id-headers", action="store_true", help="Send X-Request-Id back.")
+    add("--enable-tokenizer-info-endpoint", action="store_true", help="Serve GET /tokenizer_info.")
+    add("--enable-server-load-tracking", action="store_true", help="Count requests in progress for GET /load.")
+    add("--enable-prompt-tokens-details", action="store_true", help="Report cached prompt tokens in the usage.")
+    add("--disable-fastapi-docs", action="store_true", help="Do not serve the OpenAPI schema and its pages.")
+    add("--disable-web-ui", action="store_true", help="Do not serve the page at /.")
+    add("--max-body-size", type=int, default=16 * 1024 * 1024, help="Largest request body, in bytes.")
+    add(
+        "--request-timeout", type=float, default=None, help="Seconds after which a request is ended. Default: no limit."
+    )
+    add("--body-timeout", type=float, default=30.0, help="Seconds within which a request's body must arrive.")
+    add(
+        "--write-timeout",
+        type=float,
+        default=30.0,
+        help="Seconds a client may take to read what is sent before it is cut.",
+    )
+    add("--shutdown-timeout", type=float, default=30.0, help="Seconds that running requests get to finish at shutdown.")
+    add("--max-connections", type=int, default=4096, help="Connections served at once; more get a 503.")
+    add("--explain", action="store_true", help="Print every derived setting and why, then exit.")
+    return AsyncEngineArgs.add_cli_args(parser)
+
+
+def validate_parsed_serve_args(args: argparse.Namespace) -> None:
+    """Raise for combinations that cannot work, and for features of later versions."""
+    if args.enable_auto_tool_choice and not args.tool_call_parser:
+        raise TypeError("Error: --enable-auto-tool-choice requires --tool-call-parser")
+    if args.enable_auto_tool_choice or args.tool_call_parser:
+        raise ValueError(
+            "Tool calling (--enable-auto-tool-choice, --tool-call-parser) is not available in this version."
+        )
+    if args.lora_modules:
+        raise ValueError("LoRA (--lora-modules) is not available in this version.")
+    if args.prompt_adapters:
+        raise ValueError("Prompt adapters (--prompt-adapters) are not available in this version.")
+    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
+        raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile.")
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port must be between 0 and 65535, got {args.port}.")
+    for name in ("max_body_size", "max_connections", "write_timeout", "body_timeout"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}.")

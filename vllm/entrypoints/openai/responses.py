@@ -1,0 +1,177 @@
+"""POST /v1/responses, for text: an input in, an output message out, whole or as a stream of typed events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.entrypoints.openai import chat
+from vllm.entrypoints.openai.context import ServerContext, new_id
+from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+from vllm.outputs import RequestOutput
+
+
+@dataclass(slots=True)
+class Work:
+    """A checked request: the chat it comes down to."""
+
+    request: ResponsesRequest
+    id: str
+    message_id: str
+    chat: chat.Chat
+
+
+async def prepare(context: ServerContext, request: ResponsesRequest) -> Work:
+    """Check the request and turn it into a conversation."""
+    for name, value in (
+        ("previous_response_id", request.previous_response_id),
+        ("tools", request.tools or None),
+        ("background", request.background or None),
+        ("reasoning", request.reasoning),
+    ):
+        if value is not None:
+            raise bad_request(f"{name} is not available in this version of /v1/responses.", name)
+    text_format = request.text.get("format") if isinstance(request.text, dict) else None
+    if isinstance(text_format, dict) and text_format.get("type", "text") != "text":
+        raise bad_request("text.format other than 'text' is not available in this version.", "text")
+    if request.store:
+        raise bad_request("This server stores no responses; leave store unset or false.", "store")
+    body = ChatCompletionRequest(
+        model=request.model,
+        messages=_messages(request),
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        logprobs=request.top_logprobs is not None,
+        top_logprobs=request.top_logprobs or 0,
+        seed=request.seed,
+        stop=request.stop,
+        stream=bool(request.stream),
+    )
+    work = await chat.prepare(context, body, None)
+    return Work(request, new_id("resp", None), new_id("msg", None), work)
+
+
+def _messages(request: ResponsesRequest) -> list[Any]:
+    messages: list[Any] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for i, item in enumerate(request.input):
+        if not isinstance(item, dict):
+            raise bad_request(f"input[{i}] must be an object with role and content.", "input")
+        if item.get("type", "message") != "message":
+            raise bad_request(f"input[{i}] has a type that is not available in this version.", "input")
+        messages.append({"role": item.get("role"), "content": item.get("content")})
+    return messages
+
+
+def _body(
+    work: Work, status: str, text: str | None, usage: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    request = work.request
+    output = [] if text is None else [_message(work, text, "completed" if status != "in_progress" else status)]
+    return {
+        "id": work.id,
+        "object": "response",
+        "created_at": work.chat.created,
+        "status": status,
+        "model": work.chat.model,
+        "output": output,
+        "usage": usage,
+        "error": None,
+        "incomplete_details": None if reason is None else {"reason": reason},
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": False,
+        "previous_response_id": None,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "none",
+        "tools": [],
+        "truncation": request.truncation,
+        "store": False,
+    }
+
+
+def _message(work: Work, text: str, status: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"id": work.message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _usage(prompt: int, completion: int, cached: int | None) -> dict[str, Any]:
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached or 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
+    }
+
+
+def _ending(finish_reason: str | None) -> tuple[str, str | None]:
+    return ("incomplete", "max_output_tokens") if finish_reason == "length" else ("completed", None)
+
+
+async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
+    """The answer as one JSON object."""
+    final: RequestOutput | None = None
+    async for output in work.chat.generator:
+        final = output
+    if final is None:
+        raise bad_request("The request was aborted.")
+    answer = final.outputs[0]
+    status, reason = _ending(answer.finish_reason)
+    usage = _usage(len(final.prompt_token_ids or ()), len(answer.token_ids), final.num_cached_tokens)
+    return _body(work, status, answer.text, usage, reason)
+
+
+async def stream(context: ServerContext, work: Work) -> AsyncGenerator[bytes, None]:
+    """The answer as events, in the order clients expect them."""
+    number = -1
+
+    def event(kind: str, **fields: Any) -> bytes:
+        nonlocal number
+        number += 1
+        data = json.dumps({"type": kind, "sequence_number": number, **fields})
+        return f"event: {kind}\ndata: {data}\n\n".encode()
+
+    place = {"item_id": work.message_id, "output_index": 0, "content_index": 0}
+    empty = {"type": "output_text", "text": "", "annotations": []}
+    pieces: list[str] = []
+    tokens = prompt_tokens = 0
+    cached: int | None = None
+    reason: str | None = None
+    started = False
+    try:
+        async for result in work.chat.generator:
+            if not started:
+                started = True
+                cached = result.num_cached_tokens
+                yield event("response.created", response=_body(work, "in_progress", None, None, None))
+                yield event("response.in_progress", response=_body(work, "in_progress", None, None, None))
+                item = {**_message(work, "", "in_progress"), "content": []}
+                yield event("response.output_item.added", output_index=0, item=item)
+                yield event("response.content_part.added", **place, part=empty)
+            prompt_tokens = len(result.prompt_token_ids or ())
+            answer = result.outputs[0]
+            tokens += len(answer.token_ids)
+            reason = answer.finish_reason or reason
+            if answer.text:
+                pieces.append(answer.text)
+                yield event("response.output_text.delta", **place, delta=answer.text, logprobs=[])
+    finally:
+        await work.chat.generator.aclose()
+    text = "".join(pieces)
+    status, why = _ending(reason)
+    yield event("response.output_text.done", **place, text=text, logprobs=[])
+    yield event("response.content_part.done", **place, part={**empty, "text": text})
+    yield event("response.output_item.done", output_index=0, item=_message(work, text, "completed"))
+    body = _body(work, status, text, _usage(prompt_tokens, tokens, cached), why)
+    yield event(f"response.{status}", response=body)

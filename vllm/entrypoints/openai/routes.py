@@ -1,0 +1,354 @@
+"""All routes. Each reads a body strictly, asks the engine, and answers; errors become bodies in `errors.py` only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+from vllm.entrypoints.openai import chat, completions, responses
+from vllm.entrypoints.openai.context import ServerContext, as_api_error
+from vllm.entrypoints.openai.errors import APIError, bad_request, not_available
+from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    _Request,
+)
+from vllm.entrypoints.openai.sse import EventStream
+from vllm.entrypoints.openai.strict_json import parse_object
+from vllm.logger import init_logger
+from vllm.version import __version__
+
+logger = init_logger(__name__)
+router = APIRouter()
+
+_Model = TypeVar("_Model", bound=_Request)
+_WRONG_TYPE = "Unsupported Media Type: Only 'application/json' is allowed"
+
+# Routes of the API whose feature this version does not have: path -> (name, whether it is the model that cannot).
+POOLING_ROUTES = {
+    "/v1/embeddings": "Embeddings API",
+    "/pooling": "Pooling API",
+    "/score": "Score API",
+    "/v1/score": "Score API",
+    "/rerank": "Rerank (Score) API",
+    "/v1/rerank": "Rerank (Score) API",
+    "/v2/rerank": "Rerank (Score) API",
+    "/classify": "Classification API",
+    "/v1/audio/transcriptions": "Transcriptions API",
+    "/v1/audio/translations": "Translations API",
+}
+LATER_ROUTES = {
+    "/v1/load_lora_adapter": "Loading LoRA adapters",
+    "/v1/unload_lora_adapter": "Unloading LoRA adapters",
+    "/sleep": "Sleep mode",
+    "/wake_up": "Sleep mode",
+}
+
+
+def context_of(request: Request) -> ServerContext:
+    context: ServerContext = request.app.state.context
+    return context
+
+
+async def read(request: Request, model: type[_Model]) -> _Model:
+    """The body as a `model`. Raises APIError 415 or 400."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise APIError(415, _WRONG_TYPE, "UnsupportedMediaTypeError")
+    try:
+        data = parse_object(await request.body())
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    if len(data) > 256:
+        raise bad_request("The body has too many fields.")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _validation_error(error) from None
+
+
+def _validation_error(error: ValidationError) -> APIError:
+    """What is wrong, field by field, without echoing values."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    parts = [f"{'.'.join(str(p) for p in item['loc'][:3])}: {item['msg']}" for item in found[:5]]
+    param = str(found[0]["loc"][0]) if found and found[0]["loc"] else None
+    return bad_request("; ".join(parts), param)
+
+
+async def answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+    """Run `work`, but give up (and so abort in the engine) as soon as the client is gone."""
+    context = context_of(request)
+    task = asyncio.ensure_future(work())
+    watcher = asyncio.ensure_future(_gone(request))
+    context.load += 1
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return Response(status_code=499)
+        return Response(json.dumps(task.result()), media_type="application/json")
+    except Exception as error:
+        raise as_api_error(error) from error
+    finally:
+        context.load -= 1
+        watcher.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stream(request: Request, events: EventStream) -> Response:
+    """Start a stream; errors before its first event are plain HTTP errors."""
+    try:
+        await events.start()
+    except Exception as error:
+        raise as_api_error(error) from error
+    return events
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    context = context_of(request)
+    body = await read(request, CompletionRequest)
+    try:
+        work = await completions.prepare(context, body, request.headers.get("x-request-id"))
+    except Exception as error:
+        raise as_api_error(error) from error
+    if body.stream and not _whole_only(body):
+        return await stream(request, EventStream(completions.stream(context, work)))
+    if body.stream:
+        return await stream(request, EventStream(completions.stream_whole(context, work)))
+    return await answer(request, lambda: completions.complete(context, work))
+
+
+def _whole_only(body: CompletionRequest) -> bool:
+    """best_of and beam search know their choices only at the end: one event with everything."""
+    return body.use_beam_search or (body.best_of is not None and body.best_of != (body.n or 1))
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    context = context_of(request)
+    body = await read(request, ChatCompletionRequest)
+    try:
+        work = await chat.prepare(context, body, request.headers.get("x-request-id"))
+    except Exception as error:
+        raise as_api_error(error) from error
+    if body.stream:
+        return await stream(request, EventStream(chat.stream(context, work)))
+    return await answer(request, lambda: chat.complete(context, work))
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request) -> Response:
+    context = context_of(request)
+    body = await read(request, ResponsesRequest)
+    try:
+        work = await responses.prepare(context, body)
+    except Exception as error:
+        raise as_api_error(error) from error
+    if body.stream:
+        return await stream(request, EventStream(responses.stream(context, work)))
+    return await answer(request, lambda: responses.complete(context, work))
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: str) -> Response:
+    raise APIError(404, "Responses are not stored by this server.", "NotFoundError")
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str) -> Response:
+    raise APIError(404, "Responses are not stored by this server.", "NotFoundError")
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    context = context_of(request)
+    return JSONResponse({"object": "list", "data": [_model_card(context, name) for name in context.served_names]})
+
+
+def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": context.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "vllm",
+        "root": context.model_path,
+        "parent": None,
+        "max_model_len": context.max_model_len,
+        "permission": [permission],
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    context = context_of(request)
+    body = await read(request, TokenizeRequest)
+    context.check_model(body.model)
+    try:
+        if body.messages is not None:
+            text = await chat.render(context, body, body.tools)
+        elif body.prompt is not None:
+            text = body.prompt
+        else:
+            raise bad_request("Give `prompt` or `messages`.", "prompt")
+        special = body.add_special_tokens
+        if special is None:
+            special = body.messages is None
+        ids = await context.in_pool(context.tokenizer.encode, text, special)
+    except Exception as error:
+        raise as_api_error(error) from error
+    strings = [context.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+    return JSONResponse(
+        {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    context = context_of(request)
+    body = await read(request, DetokenizeRequest)
+    context.check_model(body.model)
+    tokenizer = context.tokenizer
+    if len(body.tokens) > 1_000_000:
+        raise bad_request("At most 1000000 tokens may be detokenized at once.", "tokens")
+    size = len(tokenizer)
+    if any(not 0 <= i < size for i in body.tokens):
+        raise bad_request(f"Token ids must be between 0 and {size - 1}.", "tokens")
+    text = await context.in_pool(tokenizer.decode, body.tokens)
+    return JSONResponse({"prompt": text})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    context = context_of(request)
+    if not request.app.state.args.enable_tokenizer_info_endpoint:
+        raise APIError(404, "Start the server with --enable-tokenizer-info-endpoint for this route.", "NotFoundError")
+    tokenizer = context.tokenizer
+    return JSONResponse(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": len(tokenizer),
+            "special_tokens": dict(tokenizer.special_tokens),
+            "chat_template": context.chat_template or tokenizer.chat_template,
+        }
+    )
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 only while the engine makes progress."""
+    try:
+        await context_of(request).engine.check_health()
+    except Exception:
+        return Response(status_code=503)
+    return Response(status_code=200)
+
+
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(request: Request) -> Response:
+    return await health(request)
+
+
+@router.get("/version")
+async def version() -> Response:
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    from vllm.metrics.registry import render
+
+    body = render([context_of(request).engine.metrics])
+    return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/load")
+async def load(request: Request) -> Response:
+    tracked = request.app.state.args.enable_server_load_tracking
+    return JSONResponse({"server_load": context_of(request).load if tracked else 0})
+
+
+@router.get("/is_sleeping")
+async def is_sleeping() -> Response:
+    return JSONResponse({"is_sleeping": False})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    await _control(request, "reset_prefix_cache")
+    return Response(status_code=200)
+
+
+@router.post("/start_profile")
+async def start_profile(request: Request) -> Response:
+    await _control(request, "start_profile")
+    return Response(status_code=200)
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> Response:
+    await _control(request, "stop_profile")
+    return Response(status_code=200)
+
+
+async def _control(request: Request, method: str) -> None:
+    engine = context_of(request).engine
+    try:
+        await getattr(engine, method)()
+    except RuntimeError as error:
+        raise bad_request(str(error)) from error
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    explanation = context_of(request).engine.vllm_config.explanation
+    return JSONResponse({"vllm_config": str(sorted(explanation)), "uptime": time.time() - context_of(request).created})
+
+
+def _pooling_route(name: str) -> Callable[[], Awaitable[Response]]:
+    async def route() -> Response:
+        raise bad_request(f"The model does not support {name}")
+
+    return route
+
+
+def _later_route(name: str) -> Callable[[], Awaitable[Response]]:
+    async def route() -> Response:
+        raise not_available(name)
+
+    return route
+
+
+for _path, _name in POOLING_ROUTES.items():
+    router.add_api_route(_path, _pooling_route(_name), methods=["POST"], name=_path)
+for _path, _name in LATER_ROUTES.items():
+    router.add_api_route(_path, _later_route(_name), methods=["POST"], name=_path)
