@@ -1,4 +1,4 @@
-"""The interface for quantization formats: a format of its own goes through building, strict loading, sharding and use."""
+"""The interface for quantization formats: a format of its own is built, loaded strictly, sharded and used."""
 
 from __future__ import annotations
 

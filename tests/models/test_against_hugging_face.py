@@ -24,6 +24,7 @@ GQA = {**SIZES, "num_key_value_heads": 2}
 GEMMA2 = {**GQA, "head_dim": 12, "num_hidden_layers": 5, "query_pre_attn_scalar": 10, "sliding_window": 7}
 GPT = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "n_inner": 77}
 OPT = {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "ffn_dim": 77}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 NO_PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 CASES: dict[str, Any] = {
@@ -54,8 +55,10 @@ CASES: dict[str, Any] = {
     ),
     "gpt2": lambda: hf.GPT2Config(**GPT),
     "gpt2-scaled": lambda: hf.GPT2Config(**GPT, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False),
-    "gpt_neox": lambda: hf.GPTNeoXConfig(**SIZES),
-    "gpt_neox-sequential": lambda: hf.GPTNeoXConfig(**SIZES, use_parallel_residual=False, attention_bias=False),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**SIZES, rope_parameters=PARTIAL),
+    "gpt_neox-sequential": lambda: hf.GPTNeoXConfig(
+        **SIZES, rope_parameters=PARTIAL, use_parallel_residual=False, attention_bias=False
+    ),
 }
 
 
