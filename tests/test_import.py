@@ -37,6 +37,7 @@ def test_sampling_params_come_without_torch() -> None:
         "vllm.envs",
         "vllm.utils",
         "vllm.usage.usage_lib",
+        "vllm.multimodal",
         "vllm.lora.request",
         "vllm.prompt_adapter.request",
         "vllm.exceptions",

@@ -95,7 +95,7 @@ class InputRegistry:
 
         `mm_registry` knows how many items of each modality a prompt of this model may have.
         """
-        factory = self.dummy_data_factory_of(_class_of(model_config))
+        factory = self.dummy_data_factory_of(class_of(model_config))
         if factory is None:
             return LLMInputs(prompt_token_ids=[0] * seq_len), None
         counts = {} if mm_registry is None else mm_registry.get_mm_limits_per_prompt(model_config)
@@ -103,18 +103,19 @@ class InputRegistry:
 
     def process_input(self, model_config: ModelConfig, inputs: LLMInputs) -> LLMInputs:
         """`inputs` after the hook of the model that `model_config` names."""
-        processor = self.input_processor_of(_class_of(model_config))
+        processor = self.input_processor_of(class_of(model_config))
         return inputs if processor is None else processor(InputContext(model_config), inputs)
 
     def create_input_processor(self, model_config: ModelConfig) -> Callable[[LLMInputs], LLMInputs]:
         """`process_input` for one model, whose hook is looked up once, now."""
-        processor = self.input_processor_of(_class_of(model_config))
+        processor = self.input_processor_of(class_of(model_config))
         if processor is None:
             return lambda inputs: inputs
         return functools.partial(processor, InputContext(model_config))
 
 
-def _class_of(model_config: ModelConfig) -> type:
+def class_of(model_config: ModelConfig) -> type:
+    """The class of the model that `model_config` names."""
     from vllm.model_executor.models import ModelRegistry  # torch comes with it
 
     model_class, _ = ModelRegistry.resolve_model_cls(model_config.architectures)
