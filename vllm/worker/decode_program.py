@@ -24,6 +24,7 @@ from vllm.ops.triton.decode_linear import (
     STORE,
     Product,
     Stream,
+    Tiling,
     choose_tiling,
     run_product,
     supports,
@@ -138,20 +139,66 @@ def _norm_factor(weight: Tensor, offset: float) -> Tensor:
     return weight if offset == 0.0 else weight.float() + offset
 
 
+@dataclass(frozen=True, slots=True)
+class StepTiling:
+    """How every kernel of a step is cut: its products, and the attention's splits, keys at a time, warps and stages."""
+
+    qkv: Tiling
+    o: Tiling
+    gate_up: Tiling
+    down: Tiling
+    head: Tiling
+    splits: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
+    """The tiling for `rows` rows of sequences of up to `width` tokens."""
+    layer, kv_heads = w.layers[0], w.layers[0].attention.cache.shape[2]
+
+    def product(weight: Tensor, mode: int) -> Tiling:
+        return choose_tiling(rows, weight.shape[0] // (2 if mode == SILU else 1), weight.shape[1], mode)
+
+    splits = choose_splits(rows * kv_heads, width, None)
+    many = rows * kv_heads * splits >= 512
+    return StepTiling(
+        product(layer.qkv, STORE),
+        product(layer.o, RESIDUAL),
+        product(layer.gate_up, SILU),
+        product(layer.down, RESIDUAL),
+        product(w.head, ARGMAX),
+        splits,
+        tile=32 if many else 64,
+        warps=1 if many else 4,
+        stages=2,
+    )
+
+
 class DecodeProgram:
     """The fused step for exactly `rows` rows, over static buffers. One instance per graph size; weights are shared."""
 
     def __init__(
-        self, weights: ProgramWeights, rows: int, width: int, slots: Tensor, positions: Tensor, *, pdl: bool = True
-    ) -> None:
+        self, weights: ProgramWeights, rows: int, width: int, slots: Tensor, positions: Tensor, *,
+        tiling: StepTiling | None = None, pdl: bool = True,
+    ) -> None:  # fmt: skip
         """slots, positions: [rows] int32 views of the uploaded inputs.   width: the longest sequence that may come."""
         self.weights, self.rows, self._pdl = weights, rows, pdl
         self._slots, self._positions = slots, positions
         first = weights.layers[0]
         device, hidden = weights.embedding.device, weights.embedding.shape[1]
-        self._products = [self._layer_products(layer, rows) for layer in weights.layers]
-        head = choose_tiling(rows, weights.vocab_size, hidden, ARGMAX)
-        self._head = Product(weights.head, None, ARGMAX, True, head)
+        self._tiling = t = choose_step_tiling(weights, rows, width) if tiling is None else tiling
+        self._products = [
+            (
+                Product(layer.qkv, layer.qkv_bias, STORE, True, t.qkv),
+                Product(layer.o, None, RESIDUAL, False, t.o),
+                Product(layer.gate_up, None, SILU, True, t.gate_up),
+                Product(layer.down, None, RESIDUAL, False, t.down),
+            )
+            for layer in weights.layers
+        ]
+        self._head = Product(weights.head, None, ARGMAX, True, t.head)
         products = [*self._products[0], self._head]
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -173,23 +220,9 @@ class DecodeProgram:
         self._qkv = empty(rows, first.qkv.shape[0])
         self._context = empty(rows, attn.heads * head_dim)
         self._mlp = empty(rows, first.down.shape[1])
-        self._splits = choose_splits(rows * kv_heads, width, None)
-        self._part = empty(rows * attn.heads * self._splits, head_dim, dtype=fp32)
-        self._lse = empty(rows * attn.heads * self._splits, dtype=fp32)
+        self._part = empty(rows * attn.heads * t.splits, head_dim, dtype=fp32)
+        self._lse = empty(rows * attn.heads * t.splits, dtype=fp32)
         self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
-
-    @staticmethod
-    def _layer_products(layer: LayerWeights, rows: int) -> tuple[Product, Product, Product, Product]:
-        def product(weight: Tensor, bias: Tensor | None, mode: int, norm: bool) -> Product:
-            outputs = weight.shape[0] // (2 if mode == SILU else 1)
-            return Product(weight, bias, mode, norm, choose_tiling(rows, outputs, weight.shape[1], mode))
-
-        return (
-            product(layer.qkv, layer.qkv_bias, STORE, True),
-            product(layer.o, None, RESIDUAL, False),
-            product(layer.gate_up, None, SILU, True),
-            product(layer.down, None, RESIDUAL, False),
-        )
 
     def run(self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None) -> None:
         """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden: [rows, hidden]
@@ -198,9 +231,11 @@ class DecodeProgram:
         attn_in, mlp_in = self._scaled
         before_attn, before_mlp = self._squares
         down_tiles, o_tiles = self._products[0][3].tiles, self._products[0][1].tiles
+        t = self._tiling
         rows = DecodeRows(
-            self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived, self._splits
-        )
+            self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived,
+            t.splits, t.tile, t.warps, t.stages,
+        )  # fmt: skip
         tokens = table.tokens
         embed_rows(
             self._slots, self._positions, tokens, w.embedding, w.layers[0].attn_norm, s.h, attn_in, before_attn, down_tiles

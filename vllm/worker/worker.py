@@ -26,6 +26,7 @@ from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.ops.triton.precompile import Precompilation
 
 logger = init_logger(__name__)
 
@@ -41,7 +42,10 @@ class Worker:
         self.device = self._open_device()
         self.context: DeviceContext = create_context(self.device)
         ops.setup(self.device.type)
+        self._compiling = self._compile_ahead()
         self.model = self._load()
+        if config.lora_config is None:
+            ops.fuse(self.model, self.device.type)
         cache = config.cache_config
         self.layout: KVLayout = self.model.kv_layout(cache.block_size, cache.cache_dtype)
         self.runner: ModelRunner | None = None
@@ -55,11 +59,16 @@ class Worker:
         if kind == "cuda":
             device = torch.device("cuda", self.tp.rank)
             torch.cuda.set_device(device)
-            from vllm.ops import triton as kernels
-
-            kernels.register()
             return device
         raise RuntimeError(f"Not support device type: {kind}")
+
+    def _compile_ahead(self) -> Precompilation | None:
+        """Start to compile this model's kernels in processes of their own, while weights are loaded here."""
+        if self.device.type != "cuda" or self.tp.world != 1:
+            return None
+        from vllm.worker.cuda_precompile import start
+
+        return start(self.config, torch.cuda.get_device_capability(self.device))
 
     def _load(self) -> Any:
         from vllm.model_executor.model_loader import load_model
@@ -79,6 +88,8 @@ class Worker:
 
     def count_blocks(self) -> int:
         """Blocks that fit into this rank's memory, the null block included. Runs the largest step once on a GPU."""
+        if self._compiling is not None:
+            logger.info("Compiling kernels took %.2f s, beside loading", self._compiling.wait())
         request = self._request
         if request.override is not None or request.fixed_bytes is not None:
             return kv_memory.count_blocks(self.layout, request, 0, "", bounded=False)

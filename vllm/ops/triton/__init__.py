@@ -1,11 +1,14 @@
-"""Triton kernels for GPUs, one file per family of operations; `register()` puts them on the ops for "cuda" tensors."""
+"""Triton kernels for GPUs, one file per family of operations; `register()` puts them on the ops."""
 
 from __future__ import annotations
 
 
-def register() -> None:
-    """Make every op run its Triton kernel for tensors on "cuda". Imports triton, so call it only where CUDA is used."""
-    from vllm.ops.triton import activation, attention, draw, norm, rotary
+def register(device_type: str = "cuda") -> None:
+    """Make every op run its kernel for tensors on `device_type`. Imports triton, so call it only where CUDA is used.
 
-    for family in (activation, attention, draw, norm, rotary):
-        family.register()
+    "meta" is for compiling ahead: kernels are then launched on tensors without memory, in a process that does not run them.
+    """
+    from vllm.ops.triton import activation, attention, draw, linear, norm, rotary
+
+    for family in (activation, attention, draw, linear, norm, rotary):
+        family.register(device_type)

@@ -74,6 +74,6 @@ def activate_gated(x: Tensor, kind: str) -> Tensor:
     return out
 
 
-def register() -> None:
-    ops.activate.register("cuda", activate)
-    ops.activate_gated.register("cuda", activate_gated)
+def register(device_type: str) -> None:
+    ops.activate.register(device_type, activate)
+    ops.activate_gated.register(device_type, activate_gated)

@@ -344,6 +344,6 @@ def write_kv(
     )  # fmt: skip
 
 
-def register() -> None:
-    ops.attend.register("cuda", attend)
-    ops.write_kv.register("cuda", write_kv)
+def register(device_type: str) -> None:
+    ops.attend.register(device_type, attend)
+    ops.write_kv.register(device_type, write_kv)

@@ -144,7 +144,7 @@ class DecodeAttention:
 class DecodeRows:
     """Rows of a step. slots: [rows] int32, below 0 for padding; positions: [rows] int32 of the new tokens; table: [slots, blocks].
 
-    part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.
+    part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
     """
 
     slots: Tensor
@@ -154,19 +154,21 @@ class DecodeRows:
     lse: Tensor
     arrived: Tensor
     splits: int
+    tile: int = 32
+    warps: int = 1
+    stages: int = 2
 
 
 def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False) -> None:
     """qkv: [rows, (heads + 2 * kv_heads) * head_dim] -> out: [rows, heads * head_dim]; the cache receives the new token."""
     _, _, kv_heads, block_size, head_dim = a.cache.shape
     extra = {"launch_pdl": True} if pdl else {}
-    many = qkv.shape[0] * kv_heads * rows.splits >= 512
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
         qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin,
         qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
         out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, a.scale * 1.4426950408889634,
         a.cache.shape[1], a.cache.stride(1), rows.table.stride(0),
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
-        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=32 if many else 64, SPLITS=rows.splits,
-        STAGES=2, NORM=a.q_weight is not None, PDL=pdl, num_warps=1 if many else 4, **extra,
+        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, SPLITS=rows.splits,
+        STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, num_warps=rows.warps, **extra,
     )  # fmt: skip

@@ -271,5 +271,5 @@ def draw(logits: Tensor, params: DrawParams) -> Tensor:
     return out
 
 
-def register() -> None:
-    ops.draw.register("cuda", draw)
+def register(device_type: str) -> None:
+    ops.draw.register(device_type, draw)

@@ -100,8 +100,8 @@ def add_layer_norm(
     return _run(x, residual, weight, bias, eps, offset, center=True), residual
 
 
-def register() -> None:
-    ops.rms_norm.register("cuda", rms_norm)
-    ops.layer_norm.register("cuda", layer_norm)
-    ops.add_rms_norm.register("cuda", add_rms_norm)
-    ops.add_layer_norm.register("cuda", add_layer_norm)
+def register(device_type: str) -> None:
+    ops.rms_norm.register(device_type, rms_norm)
+    ops.layer_norm.register(device_type, layer_norm)
+    ops.add_rms_norm.register(device_type, add_rms_norm)
+    ops.add_layer_norm.register(device_type, add_layer_norm)

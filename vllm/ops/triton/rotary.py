@@ -154,8 +154,8 @@ def rotate_and_write_kv(
     return qkv.view(tokens, -1, head_dim)[:, :heads]
 
 
-def register() -> None:
-    ops.rotate.register("cuda", rotate)
-    ops.rotate_and_write_kv.register("cuda", rotate_and_write_kv)
+def register(device_type: str) -> None:
+    ops.rotate.register(device_type, rotate)
+    ops.rotate_and_write_kv.register(device_type, rotate_and_write_kv)
 
 

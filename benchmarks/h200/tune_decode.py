@@ -1,0 +1,174 @@
+"""Find the tilings of the fused decode step: one kernel's at a time, each judged by the time of the whole step.
+
+    python -m benchmarks.h200.tune_decode --model /tmp/models/qwen3-0.6b --rows 1,32 --context 256 --out tune.json
+
+The winners are what `choose_tiling` and `choose_step_tiling` should answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.h200.timing import capture, device_ms
+from vllm.config.hf import HFConfig
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.ops.triton.decode_linear import Tiling
+from vllm.ops.triton.precompile import precompile
+from vllm.worker.decode_program import DecodeProgram, ProgramWeights, StepTiling, choose_step_tiling, read_weights
+
+BLOCK = 16
+
+
+def vectors() -> list[Tiling]:
+    return [
+        Tiling(True, rows, depth, warps, unroll=unroll)
+        for rows, depth, warps, unroll in (
+            (2, 512, 4, 1), (2, 512, 4, 2), (2, 1024, 4, 1), (2, 1024, 4, 2), (2, 2048, 4, 2), (4, 512, 4, 1), (4, 512, 4, 2),
+            (4, 1024, 4, 1), (4, 1024, 4, 2), (4, 1024, 8, 1), (4, 2048, 8, 1), (8, 512, 4, 1), (8, 512, 4, 2), (8, 1024, 4, 1),
+            (8, 1024, 8, 1), (8, 1024, 8, 2), (16, 512, 4, 1), (16, 512, 8, 1), (16, 1024, 8, 1),
+        )  # fmt: skip
+    ]
+
+
+def skinnies(splits: tuple[int, ...]) -> list[Tiling]:
+    found = []
+    for rows, depth, warps in ((16, 256, 4), (32, 128, 4), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 8), (128, 64, 4), (128, 128, 8)):
+        for stages in (3, 4, 6):
+            if (rows + 16) * depth * 2 * stages > 200_000:
+                continue
+            for split in splits:
+                found += [Tiling(False, rows, depth, warps, split, stages, tma=tma) for tma in (False, True)]
+    return found
+
+
+def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
+    """Tilings to try for one product."""
+    weight = w.head if name == "head" else getattr(w.layers[0], name)
+    outputs, inputs = weight.shape[0] // (2 if name == "gate_up" else 1), weight.shape[1]
+    splits = (1, 2, 4) if name in ("o", "down") else (1, 2) if name == "qkv" else (1,)
+    tried = [t for t in skinnies(splits) if inputs % (t.depth * t.split) == 0]
+    if name == "gate_up":
+        tried = [t for t in tried if outputs % t.rows == 0 and (2 * t.rows + 16) * t.depth * 2 * t.stages < 200_000]
+    if rows == 1:
+        tried = vectors() + [t for t in tried if not t.tma and t.stages == 3]
+    programs = [-(-outputs // t.rows) * t.split for t in tried]
+    return [t for t, n in zip(tried, programs, strict=True) if n >= 48]
+
+
+ATTENTION = [
+    {"splits": s, "tile": t, "warps": n, "stages": g}
+    for s in (1, 2, 4, 8, 16, 32, 64)
+    for t, n, g in ((32, 1, 2), (32, 1, 3), (32, 2, 3), (64, 4, 2), (64, 2, 2))
+]
+
+
+class Table:
+    """As much of a slot table as the program reads."""
+
+    def __init__(self, rows: int, context: int, device: str) -> None:
+        blocks = context // BLOCK + 2
+        self.tokens = torch.randint(0, 1000, (rows, context + 32), dtype=torch.int32, device=device)
+        table = torch.arange(1, rows * blocks + 1, dtype=torch.int32, device=device)
+        if device != "meta":
+            table = table[torch.randperm(len(table), device=device)]
+        self.tables = [table.view(rows, blocks)]
+
+
+class Bench:
+    def __init__(self, folder: str, rows: int, context: int, device: str) -> None:
+        hf = HFConfig.load(Path(folder))
+        spec = ModelRegistry.resolve(hf.architectures).decoder(hf)
+        if device == "meta":
+            spec = replace(spec, blocks=spec.blocks[:1])
+        with torch.device(device):
+            model = DecoderModel(spec, dtype=torch.bfloat16, max_positions=context + 64, device=torch.device(device))
+        for p in model.parameters():
+            p.data.normal_(std=0.02)
+        layout = model.kv_layout(BLOCK)
+        self.table = Table(rows, context, device)
+        shape = (2, self.table.tables[0].numel() + 1, layout.kv_heads, BLOCK, layout.head_dim)
+        caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in spec.blocks]
+        self.weights: Any = read_weights(model, caches)
+        self.rows = rows
+        self.slots = torch.arange(rows, dtype=torch.int32, device=device)
+        self.positions = torch.full((rows,), context, dtype=torch.int32, device=device)
+        self.ids = torch.empty(rows, dtype=torch.int32, device=device)
+
+    def program(self, tiling: StepTiling) -> DecodeProgram:
+        return DecodeProgram(self.weights, self.rows, 4096, self.slots, self.positions, tiling=tiling)
+
+    def milliseconds(self, tiling: StepTiling, reps: int = 9) -> float:
+        try:
+            program = self.program(tiling)
+            graph = capture(lambda: program.run(self.table, token_ids=self.ids))
+        except Exception as error:  # a tile that does not fit this chip
+            print(f"    {type(error).__name__}: {str(error)[:80]}")
+            return float("inf")
+        return device_ms(graph.replay, reps=reps, warm=2)
+
+
+def all_tilings(w: ProgramWeights, rows: int) -> list[StepTiling]:
+    start = choose_step_tiling(w, rows, 4096)
+    found = [start]
+    for name in ("qkv", "o", "gate_up", "down", "head"):
+        found += [replace(start, **{name: t}) for t in candidates(name, rows, w)]
+    return found + [replace(start, **a) for a in ATTENTION]
+
+
+def dry(folder: str, rows: int, context: int) -> None:
+    bench = Bench(folder, rows, context, "meta")
+    for tiling in all_tilings(bench.weights, rows):
+        bench.program(tiling).run(bench.table, token_ids=bench.ids)
+
+
+def tune(folder: str, rows: int, context: int, seconds: float) -> dict:
+    bench = Bench(folder, rows, context, "cuda")
+    best = choose_step_tiling(bench.weights, rows, 4096)
+    first = least = bench.milliseconds(best, 20)
+    end = time.perf_counter() + seconds
+    print(f"{folder} rows {rows} context {context}: default {first:.4f} ms", flush=True)
+    for name in ("gate_up", "down", "o", "qkv", "attention", "head"):
+        tried = [replace(best, **a) for a in ATTENTION] if name == "attention" else [replace(best, **{name: t}) for t in candidates(name, rows, bench.weights)]
+        times = []
+        for tiling in tried:
+            if time.perf_counter() > end:
+                break
+            times.append((bench.milliseconds(tiling), tiling))
+        times.sort(key=lambda pair: pair[0])
+        top = [(bench.milliseconds(t, 25), t) for _, t in times[:3]]
+        if top and min(top, key=lambda pair: pair[0])[0] < least:
+            least, best = min(top, key=lambda pair: pair[0])
+        short = [(round(ms, 4), getattr(t, name) if name != "attention" else (t.splits, t.tile, t.warps, t.stages)) for ms, t in top]
+        print(f"  {name:9} {len(times)} tried -> {least:.4f}   {short}", flush=True)
+    return {"default_ms": first, "ms": least, "tiling": asdict(best)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", required=True, help="folders, separated by commas")
+    parser.add_argument("--rows", default="1,32")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=60, help="per model and number of rows")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    cases = [(m, int(r), args.context) for m in args.models.split(",") for r in args.rows.split(",")]
+    compiling = precompile([lambda c=c: dry(*c) for c in cases], 90)
+    print(f"compiled in {compiling.wait(400):.1f} s", flush=True)
+    result = {}
+    for folder, rows, context in cases:
+        result[f"{Path(folder).name}/{rows}/{context}"] = tune(folder, rows, context, args.seconds)
+        torch.cuda.empty_cache()
+        with open(args.out, "w") as f:
+            json.dump(result, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Which kernels a model will need: a dry run of its steps on tensors without memory, for `ops/triton/precompile`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.core.kv_spec import KVLayout
+from vllm.model_executor.layers.dtypes import dtype_of
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.family import Family
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.spec import Decoder
+from vllm.ops.attention import GatherPlan, gather_starts
+from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
+from vllm.ops.triton.draw import draw
+from vllm.ops.triton.precompile import Precompilation, precompile
+from vllm.worker.cuda_graphs import graph_sizes
+from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, read_weights
+from vllm.worker.sample.draw import DrawParams
+from vllm.worker.kv_memory import cache_dtype
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+META = torch.device("meta")
+_TABLE_WIDTH = 4096  # tokens per row of a new slot table
+
+
+def start(config: VllmConfig, capability: tuple[int, int]) -> Precompilation | None:
+    """Start to compile what the configured model needs; None for a model that is not a decoder of ours."""
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    family = ModelRegistry.resolve(model.hf.architectures)
+    if not isinstance(family, Family):
+        return None
+    run = DryRun(
+        family.decoder(model.hf),
+        dtype_of(model.dtype),
+        model.max_model_len,
+        cache.block_size,
+        cache_dtype(cache.cache_dtype, model.dtype),
+        scheduler.max_num_seqs,
+        graphs=not model.enforce_eager,
+    )
+    return precompile([run], capability[0] * 10 + capability[1])
+
+
+class _Table:
+    """A slot table without memory."""
+
+    def __init__(self, slots: int, layout: KVLayout) -> None:
+        self.block_size = layout.block_size
+        self.tokens = torch.empty(slots, _TABLE_WIDTH, dtype=torch.int32, device=META)
+        columns = _TABLE_WIDTH // layout.block_size + 1
+        self.tables = [torch.empty(slots, columns, dtype=torch.int32, device=META) for _ in layout.groups]
+
+
+class DryRun:
+    """Every kind of step of one model, without a device."""
+
+    def __init__(
+        self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
+        max_num_seqs: int, graphs: bool,
+    ) -> None:  # fmt: skip
+        """graphs: whether decode steps are captured, and fused where that is possible."""
+        kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
+        self._spec = replace(spec, blocks=kinds)
+        self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
+        self._cache_dtype, self._max_num_seqs, self._graphs = cache_dtype, max_num_seqs, graphs
+
+    def __call__(self) -> None:
+        with META:
+            model = DecoderModel(self._spec, dtype=self._dtype, max_positions=self._max_positions, device=META)
+        layout = model.kv_layout(self._block_size, self._cache_dtype)
+        shape = (2, 1000, layout.kv_heads, layout.block_size, layout.head_dim)
+        caches = [torch.empty(shape, dtype=self._cache_dtype, device=META) for _ in range(layout.layers_per_group)]
+        if self._graphs:
+            self._decode(model, layout, caches)
+        for queries in ([1024], [200, 40], [1, 1]):
+            step = mixed_step(np.array(queries, np.int32), layout)
+            hidden = model(step, caches)
+            self._sample(model.logits(hidden[:2]))
+
+    def _sample(self, logits: Tensor) -> None:
+        one = torch.empty(2, device=META)
+        none = np.zeros(2, np.int32)
+        draw(logits, DrawParams(one, one, torch.empty(2, dtype=torch.int32, device=META), one, one, none, none))
+
+    def _decode(self, model: DecoderModel, layout: KVLayout, caches: list[Tensor]) -> None:
+        table: Any = _Table(self._max_num_seqs, layout)
+        weights = read_weights(model, caches)
+        sizes = graph_sizes(self._max_num_seqs)
+        inputs = torch.empty(2, sizes[-1], dtype=torch.int32, device=META)
+        ids = torch.empty(sizes[-1], dtype=torch.int32, device=META)
+        for size in sizes:
+            slots, positions = inputs[0, :size], inputs[1, :size]
+            if weights is not None and size <= MAX_ROWS:
+                hidden = torch.empty(size, self._spec.hidden_size, dtype=self._dtype, device=META)
+                program = DecodeProgram(weights, size, _TABLE_WIDTH, slots, positions)
+                program.run(table, token_ids=ids, hidden=hidden)
+                continue
+            step = mixed_step(np.ones(size, np.int32), layout, longest=_TABLE_WIDTH)
+            shared = (step.token_ids, step.positions, step.seq_lens)
+            for g, group in enumerate(step.groups):
+                gather_inputs(
+                    slots, positions, table.tokens, table.tables[g], shared, group.slot_mapping, group.block_table,
+                    self._block_size, g == 0,
+                )  # fmt: skip
+            logits = model.logits(model(step, caches))
+            best = torch.empty(size, 64, device=META)
+            tiles = argmax_tiles(logits, best, torch.empty(size, 64, dtype=torch.int32, device=META), best)
+            choose_tokens(slots, positions, best, ids, best, tiles, logits.shape[1], table.tokens, ids)
+
+
+def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None) -> StepInputs:
+    """Inputs of fresh requests with so many tokens each, without memory."""
+    starts = np.zeros(len(queries) + 1, np.int32)
+    np.cumsum(queries, out=starts[1:])
+    tokens, longest = int(starts[-1]), int(queries.max()) if longest is None else longest
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    gathered = gather_starts(queries, queries)
+    plan = None
+    if gathered is not None:
+        plan = GatherPlan(empty(len(queries) + 1, dtype=torch.int32), int(gathered[-1]), int(np.diff(gathered).max()))
+    table = empty(len(queries), -(-longest // layout.block_size), dtype=torch.int32)
+    group = GroupInputs(empty(tokens), table, plan)
+    return StepInputs(
+        empty(tokens), empty(tokens), empty(len(queries) + 1, dtype=torch.int32), empty(len(queries), dtype=torch.int32),
+        empty(len(queries)), (group,) * len(layout.groups), int(queries.max()), longest, starts, queries,
+    )  # fmt: skip
