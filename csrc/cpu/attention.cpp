@@ -15,22 +15,6 @@
 #include "simd.h"
 #include "transpose.h"
 
-// Shared with the Python side, field by field.
-struct AttentionCall {
-    void* out;                   // [tokens, heads, head_dim]
-    const void* q;               // [tokens, heads, head_dim], tokens q_stride elements apart
-    const void* cache;           // [2, blocks, kv_heads, block_size, head_dim]
-    const int32_t* block_table;  // [requests, table_stride]
-    const int32_t* query_starts;  // [requests + 1]
-    const int32_t* seq_lens;      // [requests]
-    const float* alibi_slopes;    // [heads] or null
-    int64_t q_stride, table_stride;
-    int64_t requests, heads, kv_heads, head_dim, blocks, block_size;
-    int64_t window;  // keys a query sees, itself included; 0: all
-    float scale, softcap, v_scale;  // scale includes the cache's key scale; softcap 0: none
-    int32_t dtype, cache_dtype;
-};
-
 namespace {
 
 constexpr int kChunk = 128;      // keys whose scores are held at once

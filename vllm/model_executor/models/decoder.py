@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -71,6 +71,8 @@ class DecoderModel(nn.Module):
         self.blocks = nn.ModuleList(
             DecoderBlock(block, spec.hidden_size, places[i], ctx, f"blocks.{i}") for i, block in enumerate(spec.blocks)
         )
+        # a device's own way to run all blocks at once, with the same result: (x, step, kv_caches) -> (x, residual)
+        self.fused_blocks: Callable[[Tensor, StepInputs, Sequence[Tensor]], tuple[Tensor, Tensor]] | None = None
         self.norm = None if spec.norm is None else build_norm(spec.norm, spec.hidden_size, dtype)
         self.head = ParallelLMHead(spec.vocab_size, width, spec.head_bias, dtype, tp=tp)
         if spec.tied:
@@ -94,8 +96,11 @@ class DecoderModel(nn.Module):
         if self.spec.positions is not None:
             x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
         residual: Tensor | None = None
-        for block in self.blocks:
-            x, residual = block(x, residual, step, kv_caches)
+        if self.fused_blocks is not None:
+            x, residual = self.fused_blocks(x, step, kv_caches)
+        else:
+            for block in self.blocks:
+                x, residual = block(x, residual, step, kv_caches)
         if self.norm is not None:
             return add_norm(self.norm, x, residual)[0]
         hidden: Tensor = x if residual is None else x + residual

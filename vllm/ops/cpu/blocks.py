@@ -1,0 +1,183 @@
+"""Runs of decoder layers as one native call: what a layer must be for that, its description, and the call itself."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
+from vllm.model_executor.models.blocks import DecoderBlock, FeedForward
+from vllm.model_executor.models.spec import Layout
+from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
+from vllm.ops.cpu.packed import PackedWeight
+from vllm.worker.step_inputs import StepInputs
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("packed", _P), ("bias", _P), ("out", _L), ("in_", _L)]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", _P), ("bias", _P), ("eps", _F), ("offset", _F), ("centred", _I)]
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        *((name, _Norm) for name in ("norm1", "norm2")),
+        *((name, _Linear) for name in ("qkv", "o", "up", "down")),
+        *((name, _P) for name in ("q_norm", "k_norm", "cos_sin", "cache")),
+        *((name, _L) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window", "group")),
+        *((name, _F) for name in ("scale", "softcap", "qk_eps", "qk_offset")),
+        *((name, _I) for name in ("interleaved", "gated", "activation")),
+    ]
+
+
+class _Group(ctypes.Structure):
+    _fields_ = [("slots", _P), ("block_table", _P), ("table_stride", _L)]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Block)),
+        ("groups", ctypes.POINTER(_Group)),
+        *((name, _P) for name in ("residual", "out", "positions", "query_starts", "seq_lens")),
+        *((name, _L) for name in ("count", "tokens", "hidden", "requests", "blocks", "block_size")),
+        *((name, _I) for name in ("dtype", "cache_dtype")),
+    ]
+
+
+class FusedBlocks:
+    """All layers of a decoder as one native call; the same bits as calling them one by one.
+
+    Made by `fuse`. The layers' tensors must stay where they are.
+    """
+
+    def __init__(self, library: ctypes.CDLL, blocks: Sequence[DecoderBlock]) -> None:
+        self._run = library.vllm_run_blocks
+        self._run.restype, self._run.argtypes = _I, [ctypes.POINTER(_Call)]
+        self._blocks = tuple(blocks)  # keeps the tensors alive
+        self._tensors = [block.attn.place.tensor for block in blocks]
+        self._layers = (_Block * len(blocks))(*(_describe(block) for block in blocks))
+        self._groups = (_Group * (1 + max(block.attn.place.group for block in blocks)))()
+        self._caches: Sequence[Tensor] | None = None
+
+    def __call__(self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """x: [tokens, hidden], overwritten -> (x, residual), whose sum is the stream after the last layer."""
+        if self._caches is not kv_caches:
+            for layer, tensor in zip(self._layers, self._tensors, strict=True):
+                layer.cache = kv_caches[tensor].data_ptr()
+            self._caches = kv_caches
+        groups = (_Group * len(self._groups))()
+        for entry, group in zip(groups, step.groups, strict=False):
+            entry.slots, entry.block_table = group.slot_mapping.data_ptr(), group.block_table.data_ptr()
+            entry.table_stride = group.block_table.stride(0)
+        out = torch.empty_like(x)
+        tokens, hidden = x.shape
+        cache = kv_caches[0]
+        call = _Call(
+            self._layers, groups, x.data_ptr(), out.data_ptr(), step.positions.data_ptr(), step.query_starts.data_ptr(),
+            step.seq_lens.data_ptr(), len(self._layers), tokens, hidden, len(step.host_seq_lens), cache.shape[1],
+            cache.shape[3], DTYPE_CODES[x.dtype], DTYPE_CODES[cache.dtype],
+        )  # fmt: skip
+        if self._run(ctypes.byref(call)):
+            raise MemoryError("The decoder layers found no memory for their working copies.")
+        return out, x
+
+
+def fuse(library: ctypes.CDLL, blocks: Sequence[nn.Module], dtype: torch.dtype) -> FusedBlocks | None:
+    """The layers as one call; None if one of them does something that the call does not know.
+
+    Known: an attention and a plain or gated feed-forward layer, each after a norm and added to the stream, on one rank,
+    with unquantized packed weights of `dtype`.
+    """
+    if blocks and all(isinstance(block, DecoderBlock) and _covers(block, dtype) for block in blocks):
+        return FusedBlocks(library, blocks)  # type: ignore[arg-type]
+    return None
+
+
+def _covers(block: DecoderBlock, dtype: torch.dtype) -> bool:
+    attn, ffn = block.attn, block.ffn
+    if block.layout is not Layout.PRE or block.tp.world != 1 or type(ffn) is not FeedForward:
+        return False
+    up = ffn.gate_up if ffn.spec.gated else ffn.up
+    head_norms = (attn.q_norm, attn.k_norm)
+    return (
+        all(_covers_linear(layer, dtype) for layer in (attn.qkv, attn.o, up, ffn.down))
+        and all(_covers_norm(norm, dtype) for norm in block.norms)
+        and (head_norms == (None, None) or all(type(n) is RMSNorm and _covers_weighted(n, dtype) for n in head_norms))
+        and attn.params.alibi_slopes is None
+        and attn.params.k_scale == attn.params.v_scale == 1.0
+        and ffn.act in ACTIVATION_CODES
+    )
+
+
+def _covers_linear(layer: LinearBase, dtype: torch.dtype) -> bool:
+    return (
+        type(layer.method) is UnquantizedLinearMethod
+        and type(layer.packed) is PackedWeight
+        and layer.packed.dtype == dtype
+        and not layer.skip_bias_add
+        and (layer.bias is None or layer.bias.dtype == dtype)
+    )
+
+
+def _covers_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
+    if not isinstance(norm, RMSNorm | LayerNorm):
+        return False
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    return all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (norm.weight, bias))
+
+
+def _covers_weighted(norm: RMSNorm, dtype: torch.dtype) -> bool:
+    return norm.weight is not None and norm.weight.dtype == dtype
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _linear(layer: LinearBase) -> _Linear:
+    packed: PackedWeight = layer.packed
+    return _Linear(packed.pointer, _pointer(layer.bias), packed.shape[0], packed.shape[1])
+
+
+def _norm(norm: RMSNorm | LayerNorm) -> _Norm:
+    centred = isinstance(norm, LayerNorm)
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    return _Norm(_pointer(norm.weight), _pointer(bias), norm.variance_epsilon, norm.offset, centred)
+
+
+def _describe(block: DecoderBlock) -> _Block:
+    attn, ffn, params = block.attn, block.ffn, block.attn.params
+    norms: list[RMSNorm | LayerNorm] = list(block.norms)  # type: ignore[arg-type]
+    described = _Block(
+        norm1=_norm(norms[0]),
+        norm2=_norm(norms[1]),
+        qkv=_linear(attn.qkv),
+        o=_linear(attn.o),
+        up=_linear(ffn.gate_up if ffn.spec.gated else ffn.up),
+        down=_linear(ffn.down),
+        heads=attn.heads,
+        kv_heads=attn.kv_heads,
+        head_dim=attn.spec.head_dim,
+        window=params.window or 0,
+        group=attn.place.group,
+        scale=params.scale,
+        softcap=params.softcap or 0.0,
+        gated=ffn.spec.gated,
+        activation=ACTIVATION_CODES[ffn.act],
+    )
+    if attn.spec.rope is not None:
+        described.cos_sin, described.rotary_dim = attn.cos_sin.data_ptr(), attn.cos_sin.shape[-1]
+        described.interleaved = attn.spec.rope.interleaved
+    if attn.q_norm is not None:
+        described.q_norm, described.k_norm = attn.q_norm.weight.data_ptr(), attn.k_norm.weight.data_ptr()
+        described.qk_eps, described.qk_offset = attn.q_norm.variance_epsilon, attn.q_norm.offset
+    return described
