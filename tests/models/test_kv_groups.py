@@ -1,4 +1,4 @@
-"""Layers to KV groups: every layer has one place, groups are equally long, and nothing is wasted where that is possible."""
+"""Layers to KV groups: every layer has one place, and groups are equally long where that is possible."""
 
 from __future__ import annotations
 
