@@ -1,0 +1,126 @@
+"""The engine core on a GPU: greedy tokens are the same however a request is computed, and the same as Hugging Face's."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.core import EngineCore
+from vllm.engine.messages import CoreRequest
+
+SMALL = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "initializer_range": 0.2,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request, tmp_path_factory):
+    """A folder with random weights, and Hugging Face's model on the device in fp32."""
+    config, kind = MODELS[request.param]
+    torch.manual_seed(1)
+    hf = kind(config(**SMALL)).eval()
+    folder = tmp_path_factory.mktemp(request.param)
+    hf.save_pretrained(folder)
+    return str(folder), hf.cuda().float()
+
+
+def core(folder, **args):
+    options = {"dtype": "float32", "max_model_len": 512, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 400}
+    return EngineCore(EngineArgs(model=folder, skip_tokenizer_init=True, **{**options, **args}).create_engine_config())
+
+
+def finish(engine):
+    tokens, logprobs = {}, {}
+    while engine.has_unfinished():
+        for out in engine.step():
+            assert out.error is None
+            tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
+            logprobs.setdefault(out.request_id, []).extend(out.logprobs or [])
+    return tokens, logprobs
+
+
+def prompts(count=6):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 1000, (int(n),), generator=generator).tolist() for n in torch.randint(1, 120, (count,), generator=generator)]
+
+
+def request(name, prompt, tokens=24, **sampling):
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **sampling})
+    return CoreRequest(str(name), prompt, params, seed=7)
+
+
+def together(engine, **sampling):
+    engine.add_requests([request(i, p, **sampling) for i, p in enumerate(prompts())])
+    return finish(engine)
+
+
+@torch.inference_mode()
+def hugging_face(hf, prompt, tokens=24):
+    ids = torch.tensor([prompt], device="cuda")
+    out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_six_ways_give_the_tokens_of_hugging_face(model):
+    folder, hf = model
+    hf.generation_config.eos_token_id = None
+    want = {str(i): hugging_face(hf, p) for i, p in enumerate(prompts())}
+    engine = core(folder)
+    assert together(engine)[0] == want, "all together, in CUDA graphs"
+    assert together(engine)[0] == want, "with cached prefixes"
+    for i, p in enumerate(prompts()):
+        engine.add_requests([request(i, p)])
+        assert finish(engine)[0] == {str(i): want[str(i)]}, "alone"
+    assert together(core(folder, enforce_eager=True))[0] == want, "without graphs"
+    assert together(core(folder, max_num_batched_tokens=32, enable_chunked_prefill=True))[0] == want, "in chunks"
+    engine = core(folder, num_gpu_blocks_override=14, max_model_len=192, enable_prefix_caching=False)
+    assert together(engine)[0] == want, "preempted"
+    assert engine.stats().num_preemptions > 0
+
+
+def test_logprobs_in_bf16_are_as_close_to_fp32_as_those_of_hugging_face(model):
+    folder, hf = model
+    tokens, logprobs = together(core(folder, dtype="bfloat16"), logprobs=0)
+    rounded = copy.deepcopy(hf).bfloat16()
+    ours, theirs = [], []
+    with torch.inference_mode():
+        for i, prompt in enumerate(prompts()):
+            ids = torch.tensor([prompt + tokens[str(i)]], device="cuda")
+            chosen = ids[0, len(prompt) :, None]
+            want, bf16 = (m(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).gather(1, chosen)[:, 0] for m in (hf, rounded))
+            got = torch.tensor([entry.logprobs[0] for entry in logprobs[str(i)]], device="cuda")
+            ours.append((want - got).abs())
+            theirs.append((want - bf16).abs())
+    ours, theirs = torch.cat(ours), torch.cat(theirs)
+    assert ours.mean() < 1.3 * theirs.mean()
+    assert ours.max() < 3 * theirs.max()
+
+
+def test_greedy_bf16_tokens_of_the_fused_step_are_nearly_the_best(model):
+    folder, hf = model
+    engine = core(folder, dtype="bfloat16")
+    steps = engine._executor.worker.runner.decode_steps
+    assert steps._weights is not None, "the fused step takes this model"
+    tokens, _ = together(engine)
+    with torch.inference_mode():
+        for i, prompt in enumerate(prompts()):
+            ids = torch.tensor([prompt + tokens[str(i)]], device="cuda")
+            logits = hf(ids).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert (logits.amax(-1) - chosen < 0.2 * logits.std()).all()
+
+
+def test_seeded_samples_do_not_depend_on_the_batch(model):
+    folder, _ = model
+    engine = core(folder)
+    sampling = {"temperature": 0.9, "top_p": 0.9, "top_k": 40}
+    tokens, _ = together(engine, **sampling)
+    for i, p in enumerate(prompts()):
+        engine.add_requests([request(i, p, **sampling)])
+        assert finish(engine)[0] == {str(i): tokens[str(i)]}
