@@ -11,6 +11,7 @@ import transformers as hf
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from tests.models.kernels import kernels
+from vllm import ops
 
 SIZES = {
     "vocab_size": 131,
@@ -68,9 +69,12 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
     prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 38)]
     with torch.inference_mode():
         expected = [reference(prompt[None]).logits[0] for prompt in prompts]
-    for kind in ("reference", "fast"):
+    for kind in ("reference", "fast", "fused"):
         with kernels(kind):
-            ours = PagedDriver(load(tmp_path), requests=3).run(prompts, [5, 1, 7, 3])
+            model = load(tmp_path)
+            if kind == "fused":
+                ops.fuse(model, "cpu")
+            ours = PagedDriver(model, requests=3).run(prompts, [5, 1, 7, 3])
         for logits, wanted in zip(ours, expected, strict=True):
             assert logits.dtype == torch.float32
             assert logits.shape == wanted.shape
