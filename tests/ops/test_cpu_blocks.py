@@ -1,0 +1,102 @@
+"""Whole models on the native CPU kernels: all layers in one call, and the same bits however a prompt is scheduled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from vllm.ops import activation, attention, linear, norm, rotary
+from vllm.ops.cpu import blocks, library
+from vllm.ops.registry import Op
+
+_SIZES = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 256}
+_WIDE = {**_SIZES, "hidden_size": 72, "intermediate_size": 100, "num_key_value_heads": 2}
+CONFIGS = {
+    "qwen2": transformers.Qwen2Config(**_WIDE),
+    "qwen3": transformers.Qwen3Config(**_WIDE, head_dim=20, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**_WIDE, sliding_window=9),
+    "opt": transformers.OPTConfig(**_SIZES, hidden_size=72, ffn_dim=100, word_embed_proj_dim=72),
+    "gemma": transformers.GemmaConfig(**_WIDE, head_dim=12),
+    "gpt2": transformers.GPT2Config(n_embd=72, n_layer=2, n_head=6, n_positions=256, n_inner=100, vocab_size=97),
+    "gemma2": transformers.Gemma2Config(**_WIDE, head_dim=12, sliding_window=9),
+}
+
+
+@pytest.fixture
+def registered(native):
+    """The native kernels of one build, on the operations, for one test."""
+    native.register()
+    yield native
+    for module in (activation, attention, linear, norm, rotary):
+        for value in vars(module).values():
+            if isinstance(value, Op):
+                value.unregister("cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model name -> (folder, Hugging Face model)."""
+    made = {}
+    for name, config in CONFIGS.items():
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = folder, save_random_hf_model(config, folder)
+    return made
+
+
+def _prompts():
+    gen = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 97, (n,), generator=gen) for n in (31, 1, 50, 17)]
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_all_layers_in_one_call_give_the_same_bits_and_what_hugging_face_gives(registered, folders, name):
+    folder, reference = folders[name]
+    model = load(folder)
+    prompts = _prompts()
+    one_by_one = PagedDriver(model, requests=4).run(prompts, [7, 50, 3])
+    fused = blocks.fuse(registered.library, list(model.blocks), torch.float32)
+    if name == "gemma2":  # norms on both sides of each branch, which the call does not know
+        assert fused is None
+        return
+    assert fused is not None
+    model.fused_blocks = fused
+    at_once = PagedDriver(model, requests=4).run(prompts, [7, 50, 3])
+    for prompt, a, b in zip(prompts, one_by_one, at_once, strict=True):
+        assert torch.equal(a, b)
+        with torch.no_grad():
+            expected = reference(prompt[None]).logits[0]
+        assert relative_error(b, expected) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_logits_are_the_same_bits_however_a_prompt_is_scheduled(registered, folders, dtype):
+    """At once, in chunks, token by token, alone or in company: what makes greedy tokens reproducible in any dtype."""
+    folder, _ = folders["qwen3"]
+    model = load(folder, dtype=dtype)
+    model.fused_blocks = blocks.fuse(registered.library, list(model.blocks), model.dtype)
+    prompts = _prompts()
+    together = PagedDriver(model, requests=4).run(prompts, [64])
+    chunked = PagedDriver(model, requests=4, seed=1).run(prompts, [5, 13, 1, 2])
+    single = PagedDriver(model, requests=4, block_size=16, seed=2).run(prompts, [1])
+    for i, prompt in enumerate(prompts):
+        (alone,) = PagedDriver(model, seed=3).run([prompt], [64])
+        assert torch.equal(together[i], alone)
+        assert torch.equal(together[i], chunked[i])
+        assert torch.equal(together[i], single[i])
+
+
+def test_layers_that_the_call_does_not_know_run_one_by_one(native, folders):
+    folder, _ = folders["qwen2"]
+    model = load(folder)  # without registration nothing is packed
+    assert blocks.fuse(native.library, list(model.blocks), torch.float32) is None
+
+
+def test_the_library_for_this_processor_is_the_best_it_can_run():
+    flags = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
+    assert library.supported_instruction_sets([]) == ["generic"]
+    assert library.supported_instruction_sets(flags) == ["avx2", "generic"]
+    flags |= {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    assert library.supported_instruction_sets(flags)[0] == "avx512"
+    assert library.supported_instruction_sets(flags | {"avx512_bf16"})[0] == "avx512_bf16"
