@@ -27,6 +27,7 @@ def attention_shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return world, heads, kv_heads, draw(st.integers(1, 5))
 
 
+@settings(max_examples=50, deadline=None)
 @given(attention_shapes(), st.integers(1, 7))
 def test_each_rank_gets_its_heads_and_the_kv_heads_they_read(shape: tuple[int, int, int, int], width: int) -> None:
     world, heads, kv_heads, dim = shape
@@ -44,6 +45,7 @@ def test_each_rank_gets_its_heads_and_the_kv_heads_they_read(shape: tuple[int, i
         assert local.shape == spec.local_shape(((heads + 2 * kv_heads) * dim, width), world)
 
 
+@settings(max_examples=50, deadline=None)
 @given(worlds, st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 5), st.sampled_from([0, 1]))
 def test_ranks_together_hold_every_row_once(world: int, sizes: list[int], width: int, dim: int) -> None:
     parts = tuple(whole(size * world, f"p{i}") for i, size in enumerate(sizes))
@@ -55,6 +57,7 @@ def test_ranks_together_hold_every_row_once(world: int, sizes: list[int], width:
     assert torch.equal(torch.cat([torch.cat(column, dim) for column in zip(*pieces, strict=True)], dim), tensor)
 
 
+@settings(max_examples=50, deadline=None)
 @given(worlds, st.integers(1, 200), st.sampled_from([1, 8, 64]))
 def test_vocabulary_shards_are_padded_with_zeros(world: int, rows: int, padding: int) -> None:
     step = padding * world
@@ -67,6 +70,7 @@ def test_vocabulary_shards_are_padded_with_zeros(world: int, rows: int, padding:
     assert not joined[rows:].any()
 
 
+@settings(max_examples=50, deadline=None)
 @given(attention_shapes(), st.integers(1, 4), st.data())
 def test_loading_part_by_part_equals_sharding_the_whole(
     shape: tuple[int, int, int, int], width: int, data: st.DataObject
@@ -85,6 +89,7 @@ def test_loading_part_by_part_equals_sharding_the_whole(
     assert torch.equal(again.data, param.data)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 def test_fused_layouts_become_q_then_k_then_v(kv_heads: int, group: int, dim: int, width: int) -> None:
     heads = kv_heads * group
@@ -102,7 +107,7 @@ def test_fused_layouts_become_q_then_k_then_v(kv_heads: int, group: int, dim: in
     assert stored_shape((2, 3), WeightLayout.TRANSPOSED) == (3, 2)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 4), st.sampled_from([1, 2, 3]))
 def test_stacked_experts_load_one_by_one_or_together(experts: int, world: int) -> None:
     inter, hidden = 2 * world, 5

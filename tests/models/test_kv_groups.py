@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.harness import load, save_random_hf_model
@@ -15,6 +15,7 @@ from vllm.core.kv_spec import KVKind
 from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([None, 4, 9]), min_size=1, max_size=40))
 def test_every_layer_has_one_place_among_layers_of_its_kind(windows: list[int | None]) -> None:
     groups = group_layers(windows)
