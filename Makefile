@@ -1,0 +1,54 @@
+# Every target sets itself up in .venv on a fresh machine (Python 3.10 to 3.13) and can be run again at once.
+# PYTHON=python3.12 chooses the interpreter; ARGS="..." is passed on.
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+ARGS ?=
+# One thread for each of the two test processes: more only fight each other.
+JOBS ?= 2
+
+.PHONY: help setup setup-dev demo test lint format bench soak fuzz test-gpu wheel clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup:
+	@tools/venv.sh
+
+setup-dev:
+	@tools/venv.sh dev
+
+demo: setup ## Complete the four prompts of the guide with the demo model
+	$(BIN)/python examples/offline_inference.py
+
+test: setup-dev ## Run the tests
+	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: setup-dev ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup-dev ## Put the code into the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup-dev ## Measure the throughput of the demo model and the cost of scheduling
+	$(BIN)/vllm bench throughput --model demo --input-len 128 --output-len 128 --num-prompts 32 $(ARGS)
+	$(BIN)/python -m benchmarks.scheduler
+
+soak: setup-dev ## Run the tests that take many minutes
+	$(PYTEST) -q -m soak --timeout 3600 $(ARGS)
+
+fuzz: setup-dev ## Throw many random inputs at the system
+	$(PYTEST) -q -m fuzz --timeout 3600 $(ARGS)
+
+test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU
+	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU here"'
+	$(PYTEST) -q tests/gpu $(ARGS)
+
+wheel: setup-dev ## Build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## Remove what was built, and .venv
+	rm -rf .venv build dist *.egg-info vllm/_native
