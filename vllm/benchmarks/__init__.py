@@ -1,0 +1,1 @@
+"""Load generators and offline measurements behind `vllm bench`."""

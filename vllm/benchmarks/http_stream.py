@@ -1,0 +1,86 @@
+"""A small HTTP/1.1 client for streamed answers, cheap enough that the server under test stays the bottleneck."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import urllib.parse
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+
+class HTTPFailure(Exception):
+    """The server answered with another status than 200, or the connection broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go: taken from a URL once."""
+
+    host: str
+    port: int
+    secure: bool
+    path: str
+
+    @classmethod
+    def from_url(cls, url: str) -> Target:
+        """Raises ValueError unless `url` is an http(s) URL with a host."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"Expected a URL such as http://localhost:8000, got {url!r}.")
+        secure = parts.scheme == "https"
+        return cls(parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/"))
+
+
+async def post_events(target: Target, path: str, body: bytes, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """POST `body`; yield the payload of each server-sent event. Raises HTTPFailure for anything but a 200."""
+    context = ssl.create_default_context() if target.secure else None
+    try:
+        reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context, limit=1 << 20)
+    except OSError as error:
+        raise HTTPFailure(f"cannot connect to {target.host}:{target.port}: {error}") from error
+    try:
+        lines = [f"POST {target.path}{path} HTTP/1.1", f"host: {target.host}:{target.port}", "connection: close"]
+        lines += ["content-type: application/json", f"content-length: {len(body)}", "accept: text/event-stream"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+        await writer.drain()
+        status, chunked = await _read_head(reader)
+        if status != 200:
+            text = (await reader.read(4096)).decode(errors="replace")
+            raise HTTPFailure(f"status {status}: {text[:300]}")
+        buffer = bytearray()
+        async for data in _chunks(reader) if chunked else _plain(reader):
+            buffer += data
+            while (end := buffer.find(b"\n\n")) >= 0:
+                event = bytes(buffer[:end])
+                del buffer[: end + 2]
+                for line in event.split(b"\n"):
+                    if line.startswith(b"data: "):
+                        yield line[6:]
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise HTTPFailure(f"connection broke: {error}") from error
+    finally:
+        writer.close()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    status = int(lines[0].split(b" ", 2)[1])
+    headers = [line.lower() for line in lines[1:]]
+    chunked = any(line.startswith(b"transfer-encoding:") and b"chunked" in line for line in headers)
+    return status, chunked
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while True:
+        size = int((await reader.readline()).split(b";")[0], 16)
+        if size == 0:
+            return
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _plain(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while data := await reader.read(1 << 16):
+        yield data

@@ -1,0 +1,107 @@
+"""`vllm bench latency` and `vllm bench throughput`: the engine alone, through `LLM`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.benchmarks.datasets import Sample, random_samples, sharegpt_samples
+from vllm.benchmarks.serve import percentile
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse import FlexibleArgumentParser
+
+
+def make_parser(kind: str) -> FlexibleArgumentParser:
+    """Flags of one of the two, and all of the engine's."""
+    parser = FlexibleArgumentParser(prog=f"vllm bench {kind}", description="Measure the offline engine.")
+    add = parser.add_argument
+    add("--input-len", type=int, default=32 if kind == "latency" else 512)
+    add("--output-len", type=int, default=128)
+    add("--output-json", type=Path, default=None, help="Write the figures here.")
+    add("--n", type=int, default=1, help="Sequences per prompt.")
+    if kind == "latency":
+        add("--batch-size", type=int, default=8)
+        add("--num-iters-warmup", type=int, default=3)
+        add("--num-iters", type=int, default=10)
+    else:
+        add("--num-prompts", type=int, default=100)
+        add(
+            "--dataset",
+            type=Path,
+            default=None,
+            help="File of conversations in ShareGPT's format; default: random tokens.",
+        )
+    EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="demo")
+    return parser
+
+
+def main(kind: str, argv: Sequence[str]) -> int:
+    """Run the benchmark `kind` ("latency" or "throughput"); returns the exit status."""
+    args = make_parser(kind).parse_args(list(argv))
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**vars(EngineArgs.from_cli_args(args)))
+    tokenizer = llm.llm_engine.tokenizer
+    count = args.batch_size if kind == "latency" else args.num_prompts
+    if kind == "throughput" and args.dataset is not None:
+        samples = sharegpt_samples(tokenizer, args.dataset, count, None, 0)
+    else:
+        samples = random_samples(tokenizer, count, args.input_len, args.output_len, 0.0, 0, 0)
+    params = [
+        SamplingParams(n=args.n, temperature=1.0 if args.n > 1 else 0.0, ignore_eos=True, max_tokens=s.output_tokens)
+        for s in samples
+    ]
+    prompts = [_prompt(s) for s in samples]
+
+    def run() -> float:
+        llm.reset_prefix_cache()  # every iteration computes its prompts
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    result = _latency(args, run) if kind == "latency" else _throughput(samples, args.n, run)
+    if args.output_json is not None:
+        args.output_json.write_text(json.dumps(result, indent=1))
+    return 0
+
+
+def _prompt(sample: Sample) -> Any:
+    return sample.prompt if isinstance(sample.prompt, str) else {"prompt_token_ids": sample.prompt}
+
+
+def _latency(args: Any, run: Any) -> dict[str, Any]:
+    for _ in range(args.num_iters_warmup):
+        run()
+    seconds = [run() for _ in range(args.num_iters)]
+    print(f"Avg latency: {statistics.fmean(seconds)} seconds")
+    marks = (10, 25, 50, 75, 90, 99)
+    for q in marks:
+        print(f"{q}% percentile latency: {percentile(seconds, q)} seconds")
+    return {
+        "avg_latency": statistics.fmean(seconds),
+        "latencies": seconds,
+        "percentiles": {str(q): percentile(seconds, q) for q in marks},
+    }
+
+
+def _throughput(samples: Sequence[Sample], n: int, run: Any) -> dict[str, Any]:
+    seconds = run()
+    outputs = sum(s.output_tokens for s in samples) * n
+    total = outputs + sum(s.prompt_tokens for s in samples)
+    print(
+        f"Throughput: {len(samples) / seconds:.2f} requests/s, {total / seconds:.2f} total tokens/s, "
+        f"{outputs / seconds:.2f} output tokens/s"
+    )
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(samples),
+        "total_num_tokens": total,
+        "requests_per_second": len(samples) / seconds,
+        "tokens_per_second": total / seconds,
+        "output_tokens_per_second": outputs / seconds,
+    }
