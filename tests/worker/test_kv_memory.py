@@ -43,7 +43,10 @@ def test_the_user_may_fix_the_number_or_the_size() -> None:
 
 
 def test_no_memory_at_all() -> None:
-    expected = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+    expected = (
+        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
+        "engine."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         count_blocks(FULL, REQUEST, 0, "", bounded=False)
     with pytest.raises(ValueError, match=f"^{re.escape(expected)} Hint.$"):

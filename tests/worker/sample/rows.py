@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
 from vllm.core.plan import SlotInit
 from vllm.sampling_params import SamplingParams
-from vllm.worker.device import CpuContext
+from vllm.worker.device import CpuContext, DeviceContext
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
 
@@ -37,11 +37,14 @@ def params(bad_words_token_ids: list[list[int]] | None = None, **kwargs: Any) ->
     return made
 
 
-def make_sampler(rows: list[Row], slots: list[int] | None = None) -> tuple[Sampler, np.ndarray]:
+def make_sampler(
+    rows: list[Row], slots: list[int] | None = None, context: DeviceContext | None = None
+) -> tuple[Sampler, np.ndarray]:
     """A sampler with the rows in slots (scattered, to notice mix-ups)."""
     vocab = len(rows[0].logits)
-    table = SlotTable(2 * len(rows) + 1, 4000, LAYOUT, CpuContext())
-    sampler = Sampler(table, vocab, CpuContext())
+    context = CpuContext() if context is None else context
+    table = SlotTable(2 * len(rows) + 1, 4000, LAYOUT, context)
+    sampler = Sampler(table, vocab, context)
     chosen = np.array(slots if slots is not None else [2 * i + 1 for i in range(len(rows))][::-1], np.int32)
     new = [
         SlotInit(str(i), int(s), r.prompt + r.output, len(r.prompt), 0, ([1],), r.params, r.seed, r.stop)
@@ -56,8 +59,9 @@ def lengths(rows: list[Row]) -> np.ndarray:
     return np.array([len(r.prompt) + len(r.output) for r in rows], np.int32)
 
 
-def sample(rows: list[Row]) -> Sampled:
+def sample(rows: list[Row], context: DeviceContext | None = None) -> Sampled:
     """One step of all rows together."""
-    sampler, slots = make_sampler(rows)
+    context = CpuContext() if context is None else context
+    sampler, slots = make_sampler(rows, context=context)
     with torch.inference_mode():
-        return sampler.sample(torch.stack([r.logits for r in rows]).clone(), slots, lengths(rows))
+        return sampler.sample(torch.stack([r.logits for r in rows]).to(context.device), slots, lengths(rows))

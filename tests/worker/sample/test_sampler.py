@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.worker.sample import oracle
 from tests.worker.sample.rows import Row, lengths, make_sampler, params, sample
 from vllm.core.rng import uniform
+from vllm.worker.device import DeviceContext
 
 VOCAB = 50
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,9 +44,9 @@ def random_rows(count: int, seed: int, **kwargs: Any) -> list[Row]:
     return rows
 
 
-def check(rows: list[Row]) -> None:
+def check(rows: list[Row], context: DeviceContext | None = None) -> None:
     """Every row's token is one that the oracle allows."""
-    result = sample(rows)
+    result = sample(rows, context)
     assert result.finite.all() and (result.possible is None or result.possible.all()) and not result.errors
     numbers = uniform(np.array([r.seed for r in rows], np.uint64), lengths(rows))
     for row, token, number in zip(rows, result.token_ids.tolist(), numbers.tolist(), strict=True):
