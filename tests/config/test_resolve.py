@@ -332,9 +332,28 @@ def test_wrong_graph_sizes_are_refused(make: Any, sizes: Any) -> None:
 
 
 def test_graph_sizes_stay_below_the_number_of_sequences() -> None:
-    assert graph_sizes(None, None, 3) == (1, 2)
+    assert graph_sizes(None, None, 3) == (1, 2, 3)
+    assert graph_sizes(None, None, 1) == (1,)
     assert graph_sizes(None, [1, 5, 9], 5) == (1, 5)
-    assert graph_sizes(None, None, 10_000)[-1] == 512
+    sizes = graph_sizes(None, None, 10_000)
+    assert sizes[-1] == 1024
+    assert all(b - a <= max(a, 8) for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+def test_the_attention_backend_is_the_devices_own(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make(CPU, attention_backend="TORCH_SDPA").model_config.attention_backend == "TORCH_SDPA"
+    assert make(GPU, attention_backend="TRITON_ATTN").model_config.attention_backend == "TRITON_ATTN"
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
+    with pytest.raises(ValueError, match="The attention backend XFORMERS is not supported by this version on 'cuda'"):
+        make(GPU)
+    assert make(CPU).model_config.attention_backend is None
+
+
+@pytest.mark.parametrize("kwargs", [{"disable_async_output_proc": True}, {"async_scheduling": False}])
+def test_steps_overlap_unless_that_is_turned_off(make: Any, kwargs: dict[str, Any]) -> None:
+    assert make().overlap_steps
+    assert make(async_scheduling=True).overlap_steps
+    assert not make(**kwargs).overlap_steps
 
 
 # ---- names, files, sampling defaults --------------------------------------------------------------------------------

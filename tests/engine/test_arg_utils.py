@@ -383,7 +383,7 @@ def test_the_engine_cannot_run_in_ray(model: str) -> None:
 OBSOLETE: list[dict[str, Any]] = [
     {"use_v2_block_manager": False}, {"swap_space": 2}, {"multi_step_stream_outputs": False},
     {"tokenizer_pool_size": 2}, {"tokenizer_pool_type": "x"}, {"tokenizer_pool_extra_config": {"a": 1}},
-    {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"max_loras": 4}, {"max_prompt_adapters": 2},
+    {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"show_hidden_metrics_for_version": "0.7"}, {"max_loras": 4}, {"max_prompt_adapters": 2},
     {"num_scheduler_steps": 8},
     {"code_revision": "x"}, {"eplb_window_size": 5}, {"ngram_prompt_lookup_max": 3},
 ]  # fmt: skip
@@ -506,7 +506,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compilation_config": {"levle": 1}}, "unknown keys levle"),
     ({"compilation_config": "fast"}, "compilation_config must be a dict or a level from 0 to 3"),
     ({"logits_processor_pattern": "("}, "must be a regular expression"),
-    ({"attention_backend": "FLASHINFER"}, "is not for the CPU"),
+    ({"attention_backend": "FLASHINFER"},
+     "VLLM_ATTENTION_BACKEND is set to FLASHINFER, but flashinfer module was not found. See "),
+    ({"attention_backend": "FLASH_ATTN"}, "is not supported by this version on 'cpu', only TORCH_SDPA"),
     ({"attention_backend": "MAGIC"}, "attention_backend must be one of TORCH_SDPA"),
     ({"enable_prefix_caching": "yes"}, "enable_prefix_caching must be True or False"),
     ({"served_model_name": 5}, "served_model_name must be a list of strings"),

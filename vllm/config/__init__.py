@@ -6,6 +6,7 @@ from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.decoding import DecodingConfig
 from vllm.config.device import DeviceConfig
+from vllm.config.fields import UnsupportedSettingError
 from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
@@ -14,7 +15,6 @@ from vllm.config.multimodal import MultiModalConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
-from vllm.config.settings import UnsupportedSettingError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.vllm_config import VllmConfig
 

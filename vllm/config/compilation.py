@@ -10,6 +10,8 @@ from vllm.config.fields import setting
 from vllm.config.kinds import Integer, JsonOr, NumberList
 
 _MAX_LEVEL = 3
+_LARGEST_GRAPH = 1024
+DEFAULT_GRAPH_SIZES = [512]  # the API's default, which stands for our own series
 # Keys of a compilation_config of other versions; those without an entry in `CompilationConfig` steer a compiler.
 _COMPILER_KEYS = frozenset({
     "debug_dump_path", "cache_dir", "backend", "custom_ops", "splitting_ops", "use_inductor", "compile_sizes",
@@ -39,9 +41,9 @@ class CompilationConfig:
         flags=("-O",),
     )
     cuda_graph_sizes: list[int] | None = setting(
-        [512],
+        DEFAULT_GRAPH_SIZES,
         NumberList(optional=True, whole=True),
-        "Batch sizes of CUDA graphs; a single number is the largest of a default series.",
+        "Batch sizes of CUDA graphs; another single number is the largest of a default series.",
     )
     capture_sizes: list[int] | None = setting(
         None,
@@ -85,8 +87,12 @@ def compiler_keys(given: Mapping[str, Any]) -> list[str]:
 
 
 def graph_sizes(largest: int | None, exact: list[int] | None, max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes of CUDA graphs up to `max_num_seqs`: `exact`, or 1, 2, 4 and multiples of 8 up to `largest`."""
+    """Batch sizes of CUDA graphs, ascending, none above `max_num_seqs`: `exact`, or a series up to `largest`.
+
+    The series has steps of at most an eighth of the size (but of 64 and more), so that padding costs little.
+    """
     if exact is not None:
         return tuple(sorted({size for size in exact if size <= max_num_seqs}))
-    limit = min(largest or 512, max_num_seqs)
-    return tuple(size for size in (1, 2, 4, *range(8, limit + 1, 8)) if size <= limit)
+    limit = min(largest or _LARGEST_GRAPH, max_num_seqs)
+    series = {1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 513, 64), *range(640, 1025, 128)}
+    return tuple(sorted({size for size in series if size < limit} | {limit}))

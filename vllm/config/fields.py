@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vllm.config.kinds import Kind
+from vllm.exceptions import VLLMValidationError
 
 _KEY = "setting"
 _SAME = object()
 _Config = TypeVar("_Config")
+
+
+class UnsupportedSettingError(VLLMValidationError, NotImplementedError):
+    """A setting asks for a feature that this version does not have."""
 
 
 @dataclass(frozen=True)

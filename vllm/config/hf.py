@@ -420,14 +420,14 @@ class HFConfig:
 
     # ---- transformers --------------------------------------------------------------------------------------------
 
-    def to_transformers(self, *, trust_remote_code: bool = False) -> Any:
+    def to_transformers(self, *, trust_remote_code: bool = False, code_revision: str | None = None) -> Any:
         """transformers' own config object with the same fields (imports transformers)."""
         from transformers import CONFIG_MAPPING, AutoConfig
 
         refuse_model_code(self.raw, self.file, trust_remote_code=trust_remote_code)
         if self.model_type in CONFIG_MAPPING:
             return CONFIG_MAPPING[self.model_type].from_dict(deepcopy(self.raw))
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code, code_revision=code_revision)
 
 
 def _override_with_function(folder: Path, function: Callable[[Any], Any], trust_remote_code: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.config.fields import setting
+from vllm.config.fields import UnsupportedSettingError, setting
 from vllm.config.generation import diff_sampling_params
 from vllm.config.hf import HFConfig
 from vllm.config.kinds import Choice, Flag, Integer, Json, JsonOr, Kind, Number, Text, TextList
@@ -25,6 +25,8 @@ QUANTIZATIONS = (
 )  # fmt: skip
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 TOKENIZER_MODES = ("auto", "slow", "mistral", "custom")
+ATTENTION_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "XFORMERS", "ROCM_FLASH", "FLASHINFER")
+OWN_BACKEND = {"cpu": "TORCH_SDPA", "cuda": "TRITON_ATTN"}  # the names that stand for this package's own kernels
 _POOLING = ("embedding", "embed", "classify", "score", "reward")
 _POOLER = "Pooling models"
 
@@ -224,7 +226,7 @@ class ModelConfig:
     @cached_property
     def hf_config(self) -> Any:
         """transformers' config object (imports transformers)."""
-        return self.hf.to_transformers(trust_remote_code=self.trust_remote_code)
+        return self.hf.to_transformers(trust_remote_code=self.trust_remote_code, code_revision=self.code_revision)
 
     @property
     def hf_text_config(self) -> Any:
@@ -310,16 +312,20 @@ class ModelConfig:
 
 
 def check_attention_backend(name: str | None, device: str) -> None:
-    """Raise ValueError if attention backend `name` is unknown, not installed, or not for `device`."""
-    known = ("TORCH_SDPA", "FLASH_ATTN", "XFORMERS", "ROCM_FLASH", "FLASHINFER", "TRITON_ATTN")
+    """Raise ValueError if attention backend `name` is unknown, not installed, or not the one of `device`."""
     if name is None:
         return
-    if name not in known:
-        raise ValueError(f"attention_backend must be one of {', '.join(known)}, got {name!r}.")
-    if device == "cpu" and name != "TORCH_SDPA":
-        raise ValueError(f"The attention backend {name} is not for the CPU; leave attention_backend unset.")
+    if name not in ATTENTION_BACKENDS:
+        raise ValueError(f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, got {name!r}.")
     if name == "FLASHINFER" and importlib.util.find_spec("flashinfer") is None:
         raise ValueError(
             "VLLM_ATTENTION_BACKEND is set to FLASHINFER, but flashinfer module was not found. See "
             "https://github.com/vllm-project/vllm/blob/main/docker/Dockerfile for instructions on how to install it."
+        )
+    if name != OWN_BACKEND[device]:
+        raise UnsupportedSettingError(
+            f"The attention backend {name} is not supported by this version on {device!r}, only {OWN_BACKEND[device]}. "
+            "Leave attention_backend and VLLM_ATTENTION_BACKEND unset.",
+            parameter="attention_backend",
+            value=name,
         )

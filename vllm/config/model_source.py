@@ -209,9 +209,7 @@ def _from_modelscope(
     name: str, revision: str | None, download_dir: str | None, patterns: list[str], ignored: list[str]
 ) -> Path:
     try:
-        from modelscope.hub.snapshot_download import (  # type: ignore[import-not-found]
-            snapshot_download,
-        )
+        from modelscope.hub.snapshot_download import snapshot_download
     except ImportError:
         raise ValueError(
             "VLLM_USE_MODELSCOPE is set, but the package `modelscope` is not installed. "

@@ -16,7 +16,10 @@ class ObservabilityConfig:
 
     disable_log_stats: bool = setting(False, Flag(), "Log no statistics.")
     show_hidden_metrics_for_version: str | None = setting(
-        None, Text(optional=True), "Show metrics that were hidden since this version."
+        None,
+        Text(optional=True),
+        "Show metrics that were hidden since this version.",
+        obsolete="no metric is hidden",
     )
     otlp_traces_endpoint: str | None = setting(
         None, Text(optional=True), "URL that OpenTelemetry traces are sent to.", later="OpenTelemetry traces"

@@ -10,11 +10,17 @@ from typing import Any
 from vllm import envs
 from vllm.config import model_source
 from vllm.config.cache import CacheConfig
-from vllm.config.compilation import CompilationConfig, compiler_keys, graph_sizes, read_compilation_config
+from vllm.config.compilation import (
+    DEFAULT_GRAPH_SIZES,
+    CompilationConfig,
+    compiler_keys,
+    graph_sizes,
+    read_compilation_config,
+)
 from vllm.config.decoding import DecodingConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.dtype import resolve_dtype
-from vllm.config.fields import build
+from vllm.config.fields import UnsupportedSettingError, build
 from vllm.config.generation import check_generation_config, read_generation_config
 from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
@@ -25,7 +31,6 @@ from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.settings import (
-    UnsupportedSettingError,
     check_settings,
     log_useless_settings,
     refuse_missing_features,
@@ -352,6 +357,7 @@ def _compilation(
     if use_graphs:
         exact = args["cudagraph_capture_sizes"] or given.get("cudagraph_capture_sizes")
         series = args["cuda_graph_sizes"] or []
+        series = [] if series == DEFAULT_GRAPH_SIZES else series
         exact = exact or (series if len(series) > 1 else None)
         largest = args["max_cudagraph_capture_size"] or (series[0] if series else None)
         sizes = graph_sizes(largest, exact, scheduler.max_num_seqs)

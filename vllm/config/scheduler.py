@@ -85,7 +85,9 @@ class SchedulerConfig:
         later="Lookahead slots (speculative decoding, num_lookahead_slots)",
     )
     async_scheduling: bool | None = setting(
-        None, Flag(optional=True), "Plan the next step while the device runs this one. Default: where it pays (CUDA)."
+        None,
+        Flag(optional=True),
+        "Plan the next step while the device runs this one. Default: on, where the device works by itself (CUDA).",
     )
     scheduler_cls: str = setting(
         DEFAULT_SCHEDULER_CLASS, Text(optional=True), "The scheduler class.", later="Custom schedulers (scheduler_cls)"

@@ -11,7 +11,7 @@ from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.decoding import DecodingConfig
 from vllm.config.device import DeviceConfig
-from vllm.config.fields import Setting, settings_of
+from vllm.config.fields import Setting, UnsupportedSettingError, settings_of
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
 from vllm.config.model import ModelConfig
@@ -22,7 +22,6 @@ from vllm.config.obsolete import ObsoleteSettings
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
-from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -44,10 +43,6 @@ CONFIG_CLASSES: tuple[type, ...] = (
     NewerSettings,
     ObsoleteSettings,
 )
-
-
-class UnsupportedSettingError(VLLMValidationError, NotImplementedError):
-    """A setting asks for a feature that this version does not have."""
 
 
 @lru_cache(maxsize=1)

@@ -48,6 +48,11 @@ class VllmConfig:
     additional_config: dict[str, Any] = field(default_factory=dict)
     explanation: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def overlap_steps(self) -> bool:
+        """Whether a step may be planned while the device still runs the one before."""
+        return self.scheduler_config.async_scheduling is not False and self.model_config.use_async_output_proc
+
     def explain(self) -> str:
         """Every derived value and why it is so, one per line."""
         width = max((len(name) for name in self.explanation), default=0)

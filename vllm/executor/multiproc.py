@@ -167,7 +167,7 @@ class MultiprocExecutor:
             self.shutdown()
             raise
         self.kv_layout = self._worker.layout
-        self.max_in_flight = 2 if self._worker.context.is_async else 1
+        self.max_in_flight = 2 if self._worker.context.is_async and config.overlap_steps else 1
 
     def _start(self, config: VllmConfig, world: int) -> tuple[Worker, int]:
         document = config.to_dict()

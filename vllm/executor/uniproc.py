@@ -25,7 +25,7 @@ class UniprocExecutor:
         self.kv_layout = worker.layout
         self.num_blocks = worker.count_blocks()
         worker.start(self.num_blocks)
-        self.max_in_flight = 2 if worker.context.is_async else 1
+        self.max_in_flight = 2 if worker.context.is_async and config.overlap_steps else 1
         self._in_flight: deque[Handle] = deque()
 
     @property

@@ -275,7 +275,7 @@ def _deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 def _read_yaml(file: Path, parser: argparse.ArgumentParser) -> dict[Any, Any]:
     """The mapping in a YAML file. Ends the program with a clear error if it is anything else."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     if file.suffix not in (".yaml", ".yml"):
         parser.error(f"Config file must be of a yaml/yml type. {str(file)!r} supplied")

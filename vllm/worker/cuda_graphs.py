@@ -9,7 +9,7 @@ fused program (`decode_program`), everything else the model's own forward pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: steps of at most an eighth of the size, so that padding costs little."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
-    sizes += [*range(320, 513, 64), *range(640, 1025, 128)]
-    kept = [s for s in sizes if s < max_num_seqs]
-    return [*kept, max_num_seqs] if max_num_seqs <= 1024 else kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +64,11 @@ class GreedyHandle:
 class DecodeGraphs:
     """The decode steps of one runner."""
 
-    def __init__(self, runner: ModelRunner, max_num_seqs: int, max_seq_len: int, not_finite: str) -> None:
-        """max_seq_len: longer sequences are left to the eager path."""
+    def __init__(self, runner: ModelRunner, sizes: Sequence[int], max_seq_len: int, not_finite: str) -> None:
+        """sizes: batch sizes that get a graph, ascending. max_seq_len: longer sequences are left to the eager path."""
         self._runner, self._max_seq_len, self._not_finite = runner, max_seq_len, not_finite
         self._table, self._params = runner.table, runner.sampler.params
-        self._sizes = graph_sizes(max_num_seqs)
+        self._sizes = list(sizes)
         self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
         self._graphs: dict[tuple[int, bool], _Entry] = {}
         self._width = self._table.width

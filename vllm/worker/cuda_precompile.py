@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from vllm.ops.attention import GatherPlan, gather_starts
 from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
-from vllm.worker.cuda_graphs import graph_sizes
 from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, read_weights
 from vllm.worker.sample.draw import DrawParams
 from vllm.worker.kv_memory import cache_dtype
@@ -45,7 +45,7 @@ def start(config: VllmConfig, capability: tuple[int, int]) -> Precompilation | N
         cache.block_size,
         cache_dtype(cache.cache_dtype, model.dtype),
         scheduler.max_num_seqs,
-        graphs=not model.enforce_eager,
+        config.compilation_config.cudagraph_capture_sizes,
     )
     return precompile([run], capability[0] * 10 + capability[1])
 
@@ -65,9 +65,9 @@ class DryRun:
 
     def __init__(
         self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
-        max_num_seqs: int, graphs: bool,
+        max_num_seqs: int, graphs: Sequence[int],
     ) -> None:  # fmt: skip
-        """graphs: whether decode steps are captured, and fused where that is possible."""
+        """graphs: batch sizes whose decode steps are captured, and fused where that is possible."""
         kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
         self._spec = replace(spec, blocks=kinds)
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
@@ -94,7 +94,7 @@ class DryRun:
     def _decode(self, model: DecoderModel, layout: KVLayout, caches: list[Tensor]) -> None:
         table: Any = _Table(self._max_num_seqs, layout)
         weights = read_weights(model, caches)
-        sizes = graph_sizes(self._max_num_seqs)
+        sizes = self._graphs
         inputs = torch.empty(2, sizes[-1], dtype=torch.int32, device=META)
         ids = torch.empty(sizes[-1], dtype=torch.int32, device=META)
         for size in sizes:

@@ -104,7 +104,7 @@ class Worker:
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
         self.runner = self._make_runner(self._allocate(num_blocks))
-        if self.device.type == "cuda" and not self.config.model_config.enforce_eager:
+        if self.device.type == "cuda" and self.config.compilation_config.cudagraph_capture_sizes:
             self._use_graphs(self.runner)
         if self.tp.is_first:
             kv_memory.log_cache(self.device.type, self.layout, self._request, num_blocks)
@@ -131,8 +131,9 @@ class Worker:
         from vllm.worker.cuda_graphs import DecodeGraphs
         from vllm.worker.model_runner import NOT_FINITE
 
-        model, scheduler = self.config.model_config, self.config.scheduler_config
-        runner.decode_steps = DecodeGraphs(runner, scheduler.max_num_seqs, model.max_seq_len_to_capture, NOT_FINITE)
+        sizes = self.config.compilation_config.cudagraph_capture_sizes
+        longest = self.config.model_config.max_seq_len_to_capture
+        runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE)
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""
