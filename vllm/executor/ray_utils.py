@@ -1,16 +1,15 @@
-"""Ray's place: the name that callers import, and a clear answer until there is a Ray executor."""
+"""Public path of `initialize_ray_cluster`. Distributed execution through Ray is not part of this version."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
 
-def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | None = None) -> None:
-    """Connect to the Ray cluster at `ray_address`. Raises NotImplementedError: there is no Ray executor yet."""
+def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | None = None) -> NoReturn:
+    """Always raises NotImplementedError."""
     raise NotImplementedError(
-        f"The Ray executor is not supported by this version (world size {parallel_config.world_size}, address "
-        f"{ray_address!r}). Ranks on one host need no Ray: use distributed_executor_backend='mp'."
+        "Ray is not supported by this version; use distributed_executor_backend='mp', which starts one process per GPU."
     )
