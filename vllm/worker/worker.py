@@ -73,7 +73,20 @@ class Worker:
     def _load(self) -> Any:
         from vllm.model_executor.model_loader import load_model
 
-        return load_model(self.config, self.device, self.tp)
+        try:
+            return load_model(self.config, self.device, self.tp)
+        except torch.OutOfMemoryError as error:
+            remedy = "tensor_parallel_size or a smaller dtype"
+            raise ValueError(self._does_not_fit("The model's weights", remedy)) from error
+
+    def _does_not_fit(self, what: str, remedy: str) -> str:
+        free, total = torch.cuda.mem_get_info(self.device)
+        mine = torch.cuda.memory_reserved(self.device)
+        return (
+            f"{what} do not fit into the device's memory: {total / kv_memory.GIB:.2f} GiB, of which this process held "
+            f"{mine / kv_memory.GIB:.2f} and others {(total - free - mine) / kv_memory.GIB:.2f} GiB when it ran out. "
+            f"Try {remedy}."
+        )
 
     @property
     def _request(self) -> CacheRequest:
@@ -97,7 +110,11 @@ class Worker:
             available, bounded = kv_memory.cpu_available(envs.VLLM_CPU_KVCACHE_SPACE, self.tp.world)
             return kv_memory.count_blocks(self.layout, request, available, _CPU_HINT, bounded=bounded)
         share = self.config.cache_config.gpu_memory_utilization
-        available, table = kv_memory.cuda_available(self.device, share, self._run_largest_step)
+        try:
+            available, table = kv_memory.cuda_available(self.device, share, self._run_largest_step)
+        except torch.OutOfMemoryError as error:
+            remedy = "a smaller max_num_batched_tokens or max_num_seqs, or tensor_parallel_size"
+            raise ValueError(self._does_not_fit("The activations of the largest step", remedy)) from error
         logger.info(table)
         return kv_memory.count_blocks(self.layout, request, available, "", bounded=False)
 
