@@ -56,7 +56,7 @@ def sharegpt_samples(
     if not found:
         raise ValueError(f"{path} has no conversation with two turns; expected ShareGPT's format.")
     random.Random(seed).shuffle(found)
-    samples = []
+    samples: list[Sample] = []
     for question, answer in found:
         if len(samples) == count:
             break
@@ -69,7 +69,7 @@ def sharegpt_samples(
 
 def jsonl_samples(tokenizer: Tokenizer, path: Path, count: int, output_len: int) -> list[Sample]:
     """One request per line: an object with `prompt` and perhaps `output_tokens`."""
-    samples = []
+    samples: list[Sample] = []
     with _open(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():

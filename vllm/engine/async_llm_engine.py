@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -222,8 +222,8 @@ class AsyncLLMEngine:
         if not outputs:
             return
         if self._queued:
-            for output in outputs:
-                self._unqueue(output.request_id)
+            for core_output in outputs:
+                self._unqueue(core_output.request_id)
         processed = self.output_processor.process(outputs)
         if processed.aborts:
             self._core.abort(processed.aborts)
@@ -240,6 +240,31 @@ class AsyncLLMEngine:
                 failed = next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
                 if failed is not None:
                     stream.fail(EngineGenerateError(str(failed)))
+
+    # The core steps by itself, in its own process. These three are what is left of the older loop's public methods.
+
+    async def engine_step(self, virtual_engine: int = 0) -> bool:
+        """Let the event loop take in what the core has sent; True while requests are in progress."""
+        await self._ensure_attached()
+        await asyncio.sleep(0)
+        return bool(self._streams)
+
+    def process_request_outputs(self, request_outputs: Sequence[RequestOutput]) -> bool:
+        """Hand outputs to their consumers; True if all of them are finished."""
+        for output in request_outputs:
+            stream = (
+                self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
+            )
+            if stream is not None:
+                stream.put(output)
+        return all(output.finished for output in request_outputs)
+
+    @staticmethod
+    async def run_engine_loop(engine_ref: Callable[[], AsyncLLMEngine | None]) -> None:
+        """Return when the engine that `engine_ref` (a weak reference) gives has stopped or is gone."""
+        while (engine := engine_ref()) is not None and not engine.is_stopped:
+            del engine
+            await asyncio.sleep(0.1)
 
     def _on_death(self, reason: str) -> None:
         self.set_errored(AsyncEngineDeadError(reason))
@@ -296,7 +321,7 @@ class AsyncLLMEngine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def check_admission(self, sequences: int = 1, prompt_tokens: int = 0) -> None:
-        """Raise QueueOverflowError if the waiting queue has no room; a request with n = 4 counts four times."""
+        """Raise QueueOverflowError if the waiting queue has no room; n = 4 counts four times."""
         if self._draining:
             raise QueueOverflowError("The server is shutting down.")
         waiting = len(self._queued)
@@ -375,7 +400,7 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+    ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """Pooled hidden states; this version has no pooling models, so it raises ValueError."""
         raise ValueError("The model generates text; encode() needs a pooling model, which comes later.")
         yield

@@ -19,6 +19,7 @@ from vllm.engine import wire
 from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.exceptions import EngineDeadError
 from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
 
 if TYPE_CHECKING:
     from vllm.engine.core import EngineCore
@@ -91,7 +92,7 @@ class CoreProcess:
             start_new_session=True,
         )
         theirs.close()
-        document = json.dumps(self._config).encode()
+        document = json.dumps({**self._config, "registered_models": ModelRegistry.registered()}).encode()
         try:
             ours.sendall(len(document).to_bytes(4, "little") + document)
             self._await_ready(ours)
@@ -276,7 +277,10 @@ class CoreThread:
         self._submit(work)
 
     def abort(self, request_ids: list[str]) -> None:
-        self._submit(lambda core: core.abort(request_ids) and None)
+        def work(core: EngineCore) -> None:
+            core.abort(request_ids)
+
+        self._submit(work)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the core between two steps."""
