@@ -295,7 +295,7 @@ class AsyncLLMEngine:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def shutdown(self, timeout: float | None = None) -> None:
-        """Refuse new requests, let running ones finish for `timeout` seconds (None: as long as they need), then stop."""
+        """Refuse new requests, let running ones finish for `timeout` seconds (None: no limit), then stop."""
         if self._draining:
             timeout = 0.0  # asked a second time: now
         self._draining = True

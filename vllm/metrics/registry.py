@@ -61,7 +61,8 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Pairs (upper bound as text, observations at most that large), as Prometheus wants them."""
-        running, rows = 0, []
+        running = 0
+        rows: list[tuple[str, float]] = []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             running += count
             rows.append(("+Inf" if bound == float("inf") else repr(bound), running))
