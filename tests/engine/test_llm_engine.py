@@ -89,13 +89,29 @@ def test_ids_are_unique_among_running_requests(llm, engine):
         ((5, "The", GREEDY), TypeError, "request_id must be a string, got int"),
         (("x", "The", {"temperature": 0}), TypeError, "params must be SamplingParams, got dict"),
         (("x", "The", PoolingParams()), ValueError, "pooling model"),
-        (("x", "The", GREEDY, None, LoRARequest("n", 1, "/p")), ValueError, "^Got lora_request .* but LoRA is not enabled!$"),
-        (("x", "The", GREEDY, None, None, None, None, 3), ValueError, "^Got priority 3 but Priority scheduling is not enabled.$"),
+        (
+            ("x", "The", GREEDY, None, LoRARequest("n", 1, "/p")),
+            ValueError,
+            "^Got lora_request .* but LoRA is not enabled!$",
+        ),
+        (
+            ("x", "The", GREEDY, None, None, None, None, 3),
+            ValueError,
+            "^Got priority 3 but Priority scheduling is not enabled.$",
+        ),
         (("x", "The", GREEDY, None, None, None, None, True), ValueError, "priority must be an int"),
-        (("x", "The", SamplingParams(use_beam_search=True, best_of=2, temperature=0, presence_penalty=1.0)), ValueError, "presence_penalty has no effect on beam search"),
-        (("x", "The", SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=None)), ValueError, "Beam search needs max_tokens"),
+        (
+            ("x", "The", SamplingParams(use_beam_search=True, best_of=2, temperature=0, presence_penalty=1.0)),
+            ValueError,
+            "presence_penalty has no effect on beam search",
+        ),
+        (
+            ("x", "The", SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=None)),
+            ValueError,
+            "Beam search needs max_tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_requests_leave_nothing_behind(llm, engine, arguments, error, text):
     with pytest.raises(error, match=text):
         engine.add_request(*arguments)

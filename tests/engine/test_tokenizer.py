@@ -198,3 +198,22 @@ def _fast_object():
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=make.byte_level())
+
+
+def test_bound_of_characters_per_token_holds(tmp_path):
+    save_qwen2(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    bound = tokenizer.max_characters_per_token
+    for text in [*make.NASTY, "the " * 500, "e\u0301" * 300, "<|im_start|>" * 50]:
+        assert len(text) <= bound * len(tokenizer.encode(text))
+    assert load_tokenizer(make.save(tmp_path / "words", make.words())).max_characters_per_token is None
+
+
+def test_public_helpers_find_the_packaged_model():
+    from vllm.transformers_utils.tokenizer import decode_tokens, encode_tokens, get_tokenizer
+
+    tokenizer = get_tokenizer("demo")
+    ids = encode_tokens(tokenizer, "Paris", add_special_tokens=False)
+    assert decode_tokens(tokenizer, ids, skip_special_tokens=True) == "Paris"
+    assert len(encode_tokens(tokenizer, "Paris")) >= len(ids)
+    assert get_tokenizer("demo", padding_side="left").padding_side == "left"

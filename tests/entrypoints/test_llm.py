@@ -123,12 +123,24 @@ BAD_CALLS = [
     ({"prompts": {"prompt": "a", "multi_modal_data": {"image": 1}}}, ValueError, "not multimodal"),
     ({"prompts": {"prompt": "a", "cache_salt": 5}}, ValueError, "cache_salt must be a non-empty string"),
     ({"prompts": {"prompt_embeds": torch.zeros(1, 1)}}, ValueError, "prompt_embeds are not enabled"),
-    ({"prompts": "a", "sampling_params": [GREEDY] * 2}, ValueError, "^The lengths of prompts and params must be the same.$"),
+    (
+        {"prompts": "a", "sampling_params": [GREEDY] * 2},
+        ValueError,
+        "^The lengths of prompts and params must be the same.$",
+    ),
     ({"prompts": "a", "sampling_params": 5}, TypeError, "must be SamplingParams|not iterable"),
     ({"prompts": "a", "priority": [1]}, ValueError, "^Got priority 1 but Priority scheduling is not enabled.$"),
     ({"prompts": "a", "priority": [1, 2]}, ValueError, "lengths of prompts and priority"),
-    ({"prompts": "a", "lora_request": LoRARequest("x", 1, "/x")}, ValueError, "^Got lora_request .* but LoRA is not enabled!$"),
-    ({"prompts": "a", "lora_request": [None, None]}, ValueError, "^The lengths of prompts and lora_request must be the same.$"),
+    (
+        {"prompts": "a", "lora_request": LoRARequest("x", 1, "/x")},
+        ValueError,
+        "^Got lora_request .* but LoRA is not enabled!$",
+    ),
+    (
+        {"prompts": "a", "lora_request": [None, None]},
+        ValueError,
+        "^The lengths of prompts and lora_request must be the same.$",
+    ),
     ({"prompts": "a", "tokenization_kwargs": {"x": 1}}, ValueError, "Unknown tokenization_kwargs: x"),
     ({"prompts": "a", "guided_options_request": {"guided_regex": "a"}}, ValueError, "not available yet"),
     (
@@ -136,7 +148,7 @@ BAD_CALLS = [
         ValueError,
         "^You can only use one guided decoding but multiple is specified: ",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "error", "text"), BAD_CALLS, ids=lambda v: str(v)[:40])
@@ -181,6 +193,16 @@ def test_longest_prompt_is_accepted(llm):
     )
     assert len(output.outputs[0].token_ids) == 3
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_text_that_is_far_too_long_is_refused_without_tokenizing_it(llm, monkeypatch):
+    tokenizer = llm.llm_engine.tokenizer
+    monkeypatch.setattr(tokenizer, "encode", lambda *a: pytest.fail("tokenized"))
+    with pytest.raises(ValueError, match=r"\(length \d+ or more\) is longer than the maximum model length of 96\."):
+        llm.generate("x" * 1_000_000, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    (output,) = llm.generate("x" * 50_000, GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 9}, use_tqdm=False)
+    assert len(output.prompt_token_ids) == 9
 
 
 def test_truncate_prompt_tokens_keeps_the_end(llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -153,8 +154,8 @@ class BeamSearch:
         )
 
     def _score(self, cumulative_logprob: float, num_output_tokens: int) -> float:
-        length = len(self.request.prompt_token_ids) + num_output_tokens
-        return cumulative_logprob / length**self._length_penalty
+        length = float(len(self.request.prompt_token_ids) + num_output_tokens)
+        return cumulative_logprob / math.pow(length, self._length_penalty)
 
     def _is_over(self) -> bool:
         if self._step >= self._steps or not self._live:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.prompt_adapter.request import PromptAdapterRequest
 
+# Texts up to this many characters per token of the context are tokenized without further thought.
+PLAUSIBLE_CHARACTERS_PER_TOKEN = 16
 SEED_BITS = 64
-_SEED_MASK = 2**SEED_BITS - 1
+_SEED_MASK = (1 << SEED_BITS) - 1
 # Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
 BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
@@ -156,6 +158,8 @@ class InputProcessor:
         texts = [i for i, p in enumerate(prompts) if p.token_ids is None]
         if texts and self.tokenizer is None:
             raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
+        for i in texts:
+            self._check_length_of_text(requests[i], prompts[i].text or "")
         for special in (True, False):
             chosen = [i for i in texts if requests[i].add_special_tokens is special]
             contents = [prompts[i].text or "" for i in chosen]
@@ -169,17 +173,24 @@ class InputProcessor:
                 found[i] = ids
         return found
 
+    def _check_length_of_text(self, request: RequestInput, text: str) -> None:
+        """Refuse a text that is certainly too long before the work of tokenizing it."""
+        limit = self._model.max_model_len
+        if len(text) <= limit * PLAUSIBLE_CHARACTERS_PER_TOKEN or self.tokenizer is None:
+            return
+        if isinstance(request.params, SamplingParams) and request.params.truncate_prompt_tokens is not None:
+            return
+        per_token = self.tokenizer.max_characters_per_token
+        if per_token is not None and len(text) > limit * per_token:
+            raise _too_long(f"{len(text) // per_token} or more", limit)
+
     def _check_prompt(self, token_ids: list[int], given: bool) -> None:
         """`given`: the user passed ids, which need not come from this model's tokenizer."""
         limit = self._model.max_model_len
         if not token_ids:
             raise VLLMValidationError("The decoder prompt cannot be empty", parameter="prompt")
         if len(token_ids) > limit:
-            raise VLLMValidationError(
-                f"The decoder prompt (length {len(token_ids)}) is longer than the maximum model length of {limit}. "
-                "Shorten the prompt, set truncate_prompt_tokens, or raise max_model_len if the model allows it.",
-                parameter="prompt",
-            )
+            raise _too_long(str(len(token_ids)), limit)
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self._model.logits_width:
             wrong = show(low if low < 0 else high)
@@ -287,6 +298,14 @@ class InputProcessor:
             )
             for i in range(count)
         ]
+
+
+def _too_long(length: str, limit: int) -> VLLMValidationError:
+    return VLLMValidationError(
+        f"The decoder prompt (length {length}) is longer than the maximum model length of {limit}. "
+        "Shorten the prompt, set truncate_prompt_tokens, or raise max_model_len if the model allows it.",
+        parameter="prompt",
+    )
 
 
 def core_request(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -156,7 +157,8 @@ class ByteFallbackStream:
 
     def seed(self, prompt_token_ids: Sequence[int]) -> None:
         tail = prompt_token_ids[-SEED_TOKENS:]
-        if any(self._pieces.contributes(t) for t in prompt_token_ids[: -len(tail)]):
+        before = islice(prompt_token_ids, len(prompt_token_ids) - len(tail))
+        if any(self._pieces.contributes(t) for t in before):
             self._strip_left = 0
         for token_id in tail:
             self.feed(token_id)

@@ -51,6 +51,7 @@ PLAIN_CLASSES = frozenset(
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+MAX_COMPOSED = 4
 # A file of settings larger than this is not one.
 MAX_SETTINGS_BYTES = 64 << 20
 
@@ -97,6 +98,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def token_text(self, token_id: int) -> str:
         """What one token stands for inside a text; bytes that are not a whole character give U+FFFD."""
+
+    @property
+    def max_characters_per_token(self) -> int | None:
+        """No text has fewer tokens than its length divided by this; None if that cannot be said."""
+        return None
 
     @abstractmethod
     def id_to_token(self, token_id: int) -> str | None: ...
@@ -220,6 +226,14 @@ class FastTokenizer(Tokenizer):
         return self._backend.get_vocab(with_added_tokens=True)
 
     @cached_property
+    def max_characters_per_token(self) -> int | None:
+        added = self._backend.get_added_tokens_decoder().values()
+        if self._decoder is None or self._to_piece is None or any(token.lstrip or token.rstrip for token in added):
+            return None  # text may vanish: between words, or around a token
+        # Unicode normalisation composes at most this many characters into one.
+        return MAX_COMPOSED * max(map(len, self.get_vocab()))
+
+    @cached_property
     def _decoder(self) -> dict[str, Any] | None:
         """The decoder's own description: {"type": "ByteLevel", ...}, or None if the vocabulary has no decoder."""
         decoder = self._backend.decoder
@@ -297,24 +311,27 @@ class TransformersTokenizer(Tokenizer):
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        return self.hf_tokenizer.decode(
+        text: str = self.hf_tokenizer.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
             clean_up_tokenization_spaces=False,
         )
+        return text
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
     def id_to_token(self, token_id: int) -> str | None:
-        return self.hf_tokenizer.convert_ids_to_tokens(token_id)
+        token: str | None = self.hf_tokenizer.convert_ids_to_tokens(token_id)
+        return token
 
     def token_to_id(self, token: str) -> int | None:
-        return self.hf_tokenizer.get_vocab().get(token)
+        return self.get_vocab().get(token)
 
     def get_vocab(self) -> dict[str, int]:
-        return self.hf_tokenizer.get_vocab()
+        vocab: dict[str, int] = self.hf_tokenizer.get_vocab()
+        return vocab
 
     def _new_stream(self, skip_special_tokens: bool, spaces_between: bool) -> TokenStream:
         return WindowStream(lambda ids: self.decode(ids, skip_special_tokens, spaces_between))

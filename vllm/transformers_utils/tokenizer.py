@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm.config.model_source import resolve
 from vllm.engine.tokenizer import load_transformers_tokenizer
 
 AnyTokenizer = Any  # a transformers tokenizer, or one of mistral_common
@@ -20,19 +21,24 @@ def get_tokenizer(
     download_dir: str | None = None,
     **kwargs: Any,
 ) -> AnyTokenizer:
-    """The transformers tokenizer of a folder or Hub repository; further arguments go to transformers."""
-    if Path(tokenizer_name).is_dir() and not args and not kwargs:
-        return load_transformers_tokenizer(Path(tokenizer_name), tokenizer_mode, trust_remote_code)
+    """The transformers tokenizer of a folder, a Hub repository, or a model that comes with the package.
+
+    Further arguments go to transformers.
+    """
+    folder = resolve(
+        str(tokenizer_name),
+        revision=revision,
+        download_dir=download_dir,
+        load_format="dummy",
+        trust_remote_code=trust_remote_code,
+        what="tokenizer",
+    )
+    if not args and not kwargs:
+        return load_transformers_tokenizer(folder, tokenizer_mode, trust_remote_code)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
-        str(tokenizer_name),
-        *args,
-        use_fast=tokenizer_mode != "slow",
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-        cache_dir=download_dir,
-        **kwargs,
+        str(folder), *args, use_fast=tokenizer_mode != "slow", trust_remote_code=trust_remote_code, **kwargs
     )
 
 
