@@ -261,12 +261,14 @@ def draw(logits: Tensor, params: DrawParams) -> Tensor:
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
+    # always less than the vocabulary: Triton 3.6 fails on loops that it sees to run just once
+    chunk = min(_CHUNK, triton.next_power_of_2(vocab) // 2)
     _maxima_kernel[(rows, triton.cdiv(groups, 64))](
         logits, params.temperature, maxima, groups, VOCAB=vocab, GROUP=_GROUP, TILE=64, num_warps=4
     )
     _draw_kernel[(rows,)](
         logits, maxima, scratch, params.temperature, params.min_p, params.top_k, params.top_p, params.uniform, out, groups,
-        VOCAB=vocab, NP=triton.next_power_of_2(groups), CHUNK=_CHUNK, GROUP=_GROUP, GROUPS=_GROUPS, num_warps=8,
+        VOCAB=vocab, NP=triton.next_power_of_2(groups), CHUNK=chunk, GROUP=_GROUP, GROUPS=_GROUPS, num_warps=8,
     )  # fmt: skip
     return out
 
