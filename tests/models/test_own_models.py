@@ -100,6 +100,9 @@ def test_registry_checks_what_it_is_given() -> None:
     registry.register_model("B", nn.Linear)
     assert registry.resolve_model_cls(["Unknown", "B"]) == (nn.Linear, "B")
     assert registry.registered() == {"A": "no.such.module:Class", "B": "torch.nn.modules.linear:Linear"}
+    copy = Registry()
+    copy.restore(registry.registered())
+    assert copy.resolve("B") is nn.Linear
     assert {"A", "B", "LlamaForCausalLM"} <= registry.get_supported_archs()
 
 

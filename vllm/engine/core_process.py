@@ -171,7 +171,9 @@ def main(argv: list[str]) -> int:
     try:
         from vllm.config import VllmConfig
         from vllm.engine.core import EngineCore
+        from vllm.model_executor.models.registry import ModelRegistry
 
+        ModelRegistry.restore(document.pop("registered_models"))
         core = EngineCore(VllmConfig.from_dict(document))
         server = CoreServer(connection, core)
         server.start_threads(reader)

@@ -28,6 +28,7 @@ from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
 from vllm.executor.base import public_method
 from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.worker.model_runner import Handle
 from vllm.worker.worker import Worker
 
@@ -170,7 +171,7 @@ class MultiprocExecutor:
         self.max_in_flight = 2 if self._worker.context.is_async and config.overlap_steps else 1
 
     def _start(self, config: VllmConfig, world: int) -> tuple[Worker, int]:
-        document = config.to_dict()
+        document = {**config.to_dict(), "registered_models": ModelRegistry.registered()}
         timeout = config.parallel_config.distributed_timeout_seconds or _DEFAULT_TIMEOUT_S
         for rank in range(1, world):
             self._ranks.append(RankProcess(rank))

@@ -93,8 +93,10 @@ class Rank:
     def _begin(self, message: codec.Begin) -> None:
         from vllm.config import VllmConfig
         from vllm.executor.rendezvous import join
+        from vllm.model_executor.models.registry import ModelRegistry
         from vllm.worker.worker import Worker
 
+        ModelRegistry.restore(message.config.pop("registered_models"))
         config = VllmConfig.from_dict(message.config)
         tp = join(config.device_config.device, message.rank, message.world, message.port, message.timeout)
         self._worker = Worker(config, tp)

@@ -63,6 +63,11 @@ class Registry:
             for arch, entry in self._registered.items()
         }
 
+    def restore(self, models: dict[str, str]) -> None:
+        """Register what another process `registered`."""
+        for arch, model_cls in models.items():
+            self.register_model(arch, model_cls)
+
     def resolve(self, architectures: str | Iterable[str]) -> Family | type[nn.Module]:
         """The family or class of the first of `architectures` that is known. Raises ValueError if none is."""
         return self._load(self._find(architectures))
@@ -137,7 +142,10 @@ def _import_class(arch: str, where: str) -> type[nn.Module]:
         for attribute in name.split("."):
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"The class {where!r} registered for {arch} cannot be imported: {error}.") from error
+        raise ValueError(
+            f"The class {where!r} registered for {arch} cannot be imported: {error}. "
+            "It must stand in a module that every process of the engine can import, not in the script itself."
+        ) from error
     if not isinstance(found, type) or not _is_module_class(found):
         raise ValueError(f"{where!r}, registered for {arch}, is not a subclass of torch.nn.Module.")
     return found
