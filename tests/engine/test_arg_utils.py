@@ -14,6 +14,7 @@ import pytest
 from tests.config.families import document
 from vllm import AsyncEngineArgs, EngineArgs
 from vllm.config import UnsupportedSettingError, VllmConfig
+from vllm.config.document import markdown
 from vllm.config.settings import all_settings
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import FlexibleArgumentParser
@@ -268,6 +269,11 @@ def test_help_explains_every_setting() -> None:
         assert setting.help.endswith((".", ")")), setting.name
 
 
+def test_the_page_of_engine_arguments_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "engine_arguments.md"
+    assert page.read_text() == markdown(), "run: python -m vllm.config.document > docs/engine_arguments.md"
+
+
 def test_settings_are_declared_once() -> None:
     names = [setting.name for setting in all_settings()]
     assert len(names) == len(set(names))
@@ -338,6 +344,7 @@ def test_logging_of_requests_has_two_names() -> None:
 # ---- features of later versions -------------------------------------------------------------------------------------
 
 LATER: list[dict[str, Any]] = [
+    {"model_impl": "transformers"}, {"logits_processor_pattern": ".*"},
     {"enable_lora": True}, {"enable_prompt_adapter": True, "max_prompt_adapter_token": 8}, {"quantization": "awq"},
     {"speculative_config": {"model": "x", "num_speculative_tokens": 2}}, {"speculative_model": "[ngram]"},
     {"spec_method": "ngram"}, {"pipeline_parallel_size": 2}, {"distributed_executor_backend": "ray"},
@@ -381,9 +388,10 @@ def test_the_engine_cannot_run_in_ray(model: str) -> None:
 
 
 OBSOLETE: list[dict[str, Any]] = [
-    {"use_v2_block_manager": False}, {"swap_space": 2}, {"multi_step_stream_outputs": False},
-    {"tokenizer_pool_size": 2}, {"tokenizer_pool_type": "x"}, {"tokenizer_pool_extra_config": {"a": 1}},
-    {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"show_hidden_metrics_for_version": "0.7"}, {"max_loras": 4}, {"max_prompt_adapters": 2},
+    {"use_tqdm_on_load": False}, {"use_v2_block_manager": False}, {"swap_space": 2},
+    {"multi_step_stream_outputs": False}, {"tokenizer_pool_size": 2}, {"tokenizer_pool_type": "x"}, {"tokenizer_pool_extra_config": {"a": 1}},
+    {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"show_hidden_metrics_for_version": "0.7"},
+    {"max_loras": 4}, {"max_prompt_adapters": 2},
     {"num_scheduler_steps": 8},
     {"code_revision": "x"}, {"eplb_window_size": 5}, {"ngram_prompt_lookup_max": 3},
 ]  # fmt: skip

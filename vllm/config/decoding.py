@@ -44,7 +44,10 @@ class DecodingConfig:
         "", Text(optional=True), "Parser of the model's reasoning.", later="Reasoning parsers"
     )
     logits_processor_pattern: str | None = setting(
-        None, Text(optional=True), "Regular expression of the logits processors that requests to the server may name."
+        None,
+        Text(optional=True),
+        "Regular expression of the logits processors that requests to the server may name.",
+        later="Logits processors named by requests to the server (logits_processor_pattern)",
     )
     logits_processors: Any = setting(
         None,

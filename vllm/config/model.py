@@ -180,6 +180,7 @@ class ModelConfig:
         "auto",
         Choice(values=("auto", "vllm", "transformers")),
         '"vllm" (this package\'s model), "transformers" (that of transformers), or "auto": the first that exists.',
+        later={"transformers": "Running the models of transformers (model_impl='transformers')"},
     )
     enable_sleep_mode: bool = setting(False, Flag(), "Allow the engine to sleep.", later="Sleep mode")
     override_neuron_config: dict[str, Any] = setting(
