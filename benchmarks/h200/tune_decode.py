@@ -44,8 +44,7 @@ def skinnies(splits: tuple[int, ...]) -> list[Tiling]:
         for stages in (3, 4, 6):
             if (rows + 16) * depth * 2 * stages > 200_000:
                 continue
-            for split in splits:
-                found += [Tiling(False, rows, depth, warps, split, stages, tma=tma) for tma in (False, True)]
+            found += [Tiling(False, rows, depth, warps, split, stages) for split in splits]
     return found
 
 
@@ -58,7 +57,7 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
     if name == "gate_up":
         tried = [t for t in tried if outputs % t.rows == 0 and (2 * t.rows + 16) * t.depth * 2 * t.stages < 200_000]
     if rows == 1:
-        tried = vectors() + [t for t in tried if not t.tma and t.stages == 3]
+        tried = vectors() + [t for t in tried if t.stages == 3]
     programs = [-(-outputs // t.rows) * t.split for t in tried]
     return [t for t, n in zip(tried, programs, strict=True) if n >= 48]
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+SPANS = (1024, 4096, 16384, 65536)  # how long sequences may be in a graph: sets how far their keys are split
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
 
 
@@ -70,7 +71,7 @@ class DecodeGraphs:
         self._table, self._params = runner.table, runner.sampler.params
         self._sizes = list(sizes)
         self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
-        self._graphs: dict[tuple[int, bool], _Entry] = {}
+        self._graphs: dict[tuple[int, bool, int], _Entry] = {}
         self._width = self._table.width
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(runner.context.device)
@@ -101,8 +102,8 @@ class DecodeGraphs:
         """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step handle."""
         begun = time.perf_counter()
         rows = len(plan.slots)
-        if int(plan.num_computed.max()) + 2 > self._table.width:
-            self._table.require_width(int(plan.num_computed.max()) + 2)
+        longest = int(plan.num_computed.max()) + 1
+        self._table.require_width(longest + 1)
         if self._table.width != self._width:  # the table moved to other memory
             self._graphs.clear()
             self._width = self._table.width
@@ -114,9 +115,10 @@ class DecodeGraphs:
         host[0, :rows], host[0, rows:size] = plan.slots, -1
         host[1, :rows] = plan.num_computed
         self._inputs.copy_(self._uploads[turn], non_blocking=True)
-        entry = self._graphs.get((size, greedy))
+        span = next((s for s in SPANS if s >= longest), self._width)
+        entry = self._graphs.get((size, greedy, span))
         if entry is None:
-            entry = self._capture(size, greedy)
+            entry = self._capture(size, greedy, span)
         entry.graph.replay()
         if greedy:
             ids, done = self._downloads[turn], self._events[turn]
@@ -128,19 +130,19 @@ class DecodeGraphs:
     def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Handle:
         """Logits and sampling of a batch whose hidden states a graph has computed."""
         rows = len(plan.slots)
-        step = entry.step if entry.step is not None else self._static_step(size, plain=True)[0]
+        step = entry.step if entry.step is not None else self._static_step(size, 1)[0]
         batch = Batch(step, plan.slots, np.arange(rows), plan.slots, plan.num_computed + 1, ())
         if self._hidden is None:
             raise RuntimeError("A graph without hidden states cannot be sampled from.")
         return self._runner.finish(plan, batch, self._hidden[:rows], self._runner.context.mark())
 
-    def _capture(self, size: int, greedy: bool) -> _Entry:
+    def _capture(self, size: int, greedy: bool, span: int) -> _Entry:
         """Run the step once, so that its kernels exist, then capture it. Running it twice writes the same values again."""
         start = time.perf_counter()
         if not greedy and self._hidden is None:
             self._hidden = self._hidden_buffer()
         fused = self._weights is not None and size <= MAX_ROWS
-        run, step, keep = self._fused(size, greedy) if fused else self._general(size, greedy)
+        run, step, keep = self._fused(size, greedy, span) if fused else self._general(size, greedy, span)
         graph = torch.cuda.CUDAGraph()
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
@@ -152,11 +154,12 @@ class DecodeGraphs:
             finally:
                 graph.capture_end()
         main.wait_stream(self._stream)
-        entry = self._graphs[size, greedy] = _Entry(graph, step, keep)
+        entry = self._graphs[size, greedy, span] = _Entry(graph, step, keep)
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
         kind = "fused" if fused else "general"
-        logger.debug("Captured the %s %s step of %d rows in %.3f s.", kind, "greedy" if greedy else "sampled", size, seconds)
+        mode = "greedy" if greedy else "sampled"
+        logger.debug("Captured the %s %s step of %d rows up to %d tokens in %.3f s.", kind, mode, size, span, seconds)
         return entry
 
     def _hidden_buffer(self) -> Tensor:
@@ -165,19 +168,23 @@ class DecodeGraphs:
         device = self._runner.context.device
         return torch.empty(self._sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
 
-    def _fused(self, size: int, greedy: bool) -> tuple[Callable[[], None], StepInputs | None, tuple[Any, ...]]:
+    def _fused(
+        self, size: int, greedy: bool, span: int
+    ) -> tuple[Callable[[], None], StepInputs | None, tuple[Any, ...]]:
         if self._weights is None:
             raise RuntimeError("This model has no fused step.")
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
-        program = DecodeProgram(self._weights, size, self._width, slots, positions)
+        program = DecodeProgram(self._weights, size, span, slots, positions)
         outputs = {"token_ids": self._ids} if greedy else {"hidden": None if self._hidden is None else self._hidden[:size]}
         return lambda: program.run(self._table, **outputs), None, (program,)
 
-    def _general(self, size: int, greedy: bool) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
+    def _general(
+        self, size: int, greedy: bool, span: int
+    ) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
         """The model's own forward pass over static inputs."""
         runner, table = self._runner, self._table
         model: Any = runner.model
-        step, fill = self._static_step(size, plain=False)
+        step, fill = self._static_step(size, span)
         vocab = self._params.vocab_size
         tiles = -(-vocab // 4096)
         device = runner.context.device
@@ -196,15 +203,15 @@ class DecodeGraphs:
 
         return run, step, (step, best, best_at, sums)
 
-    def _static_step(self, size: int, plain: bool) -> tuple[StepInputs, Callable[[], None]]:
+    def _static_step(self, size: int, span: int) -> tuple[StepInputs, Callable[[], None]]:
         """Inputs of a step at fixed addresses, and the function that queues the kernels which fill them.
 
-        `plain`: only what sampling needs of them.
+        span: no sequence is longer.
         """
         table, device = self._table, self._runner.context.device
         starts = np.arange(size + 1, dtype=np.int32)
         int64, int32 = torch.int64, torch.int32
-        columns = 1 if plain else -(-self._width // table.block_size)
+        columns = -(-span // table.block_size)
         groups = tuple(
             GroupInputs(
                 slot_mapping=torch.zeros(size, dtype=int64, device=device),
@@ -220,9 +227,9 @@ class DecodeGraphs:
             logits_rows=torch.arange(size, dtype=int64, device=device),
             groups=groups,
             max_query_len=1,
-            max_seq_len=self._width,
+            max_seq_len=span,
             host_query_starts=starts,
-            host_seq_lens=np.full(size, self._width, np.int32),
+            host_seq_lens=np.full(size, span, np.int32),
         )
         shared = (step.token_ids, step.positions, step.seq_lens)
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]

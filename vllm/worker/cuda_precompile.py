@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,10 @@ from vllm.ops.attention import GatherPlan, gather_starts
 from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
+from vllm.worker.cuda_graphs import SPANS
 from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, read_weights
-from vllm.worker.sample.draw import DrawParams
 from vllm.worker.kv_memory import cache_dtype
+from vllm.worker.sample.draw import DrawParams
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
@@ -97,14 +99,14 @@ class DryRun:
         sizes = self._graphs
         inputs = torch.empty(2, sizes[-1], dtype=torch.int32, device=META)
         ids = torch.empty(sizes[-1], dtype=torch.int32, device=META)
-        for size in sizes:
+        for size, span in itertools.product(sizes, SPANS[:1]):
             slots, positions = inputs[0, :size], inputs[1, :size]
             if weights is not None and size <= MAX_ROWS:
                 hidden = torch.empty(size, self._spec.hidden_size, dtype=self._dtype, device=META)
-                program = DecodeProgram(weights, size, _TABLE_WIDTH, slots, positions)
+                program = DecodeProgram(weights, size, span, slots, positions)
                 program.run(table, token_ids=ids, hidden=hidden)
                 continue
-            step = mixed_step(np.ones(size, np.int32), layout, longest=_TABLE_WIDTH)
+            step = mixed_step(np.ones(size, np.int32), layout, longest=span)
             shared = (step.token_ids, step.positions, step.seq_lens)
             for g, group in enumerate(step.groups):
                 gather_inputs(

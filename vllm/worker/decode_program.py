@@ -161,8 +161,9 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
     def product(weight: Tensor, mode: int) -> Tiling:
         return choose_tiling(rows, weight.shape[0] // (2 if mode == SILU else 1), weight.shape[1], mode)
 
-    splits = choose_splits(rows * kv_heads, width, None)
-    many = rows * kv_heads * splits >= 512
+    # few rows: several warps a program, and fewer programs than there is room for, because somebody has to merge them
+    few = rows * kv_heads <= 64
+    splits = choose_splits(rows * kv_heads, width // 2 if few else width, None)
     return StepTiling(
         product(layer.qkv, STORE),
         product(layer.o, RESIDUAL),
@@ -170,8 +171,8 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
         product(layer.down, RESIDUAL),
         product(w.head, ARGMAX),
         splits,
-        tile=32 if many else 64,
-        warps=1 if many else 4,
+        tile=64 if few else 32,
+        warps=2 if few else 1,
         stages=2,
     )
 

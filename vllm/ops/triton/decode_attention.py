@@ -19,7 +19,7 @@ def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
     eps, offset, scale_log2, num_blocks, stride_block, stride_table,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, SPLITS, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head, padded."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -114,16 +114,25 @@ def _decode_kernel(
     if before != active - 1:
         return
     tl.store(arrived + row * KV_HEADS + kv_head, 0)
-    s_all = tl.arange(0, SPLITS)
+    some = tl.arange(0, MERGE)
     for i in tl.static_range(GROUP):
-        at = first + s_all * GROUP + i
-        weight = tl.load(lse + at, mask=s_all < active, other=-float("inf"), cache_modifier=".cg")
-        value = tl.load(
-            part + at[:, None].to(tl.int64) * D + d[None, :], mask=s_all[:, None] < active, other=0.0, cache_modifier=".cg"
-        )
-        weight = tl.exp2(weight - tl.max(weight, 0))
-        merged = tl.sum(value * weight[:, None], 0) / tl.sum(weight, 0)
-        tl.store(head_out + i * D + d, merged.to(out.dtype.element_ty))
+        peak = tl.full([], -1.0e30, tl.float32)
+        total = tl.zeros([], tl.float32)
+        merged = tl.zeros([D], tl.float32)
+        for begin in range(0, active, MERGE):  # as many as there are, not as many as there might be
+            here = begin + some
+            at = first + here * GROUP + i
+            weight = tl.load(lse + at, mask=here < active, other=-float("inf"), cache_modifier=".cg")
+            value = tl.load(
+                part + at[:, None].to(tl.int64) * D + d[None, :], mask=here[:, None] < active, other=0.0, cache_modifier=".cg"
+            )
+            new_peak = tl.maximum(peak, tl.max(weight, 0))
+            weight = tl.exp2(weight - new_peak)
+            old = tl.exp2(peak - new_peak)
+            total = total * old + tl.sum(weight, 0)
+            merged = merged * old + tl.sum(value * weight[:, None], 0)
+            peak = new_peak
+        tl.store(head_out + i * D + d, (merged / total).to(out.dtype.element_ty))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,6 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, a.scale * 1.4426950408889634,
         a.cache.shape[1], a.cache.stride(1), rows.table.stride(0),
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
-        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, SPLITS=rows.splits,
+        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, SPLITS=rows.splits, MERGE=8,
         STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, num_warps=rows.warps, **extra,
     )  # fmt: skip

@@ -16,14 +16,13 @@ be complete before its predecessors are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 STORE, SILU, RESIDUAL, ARGMAX = range(4)
 
@@ -109,7 +108,7 @@ def _skinny_kernel(
     x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, M,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
@@ -123,6 +122,7 @@ def _skinny_kernel(
     in_n = n < N
     m = tl.arange(0, BM)
     in_m = m < M
+    rows = w + n[:, None].to(tl.int64) * K
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -130,22 +130,13 @@ def _skinny_kernel(
     if MODE == 1:
         up = tl.zeros([BN, BM], tl.float32)
     for start in tl.range(share * SHARE, (share + 1) * SHARE, BK, num_stages=STAGES):
-        if TMA:
-            a = w.load([pid * BN, start])
-            xt = x.load([0, start]).T
-            acc = tl.dot(a, xt, acc)
-            if MODE == 1:
-                up = tl.dot(w.load([pid * BN + N, start]), xt, up)
-        else:
-            k = start + tl.arange(0, BK)
-            a = tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
-            xt = tl.load(x + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
-            acc = tl.dot(a, xt, acc)
-            if MODE == 1:
-                b = tl.load(
-                    w + (n[:, None] + N).to(tl.int64) * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first"
-                )
-                up = tl.dot(b, xt, up)
+        k = start + tl.arange(0, BK)
+        a = tl.load(rows + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
+        xt = tl.load(x + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
+        acc = tl.dot(a, xt, acc)
+        if MODE == 1:
+            b = tl.load(rows + N * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
+            up = tl.dot(b, xt, up)
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
@@ -186,7 +177,7 @@ def _skinny_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut. `vector`: the kernel for one row; `split`, `stages`, `tma` belong to the other."""
+    """How a product is cut. `vector`: the kernel for one row; `split` and `stages` belong to the other, `unroll` to it."""
 
     vector: bool
     rows: int  # BN, outputs a program
@@ -195,7 +186,6 @@ class Tiling:
     split: int = 1
     stages: int = 3
     unroll: int = 1
-    tma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,45 +255,44 @@ def run_product(
         )  # fmt: skip
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
-    left, right = p.weight, x
-    if t.tma:
-        left = TensorDescriptor(p.weight, list(p.weight.shape), list(p.weight.stride()), [t.rows, t.depth])
-        right = TensorDescriptor(x, [s.rows, inputs], [inputs, 1], [tile_rows, t.depth])
     _skinny_kernel[(p.tiles, t.split)](
-        right, left, bias, out, s.part, s.arrived, squares, tiles, s.eps, *rest, s.rows,
-        BM=tile_rows, SPLIT=t.split, STAGES=t.stages, TMA=t.tma, **const, **extra,
+        x, p.weight, bias, out, s.part, s.arrived, squares, tiles, s.eps, *rest, s.rows,
+        BM=tile_rows, SPLIT=t.split, STAGES=t.stages, **const, **extra,
     )  # fmt: skip
 
 
 def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
-    """The tiling of a product, from whole-step times on an H200 over the shapes of 0.6B and 8B models."""
+    """The tiling of a product, from whole-step times on an H200 (`benchmarks/h200/tune_decode.py`)."""
     if rows == 1:
         return _vector_tiling(outputs, inputs, mode)
-    deep = inputs % 256 == 0
-    if outputs * inputs <= 1 << 23 and mode != ARGMAX:  # small maps: many narrow tiles, or the device is not filled
-        if mode == RESIDUAL and inputs % 1024 == 0:
-            return Tiling(False, 16, 256, 4, split=4, stages=4)
-        return Tiling(False, 32 if mode == STORE else 16, 256 if deep else 64, 4, stages=4)
+    if mode == RESIDUAL and outputs <= 2048:  # narrow tiles, or the device is not filled
+        return _fitting(Tiling(False, 16, 256, 4, split=2, stages=6 if rows <= 32 else 4), inputs)
     if mode == RESIDUAL:
-        if deep and inputs <= 8192:
-            return Tiling(False, 64, 128, 4, split=2, stages=4)
-        return Tiling(False, 32, 256 if deep else 64, 4, stages=5)
+        return _fitting(Tiling(False, 64, 128, 4, split=2, stages=6), inputs)
     if mode == STORE:
-        return Tiling(False, 64, 256, 8, stages=3) if deep else Tiling(False, 64, 64, 4, stages=4)
-    return Tiling(False, 128 if mode == ARGMAX else 64, 64, 4, stages=4 if mode == ARGMAX else 3)
+        return _fitting(Tiling(False, 64, 128, 4, stages=6), inputs)
+    if mode == SILU:
+        small = outputs <= 8192
+        return _fitting(Tiling(False, 32 if small else 64, 128, 4, stages=6 if small else 4), inputs)
+    return _fitting(Tiling(False, 64, 128, 4, stages=4) if inputs >= 2048 else Tiling(False, 128, 64, 4, stages=3), inputs)
+
+
+def _fitting(t: Tiling, inputs: int) -> Tiling:
+    """`t`, or what is nearest to it and divides the inputs (a multiple of 64)."""
+    while inputs % (t.depth * t.split):
+        t = replace(t, split=1) if t.split > 1 else replace(t, depth=t.depth // 2)
+    return t
 
 
 def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
-    depth = min(1024, triton.next_power_of_2(inputs))
+    limit = triton.next_power_of_2(inputs)
     if mode == ARGMAX:
-        return Tiling(True, 16, depth, 8)
-    if outputs * inputs <= 1 << 23:
-        if mode == SILU:
-            return Tiling(True, 2, min(512, depth), 4, unroll=2)
-        return Tiling(True, 4, depth, 4 if depth < 1024 else 8)
-    if mode == RESIDUAL and inputs > 8192:
-        return Tiling(True, 16, depth, 8)
-    return Tiling(True, 4 if mode == SILU else 8, depth, 4, unroll=2 if mode == SILU else 1)
+        return Tiling(True, 16, min(1024 if inputs <= 2048 else 512, limit), 8)
+    if mode == SILU:
+        return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
+    if mode == RESIDUAL:
+        return Tiling(True, 4, min(2048, limit), 8) if outputs <= 2048 else Tiling(True, 8, min(512, limit), 4, unroll=2)
+    return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 2, 2048, 4, unroll=2)
 
 
 def supports(weight: Tensor, mode: int) -> bool:
