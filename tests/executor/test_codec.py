@@ -54,9 +54,10 @@ def test_a_plan_arrives_as_it_was_sent(rows: int) -> None:
 
 
 def test_functions_do_not_travel() -> None:
-    plan = make_plan(np.random.default_rng(0), 1, SamplingParams(logits_processors=[lambda output, logits: logits]))
-    with pytest.raises(ValueError, match="logits_processors are Python functions"):
-        codec.pack_plan(plan)
+    params = SamplingParams(temperature=0.5, logits_processors=[lambda output, logits: logits])
+    back = over_the_wire(make_plan(np.random.default_rng(0), 1, params))
+    assert back.new[0].params.logits_processors is None and back.new[0].params.temperature == 0.5
+    assert params.logits_processors
     with pytest.raises(TypeError):
         codec.frame(codec.Call(0, "method", [object()], {}))
 

@@ -54,13 +54,17 @@ def wait_until_gone(pid: int, seconds: float) -> None:
 
 
 def test_two_ranks_give_the_tokens_of_one(pair: MultiprocExecutor, folder: Path) -> None:
-    params = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, max_tokens=12), GREEDY, GREEDY,
+    only_even = SamplingParams(
+        temperature=0.0, max_tokens=12, logits_processors=[lambda output, x: (x[1::2].fill_(-99), x)[1]]
+    )
+    params = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, max_tokens=12), GREEDY, only_even,
               SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=2, max_tokens=12)]  # fmt: skip
     config = config_for(folder)
     single = create_executor(config)
     expected = generate(single, config, PROMPTS, params)
     single.shutdown()
     assert generate(pair, config, PROMPTS, params) == expected
+    assert all(token % 2 == 0 for token in expected[3])
     assert generate(pair, config, PROMPTS[::-1], params[::-1]) != expected  # other seeds: not a constant
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -101,24 +102,30 @@ def frame(message: ToRank | FromRank) -> bytes:
 
 
 def pack_plan(plan: StepPlan) -> Step:
-    """The plan as a message. Raises ValueError for a request with Python functions in it."""
+    """The plan as a message. Logits processors stay behind: they are functions, and only the first rank samples."""
     if plan.extras is not None:
         raise NotImplementedError(
             "Plans with drafts, grammar masks or encoder inputs cannot be sent to other ranks yet."
         )
-    for init in plan.new:
-        init.params.verify_serializable()
     rows = b"".join(
         np.ascontiguousarray(a, np.int32).tobytes() for a in (plan.slots, plan.num_tokens, plan.num_computed)
     )
     return Step(
         plan.step_id,
         plan.freed,
-        [_Slot(*init) for init in plan.new],
+        [_Slot(*init._replace(params=_without_functions(init.params))) for init in plan.new],
         list(plan.blocks),
         list(plan.copies),
         rows + plan.sample.astype(np.uint8).tobytes(),
     )
+
+
+def _without_functions(params: SamplingParams) -> SamplingParams:
+    if params.logits_processors is None:
+        return params
+    params = copy(params)
+    params.logits_processors = None
+    return params
 
 
 def unpack_plan(message: Step) -> StepPlan:
