@@ -58,10 +58,13 @@ class FakeDevice:
         self.cache: list[list[int | None]] = [[None] * layout.block_size for _ in range(num_blocks)]
         self.slots: dict[int, tuple[list[int], list[list[int]]]] = {}
         self.results: deque[StepResult] = deque()
+        self.poisoned: set[int] = set()
+        self.poison: int | None = None  # a prompt with this token makes the whole step raise
 
     def submit(self, plan: StepPlan) -> None:
         for slot in plan.freed:
             self.slots.pop(slot, None)
+            self.poisoned.discard(slot)
         for new in plan.new:
             assert new.slot not in self.slots, "slot handed out twice"
             self.slots[new.slot] = (list(new.token_ids), [list(t) for t in new.block_ids])
@@ -70,6 +73,9 @@ class FakeDevice:
             table[append.start :] = append.block_ids + table[append.start + len(append.block_ids) :]
         for src, dst in plan.copies:
             self.cache[dst] = list(self.cache[src])
+        self.poisoned |= {n.slot for n in plan.new if self.poison in n.token_ids[: n.num_prompt_tokens]}
+        if self.poisoned & set(plan.slots.tolist()):
+            raise RuntimeError("poison")
         rows = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.num_computed.tolist(), strict=True))
         assert len({slot for slot, _, _ in rows}) == len(rows)
         for slot, count, start in rows:
@@ -143,7 +149,12 @@ class Simulation:
         """Plan one more step if possible, then take in the oldest result. False when there was nothing to do."""
         plan = self.scheduler.schedule() if self.scheduler.num_in_flight < self.depth else None
         if plan is not None:
-            self.device.submit(plan)
+            try:
+                self.device.submit(plan)
+            except RuntimeError as error:
+                self.device.results.clear()
+                self.record(self.scheduler.isolate(str(error)))
+                return True
         if plan is None or self.scheduler.num_in_flight >= self.depth:
             if not self.device.results:
                 return plan is not None

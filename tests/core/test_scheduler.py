@@ -191,6 +191,21 @@ def test_a_failed_step_ends_all_requests_and_leaves_a_working_engine() -> None:
     assert sim.output["next"] == expected_output([1] * 20, 5)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_breaks_the_step_ends_alone(depth: int) -> None:
+    sim = Simulation(full_layout(), 100, limits(), depth)
+    sim.device.poison = 49
+    work = {str(i): [i] * (5 + i) for i in range(7)}
+    for key, prompt in work.items():
+        sim.add(key, [*prompt, 49, 3] if key == "4" else prompt, 20)
+    sim.run()
+    assert sim.finished["4"] == "error"
+    for key, prompt in work.items():
+        if key != "4":
+            assert sim.finished[key] == "length" and sim.output[key] == expected_output(prompt, 20)
+    assert sim.scheduler.kv.pool.num_free == 99
+
+
 def test_min_tokens_and_stop_token_reasons() -> None:
     sim = Simulation(full_layout(), 100, limits(), 1)
     prompt = [4, 8, 15]

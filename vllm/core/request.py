@@ -33,7 +33,8 @@ class Request:
         "priority", "lora_id", "cache_salt", "fork_of", "sequence_number",
         "status", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
         "capacity", "tables", "hashes", "num_registered", "freed_behind_window", "shares_tail",
-        "plan_step", "plan_tokens", "num_cached_tokens", "cached_reported", "num_prompt_logprobs", "num_preemptions",
+        "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported",
+        "num_prompt_logprobs", "num_preemptions",
         "first_scheduled_time",
     )  # fmt: skip
 
@@ -75,6 +76,7 @@ class Request:
         self.plan_step = -1
         self.plan_tokens = 0
         self.num_cached_tokens = 0
+        self.suspected = False  # was in a step that failed, and has been tried alone since
         self.cached_reported = False
         self.num_prompt_logprobs = 0
         self.num_preemptions = 0

@@ -88,7 +88,8 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, list[Request], float]] = deque()
         self._step_id = 0
         self._sequence = 0
-        self._outputs: list[CoreOutput] = []
+        self._suspects: deque[Request] = deque()  # to be tried alone, one step each
+        self._isolated = False
         self._stats = CoreStats(kv_blocks_total=num_blocks - 1, kv_blocks_free=num_blocks - 1)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -125,6 +126,34 @@ class Scheduler:
         self.kv.pool.reset_cache()
         return [CoreOutput(request_id=r.id, new_token_ids=[], finish_reason="error", error=error) for r in doomed]
 
+    def isolate(self, error: str) -> list[CoreOutput]:
+        """A step failed as a whole, and the device survived: find out which request it was.
+
+        Everything in flight is forgotten and computed again; the requests concerned take their next step alone. One
+        that fails alone ends with the error, the others never notice. If they fail only together, all of them end.
+        """
+        involved = {r.id: r for _, requests, _ in self._in_flight for r in requests if r.id in self.requests}
+        if not involved or (len(involved) > 1 and all(r.suspected for r in involved.values())):
+            return self.fail_all(error)
+        self._in_flight.clear()
+        self._isolated = True
+        outputs: list[CoreOutput] = []
+        if len(involved) == 1:
+            (culprit,) = involved.values()
+            self._finish([culprit])
+            outputs.append(CoreOutput(culprit.id, [], finish_reason="error", error=error))
+        for request in self.requests.values():
+            request.num_pending = 0
+        while self.running:
+            self._preempt(self.running.pop())
+        self._freed_slots = list(range(self.limits.max_num_seqs))  # whatever the device did not take in
+        self.kv.pool.reset_cache()
+        for request in involved.values():
+            if request.status is Status.WAITING and not request.suspected:
+                request.suspected = True
+                self._suspects.append(request)
+        return outputs
+
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
@@ -143,11 +172,14 @@ class Scheduler:
         flight).
         """
         draft = _Draft(self.limits.max_num_batched_tokens, [], [], [], [], [], [], [])
-        if self.limits.priority:
-            self._make_way_for_priority()
-        preempted = self._continue_running(draft)
-        if self._waiting and not preempted and draft.budget > 0:
-            self._admit_waiting(draft)
+        if self._suspects:
+            self._plan_suspect(draft)
+        else:
+            if self.limits.priority:
+                self._make_way_for_priority()
+            preempted = self._continue_running(draft)
+            if self._waiting and not preempted and draft.budget > 0:
+                self._admit_waiting(draft)
         if not draft.requests:
             return None
         plan = StepPlan(
@@ -165,6 +197,18 @@ class Scheduler:
         self._step_id += 1
         self._in_flight.append((plan, draft.requests, self._clock()))
         return plan
+
+    def _plan_suspect(self, draft: _Draft) -> None:
+        """Give the next suspect a step of its own; nothing else is in flight meanwhile."""
+        while self._suspects and not self._in_flight and not draft.requests:
+            suspect = self._suspects.popleft()
+            if suspect.status is not Status.WAITING:
+                continue
+            others = deque(r for r in self._waiting if r is not suspect)
+            self._waiting = deque([suspect])
+            self._admit_waiting(draft)
+            others.extend(self._waiting)  # there was no room for it: it waits its turn again
+            self._waiting = others
 
     def _make_way_for_priority(self) -> None:
         """Preempt running requests of lower priority while the first waiting one finds no slot or too few blocks."""
@@ -406,9 +450,18 @@ class Scheduler:
                 if stop is not None:
                     output.finish_reason, output.stop_reason = stop
                     finished.append(request)
+        if len(requests) > 1:
+            self._trust(requests)
         self._finish(finished)
         self._observe(plan, generated, self._clock() - planned_at)
         return outputs
+
+    def _trust(self, requests: list[Request]) -> None:
+        """A step of several requests went well: none of them is suspected any more."""
+        if self._isolated:
+            self._isolated = False
+            for request in requests:
+                request.suspected = False
 
     def _observe(self, plan: StepPlan, generated: int, seconds: float) -> None:
         prompt_tokens = int(plan.num_tokens.sum()) - generated

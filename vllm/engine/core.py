@@ -12,6 +12,7 @@ from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolic
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.exceptions import EngineDeadError
+from vllm.faults import Faults, broken_processor
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class EngineCore:
             executor = create_executor(config)
         loaded = time.perf_counter()
         self._executor = executor
+        self._faults = Faults.from_env()
         self.num_blocks = executor.num_blocks
         self.scheduler = Scheduler(
             scheduler_limits(config.scheduler_config),
@@ -60,6 +62,8 @@ class EngineCore:
         self._check_alive()
         rejected = []
         for request in requests:
+            if self._faults and self._faults.breaks_sampler(request.request_id):
+                request.params.logits_processors = [broken_processor]
             try:
                 self.scheduler.add(request)
             except ValueError as error:
@@ -78,8 +82,8 @@ class EngineCore:
     def step(self) -> list[CoreOutput]:
         """Plan and submit what fits in flight, then take in the oldest result.
 
-        If the device fails, every request ends with an error and the next step starts afresh. Raises EngineDeadError if
-        the executor did not survive, from the next call on.
+        If the device fails, the requests concerned are tried again one by one; those that fail alone end with an error.
+        Raises EngineDeadError if the executor did not survive, from the next call on.
         """
         if self._left_over:
             outputs = list(self._left_over)
@@ -89,10 +93,13 @@ class EngineCore:
         try:
             return self._advance()
         except Exception as error:
-            logger.exception("A step failed; every request in it ends with an error")
-            return self._recover(f"{type(error).__name__}: {error}", dead=isinstance(error, EngineDeadError))
+            logger.exception("A step failed")
+            if self._survives(error):
+                return self.scheduler.isolate(f"{type(error).__name__}: {error}")
+            return self.scheduler.fail_all(f"{type(error).__name__}: {error}")
         except BaseException as interrupt:  # Ctrl-C: leave nothing half done behind
-            self._left_over.extend(self._recover(f"interrupted by {type(interrupt).__name__}", dead=False))
+            self._survives(interrupt)
+            self._left_over.extend(self.scheduler.fail_all(f"interrupted by {type(interrupt).__name__}"))
             raise
 
     def _advance(self) -> list[CoreOutput]:
@@ -101,6 +108,8 @@ class EngineCore:
             plan = scheduler.schedule()
             if plan is None:
                 break
+            if self._faults:
+                self._faults.before_forward()
             executor.submit(plan)
             self._submitted += 1
         if self._submitted == 0:
@@ -119,20 +128,20 @@ class EngineCore:
             self._submitted -= 1
             self.scheduler.apply(self._executor.collect())
 
-    def _recover(self, error: str, dead: bool) -> list[CoreOutput]:
-        """Forget the steps in flight and end every request; find out whether the executor is still there."""
-        while self._submitted and not dead:
+    def _survives(self, error: BaseException) -> bool:
+        """Collect and forget the steps in flight; whether the executor is still there."""
+        while self._submitted and not isinstance(error, EngineDeadError):
             self._submitted -= 1
             with contextlib.suppress(Exception):
                 self._executor.collect()
         self._submitted = 0
-        outputs = self.scheduler.fail_all(error)
         try:
             self._executor.check_health()
         except Exception as unhealthy:
             logger.error("The executor did not survive: %s", unhealthy)
-            self._death = error
-        return outputs
+            self._death = f"{type(error).__name__}: {error}"
+            return False
+        return True
 
     def _check_alive(self) -> None:
         if self._death is not None:

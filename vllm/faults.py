@@ -1,0 +1,94 @@
+"""Faults on purpose, for tests of survival: switched on by VLLM_FAULTS only, and then announced loudly.
+
+VLLM_FAULTS is a comma-separated list of `point@where` or `point@where:seconds`:
+
+    forward.raise@K       the K-th step raises            forward.sleep@K:S   the K-th step takes S seconds longer
+    forward.nan_row@K     one row's logits of step K are NaN                  alloc.oom@K   step K finds no memory
+    sampler.raise@ID      sampling raises for the request whose id contains ID
+    tokenizer.raise@ID    tokenizing raises for it        tokenizer.sleep@ID:S   tokenizing it takes S seconds longer
+    detok.raise@ID        detokenizing raises for it      ipc.drop@K   the core ends without a word after K messages
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+STEP_POINTS = frozenset({"forward.raise", "forward.sleep", "forward.nan_row", "alloc.oom", "ipc.drop"})
+REQUEST_POINTS = frozenset({"sampler.raise", "tokenizer.raise", "tokenizer.sleep", "detok.raise"})
+
+
+class InjectedFault(RuntimeError):
+    """An error that VLLM_FAULTS asked for."""
+
+
+@dataclass(slots=True)
+class Faults:
+    """The faults of this process; empty (and false) unless VLLM_FAULTS is set."""
+
+    steps: dict[tuple[str, int], float] = field(default_factory=dict)
+    requests: list[tuple[str, str, float]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_env(cls) -> Faults:
+        """Read VLLM_FAULTS. Raises ValueError for an entry that names no fault point."""
+        faults = cls()
+        text = os.environ.get("VLLM_FAULTS", "")
+        for entry in filter(None, (part.strip() for part in text.split(","))):
+            point, _, where = entry.partition("@")
+            where, _, seconds = where.partition(":")
+            if point in STEP_POINTS and where.isdigit():
+                faults.steps[point, int(where)] = float(seconds or 0)
+            elif point in REQUEST_POINTS and where:
+                faults.requests.append((point, where, float(seconds or 0)))
+            else:
+                raise ValueError(
+                    f"VLLM_FAULTS has {entry!r}; expected point@number or point@request for one of "
+                    f"{', '.join(sorted(STEP_POINTS | REQUEST_POINTS))}."
+                )
+        if faults:
+            logger.warning("VLLM_FAULTS is set: this process will fail on purpose (%s).", text)
+        return faults
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.requests)
+
+    def due(self, point: str) -> float | None:
+        """Count one passage of a step point; the fault's seconds if this is the one, else None."""
+        count = self.counts[point] = self.counts.get(point, 0) + 1
+        return self.steps.get((point, count))
+
+    def before_forward(self) -> None:
+        """Raise or sleep if this step is the one."""
+        if self.due("alloc.oom") is not None:
+            raise MemoryError("out of memory (injected)")
+        seconds = self.due("forward.sleep")
+        if seconds is not None:
+            time.sleep(seconds)
+        if self.due("forward.raise") is not None:
+            raise InjectedFault("forward pass failed (injected)")
+
+    def on_request(self, point: str, request_id: str) -> None:
+        """Raise or sleep if this request is the one."""
+        for name, part, seconds in self.requests:
+            if name.startswith(point) and part in request_id:
+                if name.endswith(".sleep"):
+                    time.sleep(seconds)
+                else:
+                    raise InjectedFault(f"{point} failed for this request (injected)")
+
+    def breaks_sampler(self, request_id: str) -> bool:
+        """Whether sampling shall raise for this request."""
+        return any(name == "sampler.raise" and part in request_id for name, part, _ in self.requests)
+
+
+def broken_processor(token_ids: Any, logits: Any) -> Any:
+    """A logits processor that raises, so that a sampler fault takes the way of a user's own faulty processor."""
+    raise InjectedFault("the sampler failed for this request (injected)")
