@@ -217,3 +217,42 @@ def test_public_helpers_find_the_packaged_model():
     assert decode_tokens(tokenizer, ids, skip_special_tokens=True) == "Paris"
     assert len(encode_tokens(tokenizer, "Paris")) >= len(ids)
     assert get_tokenizer("demo", padding_side="left").padding_side == "left"
+
+
+def test_tokenizer_that_writes_chats_itself(tmp_path):
+    """mistral_common formats conversations by its own rules; a stand-in of the same interface shows what we ask of it."""
+    from vllm.entrypoints.chat_utils import tokenize_chat
+
+    save_qwen2(tmp_path)
+    real = AutoTokenizer.from_pretrained(tmp_path)
+
+    class MistralCommonBackend:
+        is_fast, chat_template, eos_token_id = False, None, 2
+        special_tokens_map, all_special_ids = {}, [0, 1, 2, 3]
+
+        def __len__(self) -> int:
+            return len(real)
+
+        def get_vocab(self) -> dict[str, int]:
+            return real.get_vocab()
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return real.encode(text, add_special_tokens=add_special_tokens)
+
+        def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+            return real.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        def apply_chat_template(self, messages, return_dict, tools, continue_final_message) -> list[int]:
+            assert (return_dict, tools, continue_final_message) == (False, None, False)
+            return real.encode("[INST]" + messages[-1]["content"])
+
+    tokenizer = from_transformers(MistralCommonBackend())
+    text, ids = tokenize_chat(tokenizer, [{"role": "user", "content": "hello"}])
+    assert (text, ids) == ("[INST]hello", real.encode("[INST]hello"))
+    stream = tokenizer.stream()
+    assert "".join([*map(stream.feed, ids), stream.finish()]) == text
+    assert tokenizer.eos_token_id == 2
+    with pytest.raises(ValueError, match="Remove chat_template"):
+        tokenize_chat(tokenizer, [{"role": "user", "content": "hello"}], chat_template="{{ x }}")
+    with pytest.raises(TypeError, match="messages must be a list"):
+        tokenize_chat(tokenizer, "hello")

@@ -404,23 +404,30 @@ def test_logits_processor_that_raises_fails_its_request_alone(llm):
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in good]
 
 
-def test_failing_step_ends_its_requests_and_the_engine_goes_on(llm, monkeypatch):
+@pytest.mark.parametrize("heals", [True, False])
+def test_failing_steps_do_not_end_the_engine(llm, monkeypatch, heals):
+    """A failure that passes is not even seen; one that stays ends its requests, and the next ones work."""
+    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     executor = llm.llm_engine.core.core._executor
     submit = executor.submit
     steps = []
 
     def failing(plan):
         steps.append(plan)
-        if len(steps) == 3:
+        if len(steps) == 3 or (len(steps) > 3 and not heals):
             raise RuntimeError("the device said no")
         submit(plan)
 
     monkeypatch.setattr(executor, "submit", failing)
-    with pytest.raises(GenerationError, match="the device said no"):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    if heals:
+        found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        assert found == expected
+    else:
+        with pytest.raises(GenerationError, match="the device said no"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     monkeypatch.undo()
     assert_idle(llm)
-    assert len(llm.generate("fine", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
 
 
 @pytest.mark.parametrize("where", ["between steps", "inside a step"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ PLAIN_CLASSES = frozenset(
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+MISTRAL_CLASS = "MistralCommonBackend"
 MAX_COMPOSED = 4
 # A file of settings larger than this is not one.
 MAX_SETTINGS_BYTES = 64 << 20
@@ -78,6 +80,7 @@ class Tokenizer(ABC):
         self.max_token_id = max_token_id
         self.vocab_size = vocab_size
         self.chat_template = chat_template
+        self.writes_chats = False
 
     @property
     @abstractmethod
@@ -112,6 +115,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def get_vocab(self) -> dict[str, int]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        continue_final_message: bool,
+    ) -> tuple[str, list[int]]:
+        """The prompt for a conversation, text and ids, of a tokenizer that `writes_chats` itself."""
+        raise NotImplementedError("This tokenizer has no rules for chats of its own; use its chat template.")
 
     @abstractmethod
     def _new_stream(self, skip_special_tokens: bool, spaces_between: bool) -> TokenStream: ...
@@ -282,18 +294,21 @@ class FastTokenizer(Tokenizer):
 
 
 class TransformersTokenizer(Tokenizer):
-    """A tokenizer that only transformers can run: one written in Python, or one with code of its own."""
+    """A tokenizer that only transformers can run: written in Python, with its own code, or mistral_common's."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
+        native = type(hf_tokenizer).__name__ == MISTRAL_CLASS
+        added = hf_tokenizer.all_special_ids if native else hf_tokenizer.get_added_vocab().values()
         super().__init__(
             {name: str(token) for name, token in hf_tokenizer.special_tokens_map.items() if isinstance(token, str)},
             special_ids=frozenset(hf_tokenizer.all_special_ids),
-            added_ids=frozenset(hf_tokenizer.get_added_vocab().values()),
-            max_token_id=max(hf_tokenizer.get_vocab().values()),
+            added_ids=frozenset(added),
+            max_token_id=max(len(hf_tokenizer) - 1, *hf_tokenizer.get_vocab().values()),
             vocab_size=len(hf_tokenizer),
             chat_template=hf_tokenizer.chat_template,
         )
         self._hf_tokenizer = hf_tokenizer
+        self.writes_chats = native
 
     @property
     def hf_tokenizer(self) -> Any:
@@ -311,11 +326,10 @@ class TransformersTokenizer(Tokenizer):
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
+        # mistral_common puts no spaces between tokens, and does not know the option.
+        more = {} if self.writes_chats else {"spaces_between_special_tokens": spaces_between_special_tokens}
         text: str = self.hf_tokenizer.decode(
-            list(token_ids),
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-            clean_up_tokenization_spaces=False,
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False, **more
         )
         return text
 
@@ -332,6 +346,21 @@ class TransformersTokenizer(Tokenizer):
     def get_vocab(self) -> dict[str, int]:
         vocab: dict[str, int] = self.hf_tokenizer.get_vocab()
         return vocab
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos: int | None = self.hf_tokenizer.eos_token_id
+        return eos
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        continue_final_message: bool,
+    ) -> tuple[str, list[int]]:
+        options = {"tools": tools, "continue_final_message": continue_final_message}
+        ids = self.hf_tokenizer.apply_chat_template(list(messages), return_dict=False, **options)
+        return self.decode(ids, skip_special_tokens=False), list(ids)
 
     def _new_stream(self, skip_special_tokens: bool, spaces_between: bool) -> TokenStream:
         return WindowStream(lambda ids: self.decode(ids, skip_special_tokens, spaces_between))
@@ -366,8 +395,11 @@ def from_transformers(hf_tokenizer: Any) -> Tokenizer:
 
 def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) -> Any:
     """transformers' own object. Code that comes with the model runs only if `trust_remote_code` is set."""
-    if mode == "mistral" and importlib.util.find_spec("mistral_common") is None:
-        raise ImportError("tokenizer_mode='mistral' needs the package mistral_common: pip install mistral_common")
+    if mode == "mistral":
+        if importlib.util.find_spec("mistral_common") is None:
+            raise ImportError("tokenizer_mode='mistral' needs the package mistral_common: pip install mistral_common")
+        backend = getattr(importlib.import_module("transformers.tokenization_mistral_common"), MISTRAL_CLASS)
+        return backend.from_pretrained(str(path), local_files_only=True)
     if not any(next(path.glob(pattern), None) for pattern in TOKENIZER_FILES):
         raise ValueError(
             f"No tokenizer found in {path}: expected tokenizer.json, or the vocabulary files of its tokenizer class. "

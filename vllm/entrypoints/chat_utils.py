@@ -247,3 +247,30 @@ def apply_chat_template(
         special_tokens=tokenizer.special_tokens,
         **kwargs,
     )
+
+
+def tokenize_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Any],
+    *,
+    chat_template: Path | str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
+    **options: Any,
+) -> tuple[str, list[int]]:
+    """The prompt for a conversation, as text and as token ids. The options are those of `apply_chat_template`."""
+    if not tokenizer.writes_chats:
+        text = apply_chat_template(
+            tokenizer,
+            messages,
+            chat_template=chat_template,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            **options,
+        )
+        # The template has written the special tokens that belong there.
+        return text, tokenizer.encode(text, add_special_tokens=False)
+    if chat_template is not None:
+        raise ValueError("The tokenizer (mistral_common) writes chats by its own rules. Remove chat_template.")
+    parse_chat_messages(messages, "string")  # for the errors
+    return tokenizer.chat(messages, tools, continue_final_message)

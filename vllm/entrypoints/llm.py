@@ -13,7 +13,7 @@ from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.input_processor import RequestInput
 from vllm.engine.llm_engine import LLMEngine
-from vllm.entrypoints.chat_utils import apply_chat_template
+from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
 from vllm.entrypoints.progress import Progress, ProgressBar
 from vllm.exceptions import GenerationError
@@ -492,7 +492,7 @@ class LLM:
         tokenizer = self.llm_engine.tokenizer
         prompts = []
         for conversation in messages if several else [messages]:
-            text = apply_chat_template(
+            text, ids = tokenize_chat(
                 tokenizer,
                 conversation,
                 chat_template=chat_template or self._chat_template,
