@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from tests.executor.configs import config_for, generate
+from tests.models.own_models import NewLlamaForCausalLM
 from tests.tiny_models import save_llama
 from vllm.exceptions import EngineDeadError
 from vllm.executor import create_executor
 from vllm.executor.multiproc import MultiprocExecutor
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import SamplingParams
 
 PROMPTS = [np.random.default_rng(i).integers(5, 300, 1 + 9 * i).tolist() for i in range(5)]
@@ -149,6 +151,18 @@ def test_ranks_end_with_a_parent_that_is_killed(folder: Path, tmp_path: Path) ->
         parent.kill()
         wait_until_gone(pid, 2)
     assert list(tmp_path.iterdir()) == []  # no sockets, no stores
+
+
+def test_the_users_own_model_runs_on_every_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(folder, tensor_parallel_size=2)
+    single = create_executor(config_for(folder))
+    expected = generate(single, config, PROMPTS, [GREEDY] * 5)
+    single.shutdown()
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": NewLlamaForCausalLM})
+    executor = create_executor(config)
+    assert isinstance(executor, MultiprocExecutor) and "NewLlama" in repr(executor.worker.model)
+    assert generate(executor, config, PROMPTS, [GREEDY] * 5) == expected
+    executor.shutdown()
 
 
 def test_an_error_while_loading_ends_all_ranks(tmp_path: Path) -> None:

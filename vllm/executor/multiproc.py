@@ -50,8 +50,8 @@ class RankProcess:
         self._connection, theirs = socket.socketpair()
         self._reader = FrameReader()
         self._frames: deque[bytes] = deque()
-        root = str(Path(vllm.__file__).resolve().parent.parent)
-        path = [root, os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else [root]
+        # The same modules as here, in the same order: the package itself, and the user's own models.
+        path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
         in_main_thread = threading.current_thread() is threading.main_thread()
         with theirs:
             self.process = subprocess.Popen(
