@@ -18,7 +18,7 @@ def setup(device_type: str) -> None:
 
 
 def fuse(model: Any, device_type: str) -> None:
-    """Let native code run the layers of `model` at once where it can, with the same result. Called once, after loading."""
+    """Let native code run all layers of `model` at once where it can, with the same result. Called after loading."""
     if device_type == "cpu":
         from vllm.ops import cpu
 

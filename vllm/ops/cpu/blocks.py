@@ -12,7 +12,7 @@ from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.blocks import DecoderBlock, FeedForward
-from vllm.model_executor.models.spec import Layout
+from vllm.model_executor.models.spec import Layout, Mlp
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
 from vllm.ops.cpu.packed import PackedWeight
 from vllm.worker.step_inputs import StepInputs
@@ -106,12 +106,11 @@ def _covers(block: DecoderBlock, dtype: torch.dtype) -> bool:
     attn, ffn = block.attn, block.ffn
     if block.layout is not Layout.PRE or block.tp.world != 1 or type(ffn) is not FeedForward:
         return False
-    up = ffn.gate_up if ffn.spec.gated else ffn.up
     head_norms = (attn.q_norm, attn.k_norm)
     return (
-        all(_covers_linear(layer, dtype) for layer in (attn.qkv, attn.o, up, ffn.down))
+        all(_covers_linear(layer, dtype) for layer in (attn.qkv, attn.o, _up(ffn), ffn.down))
         and all(_covers_norm(norm, dtype) for norm in block.norms)
-        and (head_norms == (None, None) or all(type(n) is RMSNorm and _covers_weighted(n, dtype) for n in head_norms))
+        and (head_norms == (None, None) or all(_covers_head_norm(norm, dtype) for norm in head_norms))
         and attn.params.alibi_slopes is None
         and attn.params.k_scale == attn.params.v_scale == 1.0
         and ffn.act in ACTIVATION_CODES
@@ -135,8 +134,14 @@ def _covers_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
     return all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (norm.weight, bias))
 
 
-def _covers_weighted(norm: RMSNorm, dtype: torch.dtype) -> bool:
-    return norm.weight is not None and norm.weight.dtype == dtype
+def _covers_head_norm(norm: nn.Module | None, dtype: torch.dtype) -> bool:
+    return isinstance(norm, RMSNorm) and norm.weight is not None and _covers_norm(norm, dtype)
+
+
+def _up(ffn: FeedForward) -> LinearBase:
+    """The first product of a feed-forward layer."""
+    up: LinearBase = ffn.gate_up if ffn.spec.gated else ffn.up
+    return up
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -156,13 +161,15 @@ def _norm(norm: RMSNorm | LayerNorm) -> _Norm:
 
 def _describe(block: DecoderBlock) -> _Block:
     attn, ffn, params = block.attn, block.ffn, block.attn.params
+    assert isinstance(ffn, FeedForward)  # `_covers` has seen to it
+    gated = isinstance(ffn.spec, Mlp) and ffn.spec.gated
     norms: list[RMSNorm | LayerNorm] = list(block.norms)  # type: ignore[arg-type]
     described = _Block(
         norm1=_norm(norms[0]),
         norm2=_norm(norms[1]),
         qkv=_linear(attn.qkv),
         o=_linear(attn.o),
-        up=_linear(ffn.gate_up if ffn.spec.gated else ffn.up),
+        up=_linear(_up(ffn)),
         down=_linear(ffn.down),
         heads=attn.heads,
         kv_heads=attn.kv_heads,
@@ -171,13 +178,14 @@ def _describe(block: DecoderBlock) -> _Block:
         group=attn.place.group,
         scale=params.scale,
         softcap=params.softcap or 0.0,
-        gated=ffn.spec.gated,
+        gated=gated,
         activation=ACTIVATION_CODES[ffn.act],
     )
     if attn.spec.rope is not None:
         described.cos_sin, described.rotary_dim = attn.cos_sin.data_ptr(), attn.cos_sin.shape[-1]
         described.interleaved = attn.spec.rope.interleaved
-    if attn.q_norm is not None:
-        described.q_norm, described.k_norm = attn.q_norm.weight.data_ptr(), attn.k_norm.weight.data_ptr()
-        described.qk_eps, described.qk_offset = attn.q_norm.variance_epsilon, attn.q_norm.offset
+    q_norm, k_norm = attn.q_norm, attn.k_norm
+    if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+        described.q_norm, described.k_norm = _pointer(q_norm.weight), _pointer(k_norm.weight)
+        described.qk_eps, described.qk_offset = q_norm.variance_epsilon, q_norm.offset
     return described
