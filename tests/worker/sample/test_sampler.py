@@ -160,6 +160,12 @@ def test_nothing_left_to_sample_is_reported_for_that_row() -> None:
     assert result.token_ids[1] == 4
 
 
+def test_ids_beyond_the_vocabulary_do_not_reach_the_next_row() -> None:
+    odd = params(logit_bias={VOCAB + 3: 50.0}, allowed_token_ids=[1, VOCAB + 4], bad_words_token_ids=[[VOCAB + 5]])
+    logits = torch.arange(VOCAB, dtype=torch.float32)
+    assert sample([Row(logits, odd), Row(logits, params()), Row(logits, odd)]).token_ids.tolist() == [1, VOCAB - 1, 1]
+
+
 def test_counts_follow_the_output_and_die_with_the_slot() -> None:
     logits = torch.zeros(VOCAB)
     row = Row(logits, params(frequency_penalty=1.0), [1], [])

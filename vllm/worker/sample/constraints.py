@@ -40,11 +40,15 @@ class Constraints:
     last_ids: np.ndarray
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Constraints | None:
-        """The constraints in `params`, None if there are none."""
-        bias = params.logit_bias or {}
-        words = [w for w in params.bad_words_token_ids or [] if w]
-        if params.allowed_token_ids is None and not bias and not words:
+    def of(cls, params: SamplingParams, vocab: int) -> Constraints | None:
+        """The constraints in `params`, None if there are none.
+
+        Ids are below `vocab` when they come here; any other would reach into the next row, and is dropped.
+        """
+        bias = {int(i): value for i, value in (params.logit_bias or {}).items() if 0 <= int(i) < vocab}
+        words = [w for w in params.bad_words_token_ids or [] if w and min(w) >= 0 and max(w) < vocab]
+        allowed = params.allowed_token_ids
+        if allowed is None and not bias and not words:
             return None
         long = [w for w in words if len(w) > 1]
         width = max((len(w) - 1 for w in long), default=0)
@@ -52,10 +56,8 @@ class Constraints:
         for i, word in enumerate(long):
             prefixes[i, width - len(word) + 1 :] = word[:-1]
         return cls(
-            allowed=None
-            if params.allowed_token_ids is None
-            else np.unique(np.array(params.allowed_token_ids, np.int64)),
-            bias_ids=np.array([int(i) for i in bias], np.int64),
+            allowed=None if allowed is None else np.unique(np.array([i for i in allowed if 0 <= i < vocab], np.int64)),
+            bias_ids=np.array(list(bias), np.int64),
             bias=np.array(list(bias.values()), np.float32),
             banned=np.unique(np.array([w[0] for w in words if len(w) == 1], np.int64)),
             prefixes=prefixes,

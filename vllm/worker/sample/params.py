@@ -75,7 +75,7 @@ class ParamsTable:
         self.repetition[slot] = params.repetition_penalty
         if params.repetition_penalty != 1.0:
             needs |= Needs.REPETITION
-        constraints = Constraints.of(params)
+        constraints = Constraints.of(params, self.vocab_size)
         if constraints is not None:
             self.constraints[slot] = constraints
             needs |= Needs.CONSTRAINTS
