@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vllm.engine.async_llm_engine import AsyncLLMEngine
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.entrypoints.openai.api_server")  # also when run as __main__
 
 HEALTH_POLL_SECONDS = 0.5
 WEB_FOLDER = Path(__file__).parent.parent / "web"

@@ -53,8 +53,10 @@ def completion_logprobs(
         else:
             text = text_of(token_id, step[token_id])
             values.append(max(step[token_id].logprob, SMALLEST))
-            shown = [(i, p) for n, (i, p) in enumerate(step.items()) if n <= top]
-            tops.append({text_of(i, p): max(p.logprob, SMALLEST) for i, p in shown})
+            shown: dict[str, float] = {}
+            for i, p in list(step.items())[: top + 1]:  # the token itself, then by rank; the first of a text counts
+                shown.setdefault(text_of(i, p), max(p.logprob, SMALLEST))
+            tops.append(shown)
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
