@@ -220,7 +220,7 @@ def test_public_helpers_find_the_packaged_model():
 
 
 def test_tokenizer_that_writes_chats_itself(tmp_path):
-    """mistral_common formats conversations by its own rules; a stand-in of the same interface shows what we ask of it."""
+    """mistral_common formats conversations by its own rules; a stand-in for it shows what we ask of it."""
     from vllm.entrypoints.chat_utils import tokenize_chat
 
     save_qwen2(tmp_path)

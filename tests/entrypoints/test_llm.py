@@ -461,6 +461,37 @@ def test_works_in_another_thread(llm):
     assert len(found[0][0].outputs[0].token_ids) == 12
 
 
+def test_steps_in_flight_change_nothing(llm, monkeypatch):
+    """Planning a step before the last one's tokens are known, as on a GPU: same outputs, whatever ends them."""
+    prompts = ["The", "def f(x):", "it's", "こんにちは", "a", "b"]
+    stop = llm.generate("The", GREEDY, use_tqdm=False)[0].outputs[0].text[4:6]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop], logprobs=2, prompt_logprobs=1),
+        SamplingParams(temperature=1.0, seed=1, max_tokens=9, n=3),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=5, n=1, best_of=3),
+        SamplingParams(temperature=0.7, seed=3, max_tokens=14, repetition_penalty=1.3, min_tokens=3),
+        SamplingParams(temperature=0, max_tokens=6, use_beam_search=True, best_of=3, n=2),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=7, bad_words=["fox"], min_p=0.1, logit_bias={60: 5.0}),
+    ]
+
+    def outputs():
+        llm.reset_prefix_cache()
+        return [o.outputs for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = outputs()
+    monkeypatch.setattr(llm.llm_engine.core.core._executor, "max_in_flight", 2)
+    found = outputs()
+    monkeypatch.undo()
+    for before, after in zip(expected, found, strict=True):
+        assert [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in after] == [
+            (c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in before
+        ]
+        if before[0].logprobs is not None:
+            assert [list(entry) for entry in after[0].logprobs] == [list(entry) for entry in before[0].logprobs]
+    assert expected[0][0].stop_reason == stop
+    assert_idle(llm)
+
+
 def test_what_only_other_models_or_versions_do_says_so(llm):
     for call, error, text in [
         (lambda: llm.embed("a"), ValueError, "^Embedding API is only enabled for `--task embed`$"),
