@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.config.families import document
 from vllm import AsyncEngineArgs, EngineArgs
@@ -389,7 +391,8 @@ def test_the_engine_cannot_run_in_ray(model: str) -> None:
 
 OBSOLETE: list[dict[str, Any]] = [
     {"use_tqdm_on_load": False}, {"use_v2_block_manager": False}, {"swap_space": 2},
-    {"multi_step_stream_outputs": False}, {"tokenizer_pool_size": 2}, {"tokenizer_pool_type": "x"}, {"tokenizer_pool_extra_config": {"a": 1}},
+    {"multi_step_stream_outputs": False}, {"tokenizer_pool_size": 2}, {"tokenizer_pool_type": "x"},
+    {"tokenizer_pool_extra_config": {"a": 1}},
     {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"show_hidden_metrics_for_version": "0.7"},
     {"max_loras": 4}, {"max_prompt_adapters": 2},
     {"num_scheduler_steps": 8},
@@ -556,3 +559,32 @@ def test_a_wrong_word_on_the_command_line_is_refused(words: str, message: str, c
     with pytest.raises(SystemExit):
         parser().parse_args(words.split())
     assert message in capsys.readouterr().err
+
+
+HOSTILE = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.binary(max_size=3),
+    st.sampled_from([0, -1, 2**31, 2**64, 10**400, float("nan"), "\0", "auto", "1K", "None", "/", ("a",), object()]),
+    st.lists(st.integers() | st.text(max_size=3) | st.none(), max_size=3),
+    st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=3) | st.none(), max_size=3),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(document("llama")))
+    return str(folder)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from([s.name for s in all_settings()]), HOSTILE, min_size=1, max_size=2))
+def test_no_value_raises_anything_but_a_value_error(
+    shared_model: str, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    try:
+        config = EngineArgs(**{"model": shared_model, "device": "cpu", **kwargs}).create_engine_config()
+    except (ValueError, NotImplementedError) as error:
+        assert str(error)
+    else:
+        assert VllmConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
