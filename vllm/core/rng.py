@@ -15,7 +15,8 @@ def _mix(z: np.ndarray) -> np.ndarray:
     """SplitMix64's output function: a bijection of 64-bit numbers in which every input bit reaches every output bit."""
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -27,4 +28,5 @@ def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
     """
     start = _mix(np.asarray(seed, np.uint64) + _GOLDEN)
     z = _mix(start + (np.asarray(position).astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return ((z >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+    numbers: np.ndarray = (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return numbers

@@ -54,15 +54,16 @@ class InputBuilder:
     def build(self, plan: StepPlan) -> Batch:
         """The inputs of `plan`; the slot table must have taken in its new rows and blocks already."""
         table, slots = self._table, plan.slots
-        starts = np.zeros(len(slots) + 1, np.int32)
+        starts: np.ndarray = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(plan.num_tokens, out=starts[1:])
         lens = plan.num_computed + plan.num_tokens
         max_query, max_len, num_tokens = int(plan.num_tokens.max()), int(lens.max()), int(starts[-1])
         table.require_width(max_len + 1)
+        positions: np.ndarray
         if max_query == 1:
             positions, token_slots = plan.num_computed.astype(np.int64), slots
         else:
-            shift = np.repeat((plan.num_computed - starts[:-1]).astype(np.int64), plan.num_tokens)
+            shift: np.ndarray = np.repeat((plan.num_computed - starts[:-1]).astype(np.int64), plan.num_tokens)
             positions, token_slots = np.arange(num_tokens, dtype=np.int64) + shift, np.repeat(slots, plan.num_tokens)
         block, offset = np.divmod(positions, table.block_size)
         mappings = [t[token_slots, block] * np.int64(table.block_size) + offset for t in table.host_tables]

@@ -93,7 +93,7 @@ class StepHandle:
         """What the step brought, once it is done."""
         arrays = iter(self._download.wait())
         sampled, rows = self._sampled, self._batch.sample_rows
-        token_ids = np.full(len(self._plan.slots), -1, np.int64)
+        token_ids: np.ndarray = np.full(len(self._plan.slots), -1, np.int64)
         ids, finite = next(arrays), next(arrays)
         possible = finite if sampled.possible is None else next(arrays)
         errors = {int(rows[i]): message for i, message in sampled.errors.items()}
@@ -221,7 +221,7 @@ class ModelRunner:
         step = max(1, _PROMPT_LOGITS // params.vocab_size)
         for rows in batch.prompt_rows:
             slot = int(batch.plan_slots[rows.plan_row])
-            slots = np.full(len(rows.positions), slot, np.int32)
+            slots: np.ndarray = np.full(len(rows.positions), slot, np.int32)
             (where,) = self.context.upload([self.table.token_index(slots, rows.positions)])
             targets = self.table.read_tokens(where)
             index = batch.step.logits_rows[rows.first : rows.first + len(rows.positions)]

@@ -193,13 +193,13 @@ class Worker:
 
 def dummy_step(tokens: int, requests: int, layout: KVLayout, context: DeviceContext) -> StepInputs:
     """Inputs of `tokens` tokens evenly over `requests` requests, which live in the null block."""
-    counts = np.full(requests, tokens // requests, np.int32)
+    counts: np.ndarray = np.full(requests, tokens // requests, np.int32)
     counts[: tokens % requests] += 1
-    starts = np.zeros(requests + 1, np.int32)
+    starts: np.ndarray = np.zeros(requests + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     positions = np.arange(tokens, dtype=np.int64) - np.repeat(starts[:-1].astype(np.int64), counts)
     longest = int(counts.max())
-    table = np.zeros((requests, -(-longest // layout.block_size)), np.int32)
+    table: np.ndarray = np.zeros((requests, -(-longest // layout.block_size)), np.int32)
     token_ids, d_positions, d_starts, d_lens, rows, mapping, d_table = context.upload(
         [
             np.zeros(tokens, np.int64),

@@ -52,7 +52,7 @@ class Constraints:
             return None
         long = [w for w in words if len(w) > 1]
         width = max((len(w) - 1 for w in long), default=0)
-        prefixes = np.full((len(long), width), _ANY, np.int32)
+        prefixes: np.ndarray = np.full((len(long), width), _ANY, np.int32)
         for i, word in enumerate(long):
             prefixes[i, width - len(word) + 1 :] = word[:-1]
         return cls(
@@ -114,7 +114,7 @@ def apply_bad_words(
         return
     width = max(c.prefixes.shape[1] for c in items)
     prefixes = np.full((total, width), _ANY, np.int32)
-    owner = np.repeat(np.arange(len(items)), [int(p.sum()) for p in possible])
+    owner: np.ndarray = np.repeat(np.arange(len(items)), [int(p.sum()) for p in possible])
     at = 0
     for c, p in zip(items, possible, strict=True):
         n = int(p.sum())

@@ -35,19 +35,19 @@ class ParamsTable:
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.needs = np.zeros(num_slots, np.uint8)
-        self.temperature = np.ones(num_slots, np.float32)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.presence = np.zeros(num_slots, np.float32)
-        self.frequency = np.zeros(num_slots, np.float32)
-        self.repetition = np.ones(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.uint64)
-        self.min_tokens = np.zeros(num_slots, np.int32)
-        self.logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        self.prompt_logprobs = np.full(num_slots, NO_LOGPROBS, np.int32)
-        self.wants_prompt = np.zeros(num_slots, bool)
+        self.needs: np.ndarray = np.zeros(num_slots, np.uint8)
+        self.temperature: np.ndarray = np.ones(num_slots, np.float32)
+        self.top_p: np.ndarray = np.ones(num_slots, np.float32)
+        self.top_k: np.ndarray = np.zeros(num_slots, np.int32)
+        self.min_p: np.ndarray = np.zeros(num_slots, np.float32)
+        self.presence: np.ndarray = np.zeros(num_slots, np.float32)
+        self.frequency: np.ndarray = np.zeros(num_slots, np.float32)
+        self.repetition: np.ndarray = np.ones(num_slots, np.float32)
+        self.seed: np.ndarray = np.zeros(num_slots, np.uint64)
+        self.min_tokens: np.ndarray = np.zeros(num_slots, np.int32)
+        self.logprobs: np.ndarray = np.full(num_slots, NO_LOGPROBS, np.int32)
+        self.prompt_logprobs: np.ndarray = np.full(num_slots, NO_LOGPROBS, np.int32)
+        self.wants_prompt: np.ndarray = np.zeros(num_slots, bool)
         self.constraints: dict[int, Constraints] = {}
         self.processors: dict[int, Processors] = {}
         self.stop_ids: dict[int, np.ndarray] = {}

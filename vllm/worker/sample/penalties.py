@@ -25,7 +25,7 @@ class OutputCounts:
         self._vocab = vocab_size
         self._table = table
         self._context = context
-        self._row_of = np.full(table.num_slots, -1, np.int64)
+        self._row_of: np.ndarray = np.full(table.num_slots, -1, np.int64)
         self._free: list[int] = []
         self.counts: Tensor | None = None  # [rows, vocab], allocated when first needed
 
