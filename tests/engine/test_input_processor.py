@@ -1,0 +1,116 @@
+"""What becomes of a user's request: resolved parameters, fan-out, seeds; and nothing but clear errors for nonsense."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.tiny_llama import MAX_MODEL_LEN
+from vllm import SamplingParams
+from vllm.engine.input_processor import InputProcessor, RequestInput, child_seed
+from vllm.sampling_params import BeamSearchParams
+
+WIDTH = 403
+
+
+@pytest.fixture
+def processor(llm) -> InputProcessor:
+    return InputProcessor(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
+
+
+def test_everything_is_resolved(processor):
+    params = SamplingParams(max_tokens=None, logprobs=0, seed=-5, stop_token_ids=[7])
+    request = processor.process(RequestInput("r", "The fox", params, arrival_time=3.0))
+    (child,) = request.children
+    assert child.request_id == "r"
+    assert child.params is not params
+    assert child.params.max_tokens == MAX_MODEL_LEN - len(child.prompt_token_ids)
+    assert child.seed == 2**64 - 5
+    assert child.eos_token_id == 1
+    assert set(child.stop_token_ids) == {1, 3, 7}
+    assert (child.arrival_time, child.fork_of) == (3.0, None)
+    assert params.max_tokens is None
+    ignoring = SamplingParams(ignore_eos=True, stop_token_ids=[7])
+    (child,) = processor.process(RequestInput("r", "The fox", ignoring)).children
+    assert (child.eos_token_id, child.stop_token_ids) == (None, (7,))
+
+
+def test_fan_out(processor):
+    params = SamplingParams(n=2, best_of=4, seed=9, prompt_logprobs=1)
+    request = processor.process(RequestInput("r", "The fox", params))
+    assert [c.request_id for c in request.children] == ["0_r", "1_r", "2_r", "3_r"]
+    assert [c.fork_of for c in request.children] == [None, "0_r", "0_r", "0_r"]
+    assert [c.params.prompt_logprobs for c in request.children] == [1, None, None, None]
+    assert [c.params.logprobs for c in request.children] == [0, 0, 0, 0]  # to know which are best
+    assert request.params.logprobs is None
+    assert request.returned == 2
+    seeds = [c.seed for c in request.children]
+    assert seeds == [child_seed(9, i) for i in range(4)]
+    assert seeds[0] == 9
+    assert len({child_seed(seed, i) for seed in range(50) for i in range(50)}) > 2400
+
+
+def test_seeds_of_unseeded_requests_come_from_the_engines(llm):
+    def seeds(count: int) -> list[int]:
+        processor = InputProcessor(llm.llm_engine.vllm_config, llm.llm_engine.tokenizer)
+        batch = [RequestInput(str(i), "a", SamplingParams()) for i in range(count)]
+        with pytest.raises(ValueError):
+            processor.process_batch([*batch, RequestInput("bad", "", SamplingParams())])
+        return [request.children[0].seed for request in processor.process_batch(batch)]
+
+    assert seeds(3) == seeds(5)[:3]
+    assert len(set(seeds(5))) == 5
+
+
+def test_two_spellings_of_a_beam_search(processor):
+    older = SamplingParams(use_beam_search=True, best_of=3, n=2, temperature=0, max_tokens=5, length_penalty=2.0)
+    newer = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=2.0)
+    found = [processor.process(RequestInput("r", "The fox", params)) for params in (older, newer)]
+    assert [request.beams for request in found] == [newer, newer]
+    assert [request.children for request in found] == [(), ()]
+    assert [request.returned for request in found] == [2, 1]
+
+
+def test_texts_are_tokenized_with_or_without_special_tokens(processor, llm):
+    def ids(text: str) -> list[int]:
+        return llm.llm_engine.tokenizer.encode(text, add_special_tokens=False)
+
+    batch = [
+        RequestInput(str(i), text, SamplingParams(), add_special_tokens=bool(i % 2)) for i, text in enumerate("abcd")
+    ]
+    assert [request.prompt_token_ids for request in processor.process_batch(batch)] == [ids(text) for text in "abcd"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+prompt_keys = st.sampled_from(
+    [
+        "prompt",
+        "prompt_token_ids",
+        "cache_salt",
+        "encoder_prompt",
+        "multi_modal_data",
+        "prompt_embeds",
+        "token_type_ids",
+    ]
+)
+
+
+@settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    prompt=json_values | st.dictionaries(prompt_keys, json_values, max_size=3) | st.lists(st.integers(-3, WIDTH + 3))
+)
+def test_nonsense_gives_an_error_or_a_request(processor, prompt):
+    try:
+        request = processor.process(RequestInput("r", prompt, SamplingParams()))
+    except (TypeError, ValueError) as error:
+        assert str(error)
+        return
+    assert request.prompt_token_ids
+    assert all(type(i) is int and 0 <= i < WIDTH for i in request.prompt_token_ids)
