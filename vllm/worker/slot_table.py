@@ -39,9 +39,8 @@ class SlotTable:
         self.num_prompt: np.ndarray = np.zeros(num_slots, np.int32)
         self.host_tables = [self._empty_table() for _ in layout.groups]
         self.tables = [self._on_device(t) for t in self.host_tables]
-        self._num_blocks: np.ndarray = np.zeros(
-            (len(layout.groups), num_slots), np.int32
-        )  # columns that may be non-zero
+        # columns that may be non-zero: [groups, slots]
+        self._num_blocks: np.ndarray = np.zeros((len(layout.groups), num_slots), np.int32)
 
     def _empty_table(self) -> np.ndarray:
         return np.zeros((self.num_slots, -(-self.width // self.block_size) + 1), np.int32)
