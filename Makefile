@@ -7,7 +7,7 @@ ARGS ?=
 # One thread for each of the two test processes: more only fight each other.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev demo test lint format bench soak fuzz test-gpu wheel clean
+.PHONY: help setup setup-dev demo test lint format bench soak fuzz test-web test-gpu wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,10 @@ soak: setup-dev ## Run the tests that take many minutes
 
 fuzz: setup-dev ## Throw many random inputs at the system
 	$(PYTEST) -q -m fuzz --timeout 3600 $(ARGS)
+
+test-web: setup-dev ## Test the page at / in Chromium (install it first, for example: apt-get install chromium)
+	$(BIN)/python -m pip install --quiet 'playwright>=1.45'
+	$(PYTEST) -q -m web tests/web $(ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU here"'

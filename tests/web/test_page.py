@@ -1,0 +1,141 @@
+"""The page at / in a real browser: it chats, streams, stops, shows live figures, and obeys its own security policy.
+
+Needs Chromium and the `playwright` package: `make test-web` sets both up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.web
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "demo", "--port", str(port), "--api-key", "k"]
+    server = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=executable, args=FLAGS)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any, url: str) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    found = context.new_page()
+    errors: list[str] = []
+    requests: list[str] = []
+    found.on("pageerror", lambda error: errors.append(str(error)))
+    found.on("console", lambda m: errors.append(m.text) if m.type == "error" and "401" not in m.text else None)
+    found.on("request", lambda request: requests.append(request.url))
+    found.goto(url)
+    yield found
+    assert [e for e in errors if "404" not in e] == []
+    assert all(r.startswith((url, "data:")) for r in requests), "the page asked for something from outside"
+    context.close()
+
+
+def until(page: Any, condition: str, seconds: float = 20) -> None:
+    """Wait for a JavaScript expression to become true. (Playwright's own waiting needs eval, which the page forbids.)"""
+    deadline = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, f"never true: {condition}"
+        time.sleep(0.05)
+
+
+def unlock(page: Any) -> None:
+    page.fill("#key", "k")
+    page.locator("#key").blur()
+    until(page, "document.querySelector('#state').textContent === 'ready'")
+    until(page, "document.querySelector('#model').options.length === 1")
+
+
+def test_without_the_key_it_says_so(page: Any) -> None:
+    until(page, "document.querySelector('#state').textContent.includes('API key')")
+
+
+def test_it_streams_an_answer_and_shows_figures(page: Any) -> None:
+    unlock(page)
+    page.fill("#temperature", "0")
+    page.fill("#prompt", "What is the capital of France?")
+    page.keyboard.press("Enter")
+    answer = page.locator("#messages li.assistant")
+    until(page, "document.querySelector('#messages li.assistant small')")
+    assert "Paris" in answer.inner_text()
+    assert re.search(r"\d+ tokens, .* first after \d+ ms", answer.inner_text())
+    until(page, "/ms$/.test(document.querySelector('#ttft').textContent)")
+    until(page, "document.querySelector('#line').getAttribute('points').includes(',')")
+    assert page.inner_text("#cache").endswith("%")
+
+
+def test_stop_ends_the_answer_and_the_request(page: Any) -> None:
+    unlock(page)
+    page.fill("#max_tokens", "1500")
+    page.fill("#prompt", "Tell me a long story.")
+    page.click("#send")
+    until(page, "document.querySelector('#messages li.assistant span').textContent.length > 5")
+    page.keyboard.press("Escape")
+    until(page, "!document.querySelector('#send').disabled")
+    until(page, "document.querySelector('#running').textContent === '0'")
+
+
+def test_an_error_of_the_server_is_shown(page: Any) -> None:
+    unlock(page)
+    page.evaluate("document.querySelector('#model').options[0].value = 'nobody'")
+    page.fill("#prompt", "Hello")
+    page.click("#send")
+    page.wait_for_selector("#messages li.error")
+    assert "does not exist" in page.inner_text("#messages li.error")
+    page.evaluate("window.expected = true")
+
+
+def test_themes_and_small_screens(page: Any) -> None:
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_every_control_has_a_name(page: Any) -> None:
+    nameless = page.evaluate(
+        """[...document.querySelectorAll('input,select,textarea,button')]
+           .filter(e => !(e.labels && e.labels.length) && !e.textContent.trim() && !e.ariaLabel).map(e => e.id)"""
+    )
+    assert nameless == []

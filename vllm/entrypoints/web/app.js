@@ -1,0 +1,250 @@
+// The page at /: a chat that streams, and figures read off /metrics. No library, no build step.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const root = new URL(".", location.href);
+const history = [];
+let running = null; // AbortController of the answer being written
+
+// -- settings ---------------------------------------------------------------------------------------------------------
+
+const KEPT = ["temperature", "top_p", "top_k", "max_tokens", "seed", "stop_text", "system", "key"];
+for (const id of KEPT) {
+  const kept = sessionStorage.getItem(id);
+  if (kept !== null) $(id).value = kept;
+  $(id).addEventListener("change", () => sessionStorage.setItem(id, $(id).value));
+}
+const theme = localStorage.getItem("theme");
+if (theme) document.documentElement.dataset.theme = theme;
+$("theme").addEventListener("click", () => {
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
+  document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
+  localStorage.setItem("theme", document.documentElement.dataset.theme);
+});
+
+function headers() {
+  const key = $("key").value.trim();
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+function sampling() {
+  const found = {};
+  for (const id of ["temperature", "top_p"]) if ($(id).value !== "") found[id] = Number($(id).value);
+  for (const id of ["top_k", "max_tokens", "seed"]) if ($(id).value !== "") found[id] = parseInt($(id).value, 10);
+  if ($("stop_text").value) found.stop = [$("stop_text").value];
+  return found;
+}
+
+// -- chat -------------------------------------------------------------------------------------------------------------
+
+function bubble(kind, text) {
+  const item = document.createElement("li");
+  item.className = kind;
+  const body = document.createElement("span");
+  body.textContent = text;
+  item.append(body);
+  $("messages").append(item);
+  item.scrollIntoView({ block: "end" });
+  return { item, body };
+}
+
+function note(item, text) {
+  const small = document.createElement("small");
+  small.textContent = text;
+  item.append(small);
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+    }
+  }
+}
+
+async function problem(response) {
+  try {
+    const body = await response.json();
+    return body.message || body.detail || response.statusText;
+  } catch {
+    return response.statusText || `status ${response.status}`;
+  }
+}
+
+async function ask(text) {
+  bubble("user", text);
+  history.push({ role: "user", content: text });
+  const system = $("system").value.trim();
+  const messages = system ? [{ role: "system", content: system }, ...history] : history;
+  const { item, body } = bubble("assistant live", "");
+  running = new AbortController();
+  busy(true);
+  const started = performance.now();
+  let first = 0, usage = null, answer = "", reason = "";
+  try {
+    const response = await fetch(new URL("v1/chat/completions", root), {
+      method: "POST",
+      headers: headers(),
+      signal: running.signal,
+      body: JSON.stringify({
+        model: $("model").value, messages, stream: true, stream_options: { include_usage: true }, ...sampling(),
+      }),
+    });
+    if (!response.ok) throw new Error(await problem(response));
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      if (event.usage) usage = event.usage;
+      const choice = event.choices[0];
+      if (!choice) continue;
+      if (choice.delta.content) {
+        first ||= performance.now();
+        answer += choice.delta.content;
+        body.textContent = answer;
+        const list = $("messages");
+        if (list.scrollHeight - list.scrollTop - list.clientHeight < 160) item.scrollIntoView({ block: "end" });
+      }
+      reason = choice.finish_reason || reason;
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      item.classList.add("error");
+      body.textContent = answer ? `${answer}\n\n${error.message}` : error.message;
+    }
+    reason = "stopped";
+  }
+  item.classList.remove("live");
+  if (answer) history.push({ role: "assistant", content: answer });
+  else history.pop();
+  if (usage) {
+    const seconds = (performance.now() - first) / 1000;
+    const rate = usage.completion_tokens > 1 ? ((usage.completion_tokens - 1) / seconds).toFixed(1) : "–";
+    const wait = Math.round(first - started);
+    note(item, `${usage.completion_tokens} tokens, ${rate} tokens/s, first after ${wait} ms${reason === "length" ? ", cut at max tokens" : ""}`);
+  } else if (reason === "stopped" && answer) {
+    note(item, "stopped");
+  }
+  running = null;
+  busy(false);
+}
+
+function busy(on) {
+  $("send").disabled = on;
+  $("stop").disabled = !on;
+  if (!on) $("prompt").focus();
+}
+
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("prompt").value.trim();
+  if (!text || running) return;
+  $("prompt").value = "";
+  ask(text);
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("form").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => running && running.abort());
+$("clear").addEventListener("click", () => {
+  if (running) running.abort();
+  history.length = 0;
+  $("messages").replaceChildren();
+  $("prompt").focus();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running) running.abort();
+});
+
+// -- figures ----------------------------------------------------------------------------------------------------------
+
+const rates = [];
+let before = null;
+
+function parse(text) {
+  const found = {};
+  for (const line of text.split("\n")) {
+    const match = /^vllm:([a-z_0-9]+)(\{[^}]*\})? ([-+.\deEInfNa]+)$/.exec(line);
+    if (match && !match[1].endsWith("_bucket")) found[match[1]] = (found[match[1]] || 0) + Number(match[3]);
+  }
+  found.time = performance.now() / 1000;
+  return found;
+}
+
+function show(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
+}
+
+function mean(now, name) {
+  const count = now[`${name}_count`] - before[`${name}_count`];
+  return count > 0 ? (now[`${name}_sum`] - before[`${name}_sum`]) / count : null;
+}
+
+function draw() {
+  const peak = Math.max(1, ...rates);
+  const step = 240 / 119;
+  const points = rates.map((rate, i) => [(i + 120 - rates.length) * step, 78 - (rate / peak) * 74]);
+  const list = points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`);
+  $("line").setAttribute("points", list.join(" "));
+  $("area").setAttribute("d", list.length ? `M${points[0][0].toFixed(1)},80 L${list.join(" L")} L240,80 Z` : "");
+  show("peak", `peak ${Math.round(peak)}`);
+}
+
+function state(text, bad) {
+  show("state", text);
+  $("state").classList.toggle("bad", bad);
+}
+
+async function tick() {
+  try {
+    const response = await fetch(new URL("metrics", root), { headers: headers() });
+    if (response.status === 401) return state("the server wants an API key", true);
+    if (!response.ok) throw new Error();
+    const now = parse(await response.text());
+    state("ready", false);
+    if (!$("model").options.length) await models();
+    show("running", String(now.num_requests_running));
+    show("waiting", String(now.num_requests_waiting));
+    show("cache", `${(100 * now.kv_cache_usage_perc).toFixed(1)} %`);
+    show("hits", now.prefix_cache_queries_total ? `${(100 * now.prefix_cache_hits_total / now.prefix_cache_queries_total).toFixed(1)} %` : "–");
+    if (before) {
+      const seconds = now.time - before.time;
+      const rate = (now.generation_tokens_total - before.generation_tokens_total) / seconds;
+      rates.push(rate);
+      if (rates.length > 120) rates.shift();
+      show("rate", rate.toFixed(rate < 10 ? 1 : 0));
+      show("prompt_rate", ((now.prompt_tokens_total - before.prompt_tokens_total) / seconds).toFixed(0));
+      const ttft = mean(now, "time_to_first_token_seconds");
+      const tpot = mean(now, "time_per_output_token_seconds");
+      if (ttft !== null) show("ttft", `${(1000 * ttft).toFixed(0)} ms`);
+      if (tpot !== null) show("tpot", `${(1000 * tpot).toFixed(1)} ms`);
+      draw();
+    }
+    before = now;
+  } catch {
+    state("no answer from the server", true);
+  }
+}
+
+async function models() {
+  const response = await fetch(new URL("v1/models", root), { headers: headers() });
+  if (!response.ok) return;
+  for (const card of (await response.json()).data) $("model").append(new Option(card.id, card.id));
+}
+
+async function start() {
+  try {
+    show("version", (await (await fetch(new URL("version", root))).json()).version);
+  } catch { /* the state line says it */ }
+  await tick();
+  setInterval(() => document.hidden || tick(), 1000);
+}
+start();
