@@ -418,6 +418,7 @@ def test_sampling_defaults_come_from_the_model_and_the_user(make: Any, tmp_path:
     assert config.get_diff_sampling_param() == {"temperature": 0.1, "top_k": 20, "max_tokens": 3}
     config = make(generation_config="vllm", override_generation_config={"top_p": 0.5}).model_config
     assert config.get_diff_sampling_param() == {"top_p": 0.5}
+    assert make(generation_config=None).model_config.get_diff_sampling_param() == {}
     assert config.generation_config["eos_token_id"] == [1, 2]  # what ends a text is a fact about the model
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "generation_config.json").write_text('{"min_p": 0.2}')

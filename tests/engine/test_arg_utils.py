@@ -314,6 +314,15 @@ def test_an_unknown_argument_is_an_error_that_names_the_near_ones(kwargs: dict[s
         EngineArgs(**kwargs)
 
 
+def test_none_stands_for_the_default_of_an_optional_setting(model: str) -> None:
+    optional = {s.name: None for s in all_settings() if s.kind.optional}
+    config = EngineArgs(model, device="cpu", **optional).create_engine_config()
+    plain = EngineArgs(model, device="cpu").create_engine_config()
+    neutral = dataclasses.replace(plain.model_config, generation_config_source="vllm")  # None meant that
+    explanation = {**plain.explanation, "sampling defaults": "{}: generation_config='vllm'"}
+    assert config == dataclasses.replace(plain, model_config=neutral, explanation=explanation)
+
+
 def test_an_argument_cannot_be_given_twice() -> None:
     with pytest.raises(TypeError, match="two values for the argument 'model'"):
         EngineArgs("a", model="b")
@@ -430,6 +439,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_model_len": 1.5}, "max_model_len must be an int"),
     ({"max_model_len": True}, "max_model_len must be an int"),
     ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0."),
+    ({"max_num_seqs": 2**40}, "max_num_seqs must be at most 1048576"),
+    ({"max_model_len": 2**31}, "max_model_len must be at most 2147483647"),
+    ({"seed": 2**64}, "seed must be at most"),
     ({"max_num_seqs": float("nan")}, "max_num_seqs must be an int"),
     ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
     ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),

@@ -46,7 +46,7 @@ class CacheConfig:
     )
     num_gpu_blocks_override: int | None = setting(
         None,
-        Integer(low=1, optional=True),
+        Integer(low=1, high=2**31 - 1, optional=True),
         "The number of KV cache blocks, whatever the memory profile says. For tests of preemption.",
     )
     enable_prefix_caching: bool = setting(

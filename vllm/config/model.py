@@ -104,11 +104,14 @@ class ModelConfig:
         resolved="float32",
     )
     seed: int = setting(
-        None, Integer(optional=True), "Seed of requests without a seed of their own. Default: 0.", resolved=0
+        None,
+        Integer(low=-(2**63), high=2**64 - 1, optional=True),
+        "Seed of requests without a seed of their own. Default: 0.",
+        resolved=0,
     )
     max_model_len: int = setting(
         None,
-        Integer(low=1, human=True, optional=True),
+        Integer(low=1, high=2**31 - 1, human=True, optional=True),
         "The longest sequence, prompt and output together. Default: what the model was made for.",
         resolved=2048,
     )

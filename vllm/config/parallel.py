@@ -27,7 +27,9 @@ class ParallelConfig:
     pipeline_parallel_size: int = setting(
         1, Integer(low=1), "Number of pipeline stages.", flags=("-pp",), later="Pipeline parallelism"
     )
-    tensor_parallel_size: int = setting(1, Integer(low=1), "Number of devices that share each layer.", flags=("-tp",))
+    tensor_parallel_size: int = setting(
+        1, Integer(low=1, high=1024), "Number of devices that share each layer.", flags=("-tp",)
+    )
     distributed_executor_backend: str = setting(
         None,
         Choice(optional=True, values=("ray", "mp", "uni", "external_launcher"), error=_unknown_backend),

@@ -68,7 +68,7 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
 
     Raises ValueError for a bad value, and for a value that needs a feature which does not exist yet.
     """
-    args = _with_older_names(check_settings(settings))
+    args = check_settings(_with_older_names(settings))
     _check_features(args)
     log_useless_settings(args)
     why: dict[str, str] = {}
@@ -89,18 +89,21 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
         decoding_config=build(DecodingConfig, args),
         observability_config=build(ObservabilityConfig, args),
         compilation_config=_compilation(args, model, scheduler, device, why),
-        additional_config=dict(args["additional_config"] or {}),
+        additional_config=args["additional_config"],
         explanation=why,
     )
 
 
-def _with_older_names(args: dict[str, Any]) -> dict[str, Any]:
-    """Settings that are only another name of a newer one, moved there."""
-    length = args["max_context_len_to_capture"]
-    if length is not None:
+def _with_older_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings in today's words: where an older version had another name, or meant something else by None."""
+    changes: dict[str, Any] = {}
+    if settings["max_context_len_to_capture"] is not None:
         logger.warning("max_context_len_to_capture is deprecated, use max_seq_len_to_capture.")
-        args = {**args, "max_seq_len_to_capture": length, "max_context_len_to_capture": None}
-    return args
+        changes["max_seq_len_to_capture"] = settings["max_context_len_to_capture"]
+        changes["max_context_len_to_capture"] = None
+    if settings["generation_config"] is None:  # was: no defaults from the model
+        changes["generation_config"] = "vllm"
+    return {**settings, **changes}
 
 
 def _check_features(args: dict[str, Any]) -> None:
@@ -175,9 +178,9 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
     _note(why, "seed", seed, args["seed"] is not None, "the default, so that two runs give the same tokens")
     names = args["served_model_name"] or args["model"]
     names = (names,) if isinstance(names, str) else tuple(names)
-    source = args["generation_config"] or "vllm"
+    source = args["generation_config"]
     generation_config = read_generation_config(source, path)
-    check_generation_config(args["override_generation_config"] or {}, "override_generation_config")
+    check_generation_config(args["override_generation_config"], "override_generation_config")
     config = build(
         ModelConfig,
         args,
@@ -185,14 +188,9 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         dtype=dtype,
         seed=seed,
         max_model_len=max_model_len,
-        enforce_eager=bool(args["enforce_eager"]),
-        hf_overrides=args["hf_overrides"] or {},
-        rope_scaling=args["rope_scaling"] or {},
         served_model_name=names[0],
         served_model_names=names,
-        generation_config_source=source,
         generation_config=generation_config,
-        override_generation_config=args["override_generation_config"] or {},
         attention_backend=_attention_backend(args, platform),
         path=path,
         tokenizer_path=tokenizer_path,

@@ -16,13 +16,13 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int = setting(
         None,
-        Integer(low=1, human=True, optional=True),
+        Integer(low=1, high=2**31 - 1, human=True, optional=True),
         "The most tokens that one step computes. Default: by device and use, see --explain.",
         resolved=2048,
     )
     max_num_seqs: int = setting(
         None,
-        Integer(low=1, optional=True),
+        Integer(low=1, high=2**20, optional=True),
         "The most sequences that run at the same time. Default: by device and use, see --explain.",
         resolved=256,
     )

@@ -57,8 +57,13 @@ def near_names(name: str, known: Iterable[str]) -> str:
 
 
 def check_settings(args: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings in plain form, types checked. Raises ValueError naming the setting."""
-    return {s.name: s.kind.check(s.name, args[s.name]) for s in all_settings()}
+    """All settings in plain form, types checked; None is an optional setting's default. Raises ValueError."""
+    return {s.name: _checked(s, args[s.name]) for s in all_settings()}
+
+
+def _checked(setting: Setting, value: Any) -> Any:
+    plain = setting.kind.check(setting.name, value)
+    return setting.new_default() if plain is None else plain
 
 
 def refuse_missing_features(args: Mapping[str, Any]) -> None:
@@ -86,7 +91,7 @@ def log_useless_settings(args: Mapping[str, Any]) -> None:
 
 
 def _or_default(setting: Setting, args: Mapping[str, Any]) -> Any:
-    """The value; None and empty containers stand for an optional setting's default."""
+    """The value of a checked setting; an empty container is as good as a default of None."""
     value = args[setting.name]
-    nothing = value is None or (isinstance(value, dict | list | str) and not value)
-    return setting.default if nothing and not setting.default else value
+    empty = isinstance(value, dict | list | str) and not value and not setting.default
+    return setting.default if empty else value
