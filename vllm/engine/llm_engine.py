@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -67,10 +68,12 @@ class LLMEngine:
         self.usage_context = usage_context
         self.log_stats = log_stats
         self.stat_loggers: dict[str, Any] = dict(stat_loggers or {})
+        started = time.perf_counter()
         model = vllm_config.model_config
         tokenizer = None
         if not model.skip_tokenizer_init:
             tokenizer = load_tokenizer(model.tokenizer_path, model.tokenizer_mode, model.trust_remote_code)
+        tokenizer_seconds = time.perf_counter() - started
         core = None
         if executor_class is not None:
             from vllm.engine.core import EngineCore
@@ -82,6 +85,8 @@ class LLMEngine:
         counts = self._metrics if log_stats or stat_loggers else None
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, counts)
         self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
+        seconds = time.perf_counter() - started
+        logger.info("Engine ready in %.2f s, of which the tokenizer took %.2f s", seconds, tokenizer_seconds)
         # Also at the interpreter's exit, while everything that the workers need is still there.
         self._finalizer = weakref.finalize(self, self._client.shutdown)
 
