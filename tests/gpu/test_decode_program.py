@@ -38,7 +38,7 @@ def build(hidden, heads, kv_heads, head_dim, mlp, vocab, qk_norm=False, bias=Fal
     ]
     + [
         ({"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 14336, "vocab": 32000}, r)
-        for r in (1, 2, 32, 64)
+        for r in (1, 2, 32, 64, 100)
     ]
     + [({"hidden": 896, "heads": 14, "kv_heads": 2, "head_dim": 64, "mlp": 4864, "vocab": 1000, "bias": True}, r) for r in (1, 20)],
     ids=lambda v: str(v["hidden"]) if isinstance(v, dict) else str(v),
@@ -64,7 +64,7 @@ def test_fused_step_computes_what_the_model_computes(shape, rows):
     size = rows + 1  # one row of padding
     d_slots = torch.tensor([*slots.tolist(), -1], dtype=torch.int32, device=DEVICE)
     d_positions = torch.tensor([*(lengths - 1).tolist(), 0], dtype=torch.int32, device=DEVICE)
-    if rows in (1, 64):
+    if rows in (1, 64, 100):
         size, d_slots, d_positions = rows, d_slots[:rows], d_positions[:rows]
     program = DecodeProgram(weights, size, 2048, d_slots, d_positions)
     hidden = torch.full((size, shape["hidden"]), float("nan"), device=DEVICE, dtype=torch.bfloat16)

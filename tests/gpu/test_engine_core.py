@@ -102,18 +102,20 @@ def test_logprobs_in_bf16_are_as_close_to_fp32_as_those_of_hugging_face(model):
     assert ours.max() < 3 * theirs.max()
 
 
-def test_greedy_bf16_tokens_of_the_fused_step_are_nearly_the_best(model):
+def test_greedy_tokens_of_the_fused_step_are_the_best_that_bf16_can_tell(model):
     folder, hf = model
     engine = core(folder, dtype="bfloat16")
     steps = engine._executor.worker.runner.decode_steps
     assert steps._weights is not None, "the fused step takes this model"
     tokens, _ = together(engine)
+    rounded = copy.deepcopy(hf).bfloat16()
     with torch.inference_mode():
         for i, prompt in enumerate(prompts()):
             ids = torch.tensor([prompt + tokens[str(i)]], device="cuda")
-            logits = hf(ids).logits[0, len(prompt) - 1 : -1]
+            logits, bf16 = (m(ids).logits[0, len(prompt) - 1 : -1].float() for m in (hf, rounded))
             chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-            assert (logits.amax(-1) - chosen < 0.2 * logits.std()).all()
+            # a token may stand behind the best by as much as bf16 moves two logits
+            assert (logits.amax(-1) - chosen <= 3 * (logits - bf16).abs().max()).all()
 
 
 def test_seeded_samples_do_not_depend_on_the_batch(model):

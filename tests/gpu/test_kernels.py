@@ -96,24 +96,42 @@ def test_long_queries_over_gathered_keys(heads, kv_heads, head_dim, cache_dtype)
     assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
 
 
+@pytest.mark.parametrize("lengths", [[2048, 2048, 1], [1600], [4000, 2048, 5]])
+def test_long_fresh_prompts_through_dense_attention(lengths):
+    heads, kv_heads, head_dim = 16, 8, 128
+    counts = np.array(lengths)
+    seen = np.where(counts < 16, 300, counts)
+    batch = make_batch(lengths, seen.tolist(), heads, kv_heads, head_dim, 16, torch.bfloat16, device="cuda")
+    starts = attention.gather_starts(counts, seen)
+    runs = attention.dense_runs(counts, seen)
+    assert bool(runs) == (1600 not in lengths)
+    plan = attention.GatherPlan(torch.from_numpy(starts).cuda(), int(starts[-1]), max(lengths), runs)
+    params = attention.AttentionParams(head_dim**-0.5)
+    fused = torch.randn(batch.q.shape[0], heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    fused[:, :heads] = batch.q
+    got = attention.attend(fused[:, :heads], batch.cache, params, batch.step, replace(batch.group, plan=plan))
+    clean = batch.cache.float().nan_to_num()
+    assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
+
+
 DRAWS = {"plain": (0, 1.0, 0.0), "usual": (50, 0.95, 0.0), "nucleus": (0, 0.9, 0.0), "wide": (500, 0.8, 0.0), "min_p": (0, 1.0, 0.1)}
 
 
 @pytest.mark.parametrize("spread", [0.05, 3.0])
 @pytest.mark.parametrize("name", DRAWS)
 def test_draw_matches_the_reference(name, spread):
-    rows, vocab = 33, 151936
+    rows, vocab = 9, 151936
     k, p, m = DRAWS[name]
-    one = torch.ones(rows, device="cuda")
+    one = torch.ones(rows)
     ks, ps = np.full(rows, k, np.int32), np.full(rows, p, np.float32)
-    numbers = torch.rand(rows, device="cuda")
-    params = draw.DrawParams(one * 0.8, one * m, torch.from_numpy(ks).cuda(), torch.from_numpy(ps).cuda(), numbers, ks, ps)
-    logits = torch.randn(rows, vocab, device="cuda") * spread
-    got = draw.draw(logits, params)
-    want = draw.draw.reference(logits, params)
-    # the last bit of exp may differ, which moves the border between two neighbours
-    assert (got != want).sum() <= 3
-    assert torch.equal(draw.draw(logits[5:6], params.take(np.array([5]))), got[5:6]), "alone as in company"
+    vectors = (one * 0.8, one * m, torch.from_numpy(ks), torch.from_numpy(ps), torch.rand(rows))
+    logits = torch.randn(rows, vocab) * spread
+    want = draw.draw.reference(logits, draw.DrawParams(*vectors, ks, ps))
+    params = draw.DrawParams(*(v.cuda() for v in vectors), ks, ps)
+    got = draw.draw(logits.cuda(), params)
+    # the last bit of exp differs, which moves the borders between neighbours, by a token of 151936 at most
+    assert (got.cpu() != want).sum() <= 2
+    assert torch.equal(draw.draw(logits[5:6].cuda(), params.take(np.array([5]))), got[5:6]), "alone as in company"
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])

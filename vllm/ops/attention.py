@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,19 +25,35 @@ class AttentionParams:
     v_scale: float = 1.0
 
 
+class DenseRun(NamedTuple):
+    """Neighbouring prompts of one length that are computed from their first token on: plain causal attention.
+
+    first_token: in the step.   first_row: in the gathered keys.   padded: the length rounded up to a multiple of _DENSE_STEP.
+    """
+
+    first_token: int
+    first_row: int
+    count: int
+    length: int
+    padded: int
+
+
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
     """`GroupInputs.plan` of a batch whose long queries are worth copying their keys to consecutive rows.
 
     starts: [requests + 1] int32, rows `starts[r] : starts[r + 1]` are request r's keys; none for requests with few queries.
-    rows: their number in total.   longest: of one request.
+    rows: their number in total.   longest: of one request.   runs: all of them as `dense_runs`, or empty.
     """
 
     starts: Tensor
     rows: int
     longest: int
+    runs: tuple[DenseRun, ...] = ()
 
 
+_DENSE_STEP = 1024  # lengths of dense attention: libraries prepare each anew, so there should be few
+_DENSE_WASTE = 1.07  # at most so much longer than the prompt
 GATHERED_ABOVE = 16  # queries; requests with at most so many keep to the paged kernels
 
 
@@ -53,6 +70,26 @@ def gather_starts(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | 
     starts = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=starts[1:])
     return starts
+
+
+def dense_runs(query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[DenseRun, ...]:
+    """The requests that are gathered as runs of 8, 4, 2 or 1 equal prompts; empty unless all of them are long and fresh."""
+    runs: list[DenseRun] = []
+    token = row = r = 0
+    while r < len(seq_lens):
+        length = int(query_lens[r])
+        if length <= GATHERED_ABOVE:
+            token, r = token + length, r + 1
+            continue
+        padded = -(-length // _DENSE_STEP) * _DENSE_STEP
+        if length != int(seq_lens[r]) or length < 1536 or padded > _DENSE_WASTE * length:
+            return ()
+        alike = (query_lens[r : r + 8] == length) & (seq_lens[r : r + 8] == length)
+        count = len(alike) if alike.all() else int(alike.argmin())
+        count = 1 if padded != length else 1 << (count.bit_length() - 1)
+        runs.append(DenseRun(token, row, count, length, padded))
+        token, row, r = token + count * length, row + count * length, r + count
+    return tuple(runs)
 
 
 def to_cache_dtype(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -2,8 +2,8 @@
 
 A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and for greedy batches the
 choice of the token. The host uploads two numbers per row, launches the graph and fetches the ids. Graphs are captured when
-a batch size is first seen, padded up to one of a few sizes, and share one memory pool. Few rows of the usual model run the
-fused program (`decode_program`), everything else the model's own forward pass.
+a batch size is first seen, padded up to one of a few sizes, and share one memory pool. The usual model runs the fused
+program (`decode_program`), every other its own forward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm.core.plan import StepPlan, StepResult
 from vllm.logger import init_logger
 from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
-from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, ProgramWeights, read_weights
+from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.device import passed
 from vllm.worker.input_builder import Batch
 from vllm.worker.step_inputs import GroupInputs, StepInputs
@@ -106,6 +106,7 @@ class DecodeGraphs:
         self._table.require_width(longest + 1)
         if self._table.width != self._width:  # the table moved to other memory
             self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
             self._width = self._table.width
         greedy = not self._params.needs[plan.slots].any() and self._runner.tp.world == 1
         size = next(s for s in self._sizes if s >= rows)
@@ -141,7 +142,7 @@ class DecodeGraphs:
         start = time.perf_counter()
         if not greedy and self._hidden is None:
             self._hidden = self._hidden_buffer()
-        fused = self._weights is not None and size <= MAX_ROWS
+        fused = self._weights is not None
         run, step, keep = self._fused(size, greedy, span) if fused else self._general(size, greedy, span)
         graph = torch.cuda.CUDAGraph()
         main = torch.cuda.current_stream()

@@ -22,7 +22,7 @@ from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inpu
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.worker.cuda_graphs import SPANS
-from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, read_weights
+from vllm.worker.decode_program import DecodeProgram, read_weights
 from vllm.worker.kv_memory import cache_dtype
 from vllm.worker.sample.draw import DrawParams
 from vllm.worker.step_inputs import GroupInputs, StepInputs
@@ -101,7 +101,7 @@ class DryRun:
         ids = torch.empty(sizes[-1], dtype=torch.int32, device=META)
         for size, span in itertools.product(sizes, SPANS[:1]):
             slots, positions = inputs[0, :size], inputs[1, :size]
-            if weights is not None and size <= MAX_ROWS:
+            if weights is not None:
                 hidden = torch.empty(size, self._spec.hidden_size, dtype=self._dtype, device=META)
                 program = DecodeProgram(weights, size, span, slots, positions)
                 program.run(table, token_ids=ids, hidden=hidden)

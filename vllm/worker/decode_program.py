@@ -1,4 +1,4 @@
-"""The fused decode step of the common decoder: five kernels a layer, built from a model's modules, for a few rows.
+"""The fused decode step of the common decoder: five kernels a layer for a few rows, eight for many.
 
 It computes what `DecoderModel.forward` and `.logits` compute for one new token per row, for models of the usual shape:
 pre-norm blocks with RMS norms, rotary attention over one KV group, a gated SiLU MLP, bf16, one rank, plain weights.
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Norm
+from vllm.ops.activation import activate_gated
+from vllm.ops.linear import linear
+from vllm.ops.norm import add_rms_norm, rms_norm
 from vllm.ops.triton.attention import choose_splits
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
 from vllm.ops.triton.decode_linear import (
@@ -29,10 +32,10 @@ from vllm.ops.triton.decode_linear import (
     run_product,
     supports,
 )
-from vllm.ops.triton.decode_step import choose_tokens, embed_rows, normalize_rows
+from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, embed_rows, normalize_rows
 from vllm.worker.slot_table import SlotTable
 
-MAX_ROWS = 64  # with more, cuBLAS reads the weights as fast and multiplies faster
+MAX_ROWS = 64  # with more, cuBLAS reads the weights as fast as our own products and multiplies faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,17 +230,45 @@ class DecodeProgram:
 
     def run(self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None) -> None:
         """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden: [rows, hidden]
-        receives the normalised last hidden states instead."""
+        receives the normalised last hidden states."""
+        run = self._run_few if self.rows <= MAX_ROWS else self._run_many
+        run(table, token_ids, hidden)
+
+    def _attention_rows(self, table: SlotTable) -> DecodeRows:
+        t = self._tiling
+        return DecodeRows(
+            self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived,
+            t.splits, t.tile, t.warps, t.stages,
+        )  # fmt: skip
+
+    def _run_many(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None) -> None:
+        """Products by cuBLAS; norms and the activation are kernels of their own, attention is one."""
+        w, h, rows, tokens = self.weights, self._stream.h, self._attention_rows(table), table.tokens
+        scaled, squares = self._scaled[0], self._squares[0]
+        embed_rows(self._slots, self._positions, tokens, w.embedding, w.layers[0].attn_norm, h, scaled, squares, 1)
+        x = rms_norm(h, w.layers[0].attn_norm, w.eps)
+        for i, layer in enumerate(w.layers):
+            after = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.final_norm
+            qkv = linear(x, layer.qkv, layer.qkv_bias)
+            decode_attention(qkv, self._context, layer.attention, rows)
+            x, h = add_rms_norm(linear(self._context, layer.o), h, layer.ffn_norm, w.eps)
+            x, h = add_rms_norm(linear(activate_gated(linear(x, layer.gate_up), "silu"), layer.down), h, after, w.eps)
+        if hidden is not None:
+            hidden.copy_(x)
+        if token_ids is not None:
+            s, logits = self._stream, linear(x, w.head, None, torch.float32)
+            tiles = argmax_tiles(logits, s.best, s.best_at, s.sums)
+            choose_tokens(
+                self._slots, self._positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, tokens, token_ids
+            )
+
+    def _run_few(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None) -> None:
+        """Norms, activation and argmax folded into our own products."""
         w, s, pdl = self.weights, self._stream, self._pdl
         attn_in, mlp_in = self._scaled
         before_attn, before_mlp = self._squares
         down_tiles, o_tiles = self._products[0][3].tiles, self._products[0][1].tiles
-        t = self._tiling
-        rows = DecodeRows(
-            self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived,
-            t.splits, t.tile, t.warps, t.stages,
-        )  # fmt: skip
-        tokens = table.tokens
+        rows, tokens = self._attention_rows(table), table.tokens
         embed_rows(
             self._slots, self._positions, tokens, w.embedding, w.layers[0].attn_norm, s.h, attn_in, before_attn, down_tiles
         )

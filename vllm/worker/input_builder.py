@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm.core.plan import StepPlan
-from vllm.ops.attention import GatherPlan, gather_starts
+from vllm.ops.attention import GatherPlan, dense_runs, gather_starts
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
 from vllm.worker.step_inputs import GroupInputs, StepInputs
@@ -80,7 +80,9 @@ class InputBuilder:
         )
         attention_plan = None
         if gathered is not None:
-            attention_plan = GatherPlan(rest[-1], int(gathered[-1]), int(np.diff(gathered).max()))
+            attention_plan = GatherPlan(
+                rest[-1], int(gathered[-1]), int(np.diff(gathered).max()), dense_runs(plan.num_tokens, lens)
+            )
         device_mappings = rest[: len(mappings)]
         max_blocks = -(-max_len // table.block_size)
         step = StepInputs(

@@ -131,3 +131,14 @@ def test_gathering_needs_many_queries_and_few_cached_keys():
     assert ops.gather_starts(np.array([128, 16]), np.array([128, 16])) is None
     assert ops.gather_starts(np.array([256]), np.array([5000])) is None
     assert ops.gather_starts(np.array([256, 9]), np.array([1000, 9])).tolist() == [0, 1000, 1000]
+
+
+def test_runs_of_equal_fresh_prompts_are_dense():
+    def runs(queries, lens):
+        return [tuple(run) for run in ops.dense_runs(np.array(queries), np.array(lens))]
+
+    assert runs([2048] * 5, [2048] * 5) == [(0, 0, 4, 2048, 2048), (8192, 8192, 1, 2048, 2048)]
+    assert runs([1, 4000, 3, 2048], [90, 4000, 50, 2048]) == [(1, 0, 1, 4000, 4096), (4004, 4000, 1, 2048, 2048)]
+    assert runs([2048, 2048], [2048, 4096]) == [], "a cached prefix"
+    assert runs([2048, 100], [2048, 100]) == [], "a short prompt"
+    assert runs([2200], [2200]) == [], "too much padding"
