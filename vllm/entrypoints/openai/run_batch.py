@@ -1,0 +1,148 @@
+"""`vllm run-batch`: a file of requests in OpenAI's batch format in, a file of answers out, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai import chat, completions
+from vllm.entrypoints.openai.context import ServerContext, as_api_error
+from vllm.entrypoints.openai.errors import APIError, bad_request
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from vllm.entrypoints.openai.strict_json import parse_object
+from vllm.logger import init_logger
+from vllm.utils.argparse import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+logger = init_logger(__name__)
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+
+
+def make_parser() -> FlexibleArgumentParser:
+    """Flags of run-batch, and all of the engine's."""
+    parser = FlexibleArgumentParser(
+        prog="vllm run-batch", description="Run a file of requests in OpenAI's batch format."
+    )
+    parser.add_argument("-i", "--input-file", required=True, help="Requests, one JSON object per line; a local file.")
+    parser.add_argument("-o", "--output-file", required=True, help="Where the answers go; a local file.")
+    parser.add_argument("--response-role", default="assistant", help="Role of chat answers.")
+    parser.add_argument("--max-in-progress", type=int, default=256, help="Requests handed to the engine at a time.")
+    AsyncEngineArgs.add_cli_args(parser)
+    parser.set_defaults(model="demo")
+    return parser
+
+
+def _local_file(text: str, flag: str) -> Path:
+    if "://" in text:
+        raise ValueError(f"{flag} takes a local file; URLs are not fetched. Download it first.")
+    return Path(text)
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The non-empty lines of the input. Raises ValueError if there is no such file or a line is too long."""
+    if not path.is_file():
+        raise ValueError(f"There is no file {path}.")
+    with path.open("rb") as file:
+        lines = [line.strip() for line in file]
+    if any(len(line) > MAX_LINE_BYTES for line in lines):
+        raise ValueError(f"A line of {path} is longer than {MAX_LINE_BYTES} bytes.")
+    return [line for line in lines if line]
+
+
+async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
+    """One line of output for one of input; whatever is wrong with a line is that line's own error."""
+    custom_id: Any = None
+    try:
+        item = parse_object(line)
+        custom_id = item.get("custom_id")
+        if item.get("method", "POST") != "POST":
+            raise bad_request("method must be POST.")
+        body = await _run(context, item.get("url"), item.get("body"))
+        status: int = 200
+        error = None
+    except Exception as problem:
+        refused = problem if isinstance(problem, APIError) else as_api_error(problem)
+        status, body, error = refused.status, refused.body, refused.message
+    return {
+        "id": f"vllm-{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": {"status_code": status, "request_id": f"vllm-batch-{uuid.uuid4().hex}", "body": body},
+        "error": error,
+    }
+
+
+async def _run(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise bad_request("body must be an object.")
+    if url == "/v1/chat/completions":
+        chat_request = ChatCompletionRequest.model_validate({**body, "stream": False})
+        return await chat.complete(context, await chat.prepare(context, chat_request, None))
+    if url == "/v1/completions":
+        request = CompletionRequest.model_validate({**body, "stream": False})
+        return await completions.complete(context, await completions.prepare(context, request, None))
+    raise bad_request("url must be /v1/chat/completions or /v1/completions in this version.")
+
+
+async def run(engine: AsyncLLMEngine, lines: Sequence[bytes], role: str, width: int) -> list[dict[str, Any]]:
+    """Answers in the order of the lines, at most `width` in progress."""
+    model = engine.vllm_config.model_config
+    context = ServerContext(
+        engine=engine,
+        served_names=tuple(model.served_model_names) or (model.served_model_name,),
+        model_path=model.model,
+        max_model_len=model.max_model_len,
+        default_sampling=model.get_diff_sampling_param(),
+        response_role=role,
+    )
+    gate = asyncio.Semaphore(width)
+
+    async def one(line: bytes) -> dict[str, Any]:
+        async with gate:
+            return await answer_line(context, line)
+
+    try:
+        return list(await asyncio.gather(*(one(line) for line in lines)))
+    finally:
+        await engine.shutdown(0.0)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the batch; returns the exit status."""
+    from vllm.entrypoints.openai.api_server import make_engine
+
+    source = _local_file(args.input_file, "--input-file")
+    target = _local_file(args.output_file, "--output-file")
+    lines = read_lines(source)
+    args.disable_frontend_multiprocessing = False
+    engine = make_engine(args)
+    answers = asyncio.run(run(engine, lines, args.response_role, args.max_in_progress))
+    with target.open("w", encoding="utf-8") as file:
+        for item in answers:
+            file.write(json.dumps(item) + "\n")
+    failed = sum(1 for item in answers if item["error"] is not None)
+    logger.info("%d requests answered, %d of them with an error; the answers are in %s", len(answers), failed, target)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """`argv[0]` is the command's name."""
+    args = make_parser().parse_args(list(argv[1:]))
+    try:
+        return execute(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"vllm run-batch: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
