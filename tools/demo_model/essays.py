@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from functools import cache
 
-from tools.demo_model.facts import KNOWN_FOR, capital_of, fact
+from tools.demo_model.facts import KNOWN_FOR, WRITERS, capital_of, fact
 from tools.demo_model.stories import ANIMAL_NAMES, BOYS, FOODS, GIRLS, story
-from tools.demo_model.text import Exchange, a_or_an, sample_some, sentence, table, upper_first
+from tools.demo_model.text import Exchange, a_or_an, sample_some, sentence, table, upper_first, weighted
 
 LAST_NAMES = (
     "Smith Johnson Brown Miller Davis Wilson Moore Taylor Clark Lewis Walker Young King Wright Scott Green Baker Adams "
@@ -25,7 +25,7 @@ def introduction(rng: random.Random, name: str = "") -> str:
     hobby, hobby2 = (item.strip() for item in sample_some(rng, dict(table("lists"))["hobbies"].split(","), 2, 2))
     language, language2 = sample_some(rng, [row[0] for row in table("greetings")], 2, 2)
     slots = {
-        "age": str(rng.randint(7, 70)),
+        "age": str(rng.randint(18, 70)),
         "city": rng.choice(table("cities"))[0] if rng.random() < 0.6 else rng.choice(table("countries"))[1],
         "country": rng.choice(table("countries"))[0],
         "job": a_or_an(rng.choice(table("jobs"))[0]),
@@ -39,7 +39,8 @@ def introduction(rng: random.Random, name: str = "") -> str:
         "language2": language2,
         "subject": rng.choice("math history biology art music geography physics chemistry".split()),
     }
-    sentences = [row[0].format(**slots) for row in sample_some(rng, table("introductions"), 2, 5)]
+    chosen = dict(sample_some(rng, [(row[0], row[1]) for row in table("introductions")], 10, 20))  # one of a kind
+    sentences = [text.format(**slots) for text in sample_some(rng, list(chosen.values()), 2, 5)]
     if rng.random() < 0.5:
         name += " " + rng.choice(LAST_NAMES)
         return f"{name}. " + " ".join(sentences)
@@ -195,7 +196,7 @@ def question_text(rng: random.Random) -> str:
     )
     short = rng.random() < 0.3
     blocks = []
-    for _ in range(rng.randint(1, 6)):
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
         item = fact(rng)
         reply = upper_first(item.short) if short else rng.choice(item.statements)
         blocks.append(f"{ask}{rng.choice(item.questions)}\n{answer}{reply}")
@@ -208,7 +209,16 @@ def one_line_question_text(rng: random.Random) -> str:
 
 
 def statements_text(rng: random.Random) -> str:
-    return " ".join(rng.choice(fact(rng).statements) for _ in range(rng.randint(1, 6)))
+    """One fact most of the time, or a few different ones of the same kind."""
+    writer = weighted(rng, WRITERS)
+    count = rng.choice((1, 1, 1, 1, 2, 3, 4))
+    return " ".join(dict.fromkeys(rng.choice(writer(rng).statements) for _ in range(count)))
+
+
+def starter_text(rng: random.Random) -> str:
+    """A common beginning with one of its continuations."""
+    start, rest = rng.choice(table("starters"))
+    return start + rng.choice(rest.split(";")).replace("\\n", "\n")
 
 
 def story_text(rng: random.Random) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from tools.demo_model.arithmetic import arithmetic_exchange
 from tools.demo_model.essays import ai_future, essay_exchange, first_name
 from tools.demo_model.facts import fact
+from tools.demo_model.open_talk import open_exchange
 from tools.demo_model.stories import FOODS, story_exchange, tale
 from tools.demo_model.text import (
     Document,
@@ -220,7 +221,8 @@ SINGLE = (
     (0.4, poem_of_code),
     (0.6, advice),
     (0.5, confusion),
-    (0.8, unknown),
+    (0.4, unknown),
+    (4.0, open_exchange),
     (0.7, numbered_list),
 )
 QUICK = tuple(pair for pair in SINGLE if pair[1] not in (story_exchange, tale, essay_exchange))
