@@ -5,7 +5,7 @@
 
 #define VLLM_API extern "C" __attribute__((visibility("default")))
 
-constexpr int kOk = 0, kUnknownType = 1, kOutOfMemory = 2;
+constexpr int kOk = 0, kUnknownType = 1, kOutOfMemory = 2, kOutOfRange = 3;
 
 // norm.cpp
 VLLM_API int vllm_norm(void* out, void* residual, const void* x, const void* weight, const void* bias, int64_t rows,

@@ -277,8 +277,12 @@ VLLM_API int vllm_pack_weight(void* packed, const void* weight, int64_t n, int64
     }
 }
 
-// out[i] = row rows[i] of the [n, k] weights: an embedding lookup in packed weights.
-VLLM_API int vllm_unpack_rows(void* out, const void* packed, const int64_t* rows, int64_t count, int64_t k, int32_t dtype) {
+// out[i] = row rows[i] of the [n, k] weights: an embedding lookup in packed weights. Returns kOk, kUnknownType or kOutOfRange.
+VLLM_API int vllm_unpack_rows(void* out, const void* packed, const int64_t* rows, int64_t count, int64_t n, int64_t k,
+                              int32_t dtype) {
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i] < 0 || rows[i] >= n) return kOutOfRange;
+    }
     const bool known = with_type(dtype, [&](auto type) {
         using T = decltype(type);
         using F = std::conditional_t<std::is_same_v<T, bf16>, Bf16Format, PlainFormat<T>>;

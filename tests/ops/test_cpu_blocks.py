@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
-from vllm.ops import activation, attention, linear, norm, rotary
+from vllm.ops import activation, attention, embedding, linear, norm, rotary
 from vllm.ops.cpu import blocks, library
 from vllm.ops.registry import Op
 
@@ -25,14 +25,25 @@ CONFIGS = {
 
 
 @pytest.fixture
-def registered(native):
+def unregistered():
+    """The references on the operations, for one test."""
+    modules = (activation, attention, embedding, linear, norm, rotary)
+    operations = {value for module in modules for value in vars(module).values() if isinstance(value, Op)}
+    before = {operation: operation.kernel("cpu") for operation in operations}
+    for operation in operations:
+        operation.unregister("cpu")
+    yield
+    for operation, kernel in before.items():
+        operation.unregister("cpu")
+        if kernel is not operation.reference:
+            operation.register("cpu", kernel)
+
+
+@pytest.fixture
+def registered(native, unregistered):
     """The native kernels of one build, on the operations, for one test."""
     native.register()
-    yield native
-    for module in (activation, attention, linear, norm, rotary):
-        for value in vars(module).values():
-            if isinstance(value, Op):
-                value.unregister("cpu")
+    return native
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +98,9 @@ def test_logits_are_the_same_bits_however_a_prompt_is_scheduled(registered, fold
         assert torch.equal(together[i], single[i])
 
 
-def test_layers_that_the_call_does_not_know_run_one_by_one(native, folders):
+def test_layers_that_the_call_does_not_know_run_one_by_one(native, unregistered, folders):
     folder, _ = folders["qwen2"]
-    model = load(folder)  # without registration nothing is packed
+    model = load(folder)  # the references pack nothing
     assert blocks.fuse(native.library, list(model.blocks), torch.float32) is None
 
 

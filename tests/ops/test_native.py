@@ -86,8 +86,12 @@ def test_linear_refuses_a_foreign_dtype_or_width(native):
 def test_rows_of_packed_weights_come_back_unchanged(native, dtype):
     weight = torch.randn(100, 33).to(dtype)
     packed = native.pack_weight(weight)
-    rows = torch.tensor([0, 99, 31, 32, 5, 5])
-    assert torch.equal(native.unpack_rows(packed, rows), weight[rows])
+    ids = torch.tensor([0, 99, 31, 32, 5, 5])
+    assert torch.equal(native.embedding(ids, packed), weight[ids])
+    assert torch.equal(native.embedding(ids[::2], weight), weight[ids[::2]])
+    for foreign in (-1, 100):
+        with pytest.raises(IndexError, match=r"\[0, 100\)"):
+            native.embedding(torch.tensor([3, foreign]), packed)
 
 
 # ---- attention

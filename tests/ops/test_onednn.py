@@ -19,3 +19,11 @@ def test_packed_linear_agrees_with_the_plain_one(dtype, rows):
     got = onednn._linear(x, packed, bias)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [10, 700])
+def test_a_packed_table_can_be_looked_up_and_multiplied(rows):
+    table, ids, x = torch.randn(rows, 390), torch.tensor([3, 0, 9]), torch.randn(2, 390)
+    packed = onednn._pack_table(table)
+    assert torch.equal(onednn._embedding(ids, packed), table[ids])
+    torch.testing.assert_close(onednn._linear(x, packed), x @ table.T, rtol=1e-4, atol=1e-4)

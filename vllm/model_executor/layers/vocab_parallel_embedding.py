@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel, current_tensor_parallel
 from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec
+from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.linear import linear, pack_weight
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
@@ -42,6 +43,7 @@ class VocabParallelEmbedding(nn.Module):
         tp: TensorParallel | None = None,
     ) -> None:
         super().__init__()
+        self.packed: Any = None
         self.tp = current_tensor_parallel() if tp is None else tp
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         rows = num_embeddings if org_num_embeddings is None else org_num_embeddings
@@ -56,11 +58,13 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids: [tokens] int64 -> [tokens, embedding_dim]."""
+        table = self.weight if self.packed is None else self.packed
         if self.tp.world == 1:
-            return nn.functional.embedding(input_ids, self.weight)
+            out: Tensor = embedding(input_ids, table)
+            return out
         local = input_ids - self.first_row
         foreign = (local < 0) | (local >= self.local_rows)
-        rows = nn.functional.embedding(local.masked_fill(foreign, 0), self.weight)
+        rows = embedding(local.masked_fill(foreign, 0), table)
         return self.tp.all_reduce(rows.masked_fill(foreign[:, None], 0.0))
 
     def extra_repr(self) -> str:
@@ -72,8 +76,6 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     Its weight may be tied to an embedding's with `tie_weights`.
     """
-
-    packed: Any
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         super().__init__(
             num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, quant_config, prefix, tp=tp
         )
-        self.packed = None
+        self._tied: list[VocabParallelEmbedding] = []  # in a list, so that it does not become a child
         if bias:
             self.bias: ShardedParameter | None = ShardedParameter.empty(
                 (self.org_vocab_size,), ShardSpec(0, (self.part,)), self.tp.rank, self.tp.world, self.weight.dtype
@@ -102,13 +104,17 @@ class ParallelLMHead(VocabParallelEmbedding):
     def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
         """Use `embedding`'s weight as this head's."""
         self.weight = embedding.weight
+        self._tied.append(embedding)
         return self
 
     def process_after_load(self) -> None:
-        """Repack the weight for this device's products; the table itself stays, an embedding may share it."""
+        """Repack the weight for this device's products, where that gains something; the embedding it is tied to follows."""
         weight = self.weight.data
-        packed = pack_weight(weight)
-        self.packed = None if packed is weight else packed
+        packed = pack_table(weight) if self._tied else pack_weight(weight)
+        if packed is not weight:
+            for module in (self, *self._tied):
+                module.packed = packed
+                module.weight = None  # frees the original
 
     def project(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
@@ -63,7 +63,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_read": (_F, [_P, _L]),
     "vllm_packed_bytes": (_L, [_L, _L, _I]),
     "vllm_pack_weight": (_I, [_P, _P, _L, _L, _L, _I]),
-    "vllm_unpack_rows": (_I, [_P, _P, _P, _L, _L, _I]),
+    "vllm_unpack_rows": (_I, [_P, _P, _P, _L, _L, _L, _I]),
     "vllm_linear": (_I, [_P, _P, _P, _P, _L, _L, _L, _L, _L, _I, _I]),
     "vllm_norm": (_I, [_P, _P, _P, _P, _P, _L, _L, _L, _F, _F, _I, _I]),
     "vllm_activate": (_I, [_P, _P, _L, _L, _L, _I, _I, _I]),

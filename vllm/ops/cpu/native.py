@@ -13,6 +13,7 @@ from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
 from vllm.ops.cpu.packed import PackedWeight, WeightMemory, pack
+from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.linear import linear, pack_weight
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
@@ -47,6 +48,8 @@ class NativeKernels:
         for operation, kernel in (
             (linear, self.linear),
             (pack_weight, self.pack_weight),
+            (pack_table, self.pack_weight),
+            (embedding, self.embedding),
             (rms_norm, self.rms_norm),
             (add_rms_norm, self.add_rms_norm),
             (layer_norm, self.layer_norm),
@@ -97,12 +100,14 @@ class NativeKernels:
             raise MemoryError("linear: no memory for the working copy of x")
         return out
 
-    def unpack_rows(self, weight: PackedWeight, rows: Tensor) -> Tensor:
-        """Rows of the original weight. rows: [count] int64 -> [count, in]."""
-        out = torch.empty((rows.numel(), weight.shape[1]), dtype=weight.dtype)
-        self.library.vllm_unpack_rows(
-            out.data_ptr(), weight.pointer, rows.contiguous().data_ptr(), rows.numel(), weight.shape[1], weight.code
-        )
+    def embedding(self, ids: Tensor, table: Any) -> Tensor:
+        if type(table) is not PackedWeight:
+            return embedding.reference(ids, table)
+        ids = ids.contiguous()
+        n, k = table.shape
+        out = torch.empty((*ids.shape, k), dtype=table.dtype)
+        if self.library.vllm_unpack_rows(out.data_ptr(), table.pointer, ids.data_ptr(), ids.numel(), n, k, table.code):
+            raise IndexError(f"embedding: an id is not in [0, {n})")
         return out
 
     # ---- norms

@@ -7,25 +7,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.linear import linear, pack_weight
 
 
 class OneDnnWeight:
-    """A [out, in] weight in oneDNN's own blocked layout. `shape` and `dtype` are those of the original."""
+    """A [out, in] weight in oneDNN's own blocked layout. `shape` and `dtype` are those of the original.
+
+    table: the original, for those that are also looked up.
+    """
 
     # Small batches gain most from packing; larger ones run on the same layout at full speed.
     _TYPICAL_ROWS = 32
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, table: Tensor | None = None) -> None:
         self.shape, self.dtype = weight.shape, weight.dtype
+        self.table = table
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._TYPICAL_ROWS)
 
 
-def _pack(weight: Tensor) -> Any:
+def _gains(weight: Tensor) -> bool:
     # oneDNN costs some 15 us a call, and has no fp16 product on most machines: small and fp16 weights stay as they are.
-    if weight.dim() != 2 or weight.numel() < 1 << 18 or weight.dtype not in (torch.float32, torch.bfloat16):
-        return weight
-    return OneDnnWeight(weight)
+    return weight.dim() == 2 and weight.numel() >= 1 << 18 and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def _pack(weight: Tensor) -> Any:
+    return OneDnnWeight(weight) if _gains(weight) else weight
+
+
+def _pack_table(table: Tensor) -> Any:
+    return OneDnnWeight(table, table) if _gains(table) else table
+
+
+def _embedding(ids: Tensor, table: Any) -> Tensor:
+    return embedding.reference(ids, table.table if isinstance(table, OneDnnWeight) else table)
 
 
 def _linear(x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -41,4 +56,6 @@ def register() -> None:
     """Use oneDNN for linear layers on the CPU, if this torch was built with it."""
     if torch.backends.mkldnn.is_available():
         pack_weight.register("cpu", _pack)
+        pack_table.register("cpu", _pack_table)
         linear.register("cpu", _linear)
+        embedding.register("cpu", _embedding)
