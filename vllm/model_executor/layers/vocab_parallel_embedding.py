@@ -114,7 +114,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         if packed is not weight:
             for module in (self, *self._tied):
                 module.packed = packed
-                module.weight = None  # frees the original
+                module.weight = None  # type: ignore[assignment]  # frees the original
 
     def project(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32."""
