@@ -14,6 +14,7 @@
 #include "parallel.h"
 #include "scratch.h"
 #include "simd.h"
+#include "transpose.h"
 
 namespace {
 
@@ -231,17 +232,35 @@ void product(const Product& a) {
 }
 
 template <class Stored, class F>
+void pack_panel(typename F::B* to, const Stored* weight, int64_t rows, int64_t k, int64_t stride) {
+    const int64_t steps = steps_of<F>(k);
+    int64_t s = 0;
+    if constexpr (sizeof(typename F::B) == sizeof(float)) {
+        // Whole squares of W rows and W steps, as 32-bit lanes.
+        for (; rows == kPanel && (s + W) * F::kStep <= k; s += W) {
+            for (int64_t c = 0; c < kPanel; c += W) {
+                vf square[W];
+                for (int i = 0; i < W; i++) square[i] = load((const float*)(weight + (c + i) * stride + s * F::kStep));
+                transpose(square);
+                for (int i = 0; i < W; i++) store((float*)(to + (s + i) * kPanel + c), square[i]);
+            }
+        }
+    }
+    for (; s < steps; s++) {
+        for (int64_t c = 0; c < kPanel; c++) {
+            to[s * kPanel + c] =
+                c < rows ? F::pack_weight(weight + c * stride + s * F::kStep, s * F::kStep, k) : typename F::B{};
+        }
+    }
+}
+
+template <class Stored, class F>
 void pack_panels(void* packed, const Stored* weight, int64_t n, int64_t k, int64_t stride) {
     const int64_t steps = steps_of<F>(k), panels = (n + kPanel - 1) / kPanel;
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k))
     for (int64_t panel = 0; panel < panels; panel++) {
-        auto* to = (typename F::B*)packed + panel * steps * kPanel;
-        for (int64_t s = 0; s < steps; s++, to += kPanel) {
-            for (int64_t c = 0; c < kPanel; c++) {
-                const int64_t row = panel * kPanel + c;
-                to[c] = row < n ? F::pack_weight(weight + row * stride + s * F::kStep, s * F::kStep, k) : typename F::B{};
-            }
-        }
+        pack_panel<Stored, F>((typename F::B*)packed + panel * steps * kPanel, weight + panel * kPanel * stride,
+                              std::min<int64_t>(kPanel, n - panel * kPanel), k, stride);
     }
 }
 
