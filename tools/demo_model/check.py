@@ -116,7 +116,14 @@ def problems(subject: Subject, rng: random.Random) -> list[Question]:
 
 def fits(schema: dict[str, Any], value: Any) -> bool:
     """Whether the value satisfies this small schema (the subset that the text uses)."""
-    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    kinds: dict[str, Any] = {
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "array": list,
+        "object": dict,
+    }
     if not isinstance(value, kinds[schema["type"]]) or ("enum" in schema and value not in schema["enum"]):
         return False
     if schema["type"] == "object":

@@ -7,7 +7,7 @@ from functools import cache
 
 from tools.demo_model.facts import KNOWN_FOR, WRITERS, capital_of, fact
 from tools.demo_model.stories import ANIMAL_NAMES, BOYS, FOODS, GIRLS, story
-from tools.demo_model.text import Exchange, a_or_an, sample_some, sentence, table, upper_first, weighted
+from tools.demo_model.text import Exchange, a_or_an, pairs, sample_some, sentence, table, upper_first, weighted
 
 LAST_NAMES = (
     "Smith Johnson Brown Miller Davis Wilson Moore Taylor Clark Lewis Walker Young King Wright Scott Green Baker Adams "
@@ -22,7 +22,7 @@ def first_name(rng: random.Random) -> str:
 def introduction(rng: random.Random, name: str = "") -> str:
     """What follows "Hello, my name is": a name and a few sentences about its owner."""
     name = name or first_name(rng)
-    hobby, hobby2 = (item.strip() for item in sample_some(rng, dict(table("lists"))["hobbies"].split(","), 2, 2))
+    hobby, hobby2 = (item.strip() for item in sample_some(rng, pairs("lists")["hobbies"].split(","), 2, 2))
     language, language2 = sample_some(rng, [row[0] for row in table("greetings")], 2, 2)
     slots = {
         "age": str(rng.randint(18, 70)),

@@ -7,12 +7,12 @@ import random
 from tools.demo_model.essays import LAST_NAMES, first_name
 from tools.demo_model.stories import ANIMALS, TRAITS, Hero, child, story
 from tools.demo_model.stories import animal as animal_hero
-from tools.demo_model.text import Exchange, a_or_an, sample_some, sentence, table, upper_first, weighted
+from tools.demo_model.text import Exchange, a_or_an, pairs, sample_some, sentence, table, upper_first, weighted
 
 
 def many(noun: str) -> str:
     """The plural of an animal's name."""
-    return dict(table("plurals")).get(noun, noun + ("es" if noun.endswith("x") else "s"))
+    return pairs("plurals").get(noun, noun + ("es" if noun.endswith("x") else "s"))
 
 
 def comparison(rng: random.Random) -> Exchange:

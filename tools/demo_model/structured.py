@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.demo_model.essays import LAST_NAMES, first_name
 from tools.demo_model.stories import ANIMAL_NAMES, FOODS
-from tools.demo_model.text import Document, Exchange, a_or_an, sample_some, table, upper_first, weighted
+from tools.demo_model.text import Document, Exchange, a_or_an, pairs, sample_some, table, upper_first, weighted
 
 Value = Callable[[random.Random], Any]
 COLORS = "red blue green yellow orange purple pink black white brown silver gray".split()
@@ -347,7 +347,7 @@ CLASSES = {"fruit": "fruits", "vegetable": "vegetables", "color": "colors", "ani
 
 def category_exchange(rng: random.Random) -> Exchange:
     label = rng.choice(list(CLASSES))
-    members = dict(table("lists"))[CLASSES[label]].split(", ")
+    members = pairs("lists")[CLASSES[label]].split(", ")
     item = rng.choice(members)
     labels = list(CLASSES)
     rng.shuffle(labels)
@@ -362,7 +362,7 @@ def category_exchange(rng: random.Random) -> Exchange:
 
 def people_table(rng: random.Random, count: int) -> tuple[str, list[dict[str, str]]]:
     """A markdown table of people, as text and as rows."""
-    people = []
+    people: list[dict[str, str]] = []
     names: set[str] = set()
     while len(people) < count:
         name = full_name(rng)

@@ -47,6 +47,12 @@ def table(name: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(line.split("|")) for line in lines if line and not line.startswith("#"))
 
 
+@cache
+def pairs(name: str) -> dict[str, str]:
+    """A table of two columns as a dictionary."""
+    return {row[0]: row[1] for row in table(name)}
+
+
 def upper_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
