@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -16,7 +17,8 @@ PACKAGES = (
     "vllm", "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "msgspec", "pydantic",
     "fastapi", "uvicorn", "uvloop", "httptools", "triton", "flash_attn", "flashinfer-python", "jinja2",
 )  # fmt: skip
-SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 INTERESTING = re.compile(
     r"^(VLLM_|CUDA|NVIDIA_|NCCL_|OMP_|MKL_|KMP_|GOMP_|TORCH|PYTORCH_|HF_|TRITON_|LD_LIBRARY_PATH$)"
 )
@@ -95,14 +97,14 @@ def _torch() -> Iterator[str]:
     setup("cpu")
     from vllm.ops.attention import attend
 
-    name = getattr(attend.kernel("cpu"), "__module__", "?")
-    yield f"CPU attention: {name}"
+    yield f"CPU attention: {attend.kernel('cpu').__module__}"
 
 
 def _environment() -> Iterator[str]:
     for name in sorted(os.environ):
         if INTERESTING.match(name):
-            yield f"{name}={'(set)' if SECRET.search(name) else os.environ[name]}"
+            value = USER_IN_URL.sub("(set)", os.environ[name])
+            yield f"{name}={'(set)' if SECRET.search(name) else value}"
 
 
 def _first_line(command: Sequence[str]) -> str:
@@ -118,14 +120,13 @@ def _lines(command: Sequence[str]) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.strip()]
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    """Print the report."""
-    if any(a in ("-h", "--help") for a in argv):
-        print("usage: vllm collect-env\n\nPrint versions, hardware and settings for a bug report.")
-        return 0
+def main(argv: Sequence[str] = ("collect-env",)) -> int:
+    """Print the report; `argv[0]` is the command's name."""
+    text = "Print versions, hardware and settings for a bug report; keys and tokens are only said to be set."
+    argparse.ArgumentParser(prog="vllm collect-env", description=text).parse_args(list(argv[1:]))
     print(collect())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv))

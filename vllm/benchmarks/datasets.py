@@ -24,11 +24,24 @@ class Sample:
 
 
 def random_samples(
-    tokenizer: Tokenizer, count: int, input_len: int, output_len: int, range_ratio: float, prefix_len: int, seed: int
+    tokenizer: Tokenizer,
+    count: int,
+    input_len: int,
+    output_len: int,
+    range_ratio: float,
+    prefix_len: int,
+    seed: int,
+    as_text: bool = False,
 ) -> list[Sample]:
-    """Random token ids; lengths vary uniformly by `range_ratio` around the given ones (0: not at all)."""
+    """Random token ids; lengths vary uniformly by `range_ratio` around the given ones (0: not at all).
+
+    `as_text` is for routes that take no ids: the ids are decoded. Tokenized again, they may become more or fewer; that
+    number is the sample's `prompt_tokens`, without what a chat template adds.
+    """
     if not 0 <= range_ratio < 1:
         raise ValueError(f"The range ratio must be in [0, 1), got {range_ratio}.")
+    if input_len < 1 or output_len < 1 or prefix_len < 0:
+        raise ValueError(f"Lengths must be 1 or more (prefix: 0 or more), got {input_len}, {output_len}, {prefix_len}.")
     rng = random.Random(seed)
     special = set(tokenizer.all_special_ids)
     allowed = [i for i in range(len(tokenizer)) if i not in special]
@@ -40,7 +53,11 @@ def random_samples(
     samples = []
     for _ in range(count):
         ids = prefix + rng.choices(allowed, k=around(input_len))
-        samples.append(Sample(ids, len(ids), around(output_len)))
+        if as_text:
+            text = tokenizer.decode(ids)
+            samples.append(Sample(text, len(tokenizer.encode(text, False)), around(output_len)))
+        else:
+            samples.append(Sample(ids, len(ids), around(output_len)))
     return samples
 
 
@@ -74,7 +91,10 @@ def jsonl_samples(tokenizer: Tokenizer, path: Path, count: int, output_len: int)
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            item = json.loads(line)
+            try:
+                item = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from error
             if not isinstance(item, dict) or not isinstance(item.get("prompt"), str):
                 raise ValueError(f"{path}:{number}: expected an object with a text `prompt`.")
             text = item["prompt"]
@@ -100,7 +120,10 @@ def _open(path: Path) -> Any:
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
     with _open(path) as file:
-        data = json.load(file)
+        try:
+            data = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, list):
         raise ValueError(f"{path} must hold a list of conversations.")
     return [item for item in data if isinstance(item, dict)]

@@ -58,7 +58,7 @@ async def post_events(target: Target, path: str, body: bytes, headers: dict[str,
                 for line in event.split(b"\n"):
                     if line.startswith(b"data: "):
                         yield line[6:]
-    except (OSError, asyncio.IncompleteReadError) as error:
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         raise HTTPFailure(f"connection broke: {error}") from error
     finally:
         writer.close()
@@ -67,7 +67,10 @@ async def post_events(target: Target, path: str, body: bytes, headers: dict[str,
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
     head = await reader.readuntil(b"\r\n\r\n")
     lines = head.split(b"\r\n")
-    status = int(lines[0].split(b" ", 2)[1])
+    words = lines[0].split(b" ", 2)
+    if not words[0].startswith(b"HTTP/1.") or len(words) < 2 or not words[1].isdigit():
+        raise HTTPFailure(f"not an HTTP/1.1 answer: {lines[0][:100]!r}")
+    status = int(words[1])
     headers = [line.lower() for line in lines[1:]]
     chunked = any(line.startswith(b"transfer-encoding:") and b"chunked" in line for line in headers)
     return status, chunked
@@ -75,7 +78,11 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while True:
-        size = int((await reader.readline()).split(b";")[0], 16)
+        head = await reader.readline()
+        try:
+            size = int(head.split(b";")[0], 16)
+        except ValueError:
+            raise HTTPFailure("connection broke: the answer ended early") from None
         if size == 0:
             return
         yield (await reader.readexactly(size + 2))[:-2]

@@ -10,15 +10,19 @@ import os
 import random
 import statistics
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.benchmarks.datasets import Sample, jsonl_samples, random_samples, sharegpt_samples
 from vllm.benchmarks.http_stream import HTTPFailure, Target, post_events
+
+if TYPE_CHECKING:
+    from vllm.engine.tokenizer import Tokenizer
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 TITLES = {
@@ -101,14 +105,17 @@ async def send(load: Load, sample: Sample) -> Record:
     record = Record(sample)
     body = body_of(load, sample)
     record.start = last = time.perf_counter()
-    pieces = []
+    pieces: list[str] = []
+    done = False
     try:
         async for payload in post_events(load.target, load.endpoint, body, load.headers):
             if payload == b"[DONE]":
+                done = True
                 break
             event = json.loads(payload)
             if "error" in event:
-                raise HTTPFailure(str(event["error"].get("message", event["error"])))
+                error = event["error"]
+                raise HTTPFailure(str(error.get("message", error) if isinstance(error, dict) else error))
             usage = event.get("usage")
             if usage and not event["choices"]:
                 record.output_tokens = usage["completion_tokens"]
@@ -124,10 +131,15 @@ async def send(load: Load, sample: Sample) -> Record:
                 last = now
                 pieces.append(text or "")
         record.end = last
-        record.ok = bool(record.first_token)
-        record.error = "" if record.ok else "the stream held no token"
-    except (HTTPFailure, ValueError, KeyError) as error:
-        record.error = str(error)
+        if not record.first_token:
+            record.error = "the stream held no token"
+        elif not done:
+            record.error = "the stream ended before [DONE]"
+        record.ok = not record.error
+    except HTTPFailure as failure:
+        record.error = str(failure)
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        record.error = f"an event that is not in OpenAI's format: {problem!r}"
     record.text = "".join(pieces)
     return record
 
@@ -154,6 +166,13 @@ async def run(load: Load, samples: Sequence[Sample]) -> tuple[list[Record], floa
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
     records = list(await asyncio.gather(*tasks))
     return records, time.perf_counter() - started
+
+
+def count_missing(records: Sequence[Record], tokenizer: Tokenizer) -> None:
+    """Count the tokens of answers whose server reported no usage."""
+    for record in records:
+        if record.ok and not record.output_tokens:
+            record.output_tokens = len(tokenizer.encode(record.text, False))
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -285,23 +304,53 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark once per request rate; returns the exit status."""
     parser = make_parser()
     args = parser.parse_args(list(argv))
-    percentiles = [float(q) for q in args.metric_percentiles.split(",")]
+    plan = _check(parser, args)
+    try:
+        return _measure(args, plan)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"vllm bench serve: {error}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the flags say about measuring, checked."""
+
+    metrics: list[str]
+    percentiles: list[float]
+    goodput: dict[str, float]
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Plan:
+    try:
+        percentiles = [float(q) for q in args.metric_percentiles.split(",")]
+    except ValueError:
+        parser.error(f"--metric-percentiles takes numbers such as 50,90,99, got {args.metric_percentiles!r}")
+    if not all(0 <= q <= 100 for q in percentiles):
+        parser.error(f"--metric-percentiles must be from 0 to 100, got {args.metric_percentiles!r}")
     metrics = [m.strip() for m in args.percentile_metrics.split(",")]
     if unknown := [m for m in metrics if m not in METRICS]:
         parser.error(f"unknown metrics {unknown}; known are {', '.join(METRICS)}")
-    if args.burstiness <= 0 or any(rate <= 0 for rate in args.request_rate):
+    if not args.burstiness > 0 or not all(rate > 0 for rate in args.request_rate):
         parser.error("--burstiness and --request-rate must be positive")
-    goodput = _goodput(parser, args.goodput)
+    if args.num_prompts < 1 or (args.max_concurrency is not None and args.max_concurrency < 1):
+        parser.error("--num-prompts and --max-concurrency must be 1 or more")
+    if not isinstance(args.extra_body, dict):
+        parser.error("--extra-body takes a JSON object")
+    return Plan(metrics, percentiles, _goodput(parser, args.goodput))
+
+
+def _measure(args: argparse.Namespace, plan: Plan) -> int:
+    from vllm.config.model_source import resolve
+    from vllm.engine.tokenizer import load_tokenizer
+
     base = args.base_url or f"http://{args.host}:{args.port}"
     target = Target.from_url(base)
     headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
-    try:
-        card = _first_model(base, headers)
-    except OSError as error:
-        parser.exit(1, f"vllm bench serve: no server answers at {base}: {error}\n")
+    card = _first_model(base, headers)
     model = args.model or card["id"]
-    samples = _samples(args, args.tokenizer or args.model or card.get("root") or card["id"])
     endpoint = args.endpoint or ("/v1/chat/completions" if args.backend == "openai-chat" else "/v1/completions")
+    tokenizer = load_tokenizer(resolve(args.tokenizer or args.model or card.get("root") or card["id"]))
+    samples = _samples(args, tokenizer, as_text=endpoint.endswith("/chat/completions"))
     results = []
     for rate in args.request_rate:
         load = Load(
@@ -310,10 +359,11 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
         warmups, _ = asyncio.run(run(load, samples[: args.num_warmups]))
         if warmups and not warmups[0].ok:
-            parser.exit(1, f"vllm bench serve: the first request failed: {warmups[0].error}\n")
+            raise ValueError(f"the first request failed: {warmups[0].error}")
         records, seconds = asyncio.run(run(load, samples))
-        result = summarize(records, seconds, percentiles, goodput)
-        print(report(result, metrics, percentiles))
+        count_missing(records, tokenizer)
+        result = summarize(records, seconds, plan.percentiles, plan.goodput)
+        print(report(result, plan.metrics, plan.percentiles))
         for text in sorted({r.error for r in records if r.error})[:5]:
             print(f"failed: {text}")
         result.update(_conditions(args, model, rate))
@@ -331,29 +381,36 @@ def _goodput(parser: argparse.ArgumentParser, items: Sequence[str]) -> dict[str,
         name, _, value = item.partition(":")
         if name not in ("ttft", "tpot", "e2el") or not value:
             parser.error(f"--goodput takes ttft:MS, tpot:MS or e2el:MS, got {item!r}")
-        limits[name] = float(value)
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            parser.error(f"--goodput takes milliseconds after the colon, got {item!r}")
     return limits
 
 
 def _first_model(base: str, headers: dict[str, str]) -> dict[str, Any]:
     request = urllib.request.Request(f"{base.rstrip('/')}/v1/models", headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as response:
-        card: dict[str, Any] = json.load(response)["data"][0]
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            card: dict[str, Any] = json.load(response)["data"][0]
+    except urllib.error.HTTPError as error:
+        hint = " Set OPENAI_API_KEY to the server's key." if error.code == 401 else ""
+        raise ValueError(f"{base}/v1/models answered {error.code} {error.reason}.{hint}") from error
+    except OSError as error:
+        raise ValueError(f"no server answers at {base}: {error}. Start one with `vllm serve`.") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{base}/v1/models does not list models in OpenAI's format.") from error
     return card
 
 
-def _samples(args: argparse.Namespace, tokenizer_name: str) -> list[Sample]:
-    from vllm.config.model_source import resolve
-    from vllm.engine.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(resolve(tokenizer_name))
+def _samples(args: argparse.Namespace, tokenizer: Tokenizer, as_text: bool) -> list[Sample]:
     if args.dataset_name == "random":
         return random_samples(
             tokenizer, args.num_prompts, args.random_input_len, args.random_output_len, args.random_range_ratio,
-            args.random_prefix_len, args.seed,
+            args.random_prefix_len, args.seed, as_text,
         )  # fmt: skip
     if args.dataset_path is None:
-        raise SystemExit(f"--dataset-name {args.dataset_name} needs --dataset-path.")
+        raise ValueError(f"--dataset-name {args.dataset_name} needs --dataset-path.")
     if args.dataset_name == "sharegpt":
         return sharegpt_samples(tokenizer, args.dataset_path, args.num_prompts, args.sharegpt_output_len, args.seed)
     return jsonl_samples(tokenizer, args.dataset_path, args.num_prompts, args.custom_output_len)

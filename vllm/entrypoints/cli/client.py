@@ -38,7 +38,7 @@ class Client:
             payload = None if body is None else json.dumps(body)
             connection.request(method, self._parts.path.rstrip("/") + path, payload, self._headers)
             response = connection.getresponse()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ServerError(
                 f"No server answers at {self._parts.geturl()}: {error}. Start one with `vllm serve`."
             ) from error
@@ -48,15 +48,19 @@ class Client:
 
     def first_model(self) -> str:
         """The name of the first model that the server has."""
-        data = json.loads(self._request("GET", "/models", None).read())
-        return str(data["data"][0]["id"])
+        try:
+            data = json.loads(self._request("GET", "/models", None).read())
+            return str(data["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"{self._parts.geturl()}/models does not list models; does --url end in /v1?") from error
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The first choice of each event of a streamed answer."""
         response = self._request("POST", path, {**body, "stream": True})
-        for raw in response:
-            line = raw.strip()
-            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+        for line in _lines(response):
+            if line == b"data: [DONE]":
+                return
+            if not line.startswith(b"data: "):
                 continue
             event = json.loads(line[6:])
             if "error" in event:
@@ -65,11 +69,24 @@ class Client:
                 yield event["choices"][0]
 
 
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The lines of a stream up to [DONE]; a stream that ends before it is an error."""
+    try:
+        for raw in response:
+            line = raw.strip()
+            yield line
+            if line == b"data: [DONE]":
+                return
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"The connection broke: {error}") from error
+    raise ServerError("The server ended the answer early.")
+
+
 def _message(body: bytes) -> str:
     try:
         data = json.loads(body)
         return str(data.get("message") or data.get("detail") or data)
-    except ValueError:
+    except (ValueError, AttributeError):
         return body[:500].decode(errors="replace")
 
 
@@ -111,6 +128,7 @@ def _inputs(quick: str | None) -> Iterator[str]:
         try:
             line = input("> ")
         except EOFError:
+            print()
             return
         if line.strip():
             yield line

@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai import chat, completions
-from vllm.entrypoints.openai.context import ServerContext, as_api_error
-from vllm.entrypoints.openai.errors import APIError, bad_request
-from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-from vllm.entrypoints.openai.strict_json import parse_object
 from vllm.logger import init_logger
 from vllm.utils.argparse import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.entrypoints.openai.context import ServerContext
 
 logger = init_logger(__name__)
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
+BUSY_SECONDS = 0.05  # between two attempts to hand a request to a full queue
 
 
 def make_parser() -> FlexibleArgumentParser:
@@ -61,13 +58,17 @@ def read_lines(path: Path) -> list[bytes]:
 
 async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
     """One line of output for one of input; whatever is wrong with a line is that line's own error."""
+    from vllm.entrypoints.openai.context import as_api_error
+    from vllm.entrypoints.openai.errors import APIError, bad_request
+    from vllm.entrypoints.openai.strict_json import parse_object
+
     custom_id: Any = None
     try:
         item = parse_object(line)
         custom_id = item.get("custom_id")
         if item.get("method", "POST") != "POST":
             raise bad_request("method must be POST.")
-        body = await _run(context, item.get("url"), item.get("body"))
+        body = await _answer(context, item.get("url"), item.get("body"))
         status: int = 200
         error = None
     except Exception as problem:
@@ -81,7 +82,22 @@ async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
     }
 
 
-async def _run(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
+async def _answer(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
+    """The body of the answer. A batch has time: a full queue is waited for, not reported."""
+    from vllm.exceptions import QueueOverflowError
+
+    while True:
+        try:
+            return await _ask(context, url, body)
+        except QueueOverflowError:
+            await asyncio.sleep(BUSY_SECONDS)
+
+
+async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
+    from vllm.entrypoints.openai import chat, completions
+    from vllm.entrypoints.openai.errors import bad_request
+    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+
     if not isinstance(body, dict):
         raise bad_request("body must be an object.")
     if url == "/v1/chat/completions":
@@ -95,6 +111,8 @@ async def _run(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
 
 async def run(engine: AsyncLLMEngine, lines: Sequence[bytes], role: str, width: int) -> list[dict[str, Any]]:
     """Answers in the order of the lines, at most `width` in progress."""
+    from vllm.entrypoints.openai.context import ServerContext
+
     model = engine.vllm_config.model_config
     context = ServerContext(
         engine=engine,
@@ -122,7 +140,11 @@ def execute(args: argparse.Namespace) -> int:
 
     source = _local_file(args.input_file, "--input-file")
     target = _local_file(args.output_file, "--output-file")
+    if args.max_in_progress < 1:
+        raise ValueError(f"--max-in-progress must be 1 or more, got {args.max_in_progress}.")
     lines = read_lines(source)
+    if not target.parent.is_dir():
+        raise ValueError(f"There is no folder {target.parent} to write {target.name} to.")
     args.disable_frontend_multiprocessing = False
     engine = make_engine(args)
     answers = asyncio.run(run(engine, lines, args.response_role, args.max_in_progress))
@@ -131,7 +153,7 @@ def execute(args: argparse.Namespace) -> int:
             file.write(json.dumps(item) + "\n")
     failed = sum(1 for item in answers if item["error"] is not None)
     logger.info("%d requests answered, %d of them with an error; the answers are in %s", len(answers), failed, target)
-    return 0
+    return 1 if engine.errored else 0
 
 
 def main(argv: Sequence[str]) -> int:
