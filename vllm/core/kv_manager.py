@@ -132,9 +132,9 @@ class KVManager:
             return
         if self.enable_prefix_caching:
             self._extend_hashes(request, full)
-            size = self.block_size
+            data, width = request.token_bytes(start * self.block_size, full * self.block_size), 8 * self.block_size
             for i in range(start, full):
-                content = request.token_bytes(i * size, (i + 1) * size)
+                content = data[(i - start) * width : (i - start + 1) * width]
                 for g, table in enumerate(request.tables):
                     if table[i] != NULL_BLOCK:
                         self.pool.register(table[i], request.hashes[i] + self._group_suffix[g], content)
