@@ -159,8 +159,8 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     cases = [(m, int(r), args.context) for m in args.models.split(",") for r in args.rows.split(",")]
-    compiling = precompile([lambda c=c: dry(*c) for c in cases], 90)
-    print(f"compiled in {compiling.wait(400):.1f} s", flush=True)
+    compiling = precompile([lambda c=c: dry(*c) for c in cases], [], 90)
+    print(f"compiled in {compiling.wait():.1f} s", flush=True)
     result = {}
     for folder, rows, context in cases:
         result[f"{Path(folder).name}/{rows}/{context}"] = tune(folder, rows, context, args.seconds)

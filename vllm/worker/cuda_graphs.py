@@ -1,9 +1,9 @@
 """Replays whole decode steps as CUDA graphs: batches in which every request computes one token and samples the next.
 
 A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and for greedy batches the
-choice of the token. The host uploads two numbers per row, launches the graph and fetches the ids. Graphs are captured when
-a batch size is first seen, padded up to one of a few sizes, and share one memory pool. The usual model runs the fused
-program (`decode_program`), every other its own forward pass.
+choice of the token. The host uploads two numbers per row, launches the graph and fetches the ids. Batches are padded up to
+one of a few sizes; a size gets its graph when it has been used a few times, and all graphs share one memory pool. The usual
+model runs the fused program (`decode_program`), every other its own forward pass.
 """
 
 from __future__ import annotations
@@ -31,16 +31,19 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SPANS = (1024, 4096, 16384, 65536)  # how long sequences may be in a graph: sets how far their keys are split
+_EAGER_USES = 3  # so often a step runs before it is captured: sizes that batches only pass through are not worth it
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
-    """One captured step and what must stay alive for it."""
+    """A step over static buffers, and its graph once it has been used often enough to be worth one."""
 
-    graph: torch.cuda.CUDAGraph
+    run: Callable[[], None]
     step: StepInputs | None
-    keep: tuple[Any, ...]
+    keep: tuple[Any, ...]  # what must live as long as the graph
+    graph: torch.cuda.CUDAGraph | None = None
+    uses: int = 0
 
 
 class GreedyHandle:
@@ -71,7 +74,7 @@ class DecodeGraphs:
         self._table, self._params = runner.table, runner.sampler.params
         self._sizes = list(sizes)
         self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
-        self._graphs: dict[tuple[int, bool, int], _Entry] = {}
+        self._graphs: dict[tuple[int, bool, int], _Entry] = {}  # by size, greedy, span
         self._width = self._table.width
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(runner.context.device)
@@ -85,7 +88,9 @@ class DecodeGraphs:
         self._downloads = [torch.empty(largest, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
-        self.capture_seconds = 0.0
+        with torch.cuda.stream(self._stream):  # its cuBLAS workspace must not come to lie in a graph's memory
+            one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+            torch.mm(one, one)
 
     def accepts(self, plan: StepPlan) -> bool:
         """Whether the plan is a uniform decode batch that a graph covers."""
@@ -119,8 +124,14 @@ class DecodeGraphs:
         span = next((s for s in SPANS if s >= longest), self._width)
         entry = self._graphs.get((size, greedy, span))
         if entry is None:
-            entry = self._capture(size, greedy, span)
-        entry.graph.replay()
+            entry = self._graphs[size, greedy, span] = self._prepare(size, greedy, span)
+        entry.uses += 1
+        if entry.graph is None and entry.uses > _EAGER_USES:
+            self._capture(entry)
+        if entry.graph is None:
+            entry.run()
+        else:
+            entry.graph.replay()
         if greedy:
             ids, done = self._downloads[turn], self._events[turn]
             ids.copy_(self._ids, non_blocking=True)
@@ -137,31 +148,29 @@ class DecodeGraphs:
             raise RuntimeError("A graph without hidden states cannot be sampled from.")
         return self._runner.finish(plan, batch, self._hidden[:rows], self._runner.context.mark())
 
-    def _capture(self, size: int, greedy: bool, span: int) -> _Entry:
-        """Run the step once, so that its kernels exist, then capture it. Running it twice writes the same values again."""
-        start = time.perf_counter()
+    def _prepare(self, size: int, greedy: bool, span: int) -> _Entry:
+        """The step of one size and kind, not captured yet."""
         if not greedy and self._hidden is None:
             self._hidden = self._hidden_buffer()
-        fused = self._weights is not None
-        run, step, keep = self._fused(size, greedy, span) if fused else self._general(size, greedy, span)
+        if self._weights is not None:
+            return _Entry(*self._fused(size, greedy, span))
+        return _Entry(*self._general(size, greedy, span))
+
+    def _capture(self, entry: _Entry) -> None:
+        """Capture a step that has run before, so that its kernels exist."""
+        start = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
-            run()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                run()
+                entry.run()
             finally:
                 graph.capture_end()
         main.wait_stream(self._stream)
-        entry = self._graphs[size, greedy, span] = _Entry(graph, step, keep)
-        seconds = time.perf_counter() - start
-        self.capture_seconds += seconds
-        kind = "fused" if fused else "general"
-        mode = "greedy" if greedy else "sampled"
-        logger.debug("Captured the %s %s step of %d rows up to %d tokens in %.3f s.", kind, mode, size, span, seconds)
-        return entry
+        entry.graph = graph
+        logger.debug("Captured a decode step in %.3f s.", time.perf_counter() - start)
 
     def _hidden_buffer(self) -> Tensor:
         """[largest size, hidden] for hidden states that leave a graph; the runner's model knows their width and dtype."""

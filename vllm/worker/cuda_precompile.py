@@ -49,7 +49,7 @@ def start(config: VllmConfig, capability: tuple[int, int]) -> Precompilation | N
         scheduler.max_num_seqs,
         config.compilation_config.cudagraph_capture_sizes,
     )
-    return precompile([run], capability[0] * 10 + capability[1])
+    return precompile([run], [run.sampling], capability[0] * 10 + capability[1])
 
 
 class _Table:
@@ -85,10 +85,11 @@ class DryRun:
             self._decode(model, layout, caches)
         for queries in ([1024], [200, 40], [1, 1]):
             step = mixed_step(np.array(queries, np.int32), layout)
-            hidden = model(step, caches)
-            self._sample(model.logits(hidden[:2]))
+            model.logits(model(step, caches)[:2])
 
-    def _sample(self, logits: Tensor) -> None:
+    def sampling(self) -> None:
+        """The kernels that requests with a temperature need."""
+        logits = torch.empty(2, self._spec.vocab_size, device=META)
         one = torch.empty(2, device=META)
         none = np.zeros(2, np.int32)
         draw(logits, DrawParams(one, one, torch.empty(2, dtype=torch.int32, device=META), one, one, none, none))

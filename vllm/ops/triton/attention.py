@@ -207,7 +207,7 @@ def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInput
     if step.max_query_len > short:
         plan, lengths = group.plan, step.host_query_starts[1:] - step.host_query_starts[:-1]
         if isinstance(plan, GatherPlan) and can_gather(q, kv_cache, params, plan):
-            attend_gathered(q, kv_cache, params, step, group, plan, out)
+            out = attend_gathered(q, kv_cache, params, step, group, plan, out)
             if ((lengths > short) & (lengths <= GATHERED_ABOVE)).any():
                 _launch_long(q, kv_cache, params, step, group, out, short, GATHERED_ABOVE)
         else:

@@ -1,18 +1,20 @@
 """Compiles kernels for a device in many processes at once, into Triton's disk cache, where the real launches find them.
 
 A kernel's variant is known only from a launch: dtypes, constants, divisibilities. So each process makes the very launches
-that will come, on tensors of the "meta" device, and instead of launching compiles the share of variants that falls to it.
-The processes are forked, never touch the GPU, and need no more than its compute capability.
+that will come, on tensors of the "meta" device, only remembers them, and compiles variants from that list, which is the
+same in all of them. The processes are forked, never touch the GPU, and need no more than its compute capability.
 """
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -24,6 +26,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 DryRun = Callable[[], None]
+_LIMIT = 120.0  # seconds after which a process must have deadlocked
 
 
 class _NoDevice:
@@ -45,27 +48,25 @@ class _NoDevice:
         return torch.device("cpu")
 
 
-class _Share:
-    """Stands in for `JITFunction.run`: compiles every `count`-th new variant."""
+class _Collector:
+    """Stands in for `JITFunction.run`: remembers the first launch of every variant, longest sources first."""
 
-    def __init__(self, rank: int, count: int) -> None:
-        self._rank, self._count = rank, count
-        self._run = JITFunction.run
+    def __init__(self) -> None:
+        self.jobs: list[tuple[JITFunction, tuple, dict]] = []
         self._seen: set[str] = set()
 
-    def __call__(self, kernel: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
+    def __call__(self, kernel: JITFunction, *args: object, **options: object) -> None:
         kinds = [_kind(kernel, i, a) for i, a in enumerate(args)]
-        variant = f"{kernel.__name__} {kinds} {sorted(options.items())}"
-        if variant in self._seen:
-            return
-        mine = len(self._seen) % self._count == self._rank
-        self._seen.add(variant)
-        if mine:
-            compiled = self._run(kernel, *args, grid=grid, warmup=True, **options)
-            with contextlib.suppress(Exception):  # the C stub that launches; without it the first launch builds it
-                from triton.backends.nvidia.driver import CudaLauncher
+        constants = sorted((k, v) for k, v in options.items() if k not in ("grid", "warmup"))
+        variant = f"{kernel.__name__} {kinds} {constants}"
+        if variant not in self._seen:
+            self._seen.add(variant)
+            self.jobs.append((kernel, args, options))
 
-                CudaLauncher(compiled.src, compiled.metadata)
+    def take(self) -> list[tuple[JITFunction, tuple, dict]]:
+        """What was collected since the last call; long kernels, which take long to compile, come first."""
+        jobs, self.jobs = self.jobs, []
+        return sorted(jobs, key=lambda job: -len(job[0].src))
 
 
 def _kind(kernel: JITFunction, index: int, value: object) -> str:
@@ -83,58 +84,108 @@ def _kind(kernel: JITFunction, index: int, value: object) -> str:
     return str(value) if base is None else f"{base.dtype}{value.block_shape}"  # type: ignore[attr-defined]
 
 
-def _compile_share(runs: Sequence[DryRun], capability: int, rank: int, count: int) -> None:
+class _Progress:
+    """Numbers shared by the processes: which job is next, how many are needed first, and how many of those are done."""
+
+    def __init__(self) -> None:
+        fork = multiprocessing.get_context("fork")
+        self.next_job, self.done = fork.Value("i", 0), fork.Value("i", 0)
+        self.needed = fork.Value("i", -1)
+
+    def take(self) -> int:
+        with self.next_job.get_lock():
+            self.next_job.value += 1
+            return self.next_job.value - 1
+
+    @property
+    def ready(self) -> bool:
+        return 0 <= self.needed.value <= self.done.value
+
+
+def _work(first: Sequence[DryRun], later: Sequence[DryRun], capability: int, progress: _Progress) -> None:
+    """Compile jobs from the common list until there are none left."""
     # a process of its own, so that what is replaced here is replaced for nobody else
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(_NoDevice(capability))
     from vllm.ops import triton as kernels
 
     kernels.register("meta")
-    share = _Share(rank, count)
-    JITFunction.run = lambda self, *a, **k: share(self, *a, **k)
-    for run in runs:
-        with torch.inference_mode():
-            run()
+    run, collector = JITFunction.run, _Collector()
+    JITFunction.run = lambda self, *a, **k: collector(self, *a, **k)
+    groups = []
+    for dry_runs in (first, later):
+        for dry_run in dry_runs:
+            with torch.inference_mode():
+                dry_run()
+        groups.append(collector.take())
+    progress.needed.value = len(groups[0])
+    jobs = groups[0] + groups[1]
+    while (index := progress.take()) < len(jobs):
+        kernel, args, options = jobs[index]
+        try:
+            compiled = run(kernel, *args, **{**options, "warmup": True})
+            _build_launcher(compiled)
+        except Exception as error:
+            logger.debug("Compiling %s ahead failed: %s: %s", kernel.__name__, type(error).__name__, error)
+        if index < len(groups[0]):
+            with progress.done.get_lock():
+                progress.done.value += 1
+
+
+def _build_launcher(compiled: Any) -> None:
+    """The C stub that launches a kernel; the first launch would build it otherwise."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    CudaLauncher(compiled.src, compiled.metadata)
 
 
 class Precompilation:
     """Compilation under way. `wait()` before the first real launch; what failed here is compiled again there."""
 
-    def __init__(self, children: list[int]) -> None:
-        self._children = children
+    def __init__(self, children: list[int], progress: _Progress) -> None:
+        self._progress, self._alive = progress, True
         self._begun = time.perf_counter()
+        threading.Thread(target=self._reap, args=(children,), daemon=True).start()
 
-    def wait(self, limit: float = 120.0) -> float:
-        """Until every process has ended; those that take longer than `limit` seconds are killed. Returns the seconds since
-        the start."""
-        while self._children:
-            self._children = [pid for pid in self._children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-            if self._children and time.perf_counter() - self._begun > limit:
-                for pid in self._children:
+    def _reap(self, children: list[int]) -> None:
+        """Take the exit codes of the processes; those that take longer than _LIMIT seconds are killed."""
+        while children:
+            children = [pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+            if children and time.perf_counter() - self._begun > _LIMIT:
+                for pid in children:
                     os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                self._children = []
-            elif self._children:
-                time.sleep(0.01)
+            time.sleep(0.02)
+        self._alive = False
+
+    def wait(self) -> float:
+        """Until what is needed first has been compiled (or nobody is left to do it). Returns the seconds since the start."""
+        while self._alive and not self._progress.ready:
+            time.sleep(0.005)
         return time.perf_counter() - self._begun
 
 
-def precompile(runs: Sequence[DryRun], capability: int, processes: int | None = None) -> Precompilation:
-    """Start to compile the kernels that `runs` launch on "meta" tensors. capability: 90 for compute capability 9.0."""
+def precompile(
+    first: Sequence[DryRun], later: Sequence[DryRun], capability: int, processes: int | None = None
+) -> Precompilation:
+    """Start to compile the kernels that `first` and `later` launch on "meta" tensors. capability: 90 for 9.0.
+
+    `Precompilation.wait` waits for those of `first` only.
+    """
     count = min(16, os.cpu_count() or 1) if processes is None else processes
+    progress = _Progress()
     children = []
-    for rank in range(count):
+    for _ in range(count):
         # not through `multiprocessing`, which forbids children to the daemon processes that an engine may run in
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # "may lead to deadlocks": see the limit in `wait`
+            warnings.simplefilter("ignore", DeprecationWarning)  # "may lead to deadlocks": see _LIMIT
             pid = os.fork()
         if pid:
             children.append(pid)
             continue
         try:
-            _compile_share(runs, capability, rank, count)
+            _work(first, later, capability, progress)
         except BaseException as error:
             logger.debug("Compiling ahead failed: %s: %s", type(error).__name__, error)
         finally:
             os._exit(0)
-    return Precompilation(children)
+    return Precompilation(children, progress)
