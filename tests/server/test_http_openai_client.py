@@ -70,7 +70,7 @@ def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client):
     )
     assert [c.index for c in answer.choices] == list(range(6))
     assert len({c.text for c in answer.choices}) > 1
-    streamed = {i: "" for i in range(6)}
+    streamed = dict.fromkeys(range(6), "")
     for chunk in client.completions.create(
         model=MODEL, prompt=["Hello", "The capital of"], n=3, max_tokens=4, temperature=0.9, seed=5, stream=True
     ):
@@ -168,7 +168,7 @@ def test_chat_streams_role_then_content_then_reason(client):
 def test_chat_choices(client):
     answer = client.chat.completions.create(model=MODEL, messages=CHAT, n=3, temperature=1.0, seed=3, max_tokens=5)
     assert [c.index for c in answer.choices] == [0, 1, 2]
-    streamed = {i: "" for i in range(3)}
+    streamed = dict.fromkeys(range(3), "")
     for chunk in client.chat.completions.create(
         model=MODEL, messages=CHAT, n=3, temperature=1.0, seed=3, max_tokens=5, stream=True
     ):

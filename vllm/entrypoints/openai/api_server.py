@@ -41,7 +41,7 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
     from fastapi import FastAPI
     from starlette.middleware.cors import CORSMiddleware
 
-    from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware
+    from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware, RequestIdMiddleware
     from vllm.entrypoints.openai.routes import router
 
     docs: dict[str, Any] = (
@@ -72,6 +72,8 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
     if not args.disable_web_ui:  # the page itself holds nothing; what it shows needs the key
         open_paths |= {b"/", b"/ui/app.js", b"/ui/style.css"}
     limits = Limits(max_body_bytes=args.max_body_size, body_timeout=args.body_timeout, write_timeout=args.write_timeout)
+    if args.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware)
     app.add_middleware(LimitsMiddleware, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
     return app
 
@@ -98,6 +100,8 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         trust_request_template=args.trust_request_chat_template,
         request_timeout=args.request_timeout,
         log_requests=not args.disable_log_requests,
+        max_log_len=args.max_log_len,
+        show_cached_tokens=args.enable_prompt_tokens_details,
     )
 
 
@@ -151,9 +155,9 @@ def _add_middleware(app: FastAPI, path: str) -> None:
     module, _, name = path.rpartition(".")
     if not module:
         raise ValueError(f"--middleware takes an import path such as package.module.Name, got {path!r}.")
-    found = getattr(importlib.import_module(module), name)
+    found: Any = getattr(importlib.import_module(module), name)
     if inspect.isclass(found):
-        app.add_middleware(found)
+        app.add_middleware(found)  # type: ignore[arg-type]
     elif inspect.iscoroutinefunction(found):
         app.middleware("http")(found)
     else:
@@ -169,7 +173,7 @@ def make_engine(args: argparse.Namespace) -> AsyncLLMEngine:
     return AsyncLLMEngine.from_vllm_config(
         config,
         usage_context=UsageContext.OPENAI_API_SERVER,
-        disable_log_requests=not engine_args.log_requests,
+        disable_log_requests=True,  # the routes do it, with --max-log-len
         disable_log_stats=args.disable_log_stats,
         disable_frontend_multiprocessing=args.disable_frontend_multiprocessing,
     )
@@ -193,6 +197,8 @@ async def run_server(args: argparse.Namespace) -> int:
     """Serve until told to stop or until the engine dies; returns the exit status of the process."""
     import uvicorn
 
+    from vllm.entrypoints.openai.connection import connection_class
+
     validate_parsed_serve_args(args)
     listener = bind(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
@@ -205,7 +211,7 @@ async def run_server(args: argparse.Namespace) -> int:
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
-        limit_concurrency=args.max_connections,
+        http=connection_class(args.header_timeout, args.max_connections),
         timeout_keep_alive=75,
         h11_max_incomplete_event_size=64 * 1024,
         server_header=False,

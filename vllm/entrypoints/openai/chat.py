@@ -41,7 +41,8 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
     if not context.trust_request_template:
         if request.chat_template is not None:
             raise bad_request(
-                "chat_template in a request is refused; start the server with --trust-request-chat-template to allow it.",
+                "chat_template in a request is refused; start the server with --trust-request-chat-template to allow "
+                "it.",
                 "chat_template",
             )
         if extra:
@@ -76,8 +77,8 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     if (request.n or 1) > context.limits.max_sequences:
         raise bad_request(f"n may be at most {context.limits.max_sequences}.", "n")
     prompt = await render(context, request, request.tools if request.tool_choice != "none" else None)
-    ids = await _encode(context, prompt, request.add_special_tokens)
     limit = request.truncate_prompt_tokens
+    ids = await context.encode(prompt, request.add_special_tokens, truncated=limit is not None)
     if limit is not None and limit >= 1:
         ids = ids[-limit:]
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -93,6 +94,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     item: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": ids}
     if request.cache_salt is not None:
         item["cache_salt"] = request.cache_salt
+    context.log_request(name, prompt, len(ids), params)
     generator = context.engine.generate(
         item,  # type: ignore[arg-type]
         params,
@@ -104,13 +106,6 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
     role, last = _roles(context, request)
     return Chat(request, name, model, int(time.time()), generator, text_of, role, last)
-
-
-async def _encode(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
-    tokenizer = context.tokenizer
-    if len(text) > 4096:
-        return await context.in_pool(tokenizer.encode, text, add_special_tokens)
-    return tokenizer.encode(text, add_special_tokens)
 
 
 def _roles(context: ServerContext, request: ChatCompletionRequest) -> tuple[str, str]:
@@ -128,8 +123,8 @@ async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
     """The answer as one JSON object."""
     final: RequestOutput | None = None
     try:
-        async for final in work.generator:
-            pass
+        async for output in work.generator:
+            final = output
     finally:
         await work.generator.aclose()
     if final is None:
@@ -142,7 +137,7 @@ async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
         "created": work.created,
         "model": work.model,
         "choices": [_choice(work, output) for output in final.outputs],
-        "usage": usage_of(prompt_tokens, completion_tokens),
+        "usage": usage_of(prompt_tokens, completion_tokens, context.cached_tokens([final])),
         "prompt_logprobs": prompt_logprobs(final.prompt_logprobs),
     }
 
@@ -179,6 +174,7 @@ async def stream(context: ServerContext, work: Chat) -> AsyncGenerator[bytes, No
     always = request.wants_usage_always
     sent: dict[int, int] = {}
     prompt_tokens = 0
+    cached: int | None = None
 
     def chunk(choice: dict[str, Any]) -> bytes:
         usage = b""
@@ -192,6 +188,7 @@ async def stream(context: ServerContext, work: Chat) -> AsyncGenerator[bytes, No
     try:
         async for result in work.generator:
             prompt_tokens = len(result.prompt_token_ids or ())
+            cached = context.cached_tokens([result])
             if not sent:  # after the first output, so that early errors are plain HTTP errors
                 for index in range(request.n or 1):
                     sent[index] = 0
@@ -217,7 +214,8 @@ async def stream(context: ServerContext, work: Chat) -> AsyncGenerator[bytes, No
     finally:
         await work.generator.aclose()
     if request.wants_usage:
-        usage = json.dumps(_usage(prompt_tokens, sum(sent.values()))).encode()
+        total = {k: v for k, v in usage_of(prompt_tokens, sum(sent.values()), cached).items() if v is not None}
+        usage = json.dumps(total).encode()
         yield head + b'[], "usage":' + usage + b"}\n\n"
     yield DONE
 

@@ -50,7 +50,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add(
         "--trust-request-chat-template",
         action="store_true",
-        help="Allow chat_template and chat_template_kwargs in requests. They run in a sandbox, but cost what they cost.",
+        help="Allow chat_template and chat_template_kwargs in requests. They run in a sandbox.",
     )
     add("--response-role", default="assistant", help="Role of the answers.")
     add("--ssl-keyfile", default=None, help="TLS key file.")
@@ -81,7 +81,12 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     )
     add("--enable-auto-tool-choice", action="store_true", help="Not available in this version.")
     add("--tool-call-parser", default=None, help="Not available in this version.")
-    add("--max-log-len", type=int, default=None, help="At most this many prompt characters in the log.")
+    add(
+        "--max-log-len",
+        type=int,
+        default=None,
+        help="Log this many characters of each prompt. Default: only how many tokens it has.",
+    )
     add("--enable-request-id-headers", action="store_true", help="Send X-Request-Id back.")
     add("--enable-tokenizer-info-endpoint", action="store_true", help="Serve GET /tokenizer_info.")
     add("--enable-server-load-tracking", action="store_true", help="Count requests in progress for GET /load.")
@@ -92,6 +97,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add(
         "--request-timeout", type=float, default=None, help="Seconds after which a request is ended. Default: no limit."
     )
+    add("--header-timeout", type=float, default=10.0, help="Seconds within which a request's headers must arrive.")
     add("--body-timeout", type=float, default=30.0, help="Seconds within which a request's body must arrive.")
     add(
         "--write-timeout",
@@ -121,6 +127,6 @@ def validate_parsed_serve_args(args: argparse.Namespace) -> None:
         raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile.")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be between 0 and 65535, got {args.port}.")
-    for name in ("max_body_size", "max_connections", "write_timeout", "body_timeout"):
+    for name in ("max_body_size", "max_connections", "write_timeout", "header_timeout", "body_timeout"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}.")

@@ -62,6 +62,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
             item["prompt"] = prompt
         if request.cache_salt is not None:
             item["cache_salt"] = request.cache_salt
+        context.log_request(f"{name}-{i}", item.get("prompt"), len(ids), params)
         generators.append(
             context.engine.generate(
                 item,  # type: ignore[arg-type]
@@ -91,11 +92,8 @@ def _prompts(request: CompletionRequest, context: ServerContext) -> list[str | l
 
 async def _tokens(context: ServerContext, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
-        tokenizer = context.tokenizer
-        if len(prompt) > 4096:
-            ids = await context.in_pool(tokenizer.encode, prompt, request.add_special_tokens)
-        else:
-            ids = tokenizer.encode(prompt, request.add_special_tokens)
+        truncated = request.truncate_prompt_tokens is not None
+        ids = await context.encode(prompt, request.add_special_tokens, truncated)
     else:
         ids = prompt
     limit = request.truncate_prompt_tokens
@@ -122,12 +120,13 @@ def _params(context: ServerContext, request: CompletionRequest, prompt_tokens: i
     )
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    """The usage block; `cached_tokens` of the prompt if they are to be shown and there are any."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens} if cached_tokens else None,
     }
 
 
@@ -137,8 +136,8 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
     """The answer as one JSON object."""
     finals: list[RequestOutput | None] = [None] * len(work.generators)
-    async for i, output in merge(work.generators):
-        finals[i] = output
+    async for i, result in merge(work.generators):
+        finals[i] = result
     choices = []
     prompt_tokens = completion_tokens = 0
     for i, final in enumerate(finals):
@@ -154,7 +153,7 @@ async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
         "created": work.created,
         "model": work.model,
         "choices": choices,
-        "usage": usage_of(prompt_tokens, completion_tokens),
+        "usage": usage_of(prompt_tokens, completion_tokens, context.cached_tokens(finals)),
     }
 
 
@@ -202,8 +201,10 @@ async def stream(context: ServerContext, work: Completion) -> AsyncGenerator[byt
     sent_tokens: dict[int, int] = {}
     offsets: dict[int, int] = {}
     echoed: set[int] = set()
+    last: dict[int, RequestOutput] = {}
     async for i, result in merge(work.generators):
         prompt_tokens[i] = len(result.prompt_token_ids or ())
+        last[i] = result
         for output in result.outputs:
             index = i * count + output.index
             text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
@@ -234,7 +235,8 @@ async def stream(context: ServerContext, work: Completion) -> AsyncGenerator[byt
             usage = usage_of(prompt_tokens[i], sent_tokens[index]) if always else None
             yield head + json.dumps([choice]).encode() + b',"usage":' + json.dumps(usage).encode() + b"}\n\n"
     if request.wants_usage:
-        total = {k: v for k, v in usage_of(sum(prompt_tokens), sum(sent_tokens.values())).items() if v is not None}
+        whole = usage_of(sum(prompt_tokens), sum(sent_tokens.values()), context.cached_tokens(last.values()))
+        total = {k: v for k, v in whole.items() if v is not None}
         yield head + b'[],"usage":' + json.dumps(total).encode() + b"}\n\n"
     yield DONE
 

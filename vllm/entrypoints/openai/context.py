@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _T = TypeVar("_T")
+INLINE_CHARACTERS = 4096
+MAX_LOGGED_FIELDS = 64
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -44,6 +46,9 @@ class ServerContext:
     trust_request_template: bool = False
     request_timeout: float | None = None
     log_requests: bool = False
+    max_log_len: int | None = None
+    show_cached_tokens: bool = False
+    unknown_fields: set[str] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="template"))
@@ -64,9 +69,49 @@ class ServerContext:
             raise not_found(f"The model `{name}` does not exist.")
         return name
 
+    def cached_tokens(self, outputs: Iterable[RequestOutput | None]) -> int | None:
+        """Prompt tokens found in the cache, if the operator wants them shown."""
+        if not self.show_cached_tokens:
+            return None
+        return sum(output.num_cached_tokens or 0 for output in outputs if output is not None)
+
+    async def encode(self, text: str, add_special_tokens: bool, truncated: bool = False) -> list[int]:
+        """Token ids of a text. One that is certainly too long is refused at once, unless it gets `truncated`."""
+        tokenizer = self.tokenizer
+        if len(text) <= INLINE_CHARACTERS:
+            return tokenizer.encode(text, add_special_tokens)
+        per_token = tokenizer.max_characters_per_token
+        if not truncated and per_token is not None and len(text) > self.max_model_len * per_token:
+            raise bad_request(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{len(text) // per_token} or more tokens in the messages, Please reduce the length of the messages."
+            )
+        return await self.in_pool(tokenizer.encode, text, add_special_tokens)
+
+    def log_request(self, request_id: str, text: str | None, tokens: int, params: object) -> None:
+        """One line about a request. Representations escape line ends and terminal codes, so no line can be forged."""
+        if not self.log_requests:
+            return
+        shown = ""
+        if self.max_log_len is not None and text is not None:
+            shown = f" prompt: {text[: self.max_log_len]!r},"
+        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, params)
+
+    def log_unknown_fields(self, names: Iterable[str]) -> None:
+        """Say once per name that a field of a request has no effect; of at most MAX_LOGGED_FIELDS names."""
+        new = [name for name in names if name not in self.unknown_fields]
+        for name in new[: MAX_LOGGED_FIELDS - len(self.unknown_fields)]:
+            self.unknown_fields.add(name)
+            logger.warning("A request has the field %.80r, which this server does not know; it has no effect.", name)
+
     async def in_pool(self, function: Callable[..., _T], *args: Any) -> _T:
         """Run work that may take long (templates, long texts) beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+
+
+def echoed_id(wanted: str | None) -> str:
+    """The X-Request-Id to answer with: the client's if it is harmless, else a new one."""
+    return wanted if wanted and _SAFE_ID.fullmatch(wanted) else uuid.uuid4().hex
 
 
 def new_id(prefix: str, wanted: str | None) -> str:

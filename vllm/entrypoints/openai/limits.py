@@ -6,6 +6,7 @@ It is plain ASGI, below routing: whatever the path looks like, nothing inside is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -13,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.entrypoints.openai.errors import error_body
+from vllm.entrypoints.openai.context import echoed_id
+from vllm.entrypoints.openai.errors import APIError, error_body
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -23,6 +25,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Exactly these raw paths are open without a key. Everything else needs one, however it is spelled.
 OPEN_PATHS = frozenset({b"/health", b"/ping", b"/version"})
+
+# How long the rest of a refused body is read and thrown away, so that the client gets to see the refusal.
+LINGER_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +75,24 @@ class LimitsMiddleware:
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) + 4 for name, value in headers) > self._limits.max_header_bytes:
-            await _refuse(send, 431, "The request headers are too large.", "RequestHeaderFieldsTooLarge")
+            await _refuse(receive, send, 431, "The request headers are too large.", "RequestHeaderFieldsTooLarge")
             return
         if not self._authorised(scope, headers):
-            await _refuse_json(send, 401, {**error_body("Unauthorized", "AuthenticationError", 401)})
+            await _refuse(receive, send, 401, "Unauthorized", "AuthenticationError")
             return
         lengths = [value for name, value in headers if name == b"content-length"]
         if any(not v.isdigit() for v in lengths) or len(set(lengths)) > 1:
-            await _refuse(send, 400, "The Content-Length header is not a number.", "BadRequestError")
+            await _refuse(receive, send, 400, "The Content-Length header is not a number.", "BadRequestError")
             return
-        if lengths and int(lengths[0]) > self._limits.max_body_bytes:
-            await _refuse(send, 413, self._too_large(), "RequestTooLargeError")
+        if lengths and (len(lengths[0]) > 18 or int(lengths[0]) > self._limits.max_body_bytes):
+            error = too_large(self._limits)
+            await _refuse(receive, send, error.status, error.message, error.type)
             return
-        guarded = _Guard(receive, send, self._limits)
         try:
+            guarded = _Guard(scope, receive, send, self._limits)
             await self._app(scope, guarded.receive, guarded.send)
-        except BodyTooLargeError:
-            if not guarded.started:
-                await _refuse(send, 413, self._too_large(), "RequestTooLargeError")
-        except BodyTimeoutError:
-            if not guarded.started:
-                await _refuse(send, 408, "The request body did not arrive in time.", "TimeoutError")
+        except SlowReaderError:
+            return  # the connection is gone
 
     def _authorised(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> bool:
         if not self._keys.active or scope["method"] == "OPTIONS":
@@ -100,16 +102,38 @@ class LimitsMiddleware:
         values = [value for name, value in headers if name == b"authorization"]
         return len(values) == 1 and self._keys.accepts(values[0])
 
-    def _too_large(self) -> str:
-        return f"The request body is larger than {self._limits.max_body_bytes} bytes."
+
+class RequestIdMiddleware:
+    """Answers with X-Request-Id: the client's own if it is harmless, else a new one."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        header = (b"x-request-id", echoed_id(given.decode("latin-1")).encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
-class BodyTooLargeError(Exception):
-    """More of the body arrived than is allowed."""
+def too_large(limits: Limits) -> APIError:
+    """413, and the end of the connection: the rest of the body is not read."""
+    text = f"The request body is larger than {limits.max_body_bytes} bytes."
+    return APIError(413, text, "RequestTooLargeError", headers={"connection": "close"})
 
 
-class BodyTimeoutError(Exception):
-    """The body did not arrive in time."""
+def too_slow() -> APIError:
+    """408, and the end of the connection."""
+    text = "The request body did not arrive in time."
+    return APIError(408, text, "TimeoutError", headers={"connection": "close"})
 
 
 class SlowReaderError(ConnectionError):
@@ -119,14 +143,14 @@ class SlowReaderError(ConnectionError):
 class _Guard:
     """Counts and times what flows in and out of one request."""
 
-    def __init__(self, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self._drop: Callable[[], None] | None = scope.get("state", {}).get("drop_connection")
         self._receive = receive
         self._send = send
         self._limits = limits
         self._received = 0
         self._body_done = False
         self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
-        self.started = False
 
     async def receive(self) -> Message:
         if self._body_done:
@@ -135,22 +159,23 @@ class _Guard:
         try:
             message = await asyncio.wait_for(self._receive(), max(remaining, 0.001))
         except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
-            raise BodyTimeoutError from None
+            raise too_slow() from None
         if message["type"] == "http.request":
             self._received += len(message.get("body", b""))
             if self._received > self._limits.max_body_bytes:
-                raise BodyTooLargeError
+                raise too_large(self._limits)
             self._body_done = not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
-        self.started = True
         task = asyncio.current_task()
         expired = False
 
         def expire() -> None:
             nonlocal expired
             expired = True
+            if self._drop is not None:
+                self._drop()
             if task is not None:
                 task.cancel()
 
@@ -165,14 +190,19 @@ class _Guard:
             timer.cancel()
 
 
-async def _refuse(send: Send, status: int, message: str, type: str) -> None:
-    await _refuse_json(send, status, error_body(message, type, status))
-
-
-async def _refuse_json(send: Send, status: int, body: dict[str, Any]) -> None:
-    data = json.dumps(body).encode()
+async def _refuse(receive: Receive, send: Send, status: int, message: str, type: str) -> None:
+    """Answer at once; then look away for a while as the body arrives, since many clients read only after writing."""
+    data = json.dumps(error_body(message, type, status)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-    if status in (408, 413, 431):
-        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_discard(receive), LINGER_SECONDS)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return

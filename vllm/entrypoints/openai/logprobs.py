@@ -40,7 +40,7 @@ def completion_logprobs(
     text_of: TokenText,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset` of /v1/completions; `offset` is where the text begins."""
+    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset` of choices; `offset` is where the text begins."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []

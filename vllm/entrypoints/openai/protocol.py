@@ -10,6 +10,17 @@ from vllm.entrypoints.openai.errors import bad_request
 
 TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
 Text = str
+# Any value but null is refused: a parameter is honoured or refused, never dropped.
+LATER_FIELDS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "kv_transfer_params",
+    "vllm_xargs",
+    "prompt_embeds",
+    "lora_request",
+)
 
 
 class _Request(BaseModel):
@@ -78,6 +89,10 @@ class _Sampling(_Request):
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
     prompt_embeds: Any = None
+    media_io_kwargs: Any = None
+    multi_modal_data: Any = None
+    multi_modal_uuids: Any = None
+    lora_request: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -116,7 +131,7 @@ class _Sampling(_Request):
                 "engine argugment for more information.",
                 "logits_processors",
             )
-        for name in ("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "prompt_embeds"):
+        for name in LATER_FIELDS:
             if self._set(name):
                 raise bad_request(f"{name} is not available in this version.", name)
 
@@ -179,8 +194,7 @@ class ChatCompletionRequest(_Sampling):
                 raise bad_request("`top_logprobs` must be a positive value.", "top_logprobs")
             if top > 0 and not data.get("logprobs"):
                 raise bad_request("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
-        if data.get("continue_final_message") and data.get("add_generation_prompt", True):
-            raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        _check_generation_prompt(data)
         _check_tool_choice(data)
         return data
 
@@ -194,6 +208,11 @@ class ChatCompletionRequest(_Sampling):
                     "tool_choice",
                 )
             raise bad_request("Tool calling is not available in this version; use tool_choice='none'.", "tool_choice")
+
+
+def _check_generation_prompt(data: dict[str, Any]) -> None:
+    if data.get("continue_final_message") and data.get("add_generation_prompt", True):
+        raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
 
 
 def _check_tool_choice(data: dict[str, Any]) -> None:
@@ -239,6 +258,20 @@ class TokenizeRequest(_Request):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_chat(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            _check_generation_prompt(data)
+        return data
+
+    def refuse_later_features(self) -> None:
+        """Raise for parameters of features that this version does not have."""
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            if getattr(self, name) is not None:
+                raise bad_request(f"{name} is not available in this version.", name)
 
 
 class DetokenizeRequest(_Request):

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from vllm import envs
 from vllm.entrypoints.openai import chat, completions, responses
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_available
@@ -55,6 +57,21 @@ LATER_ROUTES = {
 }
 
 
+def _schema(model: type[_Request]) -> dict[str, Any]:
+    """The request body in the OpenAPI document. Bodies are read by hand, so FastAPI does not know them."""
+    document = model.model_json_schema()
+    definitions = document.pop("$defs", {})
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return resolved(definitions[value["$ref"].rsplit("/", 1)[1]])
+            return {key: resolved(item) for key, item in value.items()}
+        return [resolved(item) for item in value] if isinstance(value, list) else value
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(document)}}}}
+
+
 def context_of(request: Request) -> ServerContext:
     context: ServerContext = request.app.state.context
     return context
@@ -67,14 +84,19 @@ async def read(request: Request, model: type[_Model]) -> _Model:
         raise APIError(415, _WRONG_TYPE, "UnsupportedMediaTypeError")
     try:
         data = parse_object(await request.body())
+    except ClientDisconnect:
+        raise APIError(400, "The client left before the body was complete.") from None
     except ValueError as error:
         raise bad_request(str(error)) from None
     if len(data) > 256:
         raise bad_request("The body has too many fields.")
     try:
-        return model.model_validate(data)
+        parsed = model.model_validate(data)
     except ValidationError as error:
         raise _validation_error(error) from None
+    if parsed.model_extra:
+        context_of(request).log_unknown_fields(parsed.model_extra)
+    return parsed
 
 
 def _validation_error(error: ValidationError) -> APIError:
@@ -119,7 +141,7 @@ async def stream(request: Request, events: EventStream) -> Response:
     return events
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, CompletionRequest)
@@ -139,7 +161,7 @@ def _whole_only(body: CompletionRequest) -> bool:
     return body.use_beam_search or (body.best_of is not None and body.best_of != (body.n or 1))
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=_schema(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, ChatCompletionRequest)
@@ -152,7 +174,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await answer(request, lambda: chat.complete(context, work))
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", openapi_extra=_schema(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, ResponsesRequest)
@@ -208,11 +230,12 @@ def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, TokenizeRequest)
     context.check_model(body.model)
+    body.refuse_later_features()
     try:
         if body.messages is not None:
             text = await chat.render(context, body, body.tools)
@@ -232,7 +255,7 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, DetokenizeRequest)
@@ -330,6 +353,8 @@ async def _control(request: Request, method: str) -> None:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
+    if not envs.VLLM_SERVER_DEV_MODE:
+        raise APIError(404, "Set VLLM_SERVER_DEV_MODE=1 for this route.", "NotFoundError")
     explanation = context_of(request).engine.vllm_config.explanation
     return JSONResponse({"vllm_config": str(sorted(explanation)), "uptime": time.time() - context_of(request).created})
 

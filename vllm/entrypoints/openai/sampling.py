@@ -18,6 +18,7 @@ class RequestLimits:
 
     max_prompts: int = 1024
     max_sequences: int = 16384  # prompts times n
+    max_beam_width: int = 64  # a step of a beam search sorts all beams at once
     max_messages: int = 2048
     max_stop_strings: int = 64
     max_stop_length: int = 1024
@@ -31,6 +32,12 @@ def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: Requ
         raise bad_request(f"At most {limits.max_stop_strings} stop strings may be given, got {len(stops)}.", "stop")
     if any(len(s) > limits.max_stop_length for s in stops):
         raise bad_request(f"A stop string may have at most {limits.max_stop_length} characters.", "stop")
+    width = max(request.n or 1, request.best_of or 1)
+    if request.use_beam_search and width > limits.max_beam_width:
+        raise bad_request(
+            f"A beam search may have at most {limits.max_beam_width} beams, got {width if width < 10**9 else 'far more'}.",
+            "best_of",
+        )
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words"):
         value = getattr(request, name)
         if value is not None and len(value) > limits.max_list_length:

@@ -21,14 +21,14 @@ HEADERS = [
 
 
 class EventStream(Response):
-    """Sends events as they come. An error before the first event is an HTTP error; after it, an error event and the end.
+    """Sends events as they come. An error before the first event is an HTTP error; a later one is an event, the last.
 
     The generator is closed when the client is gone, which aborts the request in the engine.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
         self._events = events
-        self._headers = [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
+        self._extra = [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
         self.background = None
 
     async def start(self) -> None:
@@ -52,7 +52,7 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send_all(self, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS + self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra})
         try:
             if self._first is not None:
                 await send({"type": "http.response.body", "body": self._first, "more_body": True})

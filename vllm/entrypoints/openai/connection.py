@@ -1,0 +1,126 @@
+"""The connection layer: bounds what one connection may send or leave unread before any request exists."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from vllm.entrypoints.openai.errors import error_body
+
+# Bytes that bring a request no further: an unfinished head, chunk extensions, trailers.
+MAX_IDLE_BYTES = 64 * 1024
+# Of a body whose request was answered already, so that a client which sends first and reads later sees the answer.
+MAX_IGNORED_BYTES = 2 * 1024 * 1024
+
+
+def raw_answer(status: int, phrase: str, message: str, type: str, retry_after: int | None = None) -> bytes:
+    """A whole HTTP answer with the usual error body, after which the connection is closed."""
+    body = json.dumps(error_body(message, type, status)).encode()
+    retry = "" if retry_after is None else f"retry-after: {retry_after}\r\n"
+    head = (
+        f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def _busy(scope: Any, receive: Any, send: Any) -> None:
+    body = json.dumps(error_body("The server has too many connections.", "ServiceUnavailableError", 503)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def connection_class(head_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
+    """uvicorn's protocol for HTTP/1.1 (httptools if it is there, else h11) within bounds."""
+    base: Any
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
+    except ImportError:
+        from uvicorn.protocols.http.h11_impl import H11Protocol as base
+
+    class BoundedConnection(base):  # type: ignore[misc]
+        """Cuts clients that send heads slowly or without end, and those that do not read what was sent."""
+
+        app_state: dict[str, Any]
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            # Layers above get no other way to drop a client that reads nothing.
+            self.app_state = {**self.app_state, "drop_connection": transport.abort}
+            self._idle_bytes = 0
+            if len(self.connections) > max_connections:
+                self.app = _busy
+            self._head_timer = self.loop.call_later(head_timeout, self._on_slow_head)
+
+        def data_received(self, data: bytes) -> None:
+            before = self._progress()
+            if before[2] and self._head_timer is None:  # between two requests: this begins the next one
+                self._head_timer = self.loop.call_later(head_timeout, self._on_slow_head)
+            super().data_received(data)
+            after = self._progress()
+            at_rest = not after[2] and not after[3]  # received whole, not answered yet
+            self._idle_bytes = 0 if after != before or at_rest else self._idle_bytes + len(data)
+            if not after[2]:
+                self._stop_head_timer()
+            limit = MAX_IGNORED_BYTES if after[2] and after[3] and after[0] is not None else MAX_IDLE_BYTES
+            if self._idle_bytes > limit and not self.transport.is_closing():
+                text = "The request headers are too large."
+                phrase = "Request Header Fields Too Large"
+                self._answer_and_close(raw_answer(431, phrase, text, "RequestHeaderFieldsTooLarge"))
+
+        def _progress(self) -> tuple[Any, int, bool, bool]:
+            """The request at work, how much of its body waits, whether none is at work, whether more body may come."""
+            cycle = self.cycle
+            if cycle is None:
+                return None, 0, True, True
+            return cycle, len(cycle.body), cycle.response_complete, cycle.more_body
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_head_timer()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            self._answer_and_close(raw_answer(400, "Bad Request", msg, "BadRequestError"))
+
+        def timeout_keep_alive_handler(self) -> None:
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()  # closing would wait for a reader that never comes
+            else:
+                super().timeout_keep_alive_handler()
+
+        def _on_slow_head(self) -> None:
+            self._head_timer = None
+            if self.transport.is_closing():
+                return
+            text = "The request headers did not arrive in time."
+            self._answer_and_close(raw_answer(408, "Request Timeout", text, "TimeoutError"))
+
+        def _stop_head_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+        def _answer_and_close(self, answer: bytes) -> None:
+            cycle = self.cycle
+            if cycle is not None and cycle.more_body and cycle.response_complete:
+                # what is left of a request that was answered; another answer would be taken for the next one's
+                self.transport.abort()
+                return
+            if cycle is not None and not cycle.response_complete:
+                if cycle.response_started:
+                    self.transport.abort()
+                    return
+                cycle.disconnected = True
+                cycle.message_event.set()
+            self.transport.write(answer)
+            self.transport.close()
+            self.loop.call_later(1.0, self.transport.abort)  # closing would wait for a reader that never comes
+
+    return BoundedConnection
