@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from vllm.logger import init_logger
@@ -54,7 +55,7 @@ class Faults:
                     f"{', '.join(sorted(STEP_POINTS | REQUEST_POINTS))}."
                 )
         if faults:
-            logger.warning("VLLM_FAULTS is set: this process will fail on purpose (%s).", text)
+            _announce(text)
         return faults
 
     def __bool__(self) -> bool:
@@ -87,6 +88,12 @@ class Faults:
     def breaks_sampler(self, request_id: str) -> bool:
         """Whether sampling shall raise for this request."""
         return any(name == "sampler.raise" and part in request_id for name, part, _ in self.requests)
+
+
+@lru_cache(maxsize=8)
+def _announce(text: str) -> None:
+    """Once per process, however many parts of it read the variable."""
+    logger.warning("VLLM_FAULTS is set: this process will fail on purpose (%s).", text)
 
 
 def broken_processor(token_ids: Any, logits: Any) -> Any:

@@ -48,6 +48,7 @@ class _Draft:
     num_tokens: list[int]
     num_computed: list[int]
     sample: list[bool]
+    prompt_tokens: int = 0
 
 
 class Scheduler:
@@ -85,7 +86,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
-        self._in_flight: deque[tuple[StepPlan, list[Request], float]] = deque()
+        # Plan, its requests, how many prompt tokens it computes, when it was made.
+        self._in_flight: deque[tuple[StepPlan, list[Request], int, float]] = deque()
         self._step_id = 0
         self._sequence = 0
         self._suspects: deque[Request] = deque()  # to be tried alone, one step each
@@ -132,7 +134,7 @@ class Scheduler:
         Everything in flight is forgotten and computed again; the requests concerned take their next step alone. One
         that fails alone ends with the error, the others never notice. If they fail only together, all of them end.
         """
-        involved = {r.id: r for _, requests, _ in self._in_flight for r in requests if r.id in self.requests}
+        involved = {r.id: r for _, requests, _, _ in self._in_flight for r in requests if r.id in self.requests}
         if not involved or (len(involved) > 1 and all(r.suspected for r in involved.values())):
             return self.fail_all(error)
         self._in_flight.clear()
@@ -195,7 +197,7 @@ class Scheduler:
         )
         self._freed_slots.clear()
         self._step_id += 1
-        self._in_flight.append((plan, draft.requests, self._clock()))
+        self._in_flight.append((plan, draft.requests, draft.prompt_tokens, self._clock()))
         return plan
 
     def _plan_suspect(self, draft: _Draft) -> None:
@@ -370,6 +372,8 @@ class Scheduler:
         start = request.num_computed
         end = start + count
         samples = end == len(request.tokens) + request.num_pending
+        if start < request.num_prompt_tokens:
+            draft.prompt_tokens += min(end, request.num_prompt_tokens) - start
         request.num_computed = end
         request.plan_step = self._step_id
         request.plan_tokens = count
@@ -400,7 +404,7 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> list[CoreOutput]:
         """Take in the result of the oldest plan in flight. The only place where what the device found changes state."""
-        plan, requests, planned_at = self._in_flight.popleft()
+        plan, requests, prompt_tokens, planned_at = self._in_flight.popleft()
         if plan.step_id != result.step_id:
             raise ValueError(f"Result of step {result.step_id} where step {plan.step_id} was due.")
         outputs: list[CoreOutput] = []
@@ -453,7 +457,7 @@ class Scheduler:
         if len(requests) > 1:
             self._trust(requests)
         self._finish(finished)
-        self._observe(plan, generated, self._clock() - planned_at)
+        self._observe(prompt_tokens, generated, self._clock() - planned_at)
         return outputs
 
     def _trust(self, requests: list[Request]) -> None:
@@ -463,13 +467,12 @@ class Scheduler:
             for request in requests:
                 request.suspected = False
 
-    def _observe(self, plan: StepPlan, generated: int, seconds: float) -> None:
-        prompt_tokens = int(plan.num_tokens.sum()) - generated
+    def _observe(self, prompt_tokens: int, generated: int, seconds: float) -> None:
         if prompt_tokens > 0:
             for policy in self._policies:
                 policy.observe(seconds)
-        self._stats.prompt_tokens = prompt_tokens
-        self._stats.generation_tokens = generated
+        self._stats.prompt_tokens += prompt_tokens
+        self._stats.generation_tokens += generated
         self._stats.step_time_s = seconds
 
     def _finish(self, requests: list[Request]) -> None:
@@ -502,12 +505,14 @@ class Scheduler:
     # -- looking in ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> CoreStats:
-        """A snapshot; counters are cumulative, per-step figures are of the last applied step."""
+        """A snapshot. Tokens are those computed since the snapshot before, so that none is counted twice or lost."""
         stats = self._stats
         stats.num_running = len(self.running)
         stats.num_waiting = len(self._waiting)
         stats.kv_blocks_free = self.kv.pool.num_free
-        return copy(stats)
+        snapshot = copy(stats)
+        stats.prompt_tokens = stats.generation_tokens = 0
+        return snapshot
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; refused (False) while any request holds blocks."""

@@ -9,15 +9,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from vllm.engine.core_client import AsyncCoreClient, CoreProcess, CoreThread
+from vllm.engine.admission import Admission
+from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, RequestInput
 from vllm.engine.messages import CoreOutput, CoreStats
+from vllm.engine.notices import name_variables_without_effect
 from vllm.engine.output_processor import OutputProcessor
-from vllm.exceptions import EngineDeadError, EngineGenerateError, MaxQueuedTokensError, QueueOverflowError
+from vllm.engine.request_stream import RequestStream
+from vllm.exceptions import EngineDeadError, EngineGenerateError
+from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 
 if TYPE_CHECKING:
@@ -29,64 +33,25 @@ if TYPE_CHECKING:
     from vllm.outputs import PoolingRequestOutput, RequestOutput
     from vllm.pooling_params import PoolingParams
     from vllm.prompt_adapter.request import PromptAdapterRequest
-    from vllm.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
 
 # Texts up to this many characters are tokenized where they are; the hop to another thread costs more.
 INLINE_CHARACTERS = 2048
-# Bounds of the waiting queue when the configuration names none: a server must refuse before it drowns.
-DEFAULT_QUEUED_REQUESTS_PER_SLOT = 8
+# One text that takes long must not hold up the next.
+TOKENIZER_THREADS = 2
+TICK_SECONDS = 0.5
 
 
 class AsyncEngineDeadError(EngineDeadError):
     """The background loop or the core has ended; nothing more will be generated."""
 
 
-class RequestStream:
-    """What one consumer has not read yet; a slow one finds its outputs merged, so that its delay costs no memory."""
-
-    __slots__ = ("_error", "_output", "_waiter", "kind")
-
-    def __init__(self, kind: RequestOutputKind) -> None:
-        self.kind = kind
-        self._output: RequestOutput | None = None
-        self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, output: RequestOutput) -> None:
-        """Hand over an output; differences are added up, cumulative outputs replace the one before."""
-        if self._output is not None and self.kind is RequestOutputKind.DELTA:
-            self._output.add(output, aggregate=True)
-        else:
-            self._output = output
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        """End the stream with an error, after what is already there."""
-        self._error = self._error or error
-        self._wake()
-
-    async def next(self) -> RequestOutput:
-        """The next output, waiting for it if need be. Raises the stream's error."""
-        while self._output is None:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        output, self._output = self._output, None
-        return output
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class AsyncLLMEngine:
     """Serves requests concurrently. Create it with `from_engine_args`; use it on one event loop.
 
     The model is loaded when the object is made. The first use on an event loop starts the background work, unless
-    `start_engine_loop` is False: then `start_background_loop()` must come first.
+    `start_engine_loop` is False: then `start_background_loop()` must come first. `core` is for tests and benchmarks.
     """
 
     def __init__(
@@ -99,6 +64,7 @@ class AsyncLLMEngine:
         log_requests: bool = True,
         log_stats: bool = True,
         multiprocessing: bool = True,
+        core: AsyncCoreClient | None = None,
     ) -> None:
         from vllm.engine.tokenizer import load_tokenizer
 
@@ -106,7 +72,9 @@ class AsyncLLMEngine:
         self.log_requests = log_requests
         self._log_stats = log_stats
         self._start_automatically = start_engine_loop
-        self._core = _make_core(vllm_config, multiprocessing)
+        self._multiprocessing = multiprocessing
+        name_variables_without_effect()
+        self._core = core or make_core_client(vllm_config, multiprocessing)
         self._core.launch()
         model = vllm_config.model_config
         tokenizer: Tokenizer | None = None
@@ -124,17 +92,12 @@ class AsyncLLMEngine:
         self._loggers: dict[str, Any] = dict(stat_loggers or {})
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
         self._streams: dict[str, RequestStream] = {}
-        self._queued: dict[str, int] = {}  # sequences without a token yet -> prompt tokens
-        self._queued_tokens = 0
-        scheduler = vllm_config.scheduler_config
-        self._max_queued_requests = (
-            scheduler.max_num_queued_reqs or DEFAULT_QUEUED_REQUESTS_PER_SLOT * scheduler.max_num_seqs
-        )
-        self._max_queued_tokens = scheduler.max_num_queued_tokens
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._admission = Admission(vllm_config.scheduler_config)
+        self._faults = Faults.from_env()
+        self._pool = ThreadPoolExecutor(max_workers=TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._attaching: asyncio.Future[None] | None = None
         self._attached = False
         self._loop_started = False
-        self._draining = False
         self._stopped = False
         self._death: BaseException | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -206,24 +169,40 @@ class AsyncLLMEngine:
                     "the error that caused the background loop to stop (AsyncEngineDeadError)."
                 )
             self._loop_started = True
-        self._attached = True
+        if self._attaching is None:
+            self._attaching = asyncio.ensure_future(self._attach())
+        await asyncio.shield(self._attaching)  # several requests may come before it is done, and one may leave
+
+    async def _attach(self) -> None:
         await self._core.attach(self._on_outputs, self._on_death)
-        if self._log_stats:
-            self._ticker = asyncio.create_task(self._tick(), name="stats-log")
+        self._attached = True
+        self._ticker = asyncio.create_task(self._tick(), name="engine-watch")
 
     async def _tick(self) -> None:
+        """Write the statistics line, and give up a core that is stuck."""
+        before = time.monotonic()
         while True:
-            await asyncio.sleep(1.0)
-            self._log_line.tick()
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            if now - before > 4 * TICK_SECONDS:
+                self._core.excuse()
+            before = now
+            if self._log_stats:
+                self._log_line.tick()
+            problem = self._core.stall()
+            if problem is not None:
+                self.set_errored(AsyncEngineDeadError(problem))
+                self._core.kill()
+                return
 
     def _on_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """One step of the core. Runs on the event loop; wakes every consumer it has something for."""
         self.metrics.on_step(stats)
         if not outputs:
             return
-        if self._queued:
+        if self._admission.waiting:
             for core_output in outputs:
-                self._unqueue(core_output.request_id)
+                self._admission.leave(core_output.request_id)
         processed = self.output_processor.process(outputs)
         if processed.aborts:
             self._core.abort(processed.aborts)
@@ -282,8 +261,7 @@ class AsyncLLMEngine:
         for request_id, stream in streams.items():
             self.output_processor.abort([request_id])
             stream.fail(error)
-        self._queued.clear()
-        self._queued_tokens = 0
+        self._admission.clear()
 
     def shutdown_background_loop(self) -> None:
         """End the background work without waiting; requests in flight fail. `shutdown` is the gentle way."""
@@ -296,20 +274,19 @@ class AsyncLLMEngine:
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Refuse new requests, let running ones finish for `timeout` seconds (None: no limit), then stop."""
-        if self._draining:
+        if self._admission.closed:
             timeout = 0.0  # asked a second time: now
-        self._draining = True
+        self._admission.closed = True
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._streams and self._death is None and (deadline is None or time.monotonic() < deadline):
             await asyncio.sleep(0.02)
-        if self._stopped:
-            return
         self._stopped = True
         self._end_all(AsyncEngineDeadError("The server is shutting down."))
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
+            self._ticker = None
         await self._core.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -322,23 +299,7 @@ class AsyncLLMEngine:
 
     def check_admission(self, sequences: int = 1, prompt_tokens: int = 0) -> None:
         """Raise QueueOverflowError if the waiting queue has no room; n = 4 counts four times."""
-        if self._draining:
-            raise QueueOverflowError("The server is shutting down.")
-        waiting = len(self._queued)
-        if waiting and waiting + sequences > self._max_queued_requests:
-            raise QueueOverflowError(
-                f"The waiting queue is full: {waiting} sequences wait, at most {self._max_queued_requests} may. "
-                "Try again later."
-            )
-        limit = self._max_queued_tokens
-        if limit is not None and waiting and self._queued_tokens + prompt_tokens > limit:
-            raise MaxQueuedTokensError(
-                f"The waiting requests have {self._queued_tokens} prompt tokens, at most {limit} may wait. "
-                "Try again later."
-            )
-
-    def _unqueue(self, core_id: str) -> None:
-        self._queued_tokens -= self._queued.pop(core_id, 0)
+        self._admission.check(sequences, prompt_tokens)
 
     async def add_request(
         self,
@@ -384,13 +345,19 @@ class AsyncLLMEngine:
         the engine did.
         """
         _refuse_tracing(trace_headers)
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         stream = await self._begin(
             RequestInput(
                 request_id, prompt, sampling_params, arrival_time, lora_request, prompt_adapter_request, priority
-            )
+            ),
+            deadline,
         )
-        async for output in self._follow(request_id, stream, timeout):
-            yield output
+        follower = self._follow(request_id, stream, deadline)
+        try:
+            async for output in follower:
+                yield output
+        finally:
+            await follower.aclose()  # a consumer that leaves must be noticed now, not when garbage is collected
 
     async def encode(
         self,
@@ -405,20 +372,29 @@ class AsyncLLMEngine:
         raise ValueError("The model generates text; encode() needs a pooling model, which comes later.")
         yield
 
-    async def _begin(self, request: RequestInput) -> RequestStream:
+    async def _begin(self, request: RequestInput, deadline: float | None = None) -> RequestStream:
         await self._ensure_attached()
         self.check_admission()
-        if request.request_id in self._streams:
+        if request.request_id in self.output_processor:
             raise KeyError(f"Request {request.request_id} already exists.")
-        request = request._replace(prompt=await self._tokenize(request.prompt))
+        if self._multiprocessing and isinstance(request.params, SamplingParams):
+            request.params.verify_serializable()
+        with self._admission.arriving():
+            request = await self._tokenized(request, deadline)
+        if self.is_stopped:
+            raise self.dead_error
         processed = self.input_processor.process(request)
         self.check_admission(len(processed.children), len(processed.prompt_token_ids))
         messages = self.output_processor.add(processed)
-        stream = RequestStream(processed.params.output_kind)
-        self._streams[request.request_id] = stream
-        for message in messages:
-            self._queued[message.request_id] = len(message.prompt_token_ids)
-            self._queued_tokens += len(message.prompt_token_ids)
+        try:
+            self._core.add(messages)
+        except Exception as error:
+            self.output_processor.abort([request.request_id])
+            if isinstance(error, EngineDeadError):
+                raise self.dead_error from error
+            raise ValueError(f"The request cannot be sent to the engine core: {error}") from error
+        stream = self._streams[request.request_id] = RequestStream(processed.params.output_kind)
+        self._admission.enter(messages)
         if self.log_requests:
             logger.info(
                 "Received request %s: prompt: %d tokens, params: %s",
@@ -426,28 +402,37 @@ class AsyncLLMEngine:
                 len(processed.prompt_token_ids),
                 processed.params,
             )
-        self._core.add(messages)
         return stream
 
-    async def _tokenize(self, prompt: PromptType) -> PromptType:
+    async def _tokenized(self, request: RequestInput, deadline: float | None) -> RequestInput:
         """Tokenize a long text in another thread, so that it does not hold up the streams of others."""
+        prompt = request.prompt
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(text, str) or len(text) <= INLINE_CHARACTERS or self._tokenizer is None:
-            return prompt
-        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
-            return prompt
-        ids = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.encode, text)
+        has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
+        is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS and not has_ids
+        if self._faults:
+            await self._in_pool(deadline, self._faults.on_request, "tokenizer", request.request_id)
+        if not is_long or self._tokenizer is None:
+            return request
+        ids = await self._in_pool(deadline, self.input_processor.token_ids, request)
         extra = dict(prompt) if isinstance(prompt, Mapping) else {}
-        return {**extra, "prompt": text, "prompt_token_ids": ids}  # type: ignore[return-value]
+        return request._replace(prompt={**extra, "prompt": text, "prompt_token_ids": ids})  # type: ignore[arg-type]
+
+    async def _in_pool(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        left = None if deadline is None else max(0.0, deadline - loop.time())
+        try:
+            return await asyncio.wait_for(loop.run_in_executor(self._pool, function, *args), left)
+        except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
+            raise TimeoutError("The request was not tokenized before its deadline.") from None
 
     async def _follow(
-        self, request_id: str, stream: RequestStream, timeout: float | None
+        self, request_id: str, stream: RequestStream, deadline: float | None
     ) -> AsyncGenerator[RequestOutput, None]:
         timer = None
-        if timeout is not None:
-            loop = asyncio.get_running_loop()
-            error = TimeoutError(f"The request was not finished after {timeout:g} s.")
-            timer = loop.call_later(timeout, stream.fail, error)
+        if deadline is not None:
+            error = TimeoutError("The request was not finished before its deadline.")
+            timer = asyncio.get_running_loop().call_at(deadline, stream.fail, error)
         try:
             while True:
                 output = await stream.next()
@@ -469,7 +454,7 @@ class AsyncLLMEngine:
     def _abort(self, request_ids: Iterable[str]) -> None:
         core_ids, outputs = self.output_processor.abort(request_ids)
         for core_id in core_ids:
-            self._unqueue(core_id)
+            self._admission.leave(core_id)
         for output in outputs:
             stream = self._streams.pop(output.request_id, None)
             if stream is not None:
@@ -599,21 +584,6 @@ class AsyncLLMEngine:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
-
-
-def _make_core(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
-    from vllm import envs
-
-    stall = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S)
-    if multiprocessing:
-        return CoreProcess(config.to_dict(), stall)
-
-    def make() -> Any:
-        from vllm.engine.core import EngineCore
-
-        return EngineCore(config)
-
-    return CoreThread(make, stall)
 
 
 def _cache_info(config: VllmConfig) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +43,7 @@ class EngineCore:
         loaded = time.perf_counter()
         self._executor = executor
         self._faults = Faults.from_env()
+        self._strict = os.environ.get("VLLM_STRICT", "0") not in ("", "0")
         self.num_blocks = executor.num_blocks
         self.scheduler = Scheduler(
             scheduler_limits(config.scheduler_config),
@@ -154,14 +157,24 @@ class EngineCore:
 
     def idle_report(self) -> dict[str, int]:
         """What is still held; all zeros, but for `blocks_free` and `blocks_total` being equal, when nothing runs."""
-        stats = self.scheduler.stats()
         self.scheduler.check_invariants()
         return {
             "requests": len(self.scheduler.requests),
-            "in_flight": self._submitted,
-            "blocks_free": stats.kv_blocks_free,
-            "blocks_total": stats.kv_blocks_total,
+            "waiting": self.scheduler.num_waiting,
+            "running": len(self.scheduler.running),
+            "in_flight": self._submitted + self.scheduler.num_in_flight,
+            "blocks_free": self.scheduler.kv.pool.num_free,
+            "blocks_total": self.num_blocks - 1,
         }
+
+    def check_idle(self) -> None:
+        """With VLLM_STRICT=1 and nothing to do: RuntimeError, with all that is known as JSON, if anything is held."""
+        if not self._strict or self.has_unfinished():
+            return
+        report: dict[str, Any] = self.idle_report()
+        held = report["blocks_total"] - report["blocks_free"]
+        if held or report["requests"] or report["waiting"] or report["running"] or report["in_flight"]:
+            raise RuntimeError(f"The idle engine holds what it should not: {json.dumps(report)}")
 
     def describe(self) -> dict[str, Any]:
         """What a front end in another process cannot know by itself."""

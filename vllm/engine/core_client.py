@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -13,8 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import vllm
+from vllm import envs
 from vllm.engine import wire
 from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.exceptions import EngineDeadError
@@ -22,6 +26,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.core import EngineCore
 
 logger = init_logger(__name__)
@@ -47,6 +52,10 @@ class AsyncCoreClient(Protocol):
 
     def check_health(self) -> None: ...
 
+    def stall(self) -> str | None: ...
+
+    def excuse(self) -> None: ...
+
     async def stop(self) -> None: ...
 
     def kill(self) -> None: ...
@@ -55,16 +64,17 @@ class AsyncCoreClient(Protocol):
 class CoreProcess:
     """Starts and watches the core process. Death of either side is end of file for the other.
 
-    `stall_seconds`: a core that is busy longer than this without finishing a step, or that sends no pulse for as long,
-    is
-    reported unhealthy by `check_health`.
+    `check_health` reports a core unhealthy that sends no pulse; `stall` says when to give it up: it has been busy for
+    longer than `stall_seconds` without finishing a step, or has sent no pulse for as long. `module` is what the process
+    runs.
     """
 
     PULSE_GRACE_SECONDS = 1.5
 
-    def __init__(self, config: dict[str, Any], stall_seconds: float) -> None:
+    def __init__(self, config: dict[str, Any], stall_seconds: float, module: str = "vllm.engine.core_process") -> None:
         self._config = config
         self._stall_seconds = stall_seconds
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._frames = wire.FrameReader()
@@ -76,7 +86,9 @@ class CoreProcess:
         self._last_pulse = 0.0
         self._busy_seconds = 0.0
         self._death: str | None = None
+        self._last_words = ""
         self._stopping = False
+        self._group_ended = False
         self.info: dict[str, Any] = {}
 
     def launch(self) -> None:
@@ -85,21 +97,46 @@ class CoreProcess:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
         self._connection = ours
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.engine.core_process", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        self._process = self._spawn(theirs)
         document = json.dumps({**self._config, "registered_models": ModelRegistry.registered()}).encode()
         try:
-            ours.sendall(len(document).to_bytes(4, "little") + document)
+            with contextlib.suppress(BrokenPipeError):  # then it has ended already, and says why
+                ours.sendall(len(document).to_bytes(4, "little") + document)
             self._await_ready(ours)
         except BaseException:
             ours.close()
-            self._reap(self._process, patience=1)
+            self._reap(self._process, 1.0)
             raise
+
+    def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the process in a thread that outlives it: the kernel ends a process with the *thread* it came from."""
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | BaseException] = queue.SimpleQueue()
+
+        # The same modules as here, in the same order: the package itself, and the user's own models.
+        path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+        def keep() -> None:
+            try:
+                with theirs:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", self._module, str(theirs.fileno()), str(os.getpid())],
+                        pass_fds=[theirs.fileno()],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+            except BaseException as error:
+                started.put(error)
+                return
+            started.put(process)
+            process.wait()
+
+        threading.Thread(target=keep, name="core-keeper", daemon=True).start()
+        result = started.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def _await_ready(self, connection: socket.socket) -> None:
         reason = "The engine core process ended unexpectedly."
@@ -145,11 +182,25 @@ class CoreProcess:
             raise EngineDeadError(
                 f"The engine core process ended with status {self._process and self._process.returncode}."
             )
+        problem = self._problem(self.PULSE_GRACE_SECONDS)
+        if problem is not None:
+            raise EngineDeadError(problem)
+
+    def stall(self) -> str | None:
+        """Why the core should be given up, or None."""
+        return None if self._death is not None else self._problem(max(self.PULSE_GRACE_SECONDS, self._stall_seconds))
+
+    def _problem(self, patience: float) -> str | None:
         silence = time.monotonic() - self._last_pulse
-        if silence > self.PULSE_GRACE_SECONDS:
-            raise EngineDeadError(f"The engine core has given no sign of life for {silence:.1f} s.")
+        if silence > patience:
+            return f"The engine core has given no sign of life for {silence:.1f} s."
         if self._busy_seconds > self._stall_seconds:
-            raise EngineDeadError(f"The engine core has not finished a step for {self._busy_seconds:.1f} s.")
+            return f"The engine core has not finished a step for {self._busy_seconds:.1f} s."
+        return None
+
+    def excuse(self) -> None:
+        """This process itself was held up and read no pulses: the core's silence starts anew."""
+        self._last_pulse = time.monotonic()
 
     async def stop(self) -> None:
         """End the core process: ask, then insist. Returns when it is gone."""
@@ -172,25 +223,25 @@ class CoreProcess:
     def kill(self) -> None:
         """End the core process and its workers at once, from any thread. May be called twice."""
         self._stopping = True
-        process = self._process
-        if process is not None and process.poll() is None:
+        self._kill_group()
+        if self._process is not None:
+            self._process.wait()
+
+    def _kill_group(self) -> None:
+        if self._process is not None and not self._group_ended:
+            self._group_ended = True  # later its number may be somebody else's
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    @staticmethod
-    def _reap(process: subprocess.Popen[bytes], patience: float) -> None:
-        try:
+    def _reap(self, process: subprocess.Popen[bytes], patience: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:
-            # its workers share its session, so that one signal reaches all of them
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        self._kill_group()  # its ranks share its session, so that one signal reaches all of them
+        process.wait()
 
     def _send(self, message: wire.ToCore) -> None:
         if self._death is not None or self._writer is None:
@@ -198,27 +249,34 @@ class CoreProcess:
         self._writer.write(wire.frame(message))
 
     async def _read(self, stream: asyncio.StreamReader, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
-        reason = ""
+        try:
+            await self._read_until_end(stream, on_outputs)
+        except ConnectionError:
+            pass  # as good as end of file
+        except Exception as error:
+            logger.exception("Taking in what the engine core sent has failed")
+            self._last_words = f"{type(error).__name__}: {error}"
+        self._bury(on_death)
+
+    async def _read_until_end(self, stream: asyncio.StreamReader, on_outputs: OutputHandler) -> None:
         bodies = self._early
-        with contextlib.suppress(ConnectionError):
-            while True:
-                for body in bodies:
-                    message = wire.decode_from_core(body)
-                    if isinstance(message, wire.StepOutputs):
-                        self._busy_seconds = 0.0
-                        on_outputs(message.outputs, message.stats)
-                    elif isinstance(message, wire.Pulse):
-                        self._busy_seconds = message.busy_seconds
-                    elif isinstance(message, wire.CallResult):
-                        self._resolve(message)
-                    elif isinstance(message, wire.Fatal):
-                        reason = message.error
-                data = await stream.read(1 << 18)
-                if not data:
-                    break
-                self._last_pulse = time.monotonic()
-                bodies = self._frames.feed(data)
-        self._bury(reason, on_death)
+        while True:
+            for body in bodies:
+                message = wire.decode_from_core(body)
+                if isinstance(message, wire.StepOutputs):
+                    self._busy_seconds = 0.0
+                    on_outputs(message.outputs, message.stats)
+                elif isinstance(message, wire.Pulse):
+                    self._busy_seconds = message.busy_seconds
+                elif isinstance(message, wire.CallResult):
+                    self._resolve(message)
+                elif isinstance(message, wire.Fatal):
+                    self._last_words = message.error
+            data = await stream.read(1 << 18)
+            if not data:
+                return
+            self._last_pulse = time.monotonic()
+            bodies = self._frames.feed(data)
 
     def _resolve(self, result: wire.CallResult) -> None:
         future = self._calls.pop(result.call_id, None)
@@ -229,8 +287,11 @@ class CoreProcess:
         else:
             future.set_result(result.value)
 
-    def _bury(self, reason: str, on_death: DeathHandler) -> None:
-        self._death = reason or "The engine core process ended unexpectedly."
+    def _bury(self, on_death: DeathHandler) -> None:
+        self._death = self._last_words or "The engine core process ended unexpectedly."
+        self._kill_group()  # its ranks, if it left any
+        if self._writer is not None:
+            self._writer.close()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(self._death))
@@ -279,6 +340,7 @@ class CoreThread:
     def abort(self, request_ids: list[str]) -> None:
         def work(core: EngineCore) -> None:
             core.abort(request_ids)
+            self._post(self._on_outputs, [], core.stats())
 
         self._submit(work)
 
@@ -306,9 +368,19 @@ class CoreThread:
         """Raise EngineDeadError unless the thread lives and makes progress."""
         if self._death is not None or self._thread is None or not self._thread.is_alive():
             raise EngineDeadError(self._death or "The engine core is not running.")
+        problem = self.stall()
+        if problem is not None:
+            raise EngineDeadError(problem)
+
+    def stall(self) -> str | None:
+        """Why the core should be given up, or None."""
         since = self._busy_since
-        if since is not None and time.monotonic() - since > self._stall_seconds:
-            raise EngineDeadError(f"The engine core has not finished a step for {time.monotonic() - since:.1f} s.")
+        if since is None or time.monotonic() - since <= self._stall_seconds:
+            return None
+        return f"The engine core has not finished a step for {time.monotonic() - since:.1f} s."
+
+    def excuse(self) -> None:
+        """Nothing to excuse: the thread and its watcher share a clock."""
 
     async def stop(self) -> None:
         """End the thread after the step it is in."""
@@ -338,12 +410,12 @@ class CoreThread:
     def _run(self) -> None:
         try:
             core = self._make_core()
+            self.info = core.describe()
         except BaseException as error:
             self._failure = error
             return
         finally:
             self._ready.set()
-        self.info = core.describe()
         try:
             self._serve(core)
         except Exception as error:
@@ -365,6 +437,23 @@ class CoreThread:
                     return
             for item in work:
                 item(core)
-            outputs = core.step() if core.has_unfinished() else []
-            if outputs:
-                self._post(self._on_outputs, outputs, core.stats())
+            if core.has_unfinished():
+                self._busy_since = time.monotonic()
+                outputs, stats = core.step(), core.stats()
+                if outputs or stats.prompt_tokens:
+                    self._post(self._on_outputs, outputs, stats)
+                core.check_idle()
+
+
+def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
+    """A core that is not started yet, as a process or as a thread."""
+    stall = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S)
+    if multiprocessing:
+        return CoreProcess(config.to_dict(), stall)
+
+    def make() -> Any:
+        from vllm.engine.core import EngineCore
+
+        return EngineCore(config)
+
+    return CoreThread(make, stall)

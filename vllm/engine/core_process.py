@@ -1,14 +1,14 @@
-"""The engine core as a process of its own: `python -m vllm.engine.core_process FD`, started by
+"""The engine core as a process of its own: `python -m vllm.engine.core_process FD PARENT`, started by
 `core_client.CoreProcess`.
 
 The first frame it reads is the resolved configuration as JSON; then it answers `Ready` and serves until told to stop
-or
-until the front end is gone.
+or until the front end is gone. It leads a session of its own, so that one signal reaches it and all its ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -18,9 +18,14 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from vllm.engine import wire
+from vllm.engine.messages import CoreOutput, CoreStats
+from vllm.faults import Faults
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 PULSE_SECONDS = 0.2
+_PR_SET_PDEATHSIG = 1
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
     {"reset_prefix_cache", "start_profile", "stop_profile", "collective_rpc", "check_health", "idle_report"}
@@ -57,7 +63,8 @@ class CoreServer:
     def __init__(self, connection: socket.socket, core: EngineCore) -> None:
         self._connection = connection
         self._core = core
-        self._inbox: queue.SimpleQueue[wire.ToCore] = queue.SimpleQueue()
+        self._faults = Faults.from_env()
+        self._inbox: queue.SimpleQueue[wire.ToCore | wire.StepOutputs] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._heart = Heart()
         self._stopping = False
@@ -81,11 +88,19 @@ class CoreServer:
             self._drain_inbox(block=not busy)
             if self._stopping:
                 return
-            outputs = core.step() if core.has_unfinished() else []
-            if outputs:
-                self.send(wire.StepOutputs(outputs, core.stats()))
+            if core.has_unfinished():
+                self._heart.beat(True)
+                self._report(core.step())
                 if not core.has_unfinished():
-                    self._heart.beat(False)
+                    core.check_idle()
+
+    def _report(self, outputs: list[CoreOutput]) -> None:
+        """Send what a step brought: outputs, or at least the news that a part of a prompt was computed."""
+        stats = self._core.stats()
+        if outputs or stats.prompt_tokens:
+            if self._faults and self._faults.due("ipc.drop") is not None:
+                os._exit(1)
+            self.send(wire.StepOutputs(outputs, stats))
 
     def _drain_inbox(self, block: bool) -> None:
         try:
@@ -99,11 +114,13 @@ class CoreServer:
             except queue.Empty:
                 return
 
-    def _handle(self, message: wire.ToCore) -> None:
+    def _handle(self, message: wire.ToCore | wire.StepOutputs) -> None:
         if isinstance(message, wire.AddRequests):
             rejected = self._core.add_requests(message.requests)
             if rejected:
                 self.send(wire.StepOutputs(rejected, self._core.stats()))
+        elif isinstance(message, wire.StepOutputs):
+            self.send(wire.StepOutputs(message.outputs, self._core.stats()))
         elif isinstance(message, wire.Abort):
             self._core.abort(message.request_ids)
             self.send(wire.StepOutputs([], self._core.stats()))
@@ -116,7 +133,9 @@ class CoreServer:
         if call.method not in CALLABLE:
             return wire.CallResult(call.call_id, error=f"The core has no method {call.method!r} to call.")
         try:
-            return wire.CallResult(call.call_id, value=getattr(self._core, call.method)(*call.args, **call.kwargs))
+            result = wire.CallResult(call.call_id, value=getattr(self._core, call.method)(*call.args, **call.kwargs))
+            wire.frame(result)  # what cannot be sent is this call's error, not the core's
+            return result
         except Exception as error:
             logger.exception("Core method %s failed", call.method)
             return wire.CallResult(call.call_id, error=f"{type(error).__name__}: {error}")
@@ -125,10 +144,12 @@ class CoreServer:
         while True:
             bodies = wire.receive_frames(self._connection, reader)
             if bodies is None:  # the front end is gone, however it went
-                self._core.kill_workers()
-                os._exit(1)
+                _end_all_processes()
             for body in bodies:
-                self._inbox.put(wire.decode_to_core(body))
+                try:
+                    self._inbox.put(wire.decode_to_core(body))
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    self._inbox.put(_refusal(body, error))
 
     def _pulse_forever(self) -> None:
         while True:
@@ -139,14 +160,38 @@ class CoreServer:
                 return
 
 
-def _exit_on_parent_death(connection: socket.socket) -> None:
-    """While the model loads nobody reads the socket: a front end that dies then must end this process too."""
+def _refusal(body: bytes, error: Exception) -> wire.StepOutputs:
+    """The ends of requests that could be sent but not be read. Raises `error` if the message is anything else."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        found = msgspec.msgpack.decode(body)
+        if isinstance(found, dict) and found.get("type") == "add":
+            text = f"The request cannot be read: {error}"
+            ends = [CoreOutput(str(r[0]), [], finish_reason="error", error=text) for r in found["requests"]]
+            return wire.StepOutputs(ends, CoreStats())
+    raise error
+
+
+def _end_all_processes() -> NoReturn:
+    """End this process and every rank it has started, now."""
+    if os.getsid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _exit_on_parent_death(connection: socket.socket, parent: int) -> None:
+    """While the model loads nobody reads the socket: a front end that dies then must end this process too.
+
+    The kernel's own signal ends it even when it is stopped (the thread that started it lives as long as the parent).
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        _end_all_processes()
 
     def watch() -> None:
         connection.setblocking(True)
         with contextlib.suppress(OSError):
             if connection.recv(1, socket.MSG_PEEK) == b"":
-                os._exit(1)
+                _end_all_processes()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
@@ -158,23 +203,28 @@ def _first_frame(connection: socket.socket, reader: wire.FrameReader) -> tuple[d
     return json.loads(bodies[0]), bodies[1:]
 
 
-def main(argv: list[str]) -> int:
-    """Entry of the core process; returns its exit status."""
+def make_core(document: dict[str, Any]) -> EngineCore:
+    """The core that the front end's document describes; loads the model."""
+    from vllm.config import VllmConfig
+    from vllm.engine.core import EngineCore
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.restore(document.pop("registered_models"))
+    return EngineCore(VllmConfig.from_dict(document))
+
+
+def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_core) -> int:
+    """Entry of the core process; returns its exit status. `argv`: the socket's descriptor, the front end's pid."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then tells us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[0]))
     reader = wire.FrameReader()
     document, _ = _first_frame(connection, reader)
-    _exit_on_parent_death(connection)
+    _exit_on_parent_death(connection, int(argv[1]))
     core = None
     try:
-        from vllm.config import VllmConfig
-        from vllm.engine.core import EngineCore
-        from vllm.model_executor.models.registry import ModelRegistry
-
-        ModelRegistry.restore(document.pop("registered_models"))
-        core = EngineCore(VllmConfig.from_dict(document))
+        core = make(document)
         server = CoreServer(connection, core)
         server.start_threads(reader)
         server.send(wire.Ready(core.describe()))

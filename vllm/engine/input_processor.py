@@ -117,6 +117,11 @@ class InputProcessor:
             self._random.setstate(state)  # a refused call leaves the seeds of the next ones as they were
             raise
 
+    def token_ids(self, request: RequestInput) -> list[int]:
+        """The token ids of a request's text, not yet checked against the model. May run in any thread."""
+        self._check_options(request)
+        return self._tokenize([request], [self._parse(request.prompt)])[0]
+
     def default_params(self) -> SamplingParams:
         """What is used without sampling parameters: the model's recommendation, else the neutral ones."""
         return SamplingParams.from_optional(**self._model.get_diff_sampling_param())

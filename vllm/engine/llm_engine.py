@@ -24,6 +24,7 @@ from vllm.config import (
 )
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor, RequestInput
+from vllm.engine.notices import name_variables_without_effect
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
@@ -69,6 +70,7 @@ class LLMEngine:
         self.log_stats = log_stats
         self.stat_loggers: dict[str, Any] = dict(stat_loggers or {})
         started = time.perf_counter()
+        name_variables_without_effect()
         model = vllm_config.model_config
         tokenizer = None
         if not model.skip_tokenizer_init:
@@ -295,7 +297,7 @@ class LLMEngine:
         skip: list[int] | None = None,
     ) -> None:
         """Write the statistics line now. The arguments of older versions are not needed."""
-        self._metrics.stats = self._client.stats()
+        self._metrics.on_step(self._client.stats())
         if self.log_stats:
             self._stats_log.tick(force=True)
         for stat_logger in self.stat_loggers.values():

@@ -63,6 +63,6 @@ class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     prefix_cache_queries: int = 0  # tokens, cumulative
     prefix_cache_hits: int = 0  # tokens, cumulative
     num_preemptions: int = 0  # cumulative
-    prompt_tokens: int = 0  # computed in this step
-    generation_tokens: int = 0  # sampled in this step
+    prompt_tokens: int = 0  # computed since the snapshot before
+    generation_tokens: int = 0  # sampled since the snapshot before
     step_time_s: float = 0.0

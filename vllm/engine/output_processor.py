@@ -12,10 +12,14 @@ from vllm.engine.detokenizer import Detokenizer
 from vllm.engine.input_processor import ProcessedRequest
 from vllm.engine.messages import CoreOutput, CoreRequest
 from vllm.engine.tokenizer import Tokenizer
+from vllm.faults import Faults
+from vllm.logger import init_logger
 from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.sequence import Logprob, RequestMetrics
+
+logger = init_logger(__name__)
 
 
 class Processed(NamedTuple):
@@ -232,6 +236,7 @@ class OutputProcessor:
     ) -> None:
         self.tokenizer = tokenizer
         self._metrics = metrics
+        self._faults = Faults.from_env()
         self._logits_width = logits_width
         self._max_model_len = max_model_len
         self._requests: dict[str, _Request] = {}
@@ -299,14 +304,24 @@ class OutputProcessor:
             if found is None:
                 request = self._beams.get(core_output.request_id)
                 if request is not None:
-                    self._process_beam(request, core_output, now, outputs, aborts, follow_ups)
+                    try:
+                        self._process_beam(request, core_output, now, outputs, aborts, follow_ups)
+                    except Exception as error:
+                        outputs.append(self._fail(request, error, now, aborts))
                 continue  # or a token that was under way when the sequence ended
             request, sequence = found
-            request.note(core_output, now, self.tokenizer)
-            if self._metrics is not None and core_output.new_token_ids:
-                sequence.count_tokens(len(core_output.new_token_ids), now, request, self._metrics)
-            if sequence.take(core_output):
-                aborts.append(core_output.request_id)
+            try:
+                if self._faults:
+                    self._faults.on_request("detok", core_output.request_id)
+                request.note(core_output, now, self.tokenizer)
+                if self._metrics is not None and core_output.new_token_ids:
+                    sequence.count_tokens(len(core_output.new_token_ids), now, request, self._metrics)
+                if sequence.take(core_output):
+                    aborts.append(core_output.request_id)
+            except Exception as error:
+                changed.pop(request.message.request_id, None)
+                outputs.append(self._fail(request, error, now, aborts))
+                continue
             if sequence.finish_reason is not None:
                 del owner[core_output.request_id]
                 request.unfinished -= 1
@@ -316,10 +331,26 @@ class OutputProcessor:
                 request.changed.append(sequence)
                 changed[request.message.request_id] = request
         for request in changed.values():
-            output = self._collect(request, now)
+            try:
+                output = self._collect(request, now)
+            except Exception as error:
+                output = self._fail(request, error, now, aborts)
             if output is not None:
                 outputs.append(output)
         return Processed(outputs, aborts, follow_ups)
+
+    def _fail(self, request: _Request, error: Exception, now: float, aborts: list[str]) -> RequestOutput:
+        """The last output of a request whose text could not be made; the fault stays its own."""
+        logger.error("Request %s failed", request.message.request_id, exc_info=error)
+        aborts += self._forget(request)
+        request.metrics.finished_time = now
+        self._count_finished(request, [("error", len(s.token_ids)) for s in request.sequences], now)
+        text = f"{type(error).__name__}: {error}"
+        completions = [
+            CompletionOutput(i, "", [], None, None, finish_reason="error", stop_reason=text)
+            for i in range(request.message.returned)
+        ]
+        return request.output(completions, finished=True)
 
     def _collect(self, request: _Request, now: float) -> RequestOutput | None:
         """The output of a request that changed in this step, if one is due."""
@@ -327,11 +358,13 @@ class OutputProcessor:
         sequences, request.changed = request.changed, []
         if finished:
             request.metrics.finished_time = now
-            self._forget(request)
-            self._count_finished(request, [(s.finish_reason, len(s.token_ids)) for s in request.sequences], now)
         elif request.kind is RequestOutputKind.FINAL_ONLY:
             return None
-        return request.output(self._completions(request, sequences), finished)
+        output = request.output(self._completions(request, sequences), finished)
+        if finished:
+            self._forget(request)
+            self._count_finished(request, [(s.finish_reason, len(s.token_ids)) for s in request.sequences], now)
+        return output
 
     def _completions(self, request: _Request, changed: list[_Sequence]) -> list[CompletionOutput]:
         if request.kind is RequestOutputKind.DELTA:

@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.core.kv_spec import KVLayout
 from vllm.core.plan import StepPlan, StepResult, TokenLogprobs
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.faults import Faults
 from vllm.ops.attention import copy_blocks
 from vllm.worker.device import DeviceContext, Download
 from vllm.worker.input_builder import Batch, InputBuilder
@@ -147,6 +148,7 @@ class ModelRunner:
         self.sampler = Sampler(self.table, vocab_size, context)
         self._builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt)
         self.decode_steps: DecodeSteps | None = None
+        self._faults = Faults.from_env()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Handle:
@@ -154,7 +156,7 @@ class ModelRunner:
         if plan.extras is not None:
             raise NotImplementedError("This version runs plans without drafts, grammar masks and encoder inputs only.")
         self._take_in(plan)
-        if self.decode_steps is not None and self.decode_steps.accepts(plan):
+        if self.decode_steps is not None and not self._faults and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
         batch = self._builder.build(plan)
         start = self.context.mark()
@@ -168,6 +170,8 @@ class ModelRunner:
         """
         logits = self._logits(hidden, batch)
         end = self.context.mark()
+        if self._faults and logits is not None and self._faults.due("forward.nan_row") is not None:
+            logits[0] = torch.nan
         sampled = self._sample(logits, batch)
         if len(batch.sample_rows):
             (where,) = self.context.upload([self.table.token_index(batch.sample_slots, batch.lengths)])

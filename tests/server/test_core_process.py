@@ -1,0 +1,248 @@
+"""Death, freezing and starting of the core process: every request ends, health is true, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+import psutil
+import pytest
+
+from tests.server.engines import PROMPTS, assert_idle, core_pid, final, greedy, leftovers, make, running, settle
+from vllm.engine import wire
+from vllm.engine.async_llm_engine import AsyncEngineDeadError
+from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.exceptions import EngineDeadError
+
+LONG = 480
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_STRICT", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def flood(engine, count: int = 32) -> list[asyncio.Task]:
+    """Requests in progress, the core in the middle of them."""
+    tasks = [asyncio.ensure_future(final(engine, PROMPTS[i], greedy(LONG), f"f{i}")) for i in range(count)]
+    seen = engine.metrics.generation_tokens
+    await settle(lambda: engine.metrics.generation_tokens > seen + count)
+    return tasks
+
+
+async def test_killed_core_ends_every_request_at_once(model_folder):
+    """T10: within two seconds every generator has raised, health says so, new requests are refused, nothing is left."""
+    before = leftovers()
+    engine = make(model_folder)
+    await engine.check_health()
+    tasks = await flood(engine)
+    os.kill(core_pid(engine), signal.SIGKILL)
+    start = time.monotonic()
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2.0)
+    assert time.monotonic() - start < 2.0
+    assert all(isinstance(e, AsyncEngineDeadError) for e in ends)
+    assert "EngineCore encountered an issue. See stack trace (above) for the root cause." in str(ends[0])
+    with pytest.raises(EngineDeadError):
+        await engine.check_health()
+    with pytest.raises(EngineDeadError):
+        await final(engine, "Hello", greedy(), "later")
+    with pytest.raises(EngineDeadError):
+        await engine.reset_prefix_cache()
+    assert engine.errored
+    assert engine.is_stopped
+    assert engine.get_num_unfinished_requests() == 0
+    await engine.shutdown(0)
+    assert leftovers() == before
+
+
+async def test_frozen_core_is_noticed_and_given_up(model_folder, monkeypatch):
+    """T13: a stopped process fails health within two seconds, and its requests end when the time for a step is over."""
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "3")
+    async with running(model_folder) as engine:
+        pid = core_pid(engine)
+        tasks = await flood(engine)
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        while True:
+            try:
+                await engine.check_health()
+            except EngineDeadError as error:
+                assert "sign of life" in str(error)
+                break
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - start < 2.0
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5.0)
+        assert time.monotonic() - start < 3 + 2.0
+        assert all(isinstance(e, AsyncEngineDeadError) for e in ends)
+        await settle(lambda: gone(pid))
+
+
+@pytest.mark.parametrize("separate", [True, False])
+async def test_stuck_step_is_noticed_and_given_up(model_folder, monkeypatch, separate):
+    """T13: the very first step after idling hangs; the process lives and sends its pulse all the while."""
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1")
+    monkeypatch.setenv("VLLM_FAULTS", "forward.sleep@1:6" if separate else "forward.sleep@1:3")
+    async with running(model_folder, separate=separate) as engine:
+        start = time.monotonic()
+        with pytest.raises(AsyncEngineDeadError, match="not finished a step"):
+            await final(engine, "Hello", greedy(), "stuck")
+        assert time.monotonic() - start < 1 + 2.0
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from tests.server.engines import make, core_pid, greedy, final, PROMPTS
+async def main():
+    engine = make(Path(sys.argv[1]))
+    await engine.check_health()
+    tasks = [asyncio.ensure_future(final(engine, p, greedy(480), p)) for p in PROMPTS]
+    await asyncio.sleep(0.05)
+    print(core_pid(engine), flush=True)
+    for i in range(10**6):
+        await asyncio.gather(*tasks)
+        tasks = [asyncio.ensure_future(final(engine, p, greedy(480), p)) for p in PROMPTS]
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("core_is", ["working", "frozen"])
+def test_killed_front_end_takes_the_core_with_it(model_folder, core_is):
+    """T11: nothing of the core is left five seconds after its front end was killed, not even if it was frozen."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model_folder)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert not gone(pid)
+        if core_is == "frozen":
+            os.kill(pid, signal.SIGSTOP)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    start = time.monotonic()
+    while not gone(pid):
+        assert time.monotonic() - start < 5.0
+        time.sleep(0.01)
+
+
+async def test_start_and_stop_leave_nothing(model_folder):
+    """T46 in small: processes, descriptors, threads and names are as before."""
+    before = leftovers()
+    descriptors = None
+    for i in range(3):
+        engine = make(model_folder)
+        assert (await final(engine, "Hello", greedy(2), "a")).finished
+        await engine.shutdown(5)
+        assert engine._core._process.returncode == 0
+        del engine
+        gc.collect()
+        assert leftovers() == before
+        now = psutil.Process().num_fds()
+        if i == 1:
+            descriptors = now
+        elif i == 2:
+            assert now <= descriptors
+
+
+async def test_core_that_cannot_start_says_why(model_folder, tmp_path):
+    before = leftovers()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model_folder / name).read_bytes())
+    with pytest.raises(RuntimeError, match="failed to start: .*(safetensors|weights)"):
+        make(tmp_path)
+    assert leftovers() == before
+
+
+async def test_requests_the_core_cannot_read_end_with_an_error(model_folder):
+    """What passes the front end and not the schema fails alone; the core goes on."""
+    async with running(model_folder) as engine:
+        neighbour = asyncio.ensure_future(final(engine, "Hello", greedy(LONG), "neighbour"))
+        await settle(lambda: "neighbour" in engine.output_processor)
+        process = engine.input_processor.process
+
+        def smuggle(request):
+            done = process(request)
+            if request.request_id == "smuggled":
+                done.children[0].params.top_k = "many"
+            return done
+
+        engine.input_processor.process = smuggle
+        with pytest.raises(Exception, match="cannot be read"):
+            await final(engine, "Hello", greedy(), "smuggled")
+        assert len((await neighbour).outputs[0].token_ids) == LONG
+        await assert_idle(engine)
+
+
+def test_the_core_refuses_calls_that_are_not_on_its_list():
+    from vllm.engine.core_process import CoreServer
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = CoreServer(theirs, core=None)
+        for method in ("shutdown", "__class__", "scheduler", "add_requests", "kill_workers"):
+            result = server._call(wire.Call(1, method))
+            assert "no method" in result.error
+
+
+def test_frames_survive_any_cutting():
+    messages = [
+        wire.AddRequests([CoreRequest("a", [1, 2, 3], greedy(), 2**64 - 1)]),
+        wire.Abort(["a", "b"]),
+        wire.Call(3, "reset_prefix_cache"),
+        wire.Stop(),
+    ]
+    stream = b"".join(wire.frame(m) for m in messages)
+    for size in (1, 2, 3, 7, 64, len(stream)):
+        reader = wire.FrameReader()
+        bodies = [b for i in range(0, len(stream), size) for b in reader.feed(stream[i : i + size])]
+        assert [wire.decode_to_core(b) for b in bodies] == messages
+    with pytest.raises(ValueError, match="exceeds the limit"):
+        wire.FrameReader().feed(b"\xff\xff\xff\xff")
+    for bad in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "evil"}), wire.frame(wire.Fatal("x"))[4:]):
+        with pytest.raises(msgspec.DecodeError):
+            wire.decode_to_core(bad)
+
+
+def test_outputs_survive_the_wire():
+    outputs = [CoreOutput("a", [1, 2]), CoreOutput("b", [], finish_reason="error", error="no \u4e16 \x00")]
+    sent = wire.StepOutputs(outputs, CoreStats(1, 2, 3, prompt_tokens=5))
+    assert wire.decode_from_core(wire.frame(sent)[4:]) == sent
+
+
+def test_strict_core_stops_with_a_report():
+    """With VLLM_STRICT an idle core that holds a block ends with what it knows, as JSON."""
+    from tests.engine.test_core import new_core, request
+
+    core, _ = new_core()
+    core._strict = True
+    core.add_requests([request("a")])
+    while core.has_unfinished():
+        core.step()
+    core.check_idle()
+    core._submitted = 1
+    with pytest.raises(RuntimeError, match="holds what it should not") as caught:
+        core.check_idle()
+    assert json.loads(str(caught.value).split(": ", 1)[1])["in_flight"] == 1
