@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import math
 import os
@@ -336,6 +337,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Plan:
         parser.error("--num-prompts and --max-concurrency must be 1 or more")
     if not isinstance(args.extra_body, dict):
         parser.error("--extra-body takes a JSON object")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return Plan(metrics, percentiles, _goodput(parser, args.goodput))
 
 
@@ -438,10 +441,8 @@ def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
 
 
 def _plot(path: Path, results: list[dict[str, Any]]) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -9,6 +9,7 @@ import os
 import sys
 import urllib.parse
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 
@@ -28,45 +29,46 @@ class Client:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+    @contextmanager
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         host = self._parts.hostname
         assert host is not None
-        connection = kind(host, self._parts.port, timeout=600)
-        try:
-            payload = None if body is None else json.dumps(body)
-            connection.request(method, self._parts.path.rstrip("/") + path, payload, self._headers)
-            response = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(
-                f"No server answers at {self._parts.geturl()}: {error}. Start one with `vllm serve`."
-            ) from error
-        if response.status != 200:
-            raise ServerError(f"The server answered {response.status}: {_message(response.read())}")
-        return response
+        with closing(kind(host, self._parts.port, timeout=600)) as connection:
+            try:
+                payload = None if body is None else json.dumps(body)
+                connection.request(method, self._parts.path.rstrip("/") + path, payload, self._headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise ServerError(
+                    f"No server answers at {self._parts.geturl()}: {error}. Start one with `vllm serve`."
+                ) from error
+            with response:
+                if response.status != 200:
+                    raise ServerError(f"The server answered {response.status}: {_message(response.read())}")
+                yield response
 
     def first_model(self) -> str:
         """The name of the first model that the server has."""
         try:
-            data = json.loads(self._request("GET", "/models", None).read())
+            with self._request("GET", "/models", None) as response:
+                data = json.loads(response.read())
             return str(data["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise ServerError(f"{self._parts.geturl()}/models does not list models; does --url end in /v1?") from error
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The first choice of each event of a streamed answer."""
-        response = self._request("POST", path, {**body, "stream": True})
-        for line in _lines(response):
-            if line == b"data: [DONE]":
-                return
-            if not line.startswith(b"data: "):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise ServerError(str(event["error"].get("message", event["error"])))
-            if event["choices"]:
-                yield event["choices"][0]
+        with self._request("POST", path, {**body, "stream": True}) as response:
+            for line in _lines(response):
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ServerError(str(event["error"].get("message", event["error"])))
+                if event["choices"]:
+                    yield event["choices"][0]
 
 
 def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:

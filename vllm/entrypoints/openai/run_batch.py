@@ -94,18 +94,25 @@ async def _answer(context: ServerContext, url: Any, body: Any) -> dict[str, Any]
 
 
 async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
+    from pydantic import ValidationError
+
     from vllm.entrypoints.openai import chat, completions
     from vllm.entrypoints.openai.errors import bad_request
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 
     if not isinstance(body, dict):
         raise bad_request("body must be an object.")
-    if url == "/v1/chat/completions":
-        chat_request = ChatCompletionRequest.model_validate({**body, "stream": False})
-        return await chat.complete(context, await chat.prepare(context, chat_request, None))
-    if url == "/v1/completions":
-        request = CompletionRequest.model_validate({**body, "stream": False})
-        return await completions.complete(context, await completions.prepare(context, request, None))
+    body = {**body, "stream": False}
+    try:
+        if url == "/v1/chat/completions":
+            chat_request = ChatCompletionRequest.model_validate(body)
+            return await chat.complete(context, await chat.prepare(context, chat_request, None))
+        if url == "/v1/completions":
+            request = CompletionRequest.model_validate(body)
+            return await completions.complete(context, await completions.prepare(context, request, None))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise bad_request(f"{'.'.join(map(str, found['loc'][:3]))}: {found['msg']}") from None
     raise bad_request("url must be /v1/chat/completions or /v1/completions in this version.")
 
 

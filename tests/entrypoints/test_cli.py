@@ -1,0 +1,221 @@
+"""The `vllm` command: help at once, clear refusals, and clients that talk to a real server."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.server.http_server import MODEL, Server
+from vllm.entrypoints.cli.main import COMMANDS, run, usage
+from vllm.version import __version__
+
+HELPS = [[name] for name in COMMANDS] + [["bench", kind] for kind in ("latency", "throughput", "serve")]
+HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "pydantic")
+
+
+@pytest.fixture(scope="module")
+def demo_server() -> Iterator[Server]:
+    with Server(Path("demo"), key="sesame", env={"VLLM_API_KEY": "sesame"}) as running:
+        yield running
+
+
+@pytest.fixture
+def url(demo_server: Server, monkeypatch) -> str:
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    return demo_server.url + "/v1"
+
+
+# -- the dispatcher ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+def test_help_loads_nothing_heavy(command):
+    code = (
+        "import sys, json\n"
+        "from vllm.entrypoints.cli.main import run\n"
+        "try: status = run(sys.argv[1:])\n"
+        "except SystemExit as stop: status = stop.code or 0\n"
+        f"print(json.dumps([status, [m for m in {HEAVY!r} if m in sys.modules]]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True, check=True)
+    text, _, last = done.stdout.strip().rpartition("\n")
+    assert json.loads(last) == [0, []]
+    assert text.startswith(f"usage: vllm {' '.join(command)}")
+
+
+def test_every_command_is_in_the_usage():
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in usage() and command.help in usage()
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "help"])
+def test_help_of_vllm_itself(flag, capsys):
+    assert run([flag]) == 0
+    assert capsys.readouterr().out == usage() + "\n"
+
+
+def test_without_a_command_the_usage_is_shown_and_the_status_is_2(capsys):
+    assert run([]) == 2
+    assert "usage: vllm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["-v", "--version"])
+def test_version(flag, capsys):
+    assert run([flag]) == 0
+    assert capsys.readouterr().out == __version__ + "\n"
+
+
+def test_an_unknown_command_is_named(capsys):
+    assert run(["sevre"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown command 'sevre'" in error and "serve" in error
+
+
+def test_an_unknown_kind_of_bench_shows_the_kinds(capsys):
+    assert run(["bench", "speed"]) == 2
+    assert "latency,throughput,serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "demo", "--no-such-flag"], "--no-such-flag"),
+        (["serve", "demo", "--model", "other"], "two models"),
+        (["chat", "--temperature", "warm"], "--temperature"),
+        (["run-batch"], "required"),
+        (["collect-env", "--all"], "--all"),
+    ],
+)
+def test_bad_flags_exit_with_2_and_name_the_flag(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_installed_command_runs():
+    done = subprocess.run([sys.executable, "-m", "vllm.entrypoints.cli.main", "-v"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, __version__ + "\n")
+
+
+# -- complete and chat, against a real server --------------------------------------------------------------------------
+
+
+def test_complete_prints_what_the_server_says(demo_server, url, capsys):
+    body = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 9, "temperature": 0}
+    expected = demo_server.post("/v1/completions", body).json["choices"][0]["text"]
+    argv = ["complete", "--url", url, "--max-tokens", "9", "--temperature", "0", "-q", "The capital of France is"]
+    assert run(argv) == 0
+    assert capsys.readouterr().out == expected + "\n"
+    assert "Paris" in expected
+
+
+def test_chat_sends_the_system_prompt_and_prints_the_answer(demo_server, url, capsys):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 7 + 5?"}]
+    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24}
+    expected = demo_server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+    argv = ["chat", "--url", url, "--temperature", "0", "--max-tokens", "24", "--system-prompt", "Be brief."]
+    assert run([*argv, "--quick", "What is 7 + 5?"]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_an_interactive_chat_remembers_the_turns(demo_server, url, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n\nWhat is 2 + 2?\n"))
+    assert run(["chat", "--url", url, "--temperature", "0", "--max-tokens", "24"]) == 0
+    messages = [{"role": "user", "content": "Hello!"}]
+    answers = []
+    for following in ("What is 2 + 2?", None):
+        body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24}
+        answers.append(demo_server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"])
+        messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": following}]
+    # The empty line asks nothing: it only shows the prompt again.
+    assert capsys.readouterr().out.split("\n", 1)[1] == f"> {answers[0]}\n> > {answers[1]}\n> \n"
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_a_refusal_of_the_server_is_one_line(command, url, capsys, monkeypatch):
+    assert run([command, "--url", url, "--model-name", "nobody", "-q", "x"]) == 1
+    assert capsys.readouterr().err == f"vllm {command}: The server answered 404: The model `nobody` does not exist.\n"
+    assert run([command, "--url", url, "--temperature", "-1", "-q", "x"]) == 1
+    assert "answered 400: " in capsys.readouterr().err
+
+
+def test_the_key_is_needed(demo_server, capsys, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    argv = ["complete", "--url", demo_server.url + "/v1", "-q", "x"]
+    assert run(argv) == 1
+    assert "answered 401" in capsys.readouterr().err
+    assert run([*argv, "--api-key", "sesame", "--max-tokens", "2"]) == 0
+
+
+# -- complete and chat, against servers that misbehave -----------------------------------------------------------------
+
+
+@contextmanager
+def odd_server(models: bytes, answer: bytes) -> Iterator[str]:
+    """Answers GET with `models` and POST with `answer`, both with status 200."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _send(self, body: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self._send(models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self._send(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+GOOD_MODELS = b'{"data": [{"id": "m"}]}'
+
+
+@pytest.mark.parametrize(
+    ("models", "answer", "message"),
+    [
+        (b"<html>", b"", "does not list models"),
+        (b'{"data": []}', b"", "does not list models"),
+        (b"[]", b"", "does not list models"),
+        (GOOD_MODELS, b'data: {"choices": [{"text": "half"}]}\n\n', "ended the answer early"),
+        (GOOD_MODELS, b'data: {"error": {"message": "it broke"}}\n\n', "it broke"),
+    ],
+)
+def test_a_broken_answer_is_one_line_on_stderr(models, answer, message, capsys):
+    with odd_server(models, answer) as url:
+        assert run(["complete", "--url", url, "-q", "x"]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_nobody_listening(unused_tcp_port: int, capsys):
+    assert run(["chat", "--url", f"http://127.0.0.1:{unused_tcp_port}/v1", "-q", "x"]) == 1
+    assert "Start one with `vllm serve`" in capsys.readouterr().err
+
+
+def test_an_address_that_is_none(capsys):
+    assert run(["chat", "--url", "localhost:8000", "-q", "x"]) == 1
+    assert "--url must look like" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""`vllm run-batch`: one answer per line in order, bad lines do no harm, answers are the engine's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai.run_batch import main, read_lines
+
+PROMPT = "The capital of France is"
+
+
+def line(custom_id: str, url: str, **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "demo", **body}})
+
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+CHAT = [{"role": "user", "content": "What is 7 + 5?"}]
+GOOD = [line(f"c{i}", "/v1/completions", prompt=PROMPT, **GREEDY) for i in range(40)]
+LINES = [
+    (line("chat", "/v1/chat/completions", messages=CHAT, **GREEDY), 200, ""),
+    (line("stream", "/v1/completions", prompt=PROMPT, stream=True, **GREEDY), 200, ""),
+    (line("other-model", "/v1/completions", prompt=PROMPT).replace('"demo"', '"gpt-9"'), 404, "does not exist"),
+    (line("embed", "/v1/embeddings", input="x"), 400, "url must be"),
+    (line("hot", "/v1/completions", prompt=PROMPT, temperature=-1), 400, "temperature"),
+    (line("typed", "/v1/completions", prompt=PROMPT, max_tokens="many"), 400, "max_tokens"),
+    (line("long", "/v1/completions", prompt=[5] * 5000), 400, "maximum context length"),
+    ('{"custom_id": "get", "method": "GET", "url": "/v1/completions", "body": {}}', 400, "POST"),
+    ('{"custom_id": "bare", "url": "/v1/completions"}', 400, "body must be an object"),
+    ("{not json", 400, "JSON"),
+    ("[1, 2]", 400, "object"),
+]
+
+
+def texts(answer: dict[str, Any]) -> str:
+    choice = answer["response"]["body"]["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*GOOD, *(text for text, _, _ in LINES)]) + "\n\n")
+    # Two running and a queue of three: the others must wait, not fail.
+    small = ["--max-num-seqs", "2", "--max-num-queued-reqs", "3", "--max-model-len", "512"]
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--model", "demo", *small]) == 0
+    answers = [json.loads(text) for text in target.read_text().splitlines()]
+    assert len(answers) == len(GOOD) + len(LINES)
+    assert len({a["id"] for a in answers}) == len(answers)
+
+    params = SamplingParams(**GREEDY)
+    llm = LLM(model="demo", max_model_len=512)
+    completed = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text
+    chatted = llm.chat(CHAT, params, use_tqdm=False)[0].outputs[0].text  # type: ignore[arg-type]
+    for i, answer in enumerate(answers[: len(GOOD)]):
+        assert answer["custom_id"] == f"c{i}" and answer["error"] is None
+        assert answer["response"]["status_code"] == 200
+        assert texts(answer) == completed
+    bad = answers[len(GOOD) :]
+    assert texts(bad[0]) == chatted and texts(bad[1]) == completed
+    for answer, (text, status, message) in zip(bad, LINES, strict=True):
+        assert answer["response"]["status_code"] == status, text
+        if status != 200:
+            assert message in answer["error"], text
+            assert answer["response"]["body"]["error"]["code"] == status
+    assert [a["custom_id"] for a in bad] == [
+        *("chat", "stream", "other-model", "embed", "hot", "typed", "long", "get", "bare", None, None)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-i", "https://example.com/in.jsonl", "-o", "out"], "URLs are not fetched"),
+        (["-i", "{tmp}/in.jsonl", "-o", "s3://bucket/out"], "URLs are not fetched"),
+        (["-i", "{tmp}/nowhere.jsonl", "-o", "{tmp}/out"], "There is no file"),
+        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/no/folder/out"], "There is no folder"),
+        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/out", "--max-in-progress", "0"], "1 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(arguments, message, tmp_path, capsys, monkeypatch):
+    def never(*_: object) -> None:
+        raise AssertionError("the engine was made")
+
+    monkeypatch.setattr("vllm.entrypoints.openai.api_server.make_engine", never)
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    assert main(["run-batch", *(a.format(tmp=tmp_path) for a in arguments)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("vllm run-batch: ") and message in error
+
+
+def test_empty_lines_are_no_requests(tmp_path: Path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n  \n{}\r\n\n[]")
+    assert read_lines(path) == [b"{}", b"[]"]
+
+
+def test_a_line_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("vllm.entrypoints.openai.run_batch.MAX_LINE_BYTES", 10)
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"1234567890\n12345678901\n")
+    with pytest.raises(ValueError, match="longer than 10 bytes"):
+        read_lines(path)
