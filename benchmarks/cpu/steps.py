@@ -1,0 +1,127 @@
+"""Where the time of a step goes on the CPU: planning, inputs, layers, logits, sampling, results; against the floor.
+
+    OMP_NUM_THREADS=2 python -m benchmarks.cpu.steps /tmp/models/qwen2.5-0.5b
+
+Weights are random (`load_format="dummy"`), decoding is greedy. Shown: the fastest and the median step of each kind. The
+floor is the larger of weight bytes / read bandwidth and operations of the products / matrix peak, measured in the same
+run; attention is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Clock:
+    """Seconds by part of a step, one entry per step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.now: dict[str, float] = defaultdict(float)
+
+    def watch(self, owner: Any, method: str, part: str) -> None:
+        """Count the time within `owner.method` to `part`."""
+        original: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.now[part] += time.perf_counter() - begin
+
+        setattr(owner, method, timed)
+
+    def end_step(self, seconds: float) -> None:
+        self.now["step"] = seconds
+        self.now["other"] = seconds - sum(v for k, v in self.now.items() if k != "step")
+        self.steps.append(dict(self.now))
+        self.now.clear()
+
+
+def shown(name: str, steps: list[dict[str, float]], floor: float) -> None:
+    parts = ["plan", "inputs", "layers", "logits", "sample", "result", "outputs", "other", "step"]
+    for kind, pick in (("fastest", min), ("median", statistics.median)):
+        figures = "".join(f"{pick(s.get(p, 0.0) for s in steps) * 1e3:9.2f}" for p in parts)
+        ratio = pick(s["step"] for s in steps) / floor
+        print(f"{name:18}{kind:9}{figures}  floor {floor * 1e3:7.2f} ms  x{ratio:.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024])
+    parser.add_argument("--steps", type=int, default=30)
+    args = parser.parse_args()
+    from benchmarks.cpu.peers import floors
+    from vllm import LLM, SamplingParams
+
+    limits = floors()
+    llm = LLM(
+        model=str(args.folder), load_format="dummy", dtype="bfloat16", max_model_len=2048, max_num_batched_tokens=8192
+    )
+    engine = llm.llm_engine
+    core = engine.core.core
+    runner = core._executor.worker.runner
+    weights = sum(p.numel() for p in runner.model.parameters())
+    config = json.loads((args.folder / "config.json").read_text())
+    hidden, layers, ffn = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+    kv = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+    in_layers = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn)
+    head = config["vocab_size"] * hidden
+    bandwidth, peak = limits["read_gb_s"] * 1e9, limits["matmul_gflop_s"] * 1e9
+    print(
+        f"{limits}; parameters in layers {in_layers / 1e6:.1f} M, head {head / 1e6:.1f} M (held: {weights / 1e6:.1f} M)"
+    )
+
+    clock = Clock()
+    for owner, method, part in (
+        (core.scheduler, "schedule", "plan"),
+        (core.scheduler, "apply", "plan"),
+        (runner, "_take_in", "inputs"),
+        (runner._builder, "build", "inputs"),
+        (runner.model, "forward", "layers"),
+        (runner, "_logits", "logits"),
+        (runner, "_sample", "sample"),
+        (core._executor, "collect", "result"),
+        (engine.output_processor, "process", "outputs"),
+    ):
+        clock.watch(owner, method, part)
+
+    def floor(tokens: int, rows: int) -> float:
+        operations = 2 * (tokens * in_layers + rows * head)
+        return max((in_layers + head) * 2 / bandwidth, operations / peak)
+
+    def run(count: int, length: int, out: int) -> list[dict[str, float]]:
+        clock.steps.clear()
+        params = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True, detokenize=False)
+        for i in range(count):
+            ids = random.choices(range(config["vocab_size"] - 1), k=length)
+            engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            begin = time.perf_counter()
+            engine.step()
+            clock.end_step(time.perf_counter() - begin)
+        return list(clock.steps)
+
+    parts = ["plan", "inputs", "layers", "logits", "sample", "result", "outputs", "other", "step"]
+    print(f"{'ms':27}" + "".join(f"{p:>9}" for p in parts))
+    for batch in args.batches:
+        steps = run(batch, 128, args.steps)
+        shown(f"prefill {batch} x 128", steps[:1], floor(batch * 128, batch))
+        shown(f"decode batch {batch}", steps[2:], floor(batch, batch))
+    for length in args.prompts:
+        shown(f"prefill 1 x {length}", [run(1, length, 1)[0] for _ in range(3)], floor(length, 1))
+
+
+if __name__ == "__main__":
+    main()
