@@ -2,8 +2,8 @@
 
     python -m benchmarks.h200.attention --out attention.json
 
-Inputs are random, caches larger than the L2, block tables shuffled; times are medians of device events around CUDA graph
-replays of several calls on different caches.
+Inputs are random, caches larger than the L2, block tables shuffled; times are medians of device events around CUDA
+graph replays of several calls on different caches.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def measure(requests: int, query: int, context: int, head_dim: int, block: int, 
     step, blocks = batch(requests, query, context, block)
     size = 2 * blocks * KV_HEADS * block * head_dim
     copies = max(1, min(8, int(4e8 // (2 * size))))
-    caches = [torch.randn(2, blocks, KV_HEADS, block, head_dim, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(copies)]
+    caches = [
+        torch.randn(2, blocks, KV_HEADS, block, head_dim, device="cuda", dtype=torch.bfloat16).to(dtype)
+        for _ in range(copies)
+    ]
     q = torch.randn(requests * query, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
     params = AttentionParams(scale=head_dim**-0.5)
 
@@ -71,7 +74,11 @@ def main() -> None:
         for tokens in (1024, 8192) if args.quick else (1024, 2048, 4096, 8192, 16384, 32768):
             ms = measure(1, tokens, tokens, head_dim, args.block, torch.bfloat16)
             rate = 4 * HEADS * head_dim * tokens * (tokens + 1) / 2 / ms / 1e9
-            result["prefill"][f"d{head_dim}/1x{tokens}"] = {"ms": ms, "tflops": rate, "of_ceiling": rate / top["matmul_TFLOPs"]}
+            result["prefill"][f"d{head_dim}/1x{tokens}"] = {
+                "ms": ms,
+                "tflops": rate,
+                "of_ceiling": rate / top["matmul_TFLOPs"],
+            }
     for requests in (1, 32, 256):
         for context in (1024, 4096) if args.quick else (1024, 4096, 16384, 65536):
             if requests * context > 4e6:

@@ -68,7 +68,10 @@ def profile(core: Core, requests: int, tokens: int, out: int, **sampling: object
     print(f"--- {requests} x {tokens}/{out}: device {total / 1e3:.2f} ms")
     for e in rows[:14]:
         if e.self_device_time_total:
-            print(f"{e.self_device_time_total / 1e3:9.3f} ms {e.count:6d} x {e.self_device_time_total / e.count:9.2f} us  {e.key[:90]}")
+            print(
+                f"{e.self_device_time_total / 1e3:9.3f} ms {e.count:6d} x "
+                f"{e.self_device_time_total / e.count:9.2f} us  {e.key[:90]}"
+            )
     host = sorted(found.key_averages(), key=lambda e: -e.self_cpu_time_total)
     for e in host[:6]:
         print(f"   host {e.self_cpu_time_total / 1e3:9.3f} ms {e.count:6d}  {e.key[:80]}")
@@ -84,7 +87,13 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     core = Core(args.model, enforce_eager=args.eager)
-    result: dict = {"model": args.model, "start_s": core.start_seconds, "decode_ms": {}, "sampled_ms": {}, "prefill_s": {}}
+    result: dict = {
+        "model": args.model,
+        "start_s": core.start_seconds,
+        "decode_ms": {},
+        "sampled_ms": {},
+        "prefill_s": {},
+    }
     print(f"start {core.start_seconds:.2f} s", flush=True)
     t = core.run(1, 16, 2)
     print(f"first request {t:.3f} s", flush=True)
@@ -92,9 +101,16 @@ def main() -> None:
     for batch in (int(b) for b in args.batches.split(",") if b):
         for name, sampling in kinds.items():
             first = core.run(batch, 128, 16, **sampling)
-            slopes = [(core.run(batch, 128, 256, **sampling) - core.run(batch, 128, 32, **sampling)) / 0.224 for _ in range(2)]
+            slopes = [
+                (core.run(batch, 128, 256, **sampling) - core.run(batch, 128, 32, **sampling)) / 0.224 for _ in range(2)
+            ]
             result[name][batch] = {"ms": min(slopes), "all": slopes, "first_s": first}
-            print(name, batch, {k: v if isinstance(v, list) else round(v, 4) for k, v in result[name][batch].items()}, flush=True)
+            print(
+                name,
+                batch,
+                {k: v if isinstance(v, list) else round(v, 4) for k, v in result[name][batch].items()},
+                flush=True,
+            )
         if args.profile:
             profile(core, batch, 128, 16)
     for case in (c for c in args.prefill.split(",") if c):

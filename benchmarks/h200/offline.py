@@ -3,9 +3,9 @@
     python -m benchmarks.h200.models /tmp/models
     python -m benchmarks.h200.offline --model /tmp/models/qwen3-0.6b --out result.json
 
-Weights are random, prompts are token ids, nothing is tokenized. Works with any engine whose module (`--engine`) has `LLM`
-and `SamplingParams`. Every repetition draws fresh prompts; each case runs once before it is timed (`first_s`, where
-compilation shows). The clock is the host's, around `generate()`; the length of every output is checked.
+Weights are random, prompts are token ids, nothing is tokenized. Works with any engine whose module (`--engine`) has
+`LLM` and `SamplingParams`. Every repetition draws fresh prompts; each case runs once before it is timed (`first_s`,
+where compilation shows). The clock is the host's, around `generate()`; the length of every output is checked.
 
 decode      batches of 1, 32, 256; 128 tokens in; step_ms = (T(256 out) - T(32 out)) / 224
 prefill     1 x 8192 and 16 x 2048 tokens in, one out
@@ -75,7 +75,10 @@ class Bench:
         }
         import torch
 
-        self.result["host"] |= {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None}
+        self.result["host"] |= {
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        }
         self.result["llm_kwargs"] = kwargs
         self.save()
 
@@ -115,14 +118,20 @@ class Bench:
             long = [self.generate(self.prompts(batch, 128), 256) for _ in range(reps)]
             short = [self.generate(self.prompts(batch, 128), 32) for _ in range(reps)]
             step = (statistics.median(long) - statistics.median(short)) / 224 * 1e3
-            self.put("decode", f"batch{batch}", {"step_ms": step, "t_long_s": long, "t_short_s": short, "first_s": first})
+            self.put(
+                "decode", f"batch{batch}", {"step_ms": step, "t_long_s": long, "t_short_s": short, "first_s": first}
+            )
 
     def prefill(self) -> None:
         for count, length in ((1, 8192), (16, 2048)):
             first = self.generate(self.prompts(count, length), 1)
             times = [self.generate(self.prompts(count, length), 1) for _ in range(5 if count == 1 else 3)]
             median = statistics.median(times)
-            self.put("prefill", f"{count}x{length}", {"ttft_s": median, "tok_s": count * length / median, "t_s": times, "first_s": first})
+            self.put(
+                "prefill",
+                f"{count}x{length}",
+                {"ttft_s": median, "tok_s": count * length / median, "t_s": times, "first_s": first},
+            )
 
     def prefix(self) -> None:
         count, shared, own, out = 64, 4096, 128, 64
@@ -144,10 +153,16 @@ class Bench:
     def throughput(self, case: str = "throughput", reps: int = 2, **sampling: Any) -> None:
         count, n_in, n_out = 1000, 512, 256
         first = self.generate(self.prompts(64, n_in), 16, **sampling)
-        times = [self.generate(self.prompts(count, n_in), n_out, **sampling) for _ in range(1 if self.args.short else reps)]
+        times = [
+            self.generate(self.prompts(count, n_in), n_out, **sampling) for _ in range(1 if self.args.short else reps)
+        ]
         best = min(times)
         values = {"best_s": best, "output_tok_s": count * n_out / best, "total_tok_s": count * (n_in + n_out) / best}
-        self.put(case, f"{count}x{n_in}/{n_out}", {**values, "t_s": times, "warmup_s": first, "sampling": sampling or "greedy"})
+        self.put(
+            case,
+            f"{count}x{n_in}/{n_out}",
+            {**values, "t_s": times, "warmup_s": first, "sampling": sampling or "greedy"},
+        )
 
     def sampled(self) -> None:
         self.throughput("sampled", reps=1, **SAMPLED)

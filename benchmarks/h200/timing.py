@@ -42,13 +42,17 @@ def graph_ms(run: Callable[[], object], reps: int = 20) -> float:
     return device_ms(capture(run).replay, reps=reps)
 
 
-def ceilings() -> dict[str, float]:
-    """What plain PyTorch reaches here: GB/s read, GB/s copied (read + written), bf16 TFLOP/s of an 8192 cube."""
+def _bandwidths() -> tuple[float, float]:
+    """GB/s of reading, and of copying (read + written)."""
     a = torch.empty(2 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     b = torch.empty_like(a)
     size = a.numel() * 2
-    read = max(size / device_ms(f) / 1e6 for f in (lambda: torch.sum(a.view(torch.float32)), lambda: torch.sum(a, dtype=torch.float32)))
-    copy = 2 * size / device_ms(lambda: b.copy_(a)) / 1e6
-    del a, b
+    sums = (lambda: torch.sum(a.view(torch.float32)), lambda: torch.sum(a, dtype=torch.float32))
+    return max(size / device_ms(f) / 1e6 for f in sums), 2 * size / device_ms(lambda: b.copy_(a)) / 1e6
+
+
+def ceilings() -> dict[str, float]:
+    """What plain PyTorch reaches here: GB/s read and copied, bf16 TFLOP/s of an 8192 cube."""
+    read, copy = _bandwidths()
     x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return {"read_GBs": read, "copy_GBs": copy, "matmul_TFLOPs": 2 * 8192**3 / device_ms(lambda: x @ y) / 1e9}

@@ -31,16 +31,41 @@ def vectors() -> list[Tiling]:
     return [
         Tiling(True, rows, depth, warps, unroll=unroll)
         for rows, depth, warps, unroll in (
-            (2, 512, 4, 1), (2, 512, 4, 2), (2, 1024, 4, 1), (2, 1024, 4, 2), (2, 2048, 4, 2), (4, 512, 4, 1), (4, 512, 4, 2),
-            (4, 1024, 4, 1), (4, 1024, 4, 2), (4, 1024, 8, 1), (4, 2048, 8, 1), (8, 512, 4, 1), (8, 512, 4, 2), (8, 1024, 4, 1),
-            (8, 1024, 8, 1), (8, 1024, 8, 2), (16, 512, 4, 1), (16, 512, 8, 1), (16, 1024, 8, 1),
+            (2, 512, 4, 1),
+            (2, 512, 4, 2),
+            (2, 1024, 4, 1),
+            (2, 1024, 4, 2),
+            (2, 2048, 4, 2),
+            (4, 512, 4, 1),
+            (4, 512, 4, 2),
+            (4, 1024, 4, 1),
+            (4, 1024, 4, 2),
+            (4, 1024, 8, 1),
+            (4, 2048, 8, 1),
+            (8, 512, 4, 1),
+            (8, 512, 4, 2),
+            (8, 1024, 4, 1),
+            (8, 1024, 8, 1),
+            (8, 1024, 8, 2),
+            (16, 512, 4, 1),
+            (16, 512, 8, 1),
+            (16, 1024, 8, 1),
         )  # fmt: skip
     ]
 
 
 def skinnies(splits: tuple[int, ...]) -> list[Tiling]:
     found = []
-    for rows, depth, warps in ((16, 256, 4), (32, 128, 4), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 8), (128, 64, 4), (128, 128, 8)):
+    for rows, depth, warps in (
+        (16, 256, 4),
+        (32, 128, 4),
+        (32, 256, 4),
+        (64, 64, 4),
+        (64, 128, 4),
+        (64, 256, 8),
+        (128, 64, 4),
+        (128, 128, 8),
+    ):
         for stages in (3, 4, 6):
             if (rows + 16) * depth * 2 * stages > 200_000:
                 continue
@@ -135,7 +160,11 @@ def tune(folder: str, rows: int, context: int, seconds: float) -> dict:
     end = time.perf_counter() + seconds
     print(f"{folder} rows {rows} context {context}: default {first:.4f} ms", flush=True)
     for name in ("gate_up", "down", "o", "qkv", "attention", "head"):
-        tried = [replace(best, **a) for a in ATTENTION] if name == "attention" else [replace(best, **{name: t}) for t in candidates(name, rows, bench.weights)]
+        tried = (
+            [replace(best, **a) for a in ATTENTION]
+            if name == "attention"
+            else [replace(best, **{name: t}) for t in candidates(name, rows, bench.weights)]
+        )
         times = []
         for tiling in tried:
             if time.perf_counter() > end:
@@ -145,7 +174,10 @@ def tune(folder: str, rows: int, context: int, seconds: float) -> dict:
         top = [(bench.milliseconds(t, 25), t) for _, t in times[:3]]
         if top and min(top, key=lambda pair: pair[0])[0] < least:
             least, best = min(top, key=lambda pair: pair[0])
-        short = [(round(ms, 4), getattr(t, name) if name != "attention" else (t.splits, t.tile, t.warps, t.stages)) for ms, t in top]
+        short = [
+            (round(ms, 4), getattr(t, name) if name != "attention" else (t.splits, t.tile, t.warps, t.stages))
+            for ms, t in top
+        ]
         print(f"  {name:9} {len(times)} tried -> {least:.4f}   {short}", flush=True)
     return {"default_ms": first, "ms": least, "tiling": asdict(best)}
 

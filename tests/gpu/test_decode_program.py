@@ -33,14 +33,15 @@ def build(hidden, heads, kv_heads, head_dim, mlp, vocab, qk_norm=False, bias=Fal
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
-        ({"hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp": 3072, "vocab": 5003, "qk_norm": True, "tied": True}, r)
-        for r in (1, 3, 32)
+        ({"hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp": 3072, "vocab": 5003, "qk_norm": True,
+        "tied": True}, r) for r in (1, 3, 32)
     ]
     + [
         ({"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 14336, "vocab": 32000}, r)
         for r in (1, 2, 32, 64, 100)
     ]
-    + [({"hidden": 896, "heads": 14, "kv_heads": 2, "head_dim": 64, "mlp": 4864, "vocab": 1000, "bias": True}, r) for r in (1, 20)],
+    + [({"hidden": 896, "heads": 14, "kv_heads": 2, "head_dim": 64, "mlp": 4864, "vocab": 1000, "bias": True},
+    r) for r in (1, 20)],
     ids=lambda v: str(v["hidden"]) if isinstance(v, dict) else str(v),
 )  # fmt: skip
 def test_fused_step_computes_what_the_model_computes(shape, rows):
@@ -57,7 +58,9 @@ def test_fused_step_computes_what_the_model_computes(shape, rows):
         ids = rng.integers(0, shape["vocab"], n).tolist()
         blocks = [int(next(free)) for _ in range(-(-n // 16))]
         table.enter([SlotInit("r", int(slot), ids, 1, int(n) - 1, (blocks,), SamplingParams(), 0, ())])
-    caches = [torch.randn(2, rows * 45 + 1, layout.kv_heads, 16, layout.head_dim, device=DEVICE).bfloat16() for _ in range(3)]
+    caches = [
+        torch.randn(2, rows * 45 + 1, layout.kv_heads, 16, layout.head_dim, device=DEVICE).bfloat16() for _ in range(3)
+    ]
     twins = [c.clone() for c in caches]
     weights = read_weights(model, caches)
     assert weights is not None
@@ -75,7 +78,8 @@ def test_fused_step_computes_what_the_model_computes(shape, rows):
     block = d_table.gather(1, at[:, None] // 16).long()[:, 0]
     starts, lens = np.arange(rows + 1, dtype=np.int32), lengths.astype(np.int32)
     step = StepInputs(
-        table.tokens[d_slots[:rows].long(), at].long(), at, torch.from_numpy(starts).to(DEVICE), torch.from_numpy(lens).to(DEVICE),
+        table.tokens[d_slots[:rows].long(), at].long(), at, torch.from_numpy(starts).to(DEVICE),
+        torch.from_numpy(lens).to(DEVICE),
         torch.arange(rows, device=DEVICE), (GroupInputs(block * 16 + at % 16, d_table),), 1, 700, starts, lens,
     )  # fmt: skip
     with torch.inference_mode():

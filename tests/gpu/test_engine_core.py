@@ -1,6 +1,9 @@
-"""The engine core on a GPU: greedy tokens are the same however a request is computed, and the same as Hugging Face's."""
+"""The engine core on a GPU: greedy tokens are the same however a request is computed, and the same as Hugging
+Face's.
+"""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.core import EngineCore
 from vllm.engine.messages import CoreRequest
+from vllm.worker import slot_table
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -47,7 +51,10 @@ def finish(engine):
 
 def prompts(count=6):
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(2, 1000, (int(n),), generator=generator).tolist() for n in torch.randint(1, 120, (count,), generator=generator)]
+    return [
+        torch.randint(2, 1000, (int(n),), generator=generator).tolist()
+        for n in torch.randint(1, 120, (count,), generator=generator)
+    ]
 
 
 def request(name, prompt, tokens=24, **sampling):
@@ -63,7 +70,14 @@ def together(engine, **sampling):
 @torch.inference_mode()
 def hugging_face(hf, prompt, tokens=24):
     ids = torch.tensor([prompt], device="cuda")
-    out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    out = hf.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -84,6 +98,39 @@ def test_six_ways_give_the_tokens_of_hugging_face(model):
     assert engine.stats().num_preemptions > 0
 
 
+def test_tokens_survive_a_slot_table_that_grows(model, monkeypatch):
+    folder, _ = model
+    want = together(core(folder))[0]
+    monkeypatch.setattr(slot_table, "_FIRST_WIDTH", 64)  # graphs are captured, thrown away and captured again
+    engine = core(folder)
+    assert together(engine)[0] == want
+    assert together(engine)[0] == want
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_float8_cache_gives_logprobs_close_to_an_exact_one(model, cache_dtype):
+    folder, _ = model
+    tokens, want = together(core(folder, dtype="bfloat16"), logprobs=0, max_tokens=1)
+    got_tokens, got = together(core(folder, dtype="bfloat16", kv_cache_dtype=cache_dtype), logprobs=0, max_tokens=1)
+    same = [i for i in tokens if tokens[i] == got_tokens[i]]
+    assert len(same) >= len(tokens) // 2
+    assert max(abs(want[i][0].logprobs[0] - got[i][0].logprobs[0]) for i in same) < 2.0
+
+
+def test_memory_comes_back_when_engines_end(model):
+    folder, _ = model
+    left = []
+    for _ in range(6):
+        engine = core(folder, num_gpu_blocks_override=40_000)  # 250 MB
+        together(engine)
+        engine.shutdown()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.mem_get_info()[0])
+    assert left[-1] >= left[1] - (8 << 20), left
+
+
 def test_logprobs_in_bf16_are_as_close_to_fp32_as_those_of_hugging_face(model):
     folder, hf = model
     tokens, logprobs = together(core(folder, dtype="bfloat16"), logprobs=0)
@@ -93,7 +140,10 @@ def test_logprobs_in_bf16_are_as_close_to_fp32_as_those_of_hugging_face(model):
         for i, prompt in enumerate(prompts()):
             ids = torch.tensor([prompt + tokens[str(i)]], device="cuda")
             chosen = ids[0, len(prompt) :, None]
-            want, bf16 = (m(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).gather(1, chosen)[:, 0] for m in (hf, rounded))
+            want, bf16 = (
+                m(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).gather(1, chosen)[:, 0]
+                for m in (hf, rounded)
+            )
             got = torch.tensor([entry.logprobs[0] for entry in logprobs[str(i)]], device="cuda")
             ours.append((want - got).abs())
             theirs.append((want - bf16).abs())

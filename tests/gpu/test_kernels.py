@@ -114,7 +114,13 @@ def test_long_fresh_prompts_through_dense_attention(lengths):
     assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
 
 
-DRAWS = {"plain": (0, 1.0, 0.0), "usual": (50, 0.95, 0.0), "nucleus": (0, 0.9, 0.0), "wide": (500, 0.8, 0.0), "min_p": (0, 1.0, 0.1)}
+DRAWS = {
+    "plain": (0, 1.0, 0.0),
+    "usual": (50, 0.95, 0.0),
+    "nucleus": (0, 0.9, 0.0),
+    "wide": (500, 0.8, 0.0),
+    "min_p": (0, 1.0, 0.1),
+}
 
 
 @pytest.mark.parametrize("spread", [0.05, 3.0])
@@ -178,4 +184,6 @@ def test_norms_and_activations(dim, dtype):
     assert error(got, want) < TOLERANCE[dtype]
     for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
         assert error(activation.activate(x, kind), activation.activate.reference(x, kind)) < TOLERANCE[dtype]
-        assert error(activation.activate_gated(x, kind), activation.activate_gated.reference(x, kind)) < TOLERANCE[dtype]
+        assert (
+            error(activation.activate_gated(x, kind), activation.activate_gated.reference(x, kind)) < TOLERANCE[dtype]
+        )

@@ -1,9 +1,9 @@
 """Replays whole decode steps as CUDA graphs: batches in which every request computes one token and samples the next.
 
-A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and for greedy batches the
-choice of the token. The host uploads two numbers per row, launches the graph and fetches the ids. Batches are padded up to
-one of a few sizes; a size gets its graph when it has been used a few times, and all graphs share one memory pool. The usual
-model runs the fused program (`decode_program`), every other its own forward pass.
+A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and for greedy
+batches the choice of the token. The host uploads two numbers per row, launches the graph and fetches the ids.
+Batches are padded up to one of a few sizes; a size gets its graph when it has been used a few times, and all graphs
+share one memory pool. The usual model runs the fused program (`decode_program`), every other its own forward pass.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vllm.worker.input_builder import Batch
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
+    from vllm.ops.triton.precompile import Precompilation
     from vllm.worker.model_runner import Handle, ModelRunner
 
 logger = init_logger(__name__)
@@ -68,8 +69,19 @@ class GreedyHandle:
 class DecodeGraphs:
     """The decode steps of one runner."""
 
-    def __init__(self, runner: ModelRunner, sizes: Sequence[int], max_seq_len: int, not_finite: str) -> None:
-        """sizes: batch sizes that get a graph, ascending. max_seq_len: longer sequences are left to the eager path."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sizes: Sequence[int],
+        max_seq_len: int,
+        not_finite: str,
+        compiling: Precompilation | None = None,
+    ) -> None:
+        """sizes: batch sizes that get a graph, ascending. max_seq_len: longer sequences are left to the eager path.
+
+        compiling: where the kernels of these steps may still be under way.
+        """
+        self._compiling = compiling
         self._runner, self._max_seq_len, self._not_finite = runner, max_seq_len, not_finite
         self._table, self._params = runner.table, runner.sampler.params
         self._sizes = list(sizes)
@@ -104,7 +116,9 @@ class DecodeGraphs:
         return not self._params.wants_prompt[plan.slots].any()
 
     def execute(self, plan: StepPlan) -> Handle:
-        """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step handle."""
+        """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step
+        handle.
+        """
         begun = time.perf_counter()
         rows = len(plan.slots)
         longest = int(plan.num_computed.max()) + 1
@@ -150,6 +164,9 @@ class DecodeGraphs:
 
     def _prepare(self, size: int, greedy: bool, span: int) -> _Entry:
         """The step of one size and kind, not captured yet."""
+        if self._compiling is not None and size > self._sizes[0]:
+            self._compiling.finish()
+            self._compiling = None
         if not greedy and self._hidden is None:
             self._hidden = self._hidden_buffer()
         if self._weights is not None:
@@ -173,7 +190,9 @@ class DecodeGraphs:
         logger.debug("Captured a decode step in %.3f s.", time.perf_counter() - start)
 
     def _hidden_buffer(self) -> Tensor:
-        """[largest size, hidden] for hidden states that leave a graph; the runner's model knows their width and dtype."""
+        """[largest size, hidden] for hidden states that leave a graph; the runner's model knows their width and
+        dtype.
+        """
         model: Any = self._runner.model
         device = self._runner.context.device
         return torch.empty(self._sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
@@ -185,12 +204,12 @@ class DecodeGraphs:
             raise RuntimeError("This model has no fused step.")
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
         program = DecodeProgram(self._weights, size, span, slots, positions)
-        outputs = {"token_ids": self._ids} if greedy else {"hidden": None if self._hidden is None else self._hidden[:size]}
+        outputs = (
+            {"token_ids": self._ids} if greedy else {"hidden": None if self._hidden is None else self._hidden[:size]}
+        )
         return lambda: program.run(self._table, **outputs), None, (program,)
 
-    def _general(
-        self, size: int, greedy: bool, span: int
-    ) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
+    def _general(self, size: int, greedy: bool, span: int) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
         """The model's own forward pass over static inputs."""
         runner, table = self._runner, self._table
         model: Any = runner.model
@@ -247,7 +266,15 @@ class DecodeGraphs:
         def fill() -> None:
             for g, (group, blocks) in enumerate(zip(groups, table.tables, strict=True)):
                 gather_inputs(
-                    slots, positions, table.tokens, blocks, shared, group.slot_mapping, group.block_table, table.block_size, g == 0
+                    slots,
+                    positions,
+                    table.tokens,
+                    blocks,
+                    shared,
+                    group.slot_mapping,
+                    group.block_table,
+                    table.block_size,
+                    g == 0,
                 )
 
         return step, fill

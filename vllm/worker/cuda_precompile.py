@@ -49,7 +49,7 @@ def start(config: VllmConfig, capability: tuple[int, int]) -> Precompilation | N
         scheduler.max_num_seqs,
         config.compilation_config.cudagraph_capture_sizes,
     )
-    return precompile([run], [run.sampling], capability[0] * 10 + capability[1])
+    return precompile([run.first], [run.larger, run.sampling], capability[0] * 10 + capability[1])
 
 
 class _Table:
@@ -75,17 +75,27 @@ class DryRun:
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
         self._cache_dtype, self._max_num_seqs, self._graphs = cache_dtype, max_num_seqs, graphs
 
-    def __call__(self) -> None:
+    def _model(self) -> tuple[DecoderModel, KVLayout, list[Tensor]]:
         with META:
             model = DecoderModel(self._spec, dtype=self._dtype, max_positions=self._max_positions, device=META)
         layout = model.kv_layout(self._block_size, self._cache_dtype)
         shape = (2, 1000, layout.kv_heads, layout.block_size, layout.head_dim)
-        caches = [torch.empty(shape, dtype=self._cache_dtype, device=META) for _ in range(layout.layers_per_group)]
-        if self._graphs:
-            self._decode(model, layout, caches)
+        return (
+            model,
+            layout,
+            [torch.empty(shape, dtype=self._cache_dtype, device=META) for _ in range(layout.layers_per_group)],
+        )
+
+    def first(self) -> None:
+        """What the first requests need: prompts and mixed batches, and decode steps of one row."""
+        model, layout, caches = self._model()
         for queries in ([1024], [200, 40], [1, 1]):
-            step = mixed_step(np.array(queries, np.int32), layout)
-            model.logits(model(step, caches)[:2])
+            model.logits(model(mixed_step(np.array(queries, np.int32), layout), caches)[:2])
+        self._decode(model, layout, caches, self._graphs[:1])
+
+    def larger(self) -> None:
+        """Decode steps of more rows."""
+        self._decode(*self._model(), self._graphs[1:])
 
     def sampling(self) -> None:
         """The kernels that requests with a temperature need."""
@@ -94,10 +104,11 @@ class DryRun:
         none = np.zeros(2, np.int32)
         draw(logits, DrawParams(one, one, torch.empty(2, dtype=torch.int32, device=META), one, one, none, none))
 
-    def _decode(self, model: DecoderModel, layout: KVLayout, caches: list[Tensor]) -> None:
+    def _decode(self, model: DecoderModel, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
+        if not sizes:
+            return
         table: Any = _Table(self._max_num_seqs, layout)
         weights = read_weights(model, caches)
-        sizes = self._graphs
         inputs = torch.empty(2, sizes[-1], dtype=torch.int32, device=META)
         ids = torch.empty(sizes[-1], dtype=torch.int32, device=META)
         for size, span in itertools.product(sizes, SPANS[:1]):
@@ -136,6 +147,7 @@ def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None
     table = empty(len(queries), -(-longest // layout.block_size), dtype=torch.int32)
     group = GroupInputs(empty(tokens), table, plan)
     return StepInputs(
-        empty(tokens), empty(tokens), empty(len(queries) + 1, dtype=torch.int32), empty(len(queries), dtype=torch.int32),
+        empty(tokens), empty(tokens), empty(len(queries) + 1, dtype=torch.int32), empty(len(queries),
+        dtype=torch.int32),
         empty(len(queries)), (group,) * len(layout.groups), int(queries.max()), longest, starts, queries,
     )  # fmt: skip

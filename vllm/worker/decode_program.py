@@ -7,7 +7,9 @@ pre-norm blocks with RMS norms, rotary attention over one KV group, a gated SiLU
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +42,9 @@ MAX_ROWS = 64  # with more, cuBLAS reads the weights as fast as our own products
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer: weights [out, in], the norms before attention and MLP (offset included), and the attention's constants."""
+    """One layer: weights [out, in], the norms before attention and MLP (offset included), and the attention's
+    constants.
+    """
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -64,7 +68,7 @@ class ProgramWeights:
     vocab_size: int
 
 
-def _plain(linear: nn.Module, mode: int) -> Tensor | None:
+def _plain(linear: Any, mode: int) -> Tensor | None:
     """The linear layer's weight if it is an ordinary one that the kernels can read."""
     if not isinstance(linear.method, UnquantizedLinearMethod) or linear.packed is not None or linear.skip_bias_add:
         return None
@@ -72,7 +76,9 @@ def _plain(linear: nn.Module, mode: int) -> Tensor | None:
 
 
 def _usual_norm(norm: Norm | None, eps: float | None = None) -> bool:
-    return norm is not None and norm.kind == "rms" and norm.weight and not norm.bias and (eps is None or norm.eps == eps)
+    return (
+        norm is not None and norm.kind == "rms" and norm.weight and not norm.bias and (eps is None or norm.eps == eps)
+    )
 
 
 def _usual_attention(attn: Attn) -> bool:
@@ -105,7 +111,8 @@ def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | 
     if not supports(model.head.weight.data, ARGMAX):
         return None
     layers = []
-    for block, cache in zip(model.blocks, kv_caches, strict=True):
+    blocks: Iterable[Any] = model.blocks
+    for block, cache in zip(blocks, kv_caches, strict=True):
         attn, ffn = block.attn, block.ffn
         products = (
             _plain(attn.qkv, STORE),
@@ -229,8 +236,8 @@ class DecodeProgram:
         self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
 
     def run(self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden: [rows, hidden]
-        receives the normalised last hidden states."""
+        """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden:
+        [rows, hidden] receives the normalised last hidden states."""
         run = self._run_few if self.rows <= MAX_ROWS else self._run_many
         run(table, token_ids, hidden)
 
@@ -270,7 +277,15 @@ class DecodeProgram:
         down_tiles, o_tiles = self._products[0][3].tiles, self._products[0][1].tiles
         rows, tokens = self._attention_rows(table), table.tokens
         embed_rows(
-            self._slots, self._positions, tokens, w.embedding, w.layers[0].attn_norm, s.h, attn_in, before_attn, down_tiles
+            self._slots,
+            self._positions,
+            tokens,
+            w.embedding,
+            w.layers[0].attn_norm,
+            s.h,
+            attn_in,
+            before_attn,
+            down_tiles,
         )
         for i, (layer, (qkv, o, gate_up, down)) in enumerate(zip(w.layers, self._products, strict=True)):
             after = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.final_norm
@@ -284,6 +299,7 @@ class DecodeProgram:
         if token_ids is not None:
             run_product(self._head, s, attn_in, attn_in, squares_in=(before_attn, down_tiles), pdl=pdl)
             choose_tokens(
-                self._slots, self._positions, s.best, s.best_at, s.sums, self._head.tiles, w.vocab_size, tokens, token_ids,
+                self._slots, self._positions, s.best, s.best_at, s.sums, self._head.tiles, w.vocab_size, tokens,
+                token_ids,
                 pdl=pdl,
             )  # fmt: skip

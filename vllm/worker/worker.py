@@ -150,7 +150,7 @@ class Worker:
 
         sizes = self.config.compilation_config.cudagraph_capture_sizes
         longest = self.config.model_config.max_seq_len_to_capture
-        runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE)
+        runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE, self._compiling)
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""

@@ -19,7 +19,9 @@ class Batch:
 def make_batch(
     query_lens, seq_lens, heads, kv_heads, head_dim, block_size, dtype=torch.float32, window=None, device="cpu", seed=0
 ):
-    """Requests of `query_lens` new tokens that end sequences of `seq_lens`. Blocks behind `window` are the null block."""
+    """Requests of `query_lens` new tokens that end sequences of `seq_lens`. Blocks behind `window` are the null
+    block.
+    """
     rng = torch.Generator().manual_seed(seed)
     blocks = [-(-n // block_size) for n in seq_lens]
     order = (torch.randperm(sum(blocks), generator=rng) + 1).tolist()
@@ -32,7 +34,9 @@ def make_batch(
             if p % block_size == 0:
                 table[r, p // block_size] = order.pop()
             if p >= first:
-                cache[:, table[r, p // block_size], :, p % block_size] = torch.randn(2, kv_heads, head_dim, generator=rng)
+                cache[:, table[r, p // block_size], :, p % block_size] = torch.randn(
+                    2, kv_heads, head_dim, generator=rng
+                )
             if p >= n - m:
                 slots.append(int(table[r, p // block_size]) * block_size + p % block_size)
                 positions.append(p)

@@ -115,7 +115,9 @@ def test_splits_grow_with_idle_processors_and_stop_at_short_shares():
 
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e5m2])
 def test_long_queries_read_gathered_keys(cache_dtype):
-    batch = make_batch([260, 1, 30, 12], [260, 40, 100, 12], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16)
+    batch = make_batch(
+        [260, 1, 30, 12], [260, 40, 100, 12], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16
+    )
     lens = batch.step.host_seq_lens
     starts = ops.gather_starts(np.array([260, 1, 30, 12]), lens)
     assert starts.tolist() == [0, 260, 260, 360, 360]

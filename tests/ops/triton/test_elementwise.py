@@ -14,8 +14,12 @@ def test_norms_match_the_references(dim, dtype):
     x, w, b = torch.randn(5, dim).to(dtype), torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     for weight in (w, None):
-        torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5, 1.0), norm_ops.rms_norm.reference(x, weight, 1e-5, 1.0), **close)
-        torch.testing.assert_close(norm.layer_norm(x, weight, b, 1e-5), norm_ops.layer_norm.reference(x, weight, b, 1e-5), **close)
+        torch.testing.assert_close(
+            norm.rms_norm(x, weight, 1e-5, 1.0), norm_ops.rms_norm.reference(x, weight, 1e-5, 1.0), **close
+        )
+        torch.testing.assert_close(
+            norm.layer_norm(x, weight, b, 1e-5), norm_ops.layer_norm.reference(x, weight, b, 1e-5), **close
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -42,6 +46,8 @@ def test_norm_of_heads_inside_a_fused_projection():
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_activations_match_the_references(kind):
     x = torch.randn(3, 2, 1030) * 4
-    torch.testing.assert_close(activation.activate(x, kind), activation_ops.activate.reference(x, kind), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        activation.activate(x, kind), activation_ops.activate.reference(x, kind), rtol=1e-4, atol=1e-5
+    )
     got = activation.activate_gated(x, kind)
     torch.testing.assert_close(got, activation_ops.activate_gated.reference(x, kind), rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ from __future__ import annotations
 def register(device_type: str = "cuda") -> None:
     """Make every op run its kernel for tensors on `device_type`. Imports triton, so call it only where CUDA is used.
 
-    "meta" is for compiling ahead: kernels are then launched on tensors without memory, in a process that does not run them.
+    "meta" is for compiling ahead: kernels are launched on tensors without memory, in a process that does not run them.
     """
     from vllm.ops.triton import activation, attention, draw, linear, norm, rotary
 

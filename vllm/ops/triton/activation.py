@@ -39,7 +39,9 @@ def _activate_kernel(x_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _gated_kernel(x_ptr, out_ptr, stride, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, blocks): activation(gate) is rounded to the model's dtype before it meets `up`, as in two operations."""
+    """Grid (rows, blocks): activation(gate) is rounded to the model's dtype before it meets `up`, as in two
+    operations.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * stride + i, mask=i < DIM, other=0.0).to(tl.float32)

@@ -25,13 +25,16 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @triton.jit
 def _walk(
-    m, l, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, hi, first, last,
+    m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, hi, first, last,
     qk_scale, cap, stride_block,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [lo, hi) (lo is a multiple of TILE); keys outside [first, last) are not read when MASKED."""
+    """Online softmax (m: maximum, z: normaliser) over keys [lo, hi), lo a multiple of TILE.
+
+    MASKED: keys outside [first, last) are not read.
+    """
     d = tl.arange(0, DP)
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         k_pos = start + tl.arange(0, TILE)
@@ -52,11 +55,10 @@ def _walk(
             k = tl.load(cache + base[None, :] + d[:, None], mask=d[:, None] < D, other=0.0)
             v = tl.load(cache + v_offset + base[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
         s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        s = s * qk_scale
         if SOFTCAP:
             # cap * tanh(s / cap) with tanh(x) = 2 * sigmoid(2 x) - 1; qk_scale carries no log2(e) here
-            s = cap * (2.0 * tl.sigmoid(2.0 * s * qk_scale / cap) - 1.0) * 1.4426950408889634
-        else:
-            s = s * qk_scale
+            s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0) * 1.4426950408889634
         if ALIBI:
             s += slope[:, None] * (k_pos[None, :] - q_pos[:, None]).to(tl.float32)
         if MASKED:
@@ -67,10 +69,10 @@ def _walk(
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new[:, None])
-        l = l * alpha + tl.sum(p, 1)
+        z = z * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
-    return m, l, acc
+    return m, z, acc
 
 
 @triton.jit(do_not_specialize=["requests", "num_blocks", "stride_table"])
@@ -79,10 +81,11 @@ def _attend_kernel(
     requests, qk_scale, cap, v_scale, num_blocks, stride_block, stride_table, stride_q, stride_qh, stride_o,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SMALL: tl.constexpr,
-    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens. 
+    """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens.
     Else: grid (tiles, kv_heads), those of MIN_QUERY to MAX_QUERY tokens.
     """
     v_offset = num_blocks.to(tl.int64) * stride_block
@@ -142,19 +145,18 @@ def _attend_kernel(
         hi = tl.minimum(lo + share, last)
 
     m = tl.full([BM], -1.0e30, tl.float32)  # finite, so that a row without a visible key stays free of NaN
-    l = tl.zeros([BM], tl.float32)
+    z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     table = table_ptr + r.to(tl.int64) * stride_table
-    if WINDOW > 0:
-        bare = lo  # every tile is masked
-    else:
-        bare = lo + tl.maximum(tl.minimum(hi, first_pos + 1) - lo, 0) // TILE * TILE
-    m, l, acc = _walk(
-        m, l, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, bare, first, last, qk_scale, cap, stride_block,
+    bare = lo  # with a window every tile is masked
+    if WINDOW == 0:
+        bare += tl.maximum(tl.minimum(hi, first_pos + 1) - lo, 0) // TILE * TILE
+    m, z, acc = _walk(
+        m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, bare, first, last, qk_scale, cap, stride_block,
         D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, False, STAGES, PRECISION,
     )  # fmt: skip
-    m, l, acc = _walk(
-        m, l, acc, q, q_pos, slope, cache, v_offset, table, kv_head, bare, hi, first, last, qk_scale, cap, stride_block,
+    m, z, acc = _walk(
+        m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, bare, hi, first, last, qk_scale, cap, stride_block,
         D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION,
     )  # fmt: skip
 
@@ -163,9 +165,9 @@ def _attend_kernel(
         part = ((r * BQ + token) * (KV_HEADS * GROUP) + head) * SPLITS + split
         tl.store(part_ptr + part[:, None].to(tl.int64) * D + d[None, :], acc, mask=keep)
         tl.store(lse_ptr + part * 2, m, mask=ok)
-        tl.store(lse_ptr + part * 2 + 1, l, mask=ok)
+        tl.store(lse_ptr + part * 2 + 1, z, mask=ok)
     else:
-        out = acc / tl.maximum(l, 1.0e-30)[:, None] * v_scale
+        out = acc / tl.maximum(z, 1.0e-30)[:, None] * v_scale
         at = (start + token).to(tl.int64) * stride_o + head * D
         tl.store(out_ptr + at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=keep)
 
@@ -187,10 +189,10 @@ def _combine_kernel(
     d = tl.arange(0, DP)
     part = ((r * BQ + token) * HEADS + head) * SPLITS + s
     m = tl.load(lse_ptr + part * 2)
-    l = tl.load(lse_ptr + part * 2 + 1)
+    z = tl.load(lse_ptr + part * 2 + 1)
     acc = tl.load(part_ptr + part[:, None].to(tl.int64) * D + d[None, :], mask=d[None, :] < D, other=0.0)
     w = tl.exp2(m - tl.max(m, 0))
-    out = tl.sum(acc * w[:, None], 0) / tl.maximum(tl.sum(l * w, 0), 1.0e-30) * v_scale
+    out = tl.sum(acc * w[:, None], 0) / tl.maximum(tl.sum(z * w, 0), 1.0e-30) * v_scale
     at = (start + token).to(tl.int64) * stride_o + head * D
     tl.store(out_ptr + at + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
@@ -248,7 +250,13 @@ def _arguments(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepI
 
 
 def _launch_long(
-    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, out: Tensor, short: int,
+    q: Tensor,
+    kv_cache: Tensor,
+    params: AttentionParams,
+    step: StepInputs,
+    group: GroupInputs,
+    out: Tensor,
+    short: int,
     longest: int = 1 << 30,
 ) -> None:
     const = _common(q, kv_cache, params)
@@ -261,7 +269,8 @@ def _launch_long(
     _attend_kernel[(tiles, const["KV_HEADS"])](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, out, out,
         *_arguments(q, kv_cache, params, step, group),
-        BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLITS=1, SMALL=False, MIN_QUERY=short + 1, MAX_QUERY=longest,
+        BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLITS=1, SMALL=False, MIN_QUERY=short + 1,
+        MAX_QUERY=longest,
         STAGES=2, num_warps=4, **const,
     )  # fmt: skip
 
@@ -305,8 +314,9 @@ def choose_splits(programs: int, max_seq_len: int, window: int | None) -> int:
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _write_kernel(
-    k_ptr, v_ptr, cache, slots_ptr, inv_k_scale, inv_v_scale, num_blocks, stride_block, stride_k, stride_kh, stride_v, stride_vh,
-    KV_HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, LIMIT: tl.constexpr,
+    k_ptr, v_ptr, cache, slots_ptr, inv_k_scale, inv_v_scale, num_blocks, stride_block, stride_k, stride_kh,
+    stride_v, stride_vh, KV_HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens,): store one token's keys and values. LIMIT > 0: the largest magnitude of an fp8 cache."""
     token = tl.program_id(0).to(tl.int64)

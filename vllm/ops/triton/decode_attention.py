@@ -18,10 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
     eps, offset, scale_log2, num_blocks, stride_block, stride_table,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr,
+    TILE: tl.constexpr,
     SPLITS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, SPLITS, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head, padded."""
+    """Grid (KV_HEADS, SPLITS, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head,
+    padded.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     kv_head = tl.program_id(0)
@@ -61,7 +64,7 @@ def _decode_kernel(
     qb = (q2 * cos[None, :] + q1 * sin[None, :]).to(qkv.dtype.element_ty)
 
     m = tl.full([GP], -1.0e30, tl.float32)
-    l = tl.zeros([GP], tl.float32)
+    z = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
     if split == active - 1:  # the share that ends with the new token
         k_at = fused + (HEADS + kv_head) * D + c
@@ -81,7 +84,7 @@ def _decode_kernel(
         same = tl.sum(qa.to(tl.float32) * ka.to(tl.float32)[None, :], 1)
         same += tl.sum(qb.to(tl.float32) * kb.to(tl.float32)[None, :], 1)
         m = same * scale_log2
-        l += 1.0
+        z += 1.0
         acc += v_new.to(tl.float32)[None, :]
     t = tl.arange(0, TILE)
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
@@ -98,17 +101,17 @@ def _decode_kernel(
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new[:, None])
-        l = l * alpha + tl.sum(p, 1)
+        z = z * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         m = m_new
     head_out = out + row.to(tl.int64) * (HEADS * D) + kv_head * GROUP * D
     if active == 1:
-        tl.store(head_out + g[:, None] * D + d[None, :], (acc / l[:, None]).to(out.dtype.element_ty), mask=in_g)
+        tl.store(head_out + g[:, None] * D + d[None, :], (acc / z[:, None]).to(out.dtype.element_ty), mask=in_g)
         return
     first = (row * KV_HEADS + kv_head) * SPLITS * GROUP
     mine = first + split * GROUP + g
-    tl.store(part + mine[:, None].to(tl.int64) * D + d[None, :], acc / l[:, None], mask=in_g)
-    tl.store(lse + mine, m + tl.log2(l), mask=g < GROUP)
+    tl.store(part + mine[:, None].to(tl.int64) * D + d[None, :], acc / z[:, None], mask=in_g)
+    tl.store(lse + mine, m + tl.log2(z), mask=g < GROUP)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel")
     if before != active - 1:
@@ -124,7 +127,10 @@ def _decode_kernel(
             at = first + here * GROUP + i
             weight = tl.load(lse + at, mask=here < active, other=-float("inf"), cache_modifier=".cg")
             value = tl.load(
-                part + at[:, None].to(tl.int64) * D + d[None, :], mask=here[:, None] < active, other=0.0, cache_modifier=".cg"
+                part + at[:, None].to(tl.int64) * D + d[None, :],
+                mask=here[:, None] < active,
+                other=0.0,
+                cache_modifier=".cg",
             )
             new_peak = tl.maximum(peak, tl.max(weight, 0))
             weight = tl.exp2(weight - new_peak)
@@ -151,7 +157,8 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of a step. slots: [rows] int32, below 0 for padding; positions: [rows] int32 of the new tokens; table: [slots, blocks].
+    """Rows of a step. slots: [rows] int32, below 0 for padding; positions: [rows] int32 of the new tokens; table:
+    [slots, blocks].
 
     part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
     """
@@ -169,7 +176,9 @@ class DecodeRows:
 
 
 def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False) -> None:
-    """qkv: [rows, (heads + 2 * kv_heads) * head_dim] -> out: [rows, heads * head_dim]; the cache receives the new token."""
+    """qkv: [rows, (heads + 2 * kv_heads) * head_dim] -> out: [rows, heads * head_dim]; the cache receives the new
+    token.
+    """
     _, _, kv_heads, block_size, head_dim = a.cache.shape
     extra = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](

@@ -1,17 +1,18 @@
-"""Triton products for a handful of rows, with what precedes and follows them folded in: the linear maps of a decode step.
+"""Triton products for a handful of rows, with what precedes and follows them folded in: the linear maps of a decode
+step.
 
-Reading the weights once is the whole cost, so that nothing else may touch memory between two products. The RMS norm before
-a product is split: the kernel that writes the residual stream h also writes h * norm_weight and, per tile of outputs, the
-sum of squares; the next product multiplies by 1 / rms in its epilogue. Epilogues (MODE):
+Reading the weights once is the whole cost, so that nothing else may touch memory between two products. The RMS norm
+before a product is split: the kernel that writes the residual stream h also writes h * norm_weight and, per tile of
+outputs, the sum of squares; the next product multiplies by 1 / rms in its epilogue. Epilogues (MODE):
 
   STORE     out = y
   SILU      out = silu(gate) * up, where the weight's second half of rows is `up`
   RESIDUAL  h += y; scaled = h * next norm's weight; squares[row, tile] = sum of h^2 over the tile
   ARGMAX    per tile the maximum of y, its index and the sum of y (which tells whether all of them are finite)
 
-With PDL (programmatic dependent launch) a kernel starts while the one before it still runs: it lets its own successor start
-at once, reads what does not depend on anybody, then waits. Every program waits, also those without work: a kernel must not
-be complete before its predecessors are.
+With PDL (programmatic dependent launch) a kernel starts while the one before it still runs: it lets its own
+successor start at once, reads what does not depend on anybody, then waits. Every program waits, also those without
+work: a kernel must not be complete before its predecessors are.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def _gemv_kernel(
     a = tl.load(rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
     if MODE == 1:
         up_rows = rows + N * K
-        b = tl.load(up_rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+        b = tl.load(
+            up_rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first"
+        )
     if PDL:
         gdc_wait()
     xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
@@ -68,9 +71,13 @@ def _gemv_kernel(
         up = b.to(tl.float32) * xv[None, :]
     for start in tl.range(BK, K, BK, loop_unroll_factor=UNROLL):
         at = start + k
-        a = tl.load(rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first")
+        a = tl.load(
+            rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first"
+        )
         if MODE == 1:
-            b = tl.load(up_rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first")
+            b = tl.load(
+                up_rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first"
+            )
         xv = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
         acc += a.to(tl.float32) * xv[None, :]
         if MODE == 1:
@@ -105,8 +112,9 @@ def _gemv_kernel(
 
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _skinny_kernel(
-    x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, M,
-    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
+    sums, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +185,9 @@ def _skinny_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut. `vector`: the kernel for one row; `split` and `stages` belong to the other, `unroll` to it."""
+    """How a product is cut. `vector`: the kernel for one row; `split` and `stages` belong to the other, `unroll` to
+    it.
+    """
 
     vector: bool
     rows: int  # BN, outputs a program
@@ -274,7 +284,9 @@ def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     if mode == SILU:
         small = outputs <= 8192
         return _fitting(Tiling(False, 32 if small else 64, 128, 4, stages=6 if small else 4), inputs)
-    return _fitting(Tiling(False, 64, 128, 4, stages=4) if inputs >= 2048 else Tiling(False, 128, 64, 4, stages=3), inputs)
+    return _fitting(
+        Tiling(False, 64, 128, 4, stages=4) if inputs >= 2048 else Tiling(False, 128, 64, 4, stages=3), inputs
+    )
 
 
 def _fitting(t: Tiling, inputs: int) -> Tiling:
@@ -291,7 +303,9 @@ def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     if mode == SILU:
         return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
     if mode == RESIDUAL:
-        return Tiling(True, 4, min(2048, limit), 8) if outputs <= 2048 else Tiling(True, 8, min(512, limit), 4, unroll=2)
+        return (
+            Tiling(True, 4, min(2048, limit), 8) if outputs <= 2048 else Tiling(True, 8, min(512, limit), 4, unroll=2)
+        )
     return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 2, 2048, 4, unroll=2)
 
 

@@ -1,8 +1,8 @@
 """Triton kernels at both ends of a decode step: tokens in from the slot table, the most likely token out to it.
 
-The rows of a step are given by two vectors that the host uploads: `slots` [rows] int32, below 0 for padding, and `positions`
-[rows] int32, the index of the token that the row computes. That token's id stands in the slot table, where the step before
-wrote it, perhaps while the host was planning this one.
+The rows of a step are given by two vectors that the host uploads: `slots` [rows] int32, below 0 for padding, and
+`positions` [rows] int32, the index of the token that the row computes. That token's id stands in the slot table,
+where the step before wrote it, perhaps while the host was planning this one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _ARGMAX_BLOCK = 4096
 
 @triton.jit(do_not_specialize=["stride_tokens", "stride_table", "columns", "stride_out"])
 def _inputs_kernel(
-    slots_ptr, positions_ptr, tokens, table, token_ids, positions, seq_lens, mapping, block_table, stride_tokens, stride_table,
-    columns, stride_out, BS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
+    slots_ptr, positions_ptr, tokens, table, token_ids, positions, seq_lens, mapping, block_table, stride_tokens,
+    stride_table, columns, stride_out, BS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): one row's inputs for one KV group. Padding computes token 0 of the null block."""
     row = tl.program_id(0)
@@ -66,14 +66,18 @@ def _embed_kernel(
     slots_ptr, positions_ptr, tokens, embedding, weight, h, scaled, squares, stride_tokens, tiles,
     WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): the embedding of a row's token, times the first norm's weight, and its sum of squares (in part 0)."""
+    """Grid (rows,): the embedding of a row's token, times the first norm's weight, and its sum of squares (in part
+    0).
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     live = slot >= 0
-    token = tl.load(tokens + tl.where(live, slot, 0).to(tl.int64) * stride_tokens + tl.load(positions_ptr + row), mask=live, other=0)
+    token = tl.load(
+        tokens + tl.where(live, slot, 0).to(tl.int64) * stride_tokens + tl.load(positions_ptr + row), mask=live, other=0
+    )
     c = tl.arange(0, WP)
     e = tl.load(embedding + token.to(tl.int64) * WIDTH + c, mask=c < WIDTH, other=0.0)
     tl.store(h + row * WIDTH + c, e, mask=c < WIDTH)
@@ -97,7 +101,9 @@ def embed_rows(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _normalize_kernel(scaled, squares, out, tiles, eps, WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr):
+def _normalize_kernel(
+    scaled, squares, out, tiles, eps, WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr
+):
     """Grid (rows,): what the next product would multiply in its epilogue, done here: the model's last hidden state."""
     if PDL:
         gdc_launch_dependents()
@@ -145,9 +151,12 @@ def argmax_tiles(logits: Tensor, best: Tensor, best_at: Tensor, sums: Tensor) ->
 
 @triton.jit(do_not_specialize=["stride_tokens", "tiles", "vocab"])
 def _choose_kernel(
-    slots_ptr, positions_ptr, best, best_at, sums, tokens, out, stride_tokens, tiles, vocab, TP: tl.constexpr, PDL: tl.constexpr
+    slots_ptr, positions_ptr, best, best_at, sums, tokens, out, stride_tokens, tiles, vocab, TP: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows,): the lowest index of the maximum goes to the slot table and to `out`; -1 if the logits are not finite."""
+    """Grid (rows,): the lowest index of the maximum goes to the slot table and to `out`; -1 if the logits are not
+    finite.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -168,7 +177,8 @@ def _choose_kernel(
 
 
 def choose_tokens(
-    slots: Tensor, positions: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, vocab: int, tokens: Tensor,
+    slots: Tensor, positions: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, vocab: int, tokens:
+    Tensor,
     out: Tensor, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Second half of the argmax. out: [rows] int32, the id or -1; the id is also written behind each row's tokens."""

@@ -1,11 +1,13 @@
-"""Triton kernels of the draw: `vllm.worker.sample.draw.draw` without sorting and, as a rule, in two passes over the logits.
+"""Triton kernels of the draw: `vllm.worker.sample.draw.draw` without sorting and, as a rule, in two passes over the
+logits.
 
-The first kernel finds the maximum of every group of 64 neighbouring logits. The k-th largest of these maxima is a lower
-bound of the k-th largest logit, so that all of the first k stand in the few groups that reach it: 64 groups fit into the
-registers of one program, which cuts by top-k and top-p there, by bisection over the values. A nucleus that does not fit is
-found by the same bisection over the whole row.
+The first kernel finds the maximum of every group of 64 neighbouring logits. The k-th largest of these maxima is a
+lower bound of the k-th largest logit, so that all of the first k stand in the few groups that reach it: 64 groups fit
+into the registers of one program, which cuts by top-k and top-p there, by bisection over the values. A nucleus that
+does not fit is found by the same bisection over the whole row.
 
-Masses are integers, as in the reference, so that a row's token does not depend on the path, the batch or the order of sums.
+Masses are integers, as in the reference, so that a row's token does not depend on the path, the batch or the order
+of sums.
 """
 
 from __future__ import annotations
@@ -98,10 +100,13 @@ def _row_mass(logits, vocab, temperature, peak, min_p, CHUNK: tl.constexpr):
 
 @triton.jit
 def _draw_few(
-    logits, maxima, scratch, groups, vocab, temperature, peak, min_p, k, top_p, u, CHUNK: tl.constexpr, NP: tl.constexpr,
+    logits, maxima, scratch, groups, vocab, temperature, peak, min_p, k, top_p, u, CHUNK: tl.constexpr,
+    NP: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The draw within the groups of the largest maxima. Returns (token, 1), or (0, 0) if they may not hold all of it."""
+    """The draw within the groups of the largest maxima. Returns (token, 1), or (0, 0) if they may not hold all of
+    it.
+    """
     g = tl.arange(0, NP)
     in_row = g < groups
     tops = _key(tl.load(maxima + g, mask=in_row, other=-float("inf")))
@@ -243,8 +248,8 @@ def _draw_kernel(
         fits = 0
         if (k <= GROUPS) | (groups <= GROUPS):
             token, fits = _draw_few(
-                mine, maxima + row * groups, scratch + row * GROUPS, groups, VOCAB, temperature, peak, min_p, k, top_p, u,
-                CHUNK, NP, GROUP, GROUPS,
+                mine, maxima + row * groups, scratch + row * GROUPS, groups, VOCAB, temperature, peak, min_p, k,
+                top_p, u, CHUNK, NP, GROUP, GROUPS,
             )  # fmt: skip
         if fits == 0:
             token = _draw_many(mine, VOCAB, temperature, peak, min_p, k, top_p, u, CHUNK)
@@ -267,7 +272,8 @@ def draw(logits: Tensor, params: DrawParams) -> Tensor:
         logits, params.temperature, maxima, groups, VOCAB=vocab, GROUP=_GROUP, TILE=64, num_warps=4
     )
     _draw_kernel[(rows,)](
-        logits, maxima, scratch, params.temperature, params.min_p, params.top_k, params.top_p, params.uniform, out, groups,
+        logits, maxima, scratch, params.temperature, params.min_p, params.top_k, params.top_p, params.uniform, out,
+        groups,
         VOCAB=vocab, NP=triton.next_power_of_2(groups), CHUNK=chunk, GROUP=_GROUP, GROUPS=_GROUPS, num_warps=8,
     )  # fmt: skip
     return out

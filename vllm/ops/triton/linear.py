@@ -1,4 +1,4 @@
-"""Dense products on a GPU: cuBLAS, with fp32 out of it where fp32 is wanted."""
+"""Dense products on a GPU: cuBLAS, with fp32 out of it where fp32 is wanted. And what they are on "meta" tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.ops import embedding as embedding_ops
 from vllm.ops import linear as ops
 
 
@@ -18,5 +19,19 @@ def linear(x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.
     return out if bias is None else out + bias
 
 
+def shape_only(x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The result's shape and dtype, for "meta" tensors; torch's own way there imports sympy, which takes seconds."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+def embedding_shape_only(token_ids: Tensor, weight: Any) -> Tensor:
+    """`vllm.ops.embedding.embedding` for "meta" tensors."""
+    return weight.new_empty((*token_ids.shape, weight.shape[1]))
+
+
 def register(device_type: str) -> None:
-    ops.linear.register(device_type, linear)
+    if device_type == "meta":
+        ops.linear.register(device_type, shape_only)
+        embedding_ops.embedding.register(device_type, embedding_shape_only)
+    else:
+        ops.linear.register(device_type, linear)

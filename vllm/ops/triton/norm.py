@@ -17,7 +17,9 @@ def _norm_kernel(
     DIM: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, ADD: tl.constexpr, CENTER: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """RP rows a program. Row i of x starts at (i // inner) * stride_outer + (i % inner) * stride_inner; the rest is dense."""
+    """RP rows a program. Row i of x starts at (i // inner) * stride_outer + (i % inner) * stride_inner; the rest is
+    dense.
+    """
     row = tl.program_id(0).to(tl.int64) * RP + tl.arange(0, RP)[:, None]
     d = tl.arange(0, DP)[None, :]
     keep = (row < rows) & (d < DIM)
@@ -25,7 +27,9 @@ def _norm_kernel(
     h = h.to(tl.float32)
     if ADD:
         # the sum is rounded to the model's dtype before the norm reads it
-        total = (h + tl.load(residual_ptr + row * DIM + d, mask=keep, other=0.0).to(tl.float32)).to(out_ptr.dtype.element_ty)
+        total = (h + tl.load(residual_ptr + row * DIM + d, mask=keep, other=0.0).to(tl.float32)).to(
+            out_ptr.dtype.element_ty
+        )
         tl.store(residual_ptr + row * DIM + d, total, mask=keep)
         h = total.to(tl.float32)
     if CENTER:
@@ -39,7 +43,13 @@ def _norm_kernel(
 
 
 def _run(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, center: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    center: bool,
 ) -> Tensor:
     dim = x.shape[-1]
     # a view of a fused projection, [tokens, heads, head_dim], is read where it lies

@@ -1,8 +1,9 @@
 """Compiles kernels for a device in many processes at once, into Triton's disk cache, where the real launches find them.
 
-A kernel's variant is known only from a launch: dtypes, constants, divisibilities. So each process makes the very launches
-that will come, on tensors of the "meta" device, only remembers them, and compiles variants from that list, which is the
-same in all of them. The processes are forked, never touch the GPU, and need no more than its compute capability.
+A kernel's variant is known only from a launch: dtypes, constants, divisibilities. So each process makes the very
+launches that will come, on tensors of the "meta" device, only remembers them, and compiles variants from that list,
+which is the same in all of them. The processes are forked, never touch the GPU, and need no more than its compute
+capability.
 """
 
 from __future__ import annotations
@@ -85,21 +86,26 @@ def _kind(kernel: JITFunction, index: int, value: object) -> str:
 
 
 class _Progress:
-    """Numbers shared by the processes: which job is next, how many are needed first, and how many of those are done."""
+    """Numbers shared by the processes: which job is next, how many there are, and how many are done, first and in
+    all.
+    """
 
     def __init__(self) -> None:
         fork = multiprocessing.get_context("fork")
-        self.next_job, self.done = fork.Value("i", 0), fork.Value("i", 0)
-        self.needed = fork.Value("i", -1)
+        self.next_job, self.done_first, self.done = (fork.Value("i", 0) for _ in range(3))
+        self.first, self.total = (fork.Value("i", 1 << 30) for _ in range(2))
 
     def take(self) -> int:
+        """The index of a job that nobody has taken."""
         with self.next_job.get_lock():
             self.next_job.value += 1
-            return self.next_job.value - 1
+            return int(self.next_job.value) - 1
 
-    @property
-    def ready(self) -> bool:
-        return 0 <= self.needed.value <= self.done.value
+    def finish(self, index: int) -> None:
+        """A job is done."""
+        for counter in (self.done, self.done_first) if index < self.first.value else (self.done,):
+            with counter.get_lock():
+                counter.value += 1
 
 
 def _work(first: Sequence[DryRun], later: Sequence[DryRun], capability: int, progress: _Progress) -> None:
@@ -118,18 +124,18 @@ def _work(first: Sequence[DryRun], later: Sequence[DryRun], capability: int, pro
             with torch.inference_mode():
                 dry_run()
         groups.append(collector.take())
-    progress.needed.value = len(groups[0])
     jobs = groups[0] + groups[1]
+    progress.first.value, progress.total.value = len(groups[0]), len(jobs)
     while (index := progress.take()) < len(jobs):
         kernel, args, options = jobs[index]
+        start = time.perf_counter()
         try:
             compiled = run(kernel, *args, **{**options, "warmup": True})
             _build_launcher(compiled)
         except Exception as error:
             logger.debug("Compiling %s ahead failed: %s: %s", kernel.__name__, type(error).__name__, error)
-        if index < len(groups[0]):
-            with progress.done.get_lock():
-                progress.done.value += 1
+        progress.finish(index)
+        logger.debug("Compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
 
 
 def _build_launcher(compiled: Any) -> None:
@@ -158,10 +164,17 @@ class Precompilation:
         self._alive = False
 
     def wait(self) -> float:
-        """Until what is needed first has been compiled (or nobody is left to do it). Returns the seconds since the start."""
-        while self._alive and not self._progress.ready:
-            time.sleep(0.005)
+        """Until what is needed first has been compiled (or nobody is left to do it). Returns the seconds since the
+        start.
+        """
+        while self._alive and self._progress.done_first.value < self._progress.first.value:
+            time.sleep(0.002)
         return time.perf_counter() - self._begun
+
+    def finish(self) -> None:
+        """Until everything has been compiled (or nobody is left to do it)."""
+        while self._alive and self._progress.done.value < self._progress.total.value:
+            time.sleep(0.002)
 
 
 def precompile(

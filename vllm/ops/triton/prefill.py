@@ -1,8 +1,9 @@
-"""Triton attention of long prompts: keys and values gathered out of their blocks once, then read tile by tile through TMA.
+"""Triton attention of long prompts: keys and values gathered out of their blocks once, then read tile by tile
+through TMA.
 
 Tensor memory descriptors need rows at regular distances, which a paged cache has only within a block. Copying keys and
-values to consecutive rows costs a few microseconds per thousand tokens and pays itself back from a few hundred queries on.
-It also turns a float8 cache into the dtype of the queries.
+values to consecutive rows costs a few microseconds per thousand tokens and pays itself back from a few hundred
+queries on. It also turns a float8 cache into the dtype of the queries.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _prefill_kernel(
     row = first + tl.arange(0, BM)
     n = tl.arange(0, TILE)
     m = tl.full([BM], -1.0e30, tl.float32)
-    l = tl.zeros([BM], tl.float32)
+    z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     bare = (prefix + first + 1) // TILE * TILE  # keys below this are seen by every row
     last = prefix + tl.minimum(first + BM, query_len)
@@ -95,7 +96,7 @@ def _prefill_kernel(
         m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
         p = tl.exp2(s * qk_scale - m_new[:, None])
         alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
+        z = z * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = v_desc.load([kv_start + key, kv_head * D])
         acc = tl.dot(p.to(v.dtype), v, acc)
@@ -107,7 +108,7 @@ def _prefill_kernel(
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.sum(p, 1)
+        z = z * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         # rows behind the request belong to the next one, or to nobody: they are finite, because the gather wrote them
         v = v_desc.load([kv_start + key, kv_head * D])
@@ -115,7 +116,7 @@ def _prefill_kernel(
         m = m_new
     d = tl.arange(0, D)
     at = (start + row).to(tl.int64) * stride_o + head * D
-    out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc / z[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at[:, None] + d[None, :], out, mask=row[:, None] < query_len)
 
 
@@ -124,13 +125,23 @@ def can_gather(q: Tensor, kv_cache: Tensor, params: AttentionParams, plan: Gathe
     plain = params.window is None and params.softcap is None and params.alibi_slopes is None
     aligned = q.stride(-1) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0
     fits = q.shape[2] in (64, 128) and q.dtype in (torch.bfloat16, torch.float16)
-    return plan is not None and plain and aligned and fits and (kv_cache.dtype == q.dtype or kv_cache.dtype.itemsize == 1)
+    return (
+        plan is not None and plain and aligned and fits and (kv_cache.dtype == q.dtype or kv_cache.dtype.itemsize == 1)
+    )
 
 
 def attend_gathered(
-    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, plan: GatherPlan, out: Tensor
+    q: Tensor,
+    kv_cache: Tensor,
+    params: AttentionParams,
+    step: StepInputs,
+    group: GroupInputs,
+    plan: GatherPlan,
+    out: Tensor,
 ) -> Tensor:
-    """Attention of every request that `plan` gathers, in its rows of `out` [tokens, heads, head_dim] or of the result."""
+    """Attention of every request that `plan` gathers, in its rows of `out` [tokens, heads, head_dim] or of the
+    result.
+    """
     _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
     heads, requests = q.shape[1], step.seq_lens.shape[0]
     # a tile or a padded prompt may reach past the last gathered row, where memory must at least be finite
@@ -157,9 +168,7 @@ def attend_gathered(
     return out
 
 
-def _attend_runs(
-    q: Tensor, k: Tensor, v: Tensor, kv_heads: int, scale: float, plan: GatherPlan, out: Tensor
-) -> Tensor:
+def _attend_runs(q: Tensor, k: Tensor, v: Tensor, kv_heads: int, scale: float, plan: GatherPlan, out: Tensor) -> Tensor:
     """Plain causal attention through cuDNN, a quarter faster than ours on long prompts. Keys behind a query's own are
     hidden from it, so that what stands in the padding does not matter."""
     tokens, heads, head_dim = q.shape

@@ -81,7 +81,9 @@ def _rotate_kernel(
         v = tl.load(x_ptr + token * stride_t + (HEADS + KV_HEADS + g) * stride_h + d, mask=v_keep, other=0.0)
         if LIMIT > 0:
             v = tl.minimum(tl.maximum(v.to(tl.float32) * inv_v_scale, -LIMIT), LIMIT)
-        tl.store(dst + num_blocks.to(tl.int64) * stride_block + g * (BS * D) + d, v.to(cache.dtype.element_ty), mask=v_keep)
+        tl.store(
+            dst + num_blocks.to(tl.int64) * stride_block + g * (BS * D) + d, v.to(cache.dtype.element_ty), mask=v_keep
+        )
     if (ROTARY < D) & (NORM | CACHE):
         rest = tl.load(rows + tail, mask=tail_keep, other=0.0)
         if NORM:
@@ -157,5 +159,3 @@ def rotate_and_write_kv(
 def register(device_type: str) -> None:
     ops.rotate.register(device_type, rotate)
     ops.rotate_and_write_kv.register(device_type, rotate_and_write_kv)
-
-
