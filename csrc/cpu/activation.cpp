@@ -1,6 +1,7 @@
 // Activations of the feed-forward layers, plain and gated.
-#include "api.h"
-#include "parallel.h"
+#include <algorithm>
+
+#include "kernels.h"
 #include "simd.h"
 
 namespace {
@@ -63,39 +64,44 @@ void plain_row(T* out, const T* x, int64_t begin, int64_t end, F activate) {
 constexpr int64_t kPiece = 2048;
 
 template <class T, class F>
-void run(T* out, const T* x, int64_t rows, int64_t dim, int64_t x_stride, bool gated, F activate) {
-    const int64_t pieces = (dim + kPiece - 1) / kPiece;
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows * dim))
-    for (int64_t task = 0; task < rows * pieces; task++) {
-        const int64_t row = task / pieces, begin = task % pieces * kPiece;
-        const int64_t end = begin + kPiece < dim ? begin + kPiece : dim;
-        const T* from = x + row * x_stride;
-        if (gated) {
-            gated_row(out + row * dim, from, from + dim, begin, end, activate);
-        } else {
-            plain_row(out + row * dim, from, begin, end, activate);
+void run(Team& team, const ActivationArguments& a, F activate) {
+    const int64_t pieces = (a.dim + kPiece - 1) / kPiece;
+    team.share(a.rows * pieces, team.grain(a.rows * pieces, 4), [&](int64_t task, int64_t last) {
+        for (; task < last; task++) {
+            const int64_t row = task / pieces, begin = task % pieces * kPiece, end = std::min(begin + kPiece, a.dim);
+            const T* from = (const T*)a.x + row * a.x_stride;
+            T* to = (T*)a.out + row * a.dim;
+            if (a.gated) {
+                gated_row(to, from, from + a.dim, begin, end, activate);
+            } else {
+                plain_row(to, from, begin, end, activate);
+            }
         }
-    }
+    });
 }
 
 }  // namespace
 
-// x: [rows, gated ? 2 dim : dim], rows x_stride elements apart; out: [rows, dim], which may be x when not gated. Returns kOk, or kUnknownType for an unknown dtype or kind.
-VLLM_API int vllm_activate(void* out, const void* x, int64_t rows, int64_t dim, int64_t x_stride, int32_t gated,
-                             int32_t kind, int32_t dtype) {
-    int status = 0;
-    const bool known = with_type(dtype, [&](auto type) {
+bool activate(Team& team, const ActivationArguments& a, int32_t dtype) {
+    bool known = true;
+    return with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        T* to = (T*)out;
-        const T* from = (const T*)x;
-        switch (kind) {
-            case kSilu: run(to, from, rows, dim, x_stride, gated != 0, silu); break;
-            case kGelu: run(to, from, rows, dim, x_stride, gated != 0, gelu); break;
-            case kGeluTanh: run(to, from, rows, dim, x_stride, gated != 0, gelu_tanh); break;
-            case kRelu: run(to, from, rows, dim, x_stride, gated != 0, relu); break;
-            case kRelu2: run(to, from, rows, dim, x_stride, gated != 0, relu2); break;
-            default: status = 1;
+        switch (a.kind) {
+            case kSilu: run<T>(team, a, silu); break;
+            case kGelu: run<T>(team, a, gelu); break;
+            case kGeluTanh: run<T>(team, a, gelu_tanh); break;
+            case kRelu: run<T>(team, a, relu); break;
+            case kRelu2: run<T>(team, a, relu2); break;
+            default: known = false;
         }
+    }) && known;
+}
+
+// Returns kOk, or kUnknownType for an unknown dtype or kind.
+VLLM_API int vllm_activate(void* out, const void* x, int64_t rows, int64_t dim, int64_t x_stride, int32_t gated,
+                           int32_t kind, int32_t dtype) {
+    const ActivationArguments a = {out, x, rows, dim, x_stride, gated, kind};
+    return guarded([&] {
+        return run_kernel(threads_for(rows * dim), 1, [&](Team& team) { return activate(team, a, dtype); });
     });
-    return known ? status : 1;
 }

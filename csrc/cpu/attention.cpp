@@ -6,11 +6,8 @@
 // segments begin at fixed positions of the sequence: a token's result depends on its own request up to that token only - not
 // on the batch, on how its prompt was cut into chunks, or on the number of threads.
 #include <algorithm>
-#include <new>
-#include <vector>
 
-#include "api.h"
-#include "parallel.h"
+#include "kernels.h"
 #include "scratch.h"
 #include "simd.h"
 #include "transpose.h"
@@ -123,15 +120,6 @@ struct Sums {
     }
 };
 
-// One tile: `tokens` query tokens from `first` of a request, one kv head.
-struct Tile {
-    int64_t request, kv_head, first, tokens;
-    int64_t begin, end;  // keys that some row sees: [begin, end)
-    int64_t rows;        // tokens * group
-    int64_t segments() const { return end == 0 ? 0 : (end - 1) / kSegment - begin / kSegment + 1; }
-    int64_t cost() const { return rows * (end - begin); }
-};
-
 // A thread's buffers for one tile.
 template <class Math>
 struct Workspace {
@@ -199,8 +187,10 @@ class Attention {
         }
     }
 
-    // The tile's queries, as the products want them.
+    // The tile's queries, as the products want them. The first to be called for a claimed piece: before that, other threads may be
+    // elsewhere already and use this memory.
     void load_queries(const Tile& tile) {
+        std::fill_n(w_.zeros, c_.head_dim, Stored{});
         std::fill_n((float*)w_.q, (tile.rows + kRows) * shape_.key_steps, 0.0f);
         for (int64_t row = 0; row < tile.rows; row++) {
             const int64_t at = query_offset(tile, row, c_.q_stride);
@@ -455,110 +445,124 @@ class Attention {
     const int64_t group_;
 };
 
-std::vector<Tile> make_tiles(const AttentionCall& c) {
+int64_t segments_of(const Tile& tile) {
+    return tile.end == 0 ? 0 : (tile.end - 1) / kSegment - tile.begin / kSegment + 1;
+}
+
+// A thread's part of the scratch memory, and the sums of one tile's part.
+template <class Math>
+int64_t workspace_bytes(const Shape<Math>& shape, int64_t max_rows) {
+    Workspace<Math> counted;
+    return round_up(Workspace<Math>::layout(&counted, nullptr, shape, max_rows), 4096);
+}
+
+template <class Math>
+int64_t part_floats(const Shape<Math>& shape, int64_t max_rows) {
+    return Sums::floats(max_rows + kRows, shape.padded_dim);
+}
+
+template <class Math>
+void run(Team& team, const AttentionCall& c, const AttentionPlan& plan, char* scratch) {
+    const Shape<Math> shape(c.head_dim);
+    const int64_t bytes = workspace_bytes(shape, plan.max_rows), floats = part_floats(shape, plan.max_rows);
+    float* sums = (float*)(scratch + bytes * team.threads());
+    Workspace<Math> w;
+    Workspace<Math>::layout(&w, scratch + bytes * team.thread(), shape, plan.max_rows);
+    Attention<Math> attention(c, w);
+    auto sums_of = [&](int64_t part, const Tile& tile) { return Sums(sums + part * floats, tile.rows, shape.padded_dim); };
+    if (plan.parts.empty()) {
+        team.share(int64_t(plan.tiles.size()), 1, [&](int64_t t, int64_t) { attention.tile(plan.tiles[size_t(t)]); });
+        return;
+    }
+    team.share(int64_t(plan.parts.size()), 1, [&](int64_t p, int64_t) {
+        const TilePart& part = plan.parts[size_t(p)];
+        const Tile& tile = plan.tiles[size_t(part.tile)];
+        attention.load_queries(tile);
+        attention.segment(tile, part.begin, part.end, sums_of(p, tile));
+    });
+    team.share(int64_t(plan.tiles.size()), 1, [&](int64_t t, int64_t) {
+        const Tile& tile = plan.tiles[size_t(t)];
+        const Sums total(w.total, tile.rows, shape.padded_dim);
+        total.clear(tile.rows, shape.padded_dim);
+        for (int64_t p = plan.first_part[size_t(t)]; p < plan.first_part[size_t(t) + 1]; p++) {
+            total.merge(sums_of(p, tile), tile.rows, shape.padded_dim);
+        }
+        attention.write_out(tile, total);
+    });
+}
+
+// Calls body with the arithmetic that the call's types take.
+template <class Body>
+bool with_math(const AttentionCall& c, Body&& body) {
+    if (c.dtype < kFloat32 || c.dtype > kFloat16) return false;
+#if defined(__AVX512BF16__)
+    if (c.dtype == kBFloat16 && c.cache_dtype == kBFloat16) {
+        body(DotMath{});
+        return true;
+    }
+#endif
+    return with_type(c.cache_dtype, [&](auto type) { body(FloatMath<decltype(type)>{}); });
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const AttentionCall& c, int threads) {
     const int64_t group = c.heads / c.kv_heads, tile_tokens = std::max<int64_t>(1, kTileRows / group);
-    std::vector<Tile> tiles;
+    AttentionPlan plan;
+    int64_t segments = 0;
     for (int64_t r = 0; r < c.requests; r++) {
         const int64_t queries = c.query_starts[r + 1] - c.query_starts[r], before = c.seq_lens[r] - queries;
         for (int64_t first = 0; first < queries; first += tile_tokens) {
             const int64_t tokens = std::min(tile_tokens, queries - first), end = before + first + tokens;
             const int64_t begin = c.window ? std::max<int64_t>(0, before + first - c.window + 1) : 0;
-            for (int64_t h = 0; h < c.kv_heads; h++) tiles.push_back({r, h, first, tokens, begin, end, tokens * group});
+            const Tile tile = {r, 0, first, tokens, begin, end, tokens * group};
+            for (int64_t h = 0; h < c.kv_heads; h++) {
+                plan.tiles.push_back(tile);
+                plan.tiles.back().kv_head = h;
+            }
+            plan.max_rows = std::max(plan.max_rows, tile.rows);
+            plan.cost += tile.cost() * c.kv_heads;
+            segments = std::max(segments, segments_of(tile));
         }
     }
     // The longest first, so that threads finish together.
-    std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.cost() > b.cost(); });
-    return tiles;
-}
-
-// Every tile's segments as separate tasks, then the merges: for few long tiles.
-template <class Math>
-void run_split(const AttentionCall& c, const std::vector<Tile>& tiles, char* memory, int64_t bytes, int64_t max_rows, int threads) {
-    struct Part {
-        int64_t tile, begin, end, sums;
-    };
-    const Shape<Math> shape(c.head_dim);
-    const int64_t floats = Sums::floats(max_rows + kRows, shape.padded_dim);
-    std::vector<Part> parts;
-    std::vector<int64_t> first_part;
-    for (size_t t = 0; t < tiles.size(); t++) {
-        first_part.push_back(int64_t(parts.size()));
-        for (int64_t begin = tiles[t].begin; begin < tiles[t].end;) {
-            const int64_t end = std::min(tiles[t].end, (begin / kSegment + 1) * kSegment);
-            parts.push_back({int64_t(t), begin, end, int64_t(parts.size()) * floats});
+    std::stable_sort(plan.tiles.begin(), plan.tiles.end(), [](const Tile& a, const Tile& b) { return a.cost() > b.cost(); });
+    if (segments <= 1 || int64_t(plan.tiles.size()) >= 4 * threads) return plan;
+    // Few long tiles: every segment of every tile is a task of its own, merged afterwards.
+    for (size_t t = 0; t < plan.tiles.size(); t++) {
+        plan.first_part.push_back(int64_t(plan.parts.size()));
+        for (int64_t begin = plan.tiles[t].begin; begin < plan.tiles[t].end;) {
+            const int64_t end = std::min(plan.tiles[t].end, (begin / kSegment + 1) * kSegment);
+            plan.parts.push_back({int64_t(t), begin, end});
             begin = end;
         }
     }
-    first_part.push_back(int64_t(parts.size()));
-    std::vector<float> sums(parts.size() * size_t(floats));
-#pragma omp parallel num_threads(threads)
-    {
-        Workspace<Math> w;
-        Workspace<Math>::layout(&w, memory + omp_get_thread_num() * bytes, shape, max_rows);
-        std::fill_n(w.zeros, c.head_dim, typename Math::Stored{});
-        Attention<Math> attention(c, w);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t p = 0; p < parts.size(); p++) {
-            const Tile& tile = tiles[size_t(parts[p].tile)];
-            attention.load_queries(tile);
-            attention.segment(tile, parts[p].begin, parts[p].end, Sums(sums.data() + parts[p].sums, tile.rows, shape.padded_dim));
-        }
-#pragma omp for schedule(static)
-        for (size_t t = 0; t < tiles.size(); t++) {
-            const Sums total(w.total, tiles[t].rows, shape.padded_dim);
-            total.clear(tiles[t].rows, shape.padded_dim);
-            for (int64_t p = first_part[t]; p < first_part[t + 1]; p++) {
-                total.merge(Sums(sums.data() + parts[size_t(p)].sums, tiles[t].rows, shape.padded_dim), tiles[t].rows,
-                            shape.padded_dim);
-            }
-            attention.write_out(tiles[t], total);
-        }
-    }
+    plan.first_part.push_back(int64_t(plan.parts.size()));
+    return plan;
 }
 
-template <class Math>
-void run(const AttentionCall& c) {
-    thread_local Scratch scratch;
-    const std::vector<Tile> tiles = make_tiles(c);
-    if (tiles.empty()) return;
-    int64_t max_rows = 0, cost = 0, segments = 0;
-    for (const Tile& tile : tiles) {
-        max_rows = std::max(max_rows, tile.rows);
-        cost += tile.cost();
-        segments = std::max(segments, tile.segments());
-    }
-    const Shape<Math> shape(c.head_dim);
-    const int threads = threads_for(cost * c.head_dim);
-    Workspace<Math> counted;
-    const int64_t bytes = round_up(Workspace<Math>::layout(&counted, nullptr, shape, max_rows), 4096);
-    char* memory = (char*)scratch.reserve(size_t(bytes * threads));
-    if (segments > 1 && int64_t(tiles.size()) < 4 * threads) return run_split<Math>(c, tiles, memory, bytes, max_rows, threads);
-#pragma omp parallel num_threads(threads)
-    {
-        Workspace<Math> w;
-        Workspace<Math>::layout(&w, memory + omp_get_thread_num() * bytes, shape, max_rows);
-        std::fill_n(w.zeros, c.head_dim, typename Math::Stored{});
-        Attention<Math> attention(c, w);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t t = 0; t < tiles.size(); t++) attention.tile(tiles[t]);
-    }
+size_t attention_scratch_bytes(const AttentionCall& call, const AttentionPlan& plan, int threads) {
+    size_t bytes = 0;
+    with_math(call, [&](auto math) {
+        const Shape<decltype(math)> shape(call.head_dim);
+        bytes = size_t(workspace_bytes(shape, plan.max_rows) * threads +
+                       int64_t(plan.parts.size()) * part_floats(shape, plan.max_rows) * int64_t(sizeof(float)));
+    });
+    return bytes;
 }
 
-}  // namespace
+bool attend(Team& team, const AttentionCall& call, const AttentionPlan& plan, void* scratch) {
+    return with_math(call, [&](auto math) { run<decltype(math)>(team, call, plan, (char*)scratch); });
+}
 
 // Causal: the last of a request's query tokens sits at seq_len - 1. Returns kOk, kUnknownType or kOutOfMemory.
 VLLM_API int vllm_attend(const AttentionCall* call) {
-    if (call->dtype < kFloat32 || call->dtype > kFloat16) return kUnknownType;
-    try {
-#if defined(__AVX512BF16__)
-        if (call->dtype == kBFloat16 && call->cache_dtype == kBFloat16) {
-            run<DotMath>(*call);
-            return kOk;
-        }
-#endif
-        const bool known = with_type(call->cache_dtype, [&](auto type) { run<FloatMath<decltype(type)>>(*call); });
-        return known ? kOk : kUnknownType;
-    } catch (const std::bad_alloc&) {
-        return kOutOfMemory;
-    }
+    return guarded([&] {
+        thread_local Scratch scratch;
+        const AttentionPlan plan = plan_attention(*call, omp_get_max_threads());
+        if (plan.tiles.empty()) return kOk;
+        const int threads = threads_for(plan.cost * call->head_dim);
+        void* memory = scratch.reserve(attention_scratch_bytes(*call, plan, threads));
+        return run_kernel(threads, 2, [&](Team& team) { return attend(team, *call, plan, memory); });
+    });
 }

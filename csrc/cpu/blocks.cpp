@@ -1,9 +1,9 @@
 // A run of decoder layers in one call: the same functions in the same order as the layers' Python code, so the same bits,
-// without some ten calls from Python per layer.
+// without some ten calls from Python and parallel regions per layer.
 #include <algorithm>
-#include <new>
+#include <vector>
 
-#include "api.h"
+#include "kernels.h"
 #include "number.h"
 #include "scratch.h"
 
@@ -58,97 +58,157 @@ constexpr int64_t kFeedForwardTokens = 512;
 
 int64_t bytes_of(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-class Runner {
-  public:
-    explicit Runner(const BlocksCall& call) : c_(call), element_(bytes_of(call.dtype)) {}
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-    int run() {
-        for (int64_t i = 0; i < c_.count && status_ == kOk; i++) {
+AttentionCall attention_call(const BlocksCall& c, const BlockWeights& b) {
+    AttentionCall call = {};
+    call.cache = b.cache;
+    call.block_table = c.groups[b.group].block_table;
+    call.table_stride = c.groups[b.group].table_stride;
+    call.query_starts = c.query_starts;
+    call.seq_lens = c.seq_lens;
+    call.q_stride = b.qkv.out;
+    call.requests = c.requests;
+    call.heads = b.heads;
+    call.kv_heads = b.kv_heads;
+    call.head_dim = b.head_dim;
+    call.blocks = c.blocks;
+    call.block_size = c.block_size;
+    call.window = b.window;
+    call.scale = b.scale;
+    call.softcap = b.softcap;
+    call.v_scale = 1.0f;
+    call.dtype = c.dtype;
+    call.cache_dtype = c.cache_dtype;
+    return call;
+}
+
+// What all threads share: how the layers' attention is cut up, and working memory for the largest layer.
+class Preparation {
+  public:
+    Preparation(const BlocksCall& c, int threads) : call_(c) {
+        const size_t element = size_t(bytes_of(c.dtype));
+        const size_t part = size_t(std::min(c.tokens, kFeedForwardTokens));
+        size_t qkv = 0, context = 0, up = 0, activated = 0, scratch = 0;
+        for (int64_t i = 0; i < c.count; i++) {
+            const BlockWeights& b = c.layers[i];
+            const size_t plan = plan_of(b, threads);
+            plan_.push_back(plan);
+            qkv = std::max(qkv, aligned(size_t(c.tokens * b.qkv.out) * element));
+            context = std::max(context, aligned(size_t(c.tokens * b.o.in) * element));
+            up = std::max(up, aligned(part * size_t(b.up.out) * element));
+            activated = std::max(activated, aligned(part * size_t(b.down.in) * element));
+            scratch = std::max({scratch, linear_scratch_bytes(c.tokens, std::max(b.qkv.in, b.o.in)),
+                                linear_scratch_bytes(int64_t(part), std::max(b.up.in, b.down.in)),
+                                attention_scratch_bytes(attention_call(c, b), plans_[plan].plan, threads)});
+        }
+        thread_local Scratch memory;
+        // Attention's and the feed-forward layer's intermediate results are never needed at once.
+        const size_t between = std::max(qkv + context, up + activated);
+        first = (char*)memory.reserve(between + scratch + 4096);
+        this->context = first + qkv;
+        this->activated = first + up;
+        this->scratch = first + (between + 4095) / 4096 * 4096;
+    }
+
+    const AttentionPlan& plan(int64_t layer) const { return plans_[plan_[size_t(layer)]].plan; }
+
+    char *first, *context, *activated, *scratch;
+
+  private:
+    struct Planned {
+        int64_t window, heads, kv_heads;
+        AttentionPlan plan;
+    };
+
+    size_t plan_of(const BlockWeights& b, int threads) {
+        for (size_t i = 0; i < plans_.size(); i++) {
+            if (plans_[i].window == b.window && plans_[i].heads == b.heads && plans_[i].kv_heads == b.kv_heads) return i;
+        }
+        plans_.push_back({b.window, b.heads, b.kv_heads, plan_attention(attention_call(call_, b), threads)});
+        return plans_.size() - 1;
+    }
+
+    const BlocksCall& call_;
+    std::vector<Planned> plans_;
+    std::vector<size_t> plan_;  // of each layer
+};
+
+// One thread's walk through the layers.
+class Walk {
+  public:
+    Walk(Team& team, const BlocksCall& call, const Preparation& shared)
+        : team_(team), c_(call), shared_(shared), element_(bytes_of(call.dtype)) {}
+
+    static int64_t phases(const BlocksCall& c) {
+        const int64_t parts = (c.tokens + kFeedForwardTokens - 1) / kFeedForwardTokens;
+        return c.count * (2 + 2 + 1 + 2 + 2 + 5 * parts);  // norms, qkv, rotation, attention, o; up, activation, down
+    }
+
+    bool run() {
+        for (int64_t i = 0; i < c_.count && known_; i++) {
             const BlockWeights& b = c_.layers[i];
             // The first layer's stream is complete; later ones still have to add the last one's output.
-            norm(b.norm1, i == 0 ? nullptr : c_.residual, i == 0 ? c_.residual : c_.out);
-            attention(b);
-            norm(b.norm2, c_.residual, c_.out);
+            normalise(b.norm1, i == 0 ? nullptr : c_.residual, i == 0 ? c_.residual : c_.out);
+            attention(b, shared_.plan(i));
+            normalise(b.norm2, c_.residual, c_.out);
             feed_forward(b);
         }
-        return status_;
+        return known_;
     }
 
   private:
-    void check(int status) {
-        if (status_ == kOk) status_ = status;
+    void check(bool known) { known_ = known_ && known; }
+
+    void normalise(const NormWeights& w, void* residual, const void* x) {
+        check(norm(team_, {c_.out, residual, x, w.weight, w.bias, c_.tokens, c_.hidden, c_.hidden, w.eps, w.offset, w.centred},
+                   c_.dtype));
     }
 
-    void norm(const NormWeights& w, void* residual, const void* x) {
-        check(vllm_norm(c_.out, residual, x, w.weight, w.bias, c_.tokens, c_.hidden, c_.hidden, w.eps, w.offset, w.centred,
-                        c_.dtype));
+    void multiply(void* out, const void* x, const LinearWeights& w, int64_t rows) {
+        check(linear(team_, {out, x, w.packed, w.bias, rows, w.out, w.in, w.in, w.out}, shared_.scratch, c_.dtype, c_.dtype));
     }
 
-    void linear(void* out, const void* x, const LinearWeights& w, int64_t rows) {
-        check(vllm_linear(out, x, w.packed, w.bias, rows, w.out, w.in, w.in, w.out, c_.dtype, c_.dtype));
-    }
-
-    void attention(const BlockWeights& b) {
-        thread_local Scratch scratch;
-        const int64_t qkv_bytes = (c_.tokens * b.qkv.out * element_ + 63) / 64 * 64;
-        char* qkv = (char*)scratch.reserve(size_t(qkv_bytes + c_.tokens * b.o.in * element_));
-        const GroupTables& tables = c_.groups[b.group];
-        linear(qkv, c_.out, b.qkv, c_.tokens);
-        check(vllm_rotate_and_write(qkv, c_.tokens, b.qkv.out, b.heads, b.kv_heads, b.head_dim,
-                                    b.cos_sin ? c_.positions : nullptr, b.cos_sin, b.rotary_dim, b.interleaved, b.cache,
-                                    c_.blocks, c_.block_size, tables.slots, b.q_norm, b.k_norm, b.qk_eps, b.qk_offset,
-                                    c_.dtype, c_.cache_dtype));
-        AttentionCall call = {};
-        call.out = qkv + qkv_bytes;
+    void attention(const BlockWeights& b, const AttentionPlan& plan) {
+        char* qkv = shared_.first;
+        multiply(qkv, c_.out, b.qkv, c_.tokens);
+        check(rotate_and_write(team_, {qkv, c_.tokens, b.qkv.out, b.heads, b.kv_heads, b.head_dim,
+                                       b.cos_sin ? c_.positions : nullptr, b.cos_sin, b.rotary_dim, b.interleaved != 0, b.cache,
+                                       c_.blocks, c_.block_size, c_.groups[b.group].slots, b.q_norm, b.k_norm, b.qk_eps,
+                                       b.qk_offset},
+                               c_.dtype, c_.cache_dtype));
+        AttentionCall call = attention_call(c_, b);
+        call.out = shared_.context;
         call.q = qkv;
-        call.cache = b.cache;
-        call.block_table = tables.block_table;
-        call.query_starts = c_.query_starts;
-        call.seq_lens = c_.seq_lens;
-        call.q_stride = b.qkv.out;
-        call.table_stride = tables.table_stride;
-        call.requests = c_.requests;
-        call.heads = b.heads;
-        call.kv_heads = b.kv_heads;
-        call.head_dim = b.head_dim;
-        call.blocks = c_.blocks;
-        call.block_size = c_.block_size;
-        call.window = b.window;
-        call.scale = b.scale;
-        call.softcap = b.softcap;
-        call.v_scale = 1.0f;
-        call.dtype = c_.dtype;
-        call.cache_dtype = c_.cache_dtype;
-        check(vllm_attend(&call));
-        linear(c_.out, call.out, b.o, c_.tokens);
+        check(attend(team_, call, plan, shared_.scratch));
+        multiply(c_.out, call.out, b.o, c_.tokens);
     }
 
     void feed_forward(const BlockWeights& b) {
-        thread_local Scratch scratch;
-        const int64_t part = std::min(c_.tokens, kFeedForwardTokens);
-        const int64_t up_bytes = (part * b.up.out * element_ + 63) / 64 * 64;
-        char* up = (char*)scratch.reserve(size_t(up_bytes + part * b.down.in * element_));
-        for (int64_t token = 0; token < c_.tokens; token += part) {
-            const int64_t rows = std::min(part, c_.tokens - token);
+        for (int64_t token = 0; token < c_.tokens; token += kFeedForwardTokens) {
+            const int64_t rows = std::min(kFeedForwardTokens, c_.tokens - token);
             char* x = (char*)c_.out + token * c_.hidden * element_;
-            linear(up, x, b.up, rows);
-            check(vllm_activate(up + up_bytes, up, rows, b.down.in, b.up.out, b.gated, b.activation, c_.dtype));
-            linear(x, up + up_bytes, b.down, rows);
+            multiply(shared_.first, x, b.up, rows);
+            check(activate(team_, {shared_.activated, shared_.first, rows, b.down.in, b.up.out, b.gated, b.activation}, c_.dtype));
+            multiply(x, shared_.activated, b.down, rows);
         }
     }
 
+    Team& team_;
     const BlocksCall& c_;
+    const Preparation& shared_;
     const int64_t element_;
-    int status_ = kOk;
+    bool known_ = true;
 };
 
 }  // namespace
 
 // Returns kOk, kUnknownType or kOutOfMemory.
 VLLM_API int vllm_run_blocks(const BlocksCall* call) {
-    try {
-        return Runner(*call).run();
-    } catch (const std::bad_alloc&) {
-        return kOutOfMemory;
-    }
+    return guarded([&] {
+        const BlockWeights& b = call->layers[0];
+        const int threads = threads_for(call->hidden * (b.qkv.out + b.up.out) / 8);
+        const Preparation shared(*call, threads);
+        return run_kernel(threads, Walk::phases(*call), [&](Team& team) { return Walk(team, *call, shared).run(); });
+    });
 }

@@ -10,8 +10,7 @@
 #include <algorithm>
 #include <new>
 
-#include "api.h"
-#include "parallel.h"
+#include "kernels.h"
 #include "scratch.h"
 #include "simd.h"
 #include "transpose.h"
@@ -155,22 +154,14 @@ void multiply_panel(int64_t rows, const typename F::X* x, const typename F::B* b
     }
 }
 
-struct Product {
-    void* out;
-    const void* x;
-    const void* packed;
-    const void* bias;
-    int64_t m, n, k;
-    int64_t x_stride, out_stride;
-    int64_t tiles() const { return (m + kTileRows - 1) / kTileRows; }
-    // Tiles differ by at most one row.
-    int64_t tile_row(int64_t tile) const { return m * tile / tiles(); }
-    int64_t panels() const { return (n + kPanel - 1) / kPanel; }
-};
+int64_t tiles_of(const Product& a) { return (a.m + kTileRows - 1) / kTileRows; }
+
+// The first row of a tile. Tiles differ by at most one row.
+int64_t tile_row(const Product& a, int64_t tile) { return a.m * tile / tiles_of(a); }
 
 template <class F, class T>
 void pack_tile(const Product& a, typename F::X* packed, int64_t tile) {
-    const int64_t first = a.tile_row(tile), rows = a.tile_row(tile + 1) - first, steps = steps_of<F>(a.k);
+    const int64_t first = tile_row(a, tile), rows = tile_row(a, tile + 1) - first, steps = steps_of<F>(a.k);
     typename F::X* to = packed + first * steps * F::kXPerStep;
     for (int64_t r = 0; r < rows; r++) {
         const T* x = (const T*)a.x + (first + r) * a.x_stride;
@@ -198,37 +189,37 @@ void write_out(const Product& a, const float* sums, int64_t row, int64_t rows, i
 // A panel times one block of tiles, slice by slice along k: the slice of the panel is reused from cache by all tiles.
 template <class F, class T, class Out>
 void panel_task(const Product& a, const typename F::X* x, int64_t first_tile, int64_t last_tile, int64_t panel, float* sums) {
-    const int64_t steps = steps_of<F>(a.k), first_row = a.tile_row(first_tile);
+    const int64_t steps = steps_of<F>(a.k), first_row = tile_row(a, first_tile);
     const typename F::B* b = (const typename F::B*)a.packed + panel * steps * kPanel;
     for (int64_t s = 0; s == 0 || s < steps; s += F::kSliceSteps) {
         const int64_t slice = std::min(F::kSliceSteps, steps - s);
         for (int64_t tile = first_tile; tile < last_tile; tile++) {
-            const int64_t row = a.tile_row(tile), rows = a.tile_row(tile + 1) - row;
+            const int64_t row = tile_row(a, tile), rows = tile_row(a, tile + 1) - row;
             const typename F::X* tile_x = x + (row * steps + s * rows) * F::kXPerStep;
             multiply_panel<F>(rows, tile_x, b + s * kPanel, slice, sums + (row - first_row) * kPanel, s == 0);
         }
     }
-    write_out<T, Out>(a, sums, first_row, a.tile_row(last_tile) - first_row, panel * kPanel);
+    write_out<T, Out>(a, sums, first_row, tile_row(a, last_tile) - first_row, panel * kPanel);
 }
 
 template <class F, class T, class Out>
-void product(const Product& a) {
-    thread_local Scratch scratch;
-    const int64_t steps = steps_of<F>(a.k), tiles = a.tiles(), panels = a.panels();
-    auto* x = (typename F::X*)scratch.reserve(size_t(a.m * steps * F::kXPerStep + 1) * sizeof(typename F::X));
+void product(Team& team, const Product& a, void* scratch) {
+    const int64_t tiles = tiles_of(a), panels = (a.n + kPanel - 1) / kPanel;
     const int64_t blocks = (tiles + kBlockTiles - 1) / kBlockTiles;
-#pragma omp parallel num_threads(threads_for(a.n * a.k / 8 + a.m))
-    {
-#pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiles; tile++) pack_tile<F, T>(a, x, tile);
-        alignas(64) float sums[kBlockRows * kPanel];
-#pragma omp for schedule(static) nowait
-        for (int64_t task = 0; task < blocks * panels; task++) {
+    auto* x = (typename F::X*)scratch;
+    team.share(tiles, team.grain(tiles, 1), [&](int64_t tile, int64_t end) {
+        for (; tile < end; tile++) pack_tile<F, T>(a, x, tile);
+    });
+    // Block by block: the panels of one are read by all threads at about the same time. Pieces are long enough to be streams.
+    const int64_t grain = blocks == 1 ? std::min<int64_t>(16, team.grain(panels, 1)) : 1;
+    alignas(64) float sums[kBlockRows * kPanel];
+    team.share(blocks * panels, grain, [&](int64_t task, int64_t end) {
+        for (; task < end; task++) {
             const int64_t block = task / panels;
             const int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
             panel_task<F, T, Out>(a, x, first, last, task % panels, sums);
         }
-    }
+    });
 }
 
 template <class Stored, class F>
@@ -311,24 +302,29 @@ VLLM_API int vllm_unpack_rows(void* out, const void* packed, const int64_t* rows
     return known ? kOk : kUnknownType;
 }
 
+size_t linear_scratch_bytes(int64_t m, int64_t k) { return size_t(m * (k + 1)) * sizeof(float); }
+
+bool linear(Team& team, const Product& a, void* scratch, int32_t dtype, int32_t out_dtype) {
+    return with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        using F = std::conditional_t<std::is_same_v<T, bf16>, Bf16Format, PlainFormat<T>>;
+        if (out_dtype == dtype) {
+            product<F, T, T>(team, a, scratch);
+        } else {
+            product<F, T, float>(team, a, scratch);
+        }
+    });
+}
+
 // x, weights and bias have `dtype`; out has `dtype` or fp32. Returns kOk, kUnknownType or kOutOfMemory.
 VLLM_API int vllm_linear(void* out, const void* x, const void* packed, const void* bias, int64_t m, int64_t n, int64_t k,
-                           int64_t x_stride, int64_t out_stride, int32_t dtype, int32_t out_dtype) {
+                         int64_t x_stride, int64_t out_stride, int32_t dtype, int32_t out_dtype) {
     if (out_dtype != dtype && out_dtype != kFloat32) return kUnknownType;
-    if (m == 0 || n == 0) return kOk;
     const Product a = {out, x, packed, bias, m, n, k, x_stride, out_stride};
-    try {
-        const bool known = with_type(dtype, [&](auto type) {
-            using T = decltype(type);
-            using F = std::conditional_t<std::is_same_v<T, bf16>, Bf16Format, PlainFormat<T>>;
-            if (out_dtype == dtype) {
-                product<F, T, T>(a);
-            } else {
-                product<F, T, float>(a);
-            }
-        });
-        return known ? kOk : kUnknownType;
-    } catch (const std::bad_alloc&) {
-        return kOutOfMemory;
-    }
+    return guarded([&] {
+        thread_local Scratch scratch;
+        void* memory = scratch.reserve(linear_scratch_bytes(m, k));
+        return run_kernel(threads_for(n * k / 8 + m), 2,
+                          [&](Team& team) { return linear(team, a, memory, dtype, out_dtype); });
+    });
 }

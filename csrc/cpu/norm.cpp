@@ -1,21 +1,10 @@
 // RMS and layer normalisation, alone or after a residual addition. Rows are independent: their results do not depend on the batch.
 #include <cmath>
 
-#include "api.h"
-#include "parallel.h"
+#include "kernels.h"
 #include "simd.h"
 
 namespace {
-
-struct NormArguments {
-    void* out;
-    void* residual;  // or null; receives x + residual
-    const void* x;
-    const void* weight;  // or null
-    const void* bias;    // or null
-    int64_t rows, dim, x_stride;
-    float eps, offset;
-};
 
 // Writes x (+ residual, rounded to T as the reference rounds it) to where the second pass reads it; returns its sum.
 template <class T>
@@ -66,14 +55,19 @@ void norm_row(const NormArguments& a, int64_t row, bool centred) {
 
 }  // namespace
 
-// out may be x's own memory when x_stride == dim. Returns kOk, or kUnknownType for an unknown dtype.
-VLLM_API int vllm_norm(void* out, void* residual, const void* x, const void* weight, const void* bias, int64_t rows,
-                         int64_t dim, int64_t x_stride, float eps, float offset, int32_t centred, int32_t dtype) {
-    const NormArguments a = {out, residual, x, weight, bias, rows, dim, x_stride, eps, offset};
-    const bool known = with_type(dtype, [&](auto type) {
-        using T = decltype(type);
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows * dim))
-        for (int64_t row = 0; row < rows; row++) norm_row<T>(a, row, centred != 0);
+bool norm(Team& team, const NormArguments& a, int32_t dtype) {
+    return with_type(dtype, [&](auto type) {
+        team.share(a.rows, team.grain(a.rows, 1 + 8192 / a.dim), [&](int64_t row, int64_t end) {
+            for (; row < end; row++) norm_row<decltype(type)>(a, row, a.centred != 0);
+        });
     });
-    return known ? kOk : kUnknownType;
+}
+
+// Returns kOk or kUnknownType.
+VLLM_API int vllm_norm(void* out, void* residual, const void* x, const void* weight, const void* bias, int64_t rows,
+                       int64_t dim, int64_t x_stride, float eps, float offset, int32_t centred, int32_t dtype) {
+    const NormArguments a = {out, residual, x, weight, bias, rows, dim, x_stride, eps, offset, centred};
+    return guarded([&] {
+        return run_kernel(threads_for(rows * dim), 1, [&](Team& team) { return norm(team, a, dtype); });
+    });
 }

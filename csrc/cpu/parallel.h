@@ -1,17 +1,81 @@
-// When a loop is worth a second thread. Threads come from the process's one OpenMP pool, which torch configures.
+// How threads share work: one parallel region per call, in which every thread walks the same sequence of phases and claims pieces
+// of each. Threads come from the process's one OpenMP pool, which torch configures.
+//
+// Pieces are claimed, not dealt: a thread that another process keeps from running claims nothing, so the others do its share and
+// go on, and it skips what is done when it comes back. With OpenMP's own loops every loop would wait for every thread.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include <omp.h>
+#include <sched.h>
 
-// Waking the pool costs a few microseconds; below this many elements a loop is done sooner alone.
+// Waking the pool costs a few microseconds; below this many elements a call is done sooner alone.
 constexpr int64_t kParallelElements = 1 << 15;
 
 inline int threads_for(int64_t elements) { return elements < kParallelElements ? 1 : omp_get_max_threads(); }
 
-// Part `index` of `count` items split into `parts` contiguous ranges whose sizes differ by at most one.
-inline void split_evenly(int64_t count, int64_t parts, int64_t index, int64_t* begin, int64_t* end) {
-    *begin = count * index / parts;
-    *end = count * (index + 1) / parts;
+struct alignas(64) Phase {
+    std::atomic<int64_t> next{0}, done{0};
+};
+
+// One thread's view of a parallel region.
+class Team {
+  public:
+    Team(Phase* phases, int threads, int thread) : phases_(phases), threads_(threads), thread_(thread) {}
+
+    int threads() const { return threads_; }
+    int thread() const { return thread_; }
+
+    // Calls body(begin, end) for pieces of up to `grain` of `count` items, on whichever threads have time; returns when all are done.
+    template <class Body>
+    void share(int64_t count, int64_t grain, Body&& body) {
+        Phase& phase = *phases_++;
+        const int64_t pieces = (count + grain - 1) / grain;
+        for (int64_t i; (i = phase.next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+            body(i * grain, std::min(count, (i + 1) * grain));
+            phase.done.fetch_add(1, std::memory_order_release);
+        }
+        for (int spins = 0; phase.done.load(std::memory_order_acquire) < pieces; spins++) {
+            if (spins < 1000) {
+                pause();
+            } else {
+                sched_yield();  // the thread we wait for may be queued behind this one
+            }
+        }
+    }
+
+    // A grain that gives every thread several pieces of at least `least` items.
+    int64_t grain(int64_t count, int64_t least) const { return std::max(least, count / (8 * threads_)); }
+
+  private:
+    static void pause() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+
+    Phase* phases_;
+    int threads_, thread_;
+};
+
+// Runs body(team) on `threads` threads. phases: an upper bound of the number of `share` calls in it. Throws std::bad_alloc.
+template <class Body>
+void run_team(int threads, int64_t phases, Body&& body) {
+    const std::unique_ptr<Phase[]> shared(new Phase[size_t(phases)]);
+    if (threads == 1) {
+        Team team(shared.get(), 1, 0);
+        body(team);
+        return;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        Team team(shared.get(), threads, omp_get_thread_num());
+        body(team);
+    }
 }

@@ -1,8 +1,7 @@
 // Head norm, rotary position embedding and cache write in one pass over the tokens.
 #include <cmath>
 
-#include "api.h"
-#include "parallel.h"
+#include "kernels.h"
 #include "simd.h"
 
 namespace {
@@ -52,19 +51,28 @@ void normalise_head(T* x, const T* weight, int64_t dim, float eps, float offset)
     });
 }
 
-struct WriteArguments {
-    void* x;            // [tokens, heads + 2 kv_heads, head_dim], rows `stride` elements apart; rotated in place
-    int64_t tokens, stride;
-    int64_t heads, kv_heads, head_dim;
-    const int64_t* positions;  // or null: nothing is rotated
-    const float* cos_sin;      // [positions, rotary_dim]
-    int64_t rotary_dim;
-    bool interleaved;
-    void* cache;  // [2, blocks, kv_heads, block_size, head_dim], or null: nothing is stored
-    int64_t blocks, block_size;
-    const int64_t* slots;
-    const void *q_weight, *k_weight;  // [head_dim], or null: heads are not normalised
-    float eps, offset;
+// Where one token's keys and values go in [2, blocks, kv_heads, block_size, head_dim].
+template <class C>
+class CacheSlot {
+  public:
+    CacheSlot(void* cache, int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim, int64_t slot)
+        : kv_stride_(blocks * kv_heads * block_size * head_dim),
+          head_stride_(block_size * head_dim),
+          kv_heads_(kv_heads),
+          head_dim_(head_dim),
+          first_((C*)cache + slot / block_size * kv_heads * head_stride_ + slot % block_size * head_dim) {}
+
+    // kv: 0 keys, 1 values; from: [kv_heads, head_dim].
+    template <class T>
+    void write(int64_t kv, const T* from) const {
+        for (int64_t h = 0; h < kv_heads_; h++) {
+            copy_head(first_ + kv * kv_stride_ + h * head_stride_, from + h * head_dim_, head_dim_);
+        }
+    }
+
+  private:
+    int64_t kv_stride_, head_stride_, kv_heads_, head_dim_;
+    C* first_;
 };
 
 template <class T, class C>
@@ -88,58 +96,59 @@ void token(const WriteArguments& a, int64_t t) {
         }
     }
     if (!a.cache) return;
-    const int64_t block = a.slots[t] / a.block_size, slot = a.slots[t] % a.block_size;
-    for (int64_t kv = 0; kv < 2; kv++) {
-        C* cache = (C*)a.cache + (kv * a.blocks + block) * a.kv_heads * a.block_size * a.head_dim;
-        const T* from = x + (a.heads + kv * a.kv_heads) * a.head_dim;
-        for (int64_t h = 0; h < a.kv_heads; h++) {
-            copy_head(cache + (h * a.block_size + slot) * a.head_dim, from + h * a.head_dim, a.head_dim);
-        }
-    }
+    const CacheSlot<C> to(a.cache, a.blocks, a.block_size, a.kv_heads, a.head_dim, a.slots[t]);
+    to.write(0, x + a.heads * a.head_dim);
+    to.write(1, x + (a.heads + a.kv_heads) * a.head_dim);
 }
 
 }  // namespace
 
+bool rotate_and_write(Team& team, const WriteArguments& a, int32_t dtype, int32_t cache_dtype) {
+    const int64_t elements = (a.heads + 2 * a.kv_heads) * a.head_dim;
+    bool known = true;
+    return with_type(dtype, [&](auto type) {
+        known = with_type(cache_dtype, [&](auto cache_type) {
+            team.share(a.tokens, team.grain(a.tokens, 1 + 8192 / elements), [&](int64_t t, int64_t end) {
+                for (; t < end; t++) token<decltype(type), decltype(cache_type)>(a, t);
+            });
+        });
+    }) && known;
+}
+
 // With cache null and kv_heads 0 this rotates `heads` heads. Returns kOk or kUnknownType.
 VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads,
-                                     int64_t head_dim, const int64_t* positions, const float* cos_sin,
-                                     int64_t rotary_dim, int32_t interleaved, void* cache, int64_t blocks,
-                                     int64_t block_size, const int64_t* slots, const void* q_weight, const void* k_weight,
-                                     float eps, float offset, int32_t dtype, int32_t cache_dtype) {
-    const WriteArguments a = {x,          tokens,           stride, heads,    kv_heads, head_dim,
-                              positions,  cos_sin,          rotary_dim,       interleaved != 0, cache, blocks,
-                              block_size, slots,            q_weight, k_weight, eps, offset};
-    bool known_cache = true;
-    const bool known = with_type(dtype, [&](auto type) {
-        known_cache = with_type(cache_dtype, [&](auto cache_type) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * (heads + 2 * kv_heads) * head_dim))
-            for (int64_t t = 0; t < tokens; t++) token<decltype(type), decltype(cache_type)>(a, t);
-        });
+                                   int64_t head_dim, const int64_t* positions, const float* cos_sin, int64_t rotary_dim,
+                                   int32_t interleaved, void* cache, int64_t blocks, int64_t block_size,
+                                   const int64_t* slots, const void* q_weight, const void* k_weight, float eps,
+                                   float offset, int32_t dtype, int32_t cache_dtype) {
+    const WriteArguments a = {x,          tokens, stride,           heads,    kv_heads, head_dim,
+                              positions,  cos_sin, rotary_dim,      interleaved != 0, cache, blocks,
+                              block_size, slots,  q_weight,         k_weight, eps,      offset};
+    return guarded([&] {
+        return run_kernel(threads_for(tokens * (heads + 2 * kv_heads) * head_dim), 1, [&](Team& team) { return rotate_and_write(team, a, dtype, cache_dtype); });
     });
-    return known && known_cache ? kOk : kUnknownType;
 }
 
 // k, v: [tokens, kv_heads, head_dim], token rows k_stride and v_stride elements apart.
 VLLM_API int vllm_write_kv(const void* k, const void* v, int64_t tokens, int64_t k_stride, int64_t v_stride,
                              int64_t kv_heads, int64_t head_dim, void* cache, int64_t blocks, int64_t block_size,
                              const int64_t* slots, int32_t dtype, int32_t cache_dtype) {
-    bool known_cache = true;
-    const bool known = with_type(dtype, [&](auto type) {
-        known_cache = with_type(cache_dtype, [&](auto cache_type) {
-            using T = decltype(type);
-            using C = decltype(cache_type);
-#pragma omp parallel for schedule(static) num_threads(threads_for(2 * tokens * kv_heads * head_dim))
-            for (int64_t t = 0; t < tokens; t++) {
-                const int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
-                for (int64_t kv = 0; kv < 2; kv++) {
-                    C* to = (C*)cache + ((kv * blocks + block) * kv_heads * block_size + slot) * head_dim;
-                    const T* from = kv ? (const T*)v + t * v_stride : (const T*)k + t * k_stride;
-                    for (int64_t h = 0; h < kv_heads; h++) {
-                        copy_head(to + h * block_size * head_dim, from + h * head_dim, head_dim);
-                    }
-                }
-            }
+    return guarded([&] {
+        return run_kernel(threads_for(2 * tokens * kv_heads * head_dim), 1, [&](Team& team) {
+            bool known = true;
+            return with_type(dtype, [&](auto type) {
+                known = with_type(cache_dtype, [&](auto cache_type) {
+                    using T = decltype(type);
+                    using C = decltype(cache_type);
+                    team.share(tokens, team.grain(tokens, 8), [&](int64_t t, int64_t end) {
+                        for (; t < end; t++) {
+                            const CacheSlot<C> to(cache, blocks, block_size, kv_heads, head_dim, slots[t]);
+                            to.write(0, (const T*)k + t * k_stride);
+                            to.write(1, (const T*)v + t * v_stride);
+                        }
+                    });
+                });
+            }) && known;
         });
     });
-    return known && known_cache ? kOk : kUnknownType;
 }
