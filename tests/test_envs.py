@@ -120,6 +120,25 @@ def test_variables_without_effect_are_reported_with_a_reason(clean: pytest.Monke
     assert envs.set_without_effect() == {"VLLM_OPENVINO_KVCACHE_SPACE": "there is no OpenVINO backend"}
 
 
+def test_a_variable_says_that_it_is_unused_if_and_only_if_nothing_reads_it() -> None:
+    root = Path(envs.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in root.rglob("*.py") if path != Path(envs.__file__)]
+    read = {name for name in envs.environment_variables if any(name in source for source in sources)}
+    # These are read by others: the dynamic linker, CUDA and Triton.
+    read |= {"CUDA_HOME", "LD_LIBRARY_PATH"}
+    assert {v.name for v in envs.environment_variables.values() if not v.unused} == read
+
+
+def test_useless_variables_are_logged_with_the_settings(clean: pytest.MonkeyPatch) -> None:
+    code = (
+        "from vllm import EngineArgs\n"
+        "try:\n    EngineArgs(model='demo', device='cpu').create_engine_config()\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    done = run(code, VLLM_PLUGINS="a")
+    assert "VLLM_PLUGINS changes nothing: plugins are not loaded yet" in done.stderr, done
+
+
 def test_unknown_variable_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'VLLM_NO_SUCH_THING'"):
         _ = envs.VLLM_NO_SUCH_THING

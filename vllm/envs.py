@@ -190,6 +190,12 @@ _NO_STATS = "no usage statistics are ever collected or sent"
 _NO_OPENVINO = "there is no OpenVINO backend"
 _NO_TPU = "there is no XLA backend"
 _NO_DYNAMO = "models are not compiled with TorchDynamo"
+_NO_FILES = "no file of this kind is kept"
+_NO_RAY = "there is no Ray executor yet"
+_NO_MEDIA = "models take text only"
+_NO_LORA = "there are no LoRA adapters yet"
+_NO_TENSORIZER = "there is no tensorizer loader yet"
+_ONE_HOST = "all processes run on this host"
 
 _TABLE = (
     # --- Read by installers and build tools ---
@@ -200,26 +206,70 @@ _TABLE = (
     EnvVar("CMAKE_BUILD_TYPE", _text, None, "Debug, Release or RelWithDebInfo.", _AT_INSTALL),
     EnvVar("VERBOSE", _flag, False, "Verbose output of the build.", _AT_INSTALL),
     # --- Folders ---
-    EnvVar("VLLM_CONFIG_ROOT", _path, _config_root, "Folder of configuration files."),
-    EnvVar("VLLM_CACHE_ROOT", _path, _cache_root, "Folder of cached files."),
-    EnvVar("VLLM_ASSETS_CACHE", _path, lambda: os.path.join(_cache_root(), "assets"), "Folder of downloaded assets."),
+    EnvVar("VLLM_CONFIG_ROOT", _path, _config_root, "Folder of configuration files.", _NO_FILES),
+    EnvVar("VLLM_CACHE_ROOT", _path, _cache_root, "Folder of cached files.", _NO_FILES),
+    EnvVar(
+        "VLLM_ASSETS_CACHE",
+        _path,
+        lambda: os.path.join(_cache_root(), "assets"),
+        "Folder of downloaded assets.",
+        _NO_FILES,
+    ),
     EnvVar("VLLM_XLA_CACHE_PATH", _path, lambda: os.path.join(_cache_root(), "xla_cache"), "XLA's cache.", _NO_TPU),
-    EnvVar("VLLM_RPC_BASE_PATH", _path, tempfile.gettempdir, "Folder of the sockets between server and engine."),
+    EnvVar(
+        "VLLM_RPC_BASE_PATH",
+        _path,
+        tempfile.gettempdir,
+        "Folder of the sockets between server and engine.",
+        "processes talk through sockets without a path",
+    ),
     EnvVar("VLLM_TORCH_PROFILER_DIR", _path, None, "Turns the torch profiler on; absolute folder of its traces."),
     # --- Processes and network ---
-    EnvVar("VLLM_HOST_IP", _text, lambda: os.environ.get("HOST_IP", ""), "This node's address, for its peers."),
+    EnvVar(
+        "VLLM_HOST_IP", _text, lambda: os.environ.get("HOST_IP", ""), "This node's address, for its peers.", _ONE_HOST
+    ),
     EnvVar("VLLM_PORT", _port, None, "First port for traffic between processes (not the API server's port)."),
-    EnvVar("VLLM_INSTANCE_ID", _text, None, "Name shared by all processes of one instance."),
-    EnvVar("VLLM_WORKER_MULTIPROC_METHOD", _one_of("spawn", "fork"), "spawn", "How worker processes are started."),
-    EnvVar("VLLM_RINGBUFFER_WARNING_INTERVAL", _positive, 60, "Seconds between warnings about a full ring buffer."),
+    EnvVar("VLLM_INSTANCE_ID", _text, None, "Name shared by all processes of one instance.", _ONE_HOST),
+    EnvVar(
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        _one_of("spawn", "fork"),
+        "spawn",
+        "How worker processes are started.",
+        "workers are always fresh processes",
+    ),
+    EnvVar(
+        "VLLM_RINGBUFFER_WARNING_INTERVAL",
+        _positive,
+        60,
+        "Seconds between warnings about a full ring buffer.",
+        "there is no ring buffer between processes",
+    ),
     EnvVar("VLLM_ENGINE_ITERATION_TIMEOUT_S", _positive, 60, "Seconds without progress after which a step has failed."),
-    EnvVar("VLLM_RPC_GET_DATA_TIMEOUT_MS", _positive, 5000, "Milliseconds to wait for the engine's simple answers."),
-    EnvVar("LOCAL_RANK", _not_negative, 0, "Rank of this process on its node."),
-    EnvVar("VLLM_USE_RAY_SPMD_WORKER", _flag, False, "Ray workers execute as separate processes."),
-    EnvVar("VLLM_USE_RAY_COMPILED_DAG", _flag, False, "Use Ray's compiled graphs."),
-    EnvVar("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", _flag, True, "NCCL channels in Ray's compiled graphs."),
-    EnvVar("VLLM_ALLOW_ENGINE_USE_RAY", _flag, False, "Allow the engine to run as a Ray actor."),
-    EnvVar("VLLM_PP_LAYER_PARTITION", _text, None, 'Layers of each pipeline stage, e.g. "8,8,8,8".'),
+    EnvVar(
+        "VLLM_RPC_GET_DATA_TIMEOUT_MS",
+        _positive,
+        5000,
+        "Milliseconds to wait for the engine's simple answers.",
+        "the engine's process is watched, its answers have no deadline",
+    ),
+    EnvVar(
+        "LOCAL_RANK",
+        _not_negative,
+        0,
+        "Rank of this process on its node.",
+        "each worker is told its rank when it is started",
+    ),
+    EnvVar("VLLM_USE_RAY_SPMD_WORKER", _flag, False, "Ray workers execute as separate processes.", _NO_RAY),
+    EnvVar("VLLM_USE_RAY_COMPILED_DAG", _flag, False, "Use Ray's compiled graphs.", _NO_RAY),
+    EnvVar("VLLM_USE_RAY_COMPILED_DAG_NCCL_CHANNEL", _flag, True, "NCCL channels in Ray's compiled graphs.", _NO_RAY),
+    EnvVar("VLLM_ALLOW_ENGINE_USE_RAY", _flag, False, "Allow the engine to run as a Ray actor.", _NO_RAY),
+    EnvVar(
+        "VLLM_PP_LAYER_PARTITION",
+        _text,
+        None,
+        'Layers of each pipeline stage, e.g. "8,8,8,8".',
+        "there is no pipeline parallelism yet",
+    ),
     # --- Device ---
     EnvVar("CUDA_HOME", _text, None, "Folder of the CUDA toolkit."),
     EnvVar("CUDA_VISIBLE_DEVICES", _text, None, "CUDA devices that may be used."),
@@ -233,32 +283,44 @@ _TABLE = (
     EnvVar("VLLM_ATTENTION_BACKEND", _text, None, "TORCH_SDPA, FLASH_ATTN, XFORMERS, ROCM_FLASH or FLASHINFER."),
     EnvVar("VLLM_USE_TRITON_FLASH_ATTN", _flag, True, "Triton attention kernels on ROCm.", "there is no ROCm backend"),
     EnvVar("VLLM_USE_FLASHINFER_SAMPLER", _flag, False, "FlashInfer's sampler.", "the sampler has its own kernels"),
-    EnvVar("VLLM_USE_TRITON_AWQ", _flag, False, "Triton kernels for AWQ."),
-    EnvVar("VLLM_FUSED_MOE_CHUNK_SIZE", _positive, 32768, "Most tokens that one pass through the experts takes."),
+    EnvVar("VLLM_USE_TRITON_AWQ", _flag, False, "Triton kernels for AWQ.", "there are no quantized models yet"),
+    EnvVar(
+        "VLLM_FUSED_MOE_CHUNK_SIZE",
+        _positive,
+        32768,
+        "Most tokens that one pass through the experts takes.",
+        "max_num_batched_tokens bounds what passes through the experts",
+    ),
     EnvVar("VLLM_TEST_FORCE_FP8_MARLIN", _flag, False, "Force FP8 Marlin kernels.", "there are no Marlin kernels"),
     EnvVar("VLLM_TEST_DYNAMO_GRAPH_CAPTURE", _integer, 0, "Capture with TorchDynamo.", _NO_DYNAMO),
     EnvVar("VLLM_DYNAMO_USE_CUSTOM_DISPATCHER", _flag, True, "TorchDynamo's dispatcher.", _NO_DYNAMO),
     EnvVar("VLLM_USE_V1", _flag, True, "Engine generation of other versions.", "there is one engine"),
     # --- Models and limits ---
     EnvVar("VLLM_USE_MODELSCOPE", _flag, False, "Download models from ModelScope instead of the Hugging Face Hub."),
-    EnvVar("S3_ACCESS_KEY_ID", _text, None, "S3 access key of the tensorizer loader."),
-    EnvVar("S3_SECRET_ACCESS_KEY", _text, None, "S3 secret of the tensorizer loader."),
-    EnvVar("S3_ENDPOINT_URL", _text, None, "S3 endpoint of the tensorizer loader."),
+    EnvVar("S3_ACCESS_KEY_ID", _text, None, "S3 access key of the tensorizer loader.", _NO_TENSORIZER),
+    EnvVar("S3_SECRET_ACCESS_KEY", _text, None, "S3 secret of the tensorizer loader.", _NO_TENSORIZER),
+    EnvVar("S3_ENDPOINT_URL", _text, None, "S3 endpoint of the tensorizer loader.", _NO_TENSORIZER),
     EnvVar("VLLM_ALLOW_LONG_MAX_MODEL_LEN", _flag, False, "Allow max_model_len above the model's own limit."),
     EnvVar("VLLM_MAX_N_SEQUENCES", _positive, 16384, "Largest `n` and `best_of` of one request."),
-    EnvVar("VLLM_PLUGINS", _comma_separated, None, "Plugins to load, separated by commas; unset: all, empty: none."),
-    EnvVar("VLLM_IMAGE_FETCH_TIMEOUT", _positive, 5, "Seconds to wait for an image of a request."),
-    EnvVar("VLLM_AUDIO_FETCH_TIMEOUT", _positive, 5, "Seconds to wait for an audio file of a request."),
+    EnvVar(
+        "VLLM_PLUGINS",
+        _comma_separated,
+        None,
+        "Plugins to load, separated by commas; unset: all, empty: none.",
+        "plugins are not loaded yet; register models with ModelRegistry",
+    ),
+    EnvVar("VLLM_IMAGE_FETCH_TIMEOUT", _positive, 5, "Seconds to wait for an image of a request.", _NO_MEDIA),
+    EnvVar("VLLM_AUDIO_FETCH_TIMEOUT", _positive, 5, "Seconds to wait for an audio file of a request.", _NO_MEDIA),
     # --- Server ---
     EnvVar("VLLM_API_KEY", _text, None, "Key that clients of the API server must send."),
     EnvVar("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _flag, False, "Keep the API server alive after the engine has failed."),
-    EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters."),
+    EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters.", _NO_LORA),
     EnvVar("VLLM_SERVER_DEV_MODE", _flag, False, "Routes for development (sleep, wake_up, server_info, ...)."),
     # --- Logging and statistics ---
     EnvVar("VLLM_CONFIGURE_LOGGING", _flag, True, "0: leave the configuration of logging to the application."),
     EnvVar("VLLM_LOGGING_CONFIG_PATH", _path, None, "JSON file for logging.config.dictConfig."),
     EnvVar("VLLM_LOGGING_LEVEL", _log_level, "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL."),
-    EnvVar("VLLM_TRACE_FUNCTION", _integer, 0, "1: log every function call."),
+    EnvVar("VLLM_TRACE_FUNCTION", _integer, 0, "1: log every function call.", "function calls are not traced"),
     EnvVar("VLLM_NO_DEPRECATED_WARNING", _flag, False, "Skip warnings about deprecated names."),
     EnvVar("VLLM_USAGE_STATS_SERVER", _text, "https://stats.vllm.ai", "Where statistics go.", _NO_STATS),
     EnvVar("VLLM_NO_USAGE_STATS", _flag, False, "Turn usage statistics off.", _NO_STATS),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from vllm import envs
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.decoding import DecodingConfig
@@ -80,7 +81,9 @@ def refuse_missing_features(args: Mapping[str, Any]) -> None:
 
 
 def log_useless_settings(args: Mapping[str, Any]) -> None:
-    """One log line for each setting that was set but changes nothing."""
+    """One log line for each setting or environment variable that was set but changes nothing."""
+    for name, reason in envs.set_without_effect().items():
+        logger.info("The environment variable %s changes nothing: %s.", name, reason)
     for setting in all_settings():
         if _or_default(setting, args) == setting.default:
             continue
