@@ -11,16 +11,46 @@ from vllm.engine.messages import CoreStats
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics, one_two_five_buckets, render
 
-GUIDE = """num_requests_running num_requests_waiting num_requests_swapped gpu_cache_usage_perc cpu_cache_usage_perc
-cpu_prefix_cache_hit_rate gpu_prefix_cache_hit_rate num_preemptions_total prompt_tokens_total generation_tokens_total
-time_to_first_token_seconds_bucket time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket
-request_prompt_tokens_bucket request_generation_tokens_bucket request_params_best_of_bucket request_params_n_bucket
-request_success_total spec_decode_draft_acceptance_rate spec_decode_efficiency spec_decode_num_accepted_tokens_total
-spec_decode_num_draft_tokens_total spec_decode_num_emitted_tokens_total avg_prompt_throughput_toks_per_s
-avg_generation_throughput_toks_per_s kv_cache_usage_perc prefix_cache_queries_total prefix_cache_hits_total
-gpu_prefix_cache_queries_total gpu_prefix_cache_hits_total request_max_num_generation_tokens_bucket
-request_params_max_tokens_bucket iteration_tokens_total_bucket request_queue_time_seconds_bucket cache_config_info
-request_inference_time_seconds_bucket request_prefill_time_seconds_bucket request_decode_time_seconds_bucket""".split()
+GUIDE = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_swapped",
+    "gpu_cache_usage_perc",
+    "cpu_cache_usage_perc",
+    "cpu_prefix_cache_hit_rate",
+    "gpu_prefix_cache_hit_rate",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "time_to_first_token_seconds_bucket",
+    "time_per_output_token_seconds_bucket",
+    "e2e_request_latency_seconds_bucket",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_params_best_of_bucket",
+    "request_params_n_bucket",
+    "request_success_total",
+    "spec_decode_draft_acceptance_rate",
+    "spec_decode_efficiency",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_emitted_tokens_total",
+    "avg_prompt_throughput_toks_per_s",
+    "avg_generation_throughput_toks_per_s",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "gpu_prefix_cache_queries_total",
+    "gpu_prefix_cache_hits_total",
+    "request_max_num_generation_tokens_bucket",
+    "request_params_max_tokens_bucket",
+    "iteration_tokens_total_bucket",
+    "request_queue_time_seconds_bucket",
+    "cache_config_info",
+    "request_inference_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+]
 
 
 def make() -> EngineMetrics:

@@ -28,7 +28,17 @@ def url() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "demo", "--port", str(port), "--api-key", "k"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        "demo",
+        "--port",
+        str(port),
+        "--api-key",
+        "k",
+    ]
     server = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     address = f"http://127.0.0.1:{port}"
     try:
@@ -72,7 +82,7 @@ def page(browser: Any, url: str) -> Iterator[Any]:
 
 
 def until(page: Any, condition: str, seconds: float = 20) -> None:
-    """Wait for a JavaScript expression to become true. (Playwright's own waiting needs eval, which the page forbids.)"""
+    """Wait for a JavaScript expression to become true. (Playwright's own way needs eval, which the page forbids.)"""
     deadline = time.monotonic() + seconds
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, f"never true: {condition}"

@@ -28,7 +28,7 @@ class AttentionParams:
 class DenseRun(NamedTuple):
     """Neighbouring prompts of one length that are computed from their first token on: plain causal attention.
 
-    first_token: in the step.   first_row: in the gathered keys.   padded: the length rounded up to a multiple of _DENSE_STEP.
+    first_token: in the step.   first_row: in the gathered keys.   padded: `length` rounded up to whole _DENSE_STEPs.
     """
 
     first_token: int
@@ -42,7 +42,7 @@ class DenseRun(NamedTuple):
 class GatherPlan:
     """`GroupInputs.plan` of a batch whose long queries are worth copying their keys to consecutive rows.
 
-    starts: [requests + 1] int32, rows `starts[r] : starts[r + 1]` are request r's keys; none for requests with few queries.
+    starts: [requests + 1] int32, rows `starts[r] : starts[r + 1]` are request r's keys; none if it has few queries.
     rows: their number in total.   longest: of one request.   runs: all of them as `dense_runs`, or empty.
     """
 
@@ -67,13 +67,13 @@ def gather_starts(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | 
     total = int(lens.sum())
     if total == 0 or int(query_lens.max()) < 256 or total > 4 * int(query_lens.sum()):
         return None
-    starts = np.zeros(len(lens) + 1, np.int32)
+    starts: np.ndarray = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=starts[1:])
     return starts
 
 
 def dense_runs(query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[DenseRun, ...]:
-    """The requests that are gathered as runs of 8, 4, 2 or 1 equal prompts; empty unless all of them are long and fresh."""
+    """The gathered requests as runs of 8, 4, 2 or 1 equal prompts; empty unless all of them are long and fresh."""
     runs: list[DenseRun] = []
     token = row = r = 0
     while r < len(seq_lens):

@@ -108,7 +108,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self
 
     def process_after_load(self) -> None:
-        """Repack the weight for this device's products, where that gains something; the embedding it is tied to follows."""
+        """Repack the weight for this device's products where that pays; the embedding it is tied to follows."""
         weight = self.weight.data
         packed = pack_table(weight) if self._tied else pack_weight(weight)
         if packed is not weight:
