@@ -1,0 +1,6 @@
+"""LangChain over the server: `vllm serve`, then `pip install langchain-openai` and run this."""
+
+from langchain_openai import ChatOpenAI
+
+model = ChatOpenAI(base_url="http://localhost:8000/v1", api_key="EMPTY", model="demo", temperature=0)
+print(model.invoke("What is the capital of France?").content)
