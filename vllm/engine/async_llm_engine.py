@@ -119,7 +119,7 @@ class AsyncLLMEngine:
             start_engine_loop,
             usage_context,
             stat_loggers,
-            disable_log_requests=not _wants_request_log(engine_args),
+            disable_log_requests=not engine_args.log_requests,
             disable_log_stats=engine_args.disable_log_stats,
         )
 
@@ -198,6 +198,8 @@ class AsyncLLMEngine:
     def _on_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """One step of the core. Runs on the event loop; wakes every consumer it has something for."""
         self.metrics.on_step(stats)
+        for stat_logger in self._loggers.values():
+            stat_logger.log(stats)
         if not outputs:
             return
         if self._admission.waiting:
@@ -534,7 +536,7 @@ class AsyncLLMEngine:
         self._log_line.tick(force=True)
 
     def add_logger(self, logger_name: str, logger: Any) -> None:
-        """Register an object that `remove_logger` can find again; it may implement `log(stats)`."""
+        """Add an object whose `log(stats)` is called after each step. Raises KeyError if the name is in use."""
         if logger_name in self._loggers:
             raise KeyError(f"Logger with name {logger_name} already exists.")
         self._loggers[logger_name] = logger
@@ -590,10 +592,6 @@ def _cache_info(config: VllmConfig) -> dict[str, Any]:
     import dataclasses
 
     return {field.name: getattr(config.cache_config, field.name) for field in dataclasses.fields(config.cache_config)}
-
-
-def _wants_request_log(engine_args: Any) -> bool:
-    return bool(engine_args.enable_log_requests) or not engine_args.disable_log_requests
 
 
 def _refuse_tracing(trace_headers: Mapping[str, str] | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm.engine.messages import CoreRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import PromptType, is_explicit_encoder_decoder_prompt
+from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType, is_explicit_encoder_decoder_prompt
 from vllm.inputs.parse import parse_singleton_prompt
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -93,6 +93,9 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._random = random.Random(model.seed)
         self._generation_config: dict[str, Any] = model.try_get_generation_config()
+        self._hook: Callable[[LLMInputs], LLMInputs] | None = None
+        if INPUT_REGISTRY.has_input_processors:
+            self._hook = INPUT_REGISTRY.create_input_processor(model)
 
     # -- the whole way -------------------------------------------------------------------------------------------------
 
@@ -263,12 +266,15 @@ class InputProcessor:
         given, beams = _sampling_and_beams(request.params)
         if given.truncate_prompt_tokens is not None:
             token_ids = token_ids[-min(given.truncate_prompt_tokens, self._model.max_model_len) :]
+        text = prompt.text
+        if self._hook is not None:
+            text, token_ids = _after_hook(self._hook, text, token_ids)
         self._check_prompt(token_ids, given=prompt.token_ids is not None)
         params = self._resolve(given, len(token_ids))
         arrival = time.time() if request.arrival_time is None else request.arrival_time
         made = ProcessedRequest(
             request_id=request.request_id,
-            prompt=prompt.text,
+            prompt=text,
             prompt_token_ids=token_ids,
             params=params,
             children=(),
@@ -303,6 +309,15 @@ class InputProcessor:
             )
             for i in range(count)
         ]
+
+
+def _after_hook(
+    hook: Callable[[LLMInputs], LLMInputs], text: str | None, token_ids: list[int]
+) -> tuple[str | None, list[int]]:
+    """Text and token ids as the model's own hook (`INPUT_REGISTRY`) wants them."""
+    changed = hook(LLMInputs(prompt_token_ids=token_ids, prompt=text))
+    _refuse_what_needs_other_models(changed)
+    return changed.get("prompt"), token_list(changed["prompt_token_ids"])
 
 
 def _too_long(length: str, limit: int) -> VLLMValidationError:

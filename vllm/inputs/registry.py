@@ -82,6 +82,11 @@ class InputRegistry:
 
         return register
 
+    @property
+    def has_input_processors(self) -> bool:
+        """Whether any model class has a hook; only then is it worth finding the class of a model."""
+        return bool(self._processors)
+
     def input_processor_of(self, model_class: type) -> InputProcessor | None:
         return next((self._processors[c] for c in model_class.__mro__ if c in self._processors), None)
 
