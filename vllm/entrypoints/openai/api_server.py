@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.entrypoints.openai.api_server")  # also when run as __main__
 
+# Of each connection (inherited from the listener): what a client that does not read may make the kernel hold.
+SEND_BUFFER_BYTES = 128 * 1024
 HEALTH_POLL_SECONDS = 0.5
 WEB_FOLDER = Path(__file__).parent.parent / "web"
 CSP = (
@@ -184,6 +186,7 @@ def bind(args: argparse.Namespace) -> socket.socket:
     family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
         listener.bind((args.host or "", args.port))
     except OSError as error:

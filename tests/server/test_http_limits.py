@@ -1,0 +1,230 @@
+"""Bounds of one client: sizes, times, counts, and what the server does when they are crossed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.server.http_server import Server
+
+BODY_LIMIT = 256 * 1024
+SECONDS = 1.5
+
+
+@pytest.fixture(scope="module")
+def strict(model_folder: Path) -> Iterator[Server]:
+    limits = ("--max-body-size", str(BODY_LIMIT), "--max-connections", "40")
+    times = ("--header-timeout", str(SECONDS), "--body-timeout", str(SECONDS), "--write-timeout", str(SECONDS))
+    with Server(model_folder, *limits, *times) as running:
+        before = running.canary()
+        yield running
+        assert running.alive
+        assert running.canary() == before
+
+
+def status_of(raw: bytes) -> int:
+    return int(raw.split(b" ", 2)[1]) if raw.startswith(b"HTTP/1.") else 0
+
+
+def post_head(length: int | None, path: str = "/v1/completions", extra: str = "") -> bytes:
+    size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{extra}{size}\r\n\r\n".encode()
+
+
+def memory(server: Server) -> int:
+    assert server.process is not None
+    return psutil.Process(server.process.pid).memory_info().rss
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def idle(server: Server) -> bool:
+    return server.metric("vllm:num_requests_running") == 0 and server.metric("vllm:num_requests_waiting") == 0
+
+
+def test_body_over_the_limit_is_413(strict: Server) -> None:
+    body = json.dumps({"prompt": "x" * BODY_LIMIT}).encode()
+    answer = strict.post("/v1/completions", body)
+    assert answer.status == 413
+    assert answer.json["error"]["type"] == "RequestTooLargeError"
+    assert status_of(strict.raw(post_head(10**15), timeout=3)) == 413
+    assert status_of(strict.raw(post_head(10**17 * 5), timeout=3)) == 413
+
+
+def test_chunked_body_over_the_limit_is_413(strict: Server) -> None:
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    assert status_of(strict.raw(post_head(None) + chunk * 5, timeout=5)) == 413
+
+
+def test_a_million_small_chunks_are_no_problem(strict: Server) -> None:
+    body = b'{"prompt": "Hi", "max_tokens": 1}' + b" " * 100_000
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    before = memory(strict)
+    assert status_of(strict.raw(post_head(None, extra="connection: close\r\n") + chunks, timeout=10)) == 200
+    assert memory(strict) - before < 50 << 20
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\nx-foo: " + b"a" * 10_000_000,
+        b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(300_000)),
+        b"GET /" + b"a" * 3_000_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx-foo: " + b"a" * 50_000 + b"\r\n\r\n",
+        post_head(None) + b"1;" + b"x" * 3_000_000,
+        post_head(None) + b"1\r\n{\r\n0\r\n" + b"a: " + b"b" * 3_000_000,
+    ],
+    ids=["one-header", "many-headers", "path", "complete-head", "chunk-extension", "trailer"],
+)
+def test_endless_heads_are_cut(strict: Server, head: bytes) -> None:
+    before = memory(strict)
+    started = time.monotonic()
+    raw = strict.raw(head, timeout=4)
+    assert status_of(raw) in (0, 400, 408, 431), raw[:100]
+    assert time.monotonic() - started < 8
+    assert memory(strict) - before < 20 << 20
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\x01\x02\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nx",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        post_head(None) + b"zz\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: \x00\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(strict: Server, data: bytes) -> None:
+    status = status_of(strict.raw(data, timeout=5, half_close=True))
+    assert status == 0 or 400 <= status < 500
+
+
+def test_slow_heads_and_bodies_are_cut(strict: Server) -> None:
+    def trickle(start: bytes, drop: bytes) -> tuple[float, bytes]:
+        with socket.create_connection(("127.0.0.1", strict.port), timeout=10) as connection:
+            connection.sendall(start)
+            connection.settimeout(0.1)
+            started, received = time.monotonic(), b""
+            while time.monotonic() - started < 10:
+                try:
+                    connection.send(drop)
+                    data = connection.recv(65536)
+                    if not data:
+                        break
+                    received += data
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+            return time.monotonic() - started, received
+
+    for start, drop in ((b"GET / HTTP/1.1\r\n", b"a"), (post_head(1000), b" "), (b"", b"")):
+        seconds, received = trickle(start, drop)
+        assert seconds < SECONDS + 3.5, (start, seconds)
+        assert status_of(received) in (0, 408), received
+
+
+def test_pipelined_and_kept_alive_requests_are_answered_in_order(strict: Server) -> None:
+    one = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    last = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    raw = strict.raw(one * 3 + last, timeout=5)
+    assert raw.count(b"HTTP/1.1 200 OK") == 4
+    assert raw.rindex(b'"object"') > raw.rindex(b'"version"')
+
+
+def test_too_many_connections_get_503_and_a_hint(strict: Server) -> None:
+    held = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(60)]
+    try:
+        answer = strict.get("/v1/models")
+        assert answer.status == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json["error"]["code"] == 503
+    finally:
+        for connection in held:
+            connection.close()
+    assert eventually(lambda: strict.get("/v1/models").status == 200)
+
+
+LONG = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize("leave", ["close", "reset"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 4])
+def test_leaving_aborts_the_request(strict: Server, leave: str, stream: bool, n: int) -> None:
+    assert eventually(lambda: idle(strict))
+    before = strict.metric("vllm:generation_tokens_total")
+    body = json.dumps({**LONG, "stream": stream, "n": n, "temperature": 1.0}).encode()
+    connection = socket.create_connection(("127.0.0.1", strict.port))
+    connection.sendall(post_head(len(body)) + body)
+    assert eventually(lambda: strict.metric("vllm:generation_tokens_total") > before)
+    if leave == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    assert eventually(lambda: idle(strict), 5)
+    assert strict.metric("vllm:generation_tokens_total") - before < 500 * n
+
+
+def test_a_reader_that_stops_is_cut(strict: Server) -> None:
+    """Its request ends, its connection too, and the others keep their pace."""
+    assert eventually(lambda: idle(strict))
+    before = strict.metric("vllm:generation_tokens_total")
+    held = []
+    for _ in range(8):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", strict.port))
+        body = json.dumps({**LONG, "prompt": ["Hi"] * 16, "logprobs": 10}).encode()
+        connection.sendall(post_head(len(body)) + body)
+        held.append(connection)
+    assert eventually(lambda: not idle(strict))
+    try:
+        assert strict.canary()
+        assert eventually(lambda: idle(strict), 20)
+        assert strict.metric("vllm:generation_tokens_total") - before < 8 * 16 * 500
+
+        def all_cut() -> bool:
+            assert strict.process is not None
+            connections = psutil.Process(strict.process.pid).net_connections(kind="tcp")
+            return sum(c.status == psutil.CONN_ESTABLISHED for c in connections) <= 1
+
+        assert eventually(all_cut, 10)
+    finally:
+        for connection in held:
+            connection.close()
+
+
+def test_streams_of_many_clients_end(strict: Server) -> None:
+    ends: list[bool] = []
+
+    def read() -> None:
+        answer = strict.post("/v1/completions", {**LONG, "max_tokens": 20})
+        ends.append(answer.text.endswith("data: [DONE]\n\n"))
+
+    threads = [threading.Thread(target=read) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == [True] * 24
