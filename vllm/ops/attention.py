@@ -33,7 +33,7 @@ class DenseRun(NamedTuple):
 
     first_token: int
     first_row: int
-    count: int
+    prompts: int
     length: int
     padded: int
 

@@ -173,16 +173,16 @@ def _attend_runs(q: Tensor, k: Tensor, v: Tensor, kv_heads: int, scale: float, p
     hidden from it, so that what stands in the padding does not matter."""
     tokens, heads, head_dim = q.shape
     for run in plan.runs:
-        first, rows = run.first_token, run.count * run.padded
+        first, rows = run.first_token, run.prompts * run.padded
         if first + rows <= tokens:
             queries = q[first : first + rows]
         else:
             queries = torch.cat([q[first:], q.new_zeros(first + rows - tokens, heads, head_dim)])
         keys, values = (x[run.first_row : run.first_row + rows] for x in (k, v))
-        shape = (run.count, run.padded, kv_heads, head_dim)
+        shape = (run.prompts, run.padded, kv_heads, head_dim)
         with sdpa_kernel(_DENSE_BACKENDS, set_priority=True):
             found = F.scaled_dot_product_attention(
-                queries.view(run.count, run.padded, heads, head_dim).transpose(1, 2),
+                queries.view(run.prompts, run.padded, heads, head_dim).transpose(1, 2),
                 keys.view(shape).transpose(1, 2),
                 values.view(shape).transpose(1, 2),
                 is_causal=True,
@@ -190,7 +190,7 @@ def _attend_runs(q: Tensor, k: Tensor, v: Tensor, kv_heads: int, scale: float, p
                 enable_gqa=True,
             )
         found = found.transpose(1, 2).reshape(rows, heads, head_dim)
-        length = run.count * run.length
+        length = run.prompts * run.length
         if length == tokens:
             return found[:tokens]
         out[first : first + length] = found[:length]
