@@ -202,9 +202,12 @@ async def stream(context: ServerContext, work: Completion) -> AsyncGenerator[byt
     offsets: dict[int, int] = {}
     echoed: set[int] = set()
     last: dict[int, RequestOutput] = {}
+    of_prompt: dict[int, list[Any]] = {}  # prompt logprobs come once, with the first choice; the others echo them too
     async for i, result in merge(work.generators):
         prompt_tokens[i] = len(result.prompt_token_ids or ())
         last[i] = result
+        if result.prompt_logprobs:
+            of_prompt[i] = list(result.prompt_logprobs)
         for output in result.outputs:
             index = i * count + output.index
             text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
@@ -215,7 +218,7 @@ async def stream(context: ServerContext, work: Completion) -> AsyncGenerator[byt
                     text, token_ids, steps = "", [], []
                 text = prompt_text_of(context, result) + text
                 token_ids = [*(result.prompt_token_ids or ()), *token_ids]
-                steps = None if steps is None else [*(result.prompt_logprobs or ()), *steps]  # type: ignore[list-item]
+                steps = None if steps is None else [*of_prompt.get(i, ()), *steps]
             elif work.echo and request.max_tokens == 0:
                 text, token_ids, steps = "", [], []
             if not text and not token_ids and output.finish_reason is None:
