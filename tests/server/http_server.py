@@ -43,7 +43,15 @@ class Answer:
 class Server:
     """`python -m vllm.entrypoints.openai.api_server` with a tiny model; use it as a context manager."""
 
-    def __init__(self, model: Path, *args: str, env: dict[str, str] | None = None, key: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *args: str,
+        env: dict[str, str] | None = None,
+        key: str | None = None,
+        module: str = "vllm.entrypoints.openai.api_server",
+    ) -> None:
+        self._module = module
         self._args = [
             *("--model", str(model), "--served-model-name", MODEL, "--port", "0"),
             *("--disable-uvicorn-access-log", "--disable-log-requests", *args),
@@ -56,7 +64,7 @@ class Server:
     def __enter__(self) -> Server:
         self._log = tempfile.NamedTemporaryFile(prefix="server-", suffix=".log")  # noqa: SIM115 - closed in __exit__
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._args],
+            [sys.executable, "-m", self._module, *self._args],
             env=self._env,
             stdout=self._log,
             stderr=subprocess.STDOUT,

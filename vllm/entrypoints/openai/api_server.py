@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,7 @@ CSP = (
 def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
     """The application with all its layers, around a running engine."""
     from fastapi import FastAPI
-    from starlette.middleware.cors import CORSMiddleware
 
-    from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware, RequestIdMiddleware
     from vllm.entrypoints.openai.routes import router
 
     docs: dict[str, Any] = (
@@ -55,9 +54,19 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
     app.state.args = args
     app.state.context = make_context(args, engine)
     app.include_router(router)
-    _add_error_handlers(app)
+    add_error_handlers(app)
     if not args.disable_web_ui and (WEB_FOLDER / "index.html").is_file():
         _add_page(app)
+    add_layers(app, args)
+    return app
+
+
+def add_layers(app: FastAPI, args: argparse.Namespace) -> None:
+    """What every request passes before a route: limits and key, CORS, the operator's own middleware."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware, RequestIdMiddleware
+
     for path in args.middleware:
         _add_middleware(app, path)
     app.add_middleware(
@@ -77,7 +86,9 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdMiddleware)
     app.add_middleware(LimitsMiddleware, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
-    return app
+
+
+AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "FastAPI"]
 
 
 def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
@@ -107,7 +118,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     )
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
@@ -196,7 +207,7 @@ def bind(args: argparse.Namespace) -> socket.socket:
     return listener
 
 
-async def run_server(args: argparse.Namespace) -> int:
+async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
     """Serve until told to stop or until the engine dies; returns the exit status of the process."""
     import uvicorn
 
@@ -205,7 +216,7 @@ async def run_server(args: argparse.Namespace) -> int:
     validate_parsed_serve_args(args)
     listener = bind(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
-    app = build_app(args, engine)
+    app = build(args, engine)
     config = uvicorn.Config(
         app,
         log_level=args.uvicorn_log_level,
@@ -282,26 +293,29 @@ async def _watch(engine: AsyncLLMEngine) -> None:
         await asyncio.sleep(HEALTH_POLL_SECONDS)
 
 
-def serve(args: argparse.Namespace) -> int:
+def serve(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
     """Run the server with the flags in `args`; returns the process's exit status."""
     if args.explain:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         print(config.explain())
         return 0
     try:
-        return asyncio.run(run_server(args))
+        return asyncio.run(run_server(args, build))
     except (ValueError, TypeError, RuntimeError) as error:
         logger.error("%s", error)
         return 1
 
 
-def main() -> None:
-    parser = make_arg_parser(FlexibleArgumentParser(description="OpenAI-compatible API server"))
-    args = parser.parse_args()
-    status = serve(args)
+def run_process(description: str, build: AppBuilder = build_app) -> None:
+    """Parse the command line, serve, and end the process with the right status."""
+    status = serve(make_arg_parser(FlexibleArgumentParser(description=description)).parse_args(), build)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status) if status else sys.exit(0)
+
+
+def main() -> None:
+    run_process("OpenAI-compatible API server")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def overloaded(message: str, retry_after: int = 1) -> APIError:
 
 
 def not_available(feature: str) -> APIError:
-    """501: a route of the API that this version does not have."""
-    return APIError(501, f"{feature} is not available in this version of the server.", "NotImplementedError")
+    """400: a route of the API that this version does not have. A 5xx would call on somebody to repair the server."""
+    return APIError(400, f"{feature} is not available in this version of the server.", "NotImplementedError")
 
 
 def safe_text(message: str) -> str:

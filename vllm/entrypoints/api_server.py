@@ -1,0 +1,83 @@
+"""The demonstration server of early versions: POST /generate, plain or as a stream of JSON objects with NUL between.
+
+`vllm serve` is the server to use. This one has its process, engine, limits and flags, and one route instead of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.entrypoints.openai import completions
+from vllm.entrypoints.openai.api_server import add_error_handlers, add_layers, make_context, run_process
+from vllm.entrypoints.openai.context import ServerContext, as_api_error
+from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.protocol import CompletionRequest
+from vllm.entrypoints.openai.routes import answer, context_of, health, read, stream
+from vllm.entrypoints.openai.sse import EventStream
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+router = APIRouter()
+router.add_api_route("/health", health, methods=["GET"])
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """`prompt`, `stream`, and any sampling parameter; the texts begin with the prompt."""
+    context = context_of(request)
+    body = await read(request, CompletionRequest)
+    if not isinstance(body.prompt, str):
+        raise bad_request("prompt must be a string.", "prompt")
+    unknown = sorted(body.model_extra or ())
+    if unknown:
+        raise bad_request(f"Unexpected parameter {unknown[0]!r:.80}: expected prompt, stream or sampling parameters.")
+    try:
+        work = await completions.prepare(context, body, request.headers.get("x-request-id"))
+    except Exception as error:
+        raise as_api_error(error) from error
+    if body.stream:
+        return await stream(request, EventStream(_texts(work, body.prompt)))
+    return await answer(request, lambda: _whole(context, work, body.prompt))
+
+
+async def _whole(context: ServerContext, work: completions.Completion, prompt: Any) -> dict[str, Any]:
+    found = await completions.complete(context, work)
+    return {"text": [prompt + choice["text"] for choice in found["choices"]]}
+
+
+async def _texts(work: completions.Completion, prompt: str) -> AsyncGenerator[bytes, None]:
+    """The texts so far, again and again."""
+    texts = [prompt] * work.count
+    try:
+        async for output in work.generators[0]:
+            for choice in output.outputs:
+                texts[choice.index] += choice.text
+            yield json.dumps({"text": texts}).encode() + b"\0"
+    finally:
+        await work.generators[0].aclose()
+
+
+def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
+    """The application with its one route, behind the same layers as the large server's."""
+    from fastapi import FastAPI
+
+    app = FastAPI(title="vllm demonstration server", openapi_url=None, root_path=args.root_path or "")
+    app.state.args = args
+    app.state.context = make_context(args, engine)
+    app.include_router(router)
+    add_error_handlers(app)
+    add_layers(app, args)
+    return app
+
+
+if __name__ == "__main__":
+    run_process("Demonstration server with POST /generate", build_app)
