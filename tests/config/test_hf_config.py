@@ -173,6 +173,8 @@ def test_rope_arguments_replace_the_scaling_and_the_base(tmp_path: Path, spellin
         raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}
         del raw["rope_theta"], raw["partial_rotary_factor"]
     write(tmp_path, raw)
+    with pytest.raises(ValueError, match=r"rope_scaling must have a 'rope_type'.*got \{'factor': 2.0\}"):
+        HFConfig.load(tmp_path, rope_scaling={"factor": 2.0})
     scaled = HFConfig.load(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
     assert scaled.rope == RopeSettings(777.0, "dynamic", {"factor": 2.0}, 0.5)
     based = HFConfig.load(tmp_path, rope_theta=123.0)

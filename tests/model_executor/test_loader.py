@@ -163,6 +163,13 @@ def test_wrong_shape_names_tensor_got_and_expected(folder: Path) -> None:
         load(folder)
 
 
+def test_integers_are_no_weights(folder: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    with pytest.raises(ValueError, match=rf"{name}.*torch.int8, expected floating-point numbers"):
+        load(folder)
+
+
 def test_wrong_shape_of_a_transposed_weight_is_given_as_the_checkpoint_has_it(tmp_path: Path) -> None:
     save_random_hf_model(hf.GPT2Config(vocab_size=131, n_embd=48, n_layer=1, n_head=6, n_positions=64), tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(48, 191)}))
@@ -288,8 +295,9 @@ def test_pickle_with_code_is_refused_and_its_code_never_runs(zipped: bool, folde
     marker = folder / "was_here"
     state: dict[str, Any] = dict(load_file(folder / "model.safetensors"))
     to_bin(folder, {**state, "evil": _Evil(marker)}, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*refused.*safetensors"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*refused.*safetensors") as refused:
         load(folder)
+    assert "weights_only" not in str(refused.value)  # no advice to load it unsafely
     assert not marker.exists()
 
 

@@ -447,6 +447,8 @@ def _override_with_function(folder: Path, function: Callable[[Any], Any], trust_
 
 def _with_rope_scaling(raw: dict[str, Any], rope_scaling: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the scaling, in whichever spelling the file uses; theta and the partial factor stay."""
+    if "rope_type" not in rope_scaling and "type" not in rope_scaling:
+        raise ValueError(f"rope_scaling must have a 'rope_type', such as 'yarn' or 'linear', got {dict(rope_scaling)}.")
     new = raw.get("rope_parameters")
     if not isinstance(new, dict):
         return {**raw, "rope_scaling": dict(rope_scaling)}

@@ -94,11 +94,13 @@ class WeightFiller:
         return None if target is None else part_shape(target.slot.parameter, target.part, target.expert)
 
     def fill(self, canonical: str, tensor: Tensor) -> None:
-        """Write a full tensor in canonical layout. Raises ValueError if it is there already, or its shape is wrong."""
+        """Write a full tensor in canonical layout. Raises ValueError if it is there already, or does not fit."""
         target = self._targets[canonical]
         slot = target.slot
         if not target.atoms <= slot.missing:
             raise ValueError(f"the weight {canonical} occurs twice")
+        if slot.parameter.is_floating_point() and not tensor.is_floating_point():
+            raise ValueError(f"it holds {tensor.dtype}, expected floating-point numbers; are the weights quantized?")
         if slot.parameter.is_meta:
             slot.parameter = slot.parameter.materialized(self._device)
             self.filled_bytes += slot.parameter.numel() * slot.parameter.element_size()

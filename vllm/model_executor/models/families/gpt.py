@@ -14,7 +14,7 @@ from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, Learne
 
 def gpt2(hf: HFConfig) -> Decoder:
     """GPT-2: learned positions, weights stored transposed."""
-    norm = layer_norm(hf.get_float("layer_norm_epsilon"))
+    norm = layer_norm(hf.get_float("layer_norm_epsilon", minimum=0))
     attn = Attn(hf.num_heads, hf.num_heads, hf.head_dim, qkv_bias=True, out_bias=True)
     inner = hf.get_int("n_inner", default=None) or 4 * hf.hidden_size
     mlp = Mlp(hf.get_str("activation_function"), inner, gated=False, bias=True)
@@ -29,7 +29,7 @@ def gpt2(hf: HFConfig) -> Decoder:
 
 def gpt_neox(hf: HFConfig) -> Decoder:
     """GPT-NeoX and Pythia: partial rotation, both branches of a block in parallel or one after the other."""
-    norm = layer_norm(hf.get_float("layer_norm_eps"))
+    norm = layer_norm(hf.get_float("layer_norm_eps", minimum=0))
     bias = hf.get_bool("attention_bias", default=True)
     attn = Attn(hf.num_heads, hf.num_heads, hf.head_dim, rope=rope_of(hf), qkv_bias=bias, out_bias=bias)
     mlp = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), gated=False, bias=True)
@@ -61,7 +61,7 @@ def opt(hf: HFConfig) -> Decoder:
 
 def phi(hf: HFConfig) -> Decoder:
     """Phi-1 to 2: partial rotation, one norm for both branches, a biased head."""
-    norm = layer_norm(hf.get_float("layer_norm_eps"))
+    norm = layer_norm(hf.get_float("layer_norm_eps", minimum=0))
     attn = Attn(
         hf.num_heads,
         hf.num_kv_heads,

@@ -61,7 +61,7 @@ def llama_like(
     **decoder: Any,
 ) -> Decoder:
     """A Llama decoder with some fields replaced: `attn` those of Attn, `decoder` those of Decoder."""
-    norm = norm or Norm("rms", hf.get_float("rms_norm_eps"))
+    norm = norm or Norm("rms", hf.get_float("rms_norm_eps", minimum=0))
     ffn = ffn or Mlp(act or hf.get_str("hidden_act"), hf.get_int("intermediate_size"))
     attention = replace(Attn(hf.num_heads, hf.num_kv_heads, hf.head_dim, rope=rope_of(hf)), **(attn or {}))
     block = Block(attention, ffn, norm, layout)
@@ -108,7 +108,7 @@ def qwen2(hf: HFConfig) -> Decoder:
 
 def qwen3(hf: HFConfig) -> Decoder:
     """Qwen 3: each query and key head is normalised."""
-    attn = {**_attention_bias(hf), "qk_norm": Norm("rms", hf.get_float("rms_norm_eps"))}
+    attn = {**_attention_bias(hf), "qk_norm": Norm("rms", hf.get_float("rms_norm_eps", minimum=0))}
     return llama_like(hf, attn=attn, windows=windows_of(hf))
 
 
@@ -117,7 +117,7 @@ def gemma(hf: HFConfig) -> Decoder:
     act = hf.get_str("hidden_activation", "hidden_act")
     return llama_like(
         hf,
-        norm=Norm("rms", hf.get_float("rms_norm_eps"), offset=1.0),
+        norm=Norm("rms", hf.get_float("rms_norm_eps", minimum=0), offset=1.0),
         attn=_attention_bias(hf),
         act="gelu_pytorch_tanh" if act == "gelu" else act,
         embed_scale=hf.hidden_size**0.5,
@@ -126,10 +126,10 @@ def gemma(hf: HFConfig) -> Decoder:
 
 def gemma2(hf: HFConfig) -> Decoder:
     """Gemma 2: norms before and after each branch, alternating windows, soft caps."""
-    scale = hf.get_float("query_pre_attn_scalar") ** -0.5
+    scale = hf.get_float("query_pre_attn_scalar", minimum=1e-6) ** -0.5
     return llama_like(
         hf,
-        norm=Norm("rms", hf.get_float("rms_norm_eps"), offset=1.0),
+        norm=Norm("rms", hf.get_float("rms_norm_eps", minimum=0), offset=1.0),
         attn={
             **_attention_bias(hf),
             "scale": scale,
