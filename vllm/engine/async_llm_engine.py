@@ -13,7 +13,6 @@ from vllm.engine.admission import Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, RequestInput
 from vllm.engine.messages import CoreOutput, CoreStats
-from vllm.engine.notices import name_variables_without_effect
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.request_stream import RequestStream
 from vllm.exceptions import EngineDeadError, EngineGenerateError
@@ -73,7 +72,6 @@ class AsyncLLMEngine:
         self._log_stats = log_stats
         self._start_automatically = start_engine_loop
         self._multiprocessing = multiprocessing
-        name_variables_without_effect()
         self._core = core or make_core_client(vllm_config, multiprocessing)
         self._core.launch()
         model = vllm_config.model_config

@@ -24,7 +24,6 @@ from vllm.config import (
 )
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor, RequestInput
-from vllm.engine.notices import name_variables_without_effect
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
@@ -70,7 +69,6 @@ class LLMEngine:
         self.log_stats = log_stats
         self.stat_loggers: dict[str, Any] = dict(stat_loggers or {})
         started = time.perf_counter()
-        name_variables_without_effect()
         model = vllm_config.model_config
         tokenizer = None
         if not model.skip_tokenizer_init:
