@@ -1,0 +1,150 @@
+"""Same answer under pressure, and as many deaths as are quick enough for every run; `tests/soak` has the full counts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.server.engines import (
+    OPTIONS,
+    PROMPTS,
+    all_final,
+    assert_idle,
+    core_pid,
+    final,
+    greedy,
+    leftovers,
+    make,
+    running,
+)
+from tests.server.http_server import Server
+from tests.tiny_models import hf_greedy
+from vllm import LLM, SamplingParams
+from vllm.engine.async_llm_engine import AsyncEngineDeadError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_STRICT", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+async def test_starved_cache_changes_no_answer(model_folder):
+    """T20: 64 requests in a cache for less than one and a half of the longest; at least 200 preemptions, same bytes."""
+    prompts = [f"{i}: The capital of {'Japan ' * (i % 7)}is" for i in range(64)]
+    async with running(model_folder, separate=False) as engine:
+        want = await all_final(engine, prompts, greedy(120), "big")
+    async with running(model_folder, separate=False, max_model_len=200, num_gpu_blocks_override=32) as engine:
+        got = await all_final(engine, prompts, greedy(120), "small")
+        assert got == want
+        assert engine.metrics.stats.num_preemptions >= 200
+        with pytest.raises(ValueError, match="longer than the maximum"):
+            await final(engine, {"prompt_token_ids": [5] * 201}, greedy(), "never fits")
+        await assert_idle(engine)
+
+
+def test_seeds_and_greedy_survive_restarts_and_thread_counts(model_folder, monkeypatch):
+    """T43: three starts, one and two threads: the same bytes."""
+    options = {k: v for k, v in OPTIONS.items() if k != "disable_log_requests"}
+    params = [greedy(30), SamplingParams(temperature=1.0, seed=11, max_tokens=30, ignore_eos=True)]
+    texts = []
+    for threads in ("1", "2", "1"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        with LLM(str(model_folder), **options) as llm:
+            texts.append([o.outputs[0].text for p in params for o in llm.generate(PROMPTS, p, use_tqdm=False)])
+    assert texts[0] == texts[1] == texts[2]
+
+
+async def test_served_greedy_tokens_equal_a_plain_loop(model_folder):
+    """T44: 32 prompts at once against a loop without any cache."""
+    async with running(model_folder, separate=False) as engine:
+        ids = [[(i * 31 + j * 7) % 300 + 2 for j in range(1 + 3 * i)] for i in range(32)]
+        outputs = await asyncio.gather(
+            *(final(engine, {"prompt_token_ids": p}, greedy(12), f"t{i}") for i, p in enumerate(ids))
+        )
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [hf_greedy(model_folder, p, 12) for p in ids]
+
+
+async def deaths_of_the_core(model_folder, count: int) -> tuple[int, float]:
+    """T10: kill the core with 32 requests in flight. How many requests ended with the error, and the worst time."""
+    ended, worst = 0, 0.0
+    for _ in range(count):
+        before = leftovers()
+        engine = make(model_folder)
+        await engine.check_health()
+        tasks = [asyncio.ensure_future(final(engine, p, greedy(480), p)) for p in PROMPTS]
+        while not engine.metrics.generation_tokens:
+            await asyncio.sleep(0.001)
+        os.kill(core_pid(engine), signal.SIGKILL)
+        start = time.monotonic()
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2.0)
+        worst = max(worst, time.monotonic() - start)
+        ended += sum(isinstance(e, AsyncEngineDeadError) for e in ends)
+        await engine.shutdown(0)
+        assert leftovers() == before
+    return ended, worst
+
+
+async def test_killing_the_core_twice(model_folder):
+    ended, worst = await deaths_of_the_core(model_folder, 2)
+    assert ended == 2 * 32
+    assert worst < 2.0
+
+
+def tree(pid: int) -> list[int]:
+    return [pid, *(p.pid for p in psutil.Process(pid).children(recursive=True))]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def death_of_a_server(model_folder, who: str) -> float:
+    """T10, T11 from outside: kill -9 the server's process or its core. Seconds until every process of it is gone."""
+    with Server(model_folder, "--max-model-len", "512") as server:
+        assert server.process is not None
+        server.canary()
+        pids = tree(server.process.pid)
+        assert len(pids) == 2
+        os.kill(pids[0] if who == "server" else pids[1], signal.SIGKILL)
+        start = time.monotonic()
+        while alive(pids):
+            assert time.monotonic() - start < 5.0, alive(pids)
+            server.process.poll()
+            time.sleep(0.01)
+        assert server.process.wait() != 0
+        return time.monotonic() - start
+
+
+@pytest.mark.parametrize("who", ["server", "core"])
+def test_killing_a_process_of_the_server_ends_all_of_it(model_folder, who):
+    assert death_of_a_server(model_folder, who) < 5.0
+
+
+def starts_and_stops(model_folder, count: int) -> None:
+    """T46: servers that are stopped by SIGTERM end with status 0 and leave no process, no name, no listener."""
+    before = leftovers()
+    for _ in range(count):
+        with Server(model_folder, "--max-model-len", "512") as server:
+            assert server.process is not None
+            server.canary()
+            pids = tree(server.process.pid)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(10) == 0, server.log[-2000:]
+            assert not alive(pids)
+            port = server.port
+        assert port not in {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert leftovers() == before
+    gc.collect()
+
+
+def test_start_and_stop_once(model_folder):
+    starts_and_stops(model_folder, 1)

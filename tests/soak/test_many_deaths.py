@@ -1,0 +1,124 @@
+"""The full counts of the reliability plan: `make soak ARGS=tests/soak`. Each test prints the figure it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import psutil
+import pytest
+
+from tests.server.engines import PROMPTS, all_final, assert_idle, final, greedy, make, running
+from tests.server.test_reliability import death_of_a_server, deaths_of_the_core, starts_and_stops
+from tests.tiny_models import hf_greedy, save_llama
+from vllm import SamplingParams
+from vllm.exceptions import EngineGenerateError
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_STRICT", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("soak-model"))
+
+
+async def test_t10_kill_the_core_20_times(model_folder):
+    ended, worst = await deaths_of_the_core(model_folder, 20)
+    print(f"T10: {ended} of 640 requests ended, the last {worst:.3f} s after the death")
+    assert ended == 640
+    assert worst < 2.0
+
+
+@pytest.mark.parametrize("who", ["server", "core"])
+def test_t11_kill_a_process_of_the_server_20_times(model_folder, who):
+    times = [death_of_a_server(model_folder, who) for _ in range(20)]
+    print(f"T11: {who} killed 20 times, everything gone after {max(times):.2f} s at most")
+    assert max(times) < 5.0
+
+
+async def test_t16_one_bad_request_in_32_50_times(model_folder, monkeypatch):
+    monkeypatch.setenv("VLLM_FAULTS", "sampler.raise@bad-13-,detok.raise@bad-13-")
+    async with running(model_folder) as engine:
+        want = await all_final(engine, PROMPTS, greedy(60), "good")
+        for _ in range(50):
+            got = await all_final(engine, PROMPTS, greedy(60), "bad")
+            assert isinstance(got[13], EngineGenerateError)
+            assert [t for i, t in enumerate(got) if i != 13] == [t for i, t in enumerate(want) if i != 13]
+        await assert_idle(engine)
+    print("T16: 50 of 50 bad requests ended alone, 1,550 of 1,550 neighbours exact")
+
+
+async def test_t18_any_step_may_fail(model_folder, monkeypatch):
+    async with running(model_folder, separate=False) as engine:
+        want = await all_final(engine, PROMPTS, greedy(40), "good")
+    for step in range(1, 51):
+        monkeypatch.setenv("VLLM_FAULTS", f"{'alloc.oom' if step % 2 else 'forward.raise'}@{step}")
+        async with running(model_folder, separate=False) as engine:
+            got = await all_final(engine, PROMPTS, greedy(40), f"step{step}")
+            lost = [i for i in range(32) if isinstance(got[i], EngineGenerateError)]
+            assert len(lost) <= 1  # a request that was alone in the step that failed
+            assert all(got[i] == want[i] for i in range(32) if i not in lost)
+            await assert_idle(engine)
+    print("T18: 50 steps failed, no deadlock, nothing held")
+
+
+def test_t46_50_servers(model_folder):
+    starts_and_stops(model_folder, 50)
+    print("T46: 50 of 50 servers ended with status 0 and left nothing")
+
+
+async def test_t46_20_engines_in_one_process(model_folder):
+    resident = []
+    for _ in range(20):
+        engine = make(model_folder, separate=False)
+        assert (await final(engine, "Hello", greedy(5), "a")).finished
+        await engine.shutdown(5)
+        del engine
+        gc.collect()
+        resident.append(psutil.Process().memory_info().rss)
+    growth = (resident[-1] - resident[3]) / 2**20
+    print(f"T46: 16 more engines cost {growth:.1f} MB")
+    assert growth < 20
+
+
+async def test_t44_200_prompts_against_a_plain_loop(model_folder):
+    ids = [[(i * 31 + j * 7) % 300 + 2 for j in range(1 + i % 90)] for i in range(200)]
+    async with running(model_folder) as engine:
+        outputs = await asyncio.gather(
+            *(final(engine, {"prompt_token_ids": p}, greedy(16), f"t{i}") for i, p in enumerate(ids))
+        )
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [hf_greedy(model_folder, p, 16) for p in ids]
+    print("T44: 200 of 200 equal")
+
+
+async def test_t09_nothing_grows_with_requests(model_folder):
+    """50,000 requests of all kinds, a tenth of them left early, a twentieth bad: memory of both processes stays."""
+    async with running(model_folder, max_num_queued_reqs=4000) as engine:
+        processes = [psutil.Process(), psutil.Process(engine._core.pid)]
+
+        async def one(i: int) -> None:
+            params = greedy(8) if i % 2 else SamplingParams(temperature=1.0, n=1 + i % 3, max_tokens=8)
+            prompt = {"prompt_token_ids": [10**6]} if i % 20 == 0 else f"{i} {PROMPTS[i % 32]}"
+            try:
+                async for _ in engine.generate(prompt, params, f"r{i}"):
+                    if i % 10 == 5:
+                        return
+            except ValueError:
+                assert i % 20 == 0
+
+        sizes = []
+        for batch in range(250):
+            await asyncio.gather(*(one(batch * 200 + j) for j in range(200)))
+            sizes.append([p.memory_info().rss for p in processes])
+        await assert_idle(engine)
+        growth = [(last - first) / (150 * 200) for first, last in zip(sizes[100], sizes[-1], strict=True)]
+        print(f"T09: bytes per request after warm-up: front end {growth[0]:.1f}, core {growth[1]:.1f}")
+        assert max(growth) <= 50
