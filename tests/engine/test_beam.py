@@ -113,6 +113,12 @@ def test_temperature_scales_the_distribution(llm, hf_model):
     assert [s.cum_logprob for s in found.sequences] == pytest.approx([p for _, p, _ in expected], abs=1e-3)
 
 
+def test_parameters_of_sampling_are_refused(llm):
+    with pytest.raises(TypeError, match="params must be BeamSearchParams, got SamplingParams"):
+        llm.beam_search([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=2))
+    assert_idle(llm)
+
+
 def test_several_prompts_and_the_end_of_the_context(llm, hf_model):
     long = [5 + i % 90 for i in range(93)]
     params = BeamSearchParams(beam_width=2, max_tokens=10, ignore_eos=True)

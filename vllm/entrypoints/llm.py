@@ -239,6 +239,8 @@ class LLM:
         use_tqdm: ProgressBar = False,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first. Tokens and text include the prompt."""
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         ids = self._submit(_as_list(prompts), [params], lora_request)
         tokenizer = self.llm_engine.input_processor.tokenizer
         found = []
