@@ -276,7 +276,7 @@ _TABLE = (
     EnvVar("VLLM_NCCL_SO_PATH", _text, None, "Path of the NCCL library.", "torch's own NCCL is used"),
     EnvVar("LD_LIBRARY_PATH", _text, None, "Where the system looks for shared libraries."),
     EnvVar("VLLM_CPU_KVCACHE_SPACE", _not_negative, 0, "KV cache of the CPU backend in GiB; 0 means 4."),
-    EnvVar("VLLM_CPU_OMP_THREADS_BIND", _text, "all", 'Cores of the CPU backend: "0-31", "0,1"; ranks split by "/".'),
+    EnvVar("VLLM_CPU_OMP_THREADS_BIND", _text, "all", 'Cores of the CPU backend: "0-31", "0,1"; ranks split by "|".'),
     EnvVar("VLLM_OPENVINO_KVCACHE_SPACE", _not_negative, 0, "OpenVINO KV cache in GiB.", _NO_OPENVINO),
     EnvVar("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", _text, None, "OpenVINO KV cache type.", _NO_OPENVINO),
     EnvVar("VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS", _flag, False, "OpenVINO weight compression.", _NO_OPENVINO),

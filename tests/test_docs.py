@@ -1,0 +1,136 @@
+"""The user guide is true: its programs run, its flags and parameters exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from tests.server.http_server import Server
+from tools.environment_page import markdown as environment_page
+from vllm import SamplingParams
+from vllm.benchmarks.offline import make_parser as offline_parser
+from vllm.benchmarks.serve import make_parser as bench_parser
+from vllm.config.document import markdown as arguments_page
+from vllm.entrypoints.cli.client import _parser as client_parser
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.openai.run_batch import make_parser as batch_parser
+from vllm.utils.argparse import FlexibleArgumentParser
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+GUIDE = [
+    *("README", "installation", "quickstart", "offline", "serving", "cli", "sampling", "cpu", "gpu"),
+    *("environment", "troubleshooting"),
+]
+
+
+def text_of(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+def blocks(name: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```$", text_of(name), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "offline", "sampling"])
+def test_the_programs_of_a_page_run_one_after_the_other(name):
+    names: dict[str, object] = {}
+    out = StringIO()
+    with redirect_stdout(out):
+        for program in blocks(name, "python"):
+            exec(compile(program, f"{name}.md", "exec"), names)
+    if name != "sampling":  # which asserts
+        assert "Paris" in out.getvalue() or "Madrid" in out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def demo_server() -> Iterator[Server]:
+    with Server(Path("demo"), "--served-model-name", "demo") as running:
+        yield running
+
+
+@pytest.mark.parametrize(("name", "expected"), [("quickstart", "Rome"), ("serving", " ")])
+def test_the_programs_that_need_a_server_run_against_one(demo_server, capsys, name, expected):
+    found = blocks(name, "python server")
+    assert found
+    for program in found:
+        exec(compile(program.replace("http://localhost:8000", demo_server.url), f"{name}.md", "exec"), {})
+    assert expected in capsys.readouterr().out
+
+
+def test_the_requests_of_the_quick_start_are_answered(demo_server):
+    found = re.findall(r"curl http://localhost:8000(\S+) -H 'content-type: application/json' -d '(.*?)'$",
+                       text_of("quickstart"), re.MULTILINE)  # fmt: skip
+    assert len(found) == 2
+    for route, body in found:
+        answer = demo_server.post(route, body.encode())
+        assert answer.status == 200
+        assert "Paris" in answer.text or "12" in answer.text
+
+
+def flags_of(parser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def all_flags() -> set[str]:
+    parsers = [make_arg_parser(FlexibleArgumentParser()), bench_parser(), batch_parser(), client_parser("chat")]
+    parsers += [offline_parser(kind) for kind in ("latency", "throughput")]
+    return {"--config", "--version", "--index-url"}.union(*map(flags_of, parsers))
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_every_flag_that_is_named_exists(name):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text_of(name)))
+    assert named <= all_flags()
+
+
+def test_every_sampling_parameter_that_is_named_exists_with_this_default():
+    defaults = {name: p.default for name, p in inspect.signature(SamplingParams).parameters.items()}
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|", text_of("sampling"), re.MULTILINE)
+    assert len(rows) >= 25
+    for name, _, default in rows:
+        assert name in defaults, name
+        if default in ("none", "true", "false", "the same", "`n`"):
+            expected = {"true": True, "false": False}.get(default)
+            assert defaults[name] is expected, name
+        else:
+            assert float(default) == defaults[name], name
+
+
+def test_every_parameter_that_works_is_in_the_page():
+    later = {"guided_decoding", "structured_outputs", "extra_args", "output_kind", "output_text_buffer_length"}
+    parameters = list(inspect.signature(SamplingParams).parameters)
+    until = parameters.index("early_stopping")  # newer names follow, which this version refuses or does not need
+    for name in parameters[:until]:
+        if not name.startswith("_") and name not in later:
+            assert f"`{name}" in text_of("sampling"), name
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_links_lead_to_files(name):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text_of(name)):
+        assert (DOCS / target).exists(), target
+
+
+def test_every_page_is_in_the_index():
+    index = text_of("README")
+    for page in DOCS.glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_generated_pages_are_up_to_date():
+    assert (DOCS / "environment.md").read_text() == environment_page()
+    assert (DOCS / "engine_arguments.md").read_text() == arguments_page()
+
+
+def test_no_line_of_prose_is_wider_than_the_others():
+    for name in GUIDE:
+        prose = re.sub(r"^```.*?^```$", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
+        for line in prose.splitlines():
+            assert len(line) <= 132 or line.startswith("|"), (name, line)
