@@ -5,13 +5,15 @@
 Work: random prompts, a fixed number of greedy tokens each. A "client" is a request in progress that is replaced as soon
 as it is done, offline by `LLMEngine.add_request`, online by a streamed completion of `vllm bench serve`'s client. Every
 round measures each number of clients on both sides, one right after the other; a figure is the median of the rounds.
-The server, its core and the client share the cores of this machine, which the offline engine has for itself.
+The server, its core and the client share the cores of this machine, which the offline engine has for itself. Processor
+time per output token of each process says where the time goes, also on a machine that others use at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -28,6 +30,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.benchmarks.datasets import Sample, random_samples
 from vllm.benchmarks.http_stream import Target
@@ -38,8 +42,8 @@ START_SECONDS = 120.0
 
 
 @contextmanager
-def server(model: str, threads: int) -> Iterator[str]:
-    """A server process on a free port; yields its address."""
+def server(model: str, threads: int) -> Iterator[tuple[str, int]]:
+    """A server process on a free port; yields its address and process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,7 +53,7 @@ def server(model: str, threads: int) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         _await_health(process, url)
-        yield url
+        yield url, process.pid
     finally:
         process.terminate()
         process.wait(60)
@@ -64,6 +68,18 @@ def _await_health(process: subprocess.Popen[bytes], url: str) -> None:
         except OSError:
             time.sleep(0.2)
     raise SystemExit("The server did not start.")
+
+
+def cpu_seconds(server_pid: int) -> dict[str, float]:
+    """Processor time so far: of this process (client or offline engine), of the server's front end, of its core."""
+
+    def used(process: psutil.Process) -> float:
+        times = process.cpu_times()
+        return times.user + times.system
+
+    front = psutil.Process(server_pid)
+    core = sum(used(child) for child in front.children(recursive=True))
+    return {"this": used(psutil.Process()), "front_end": used(front), "core": core}
 
 
 def offline(engine: LLMEngine, samples: list[Sample], clients: int) -> float:
@@ -105,31 +121,46 @@ def online(url: str, samples: list[Sample], clients: int) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per number of clients."""
     engine = LLMEngine.from_engine_args(EngineArgs(model=args.model, disable_log_stats=True))
-    plain: dict[int, list[float]] = {c: [] for c in args.clients}
+    plain: dict[int, list[dict[str, Any]]] = {c: [] for c in args.clients}
     served: dict[int, list[dict[str, Any]]] = {c: [] for c in args.clients}
-    with server(args.model, args.threads) as url:
+    with server(args.model, args.threads) as (url, pid):
         for number in range(args.rounds + 1):  # the first round warms up
             for clients in args.clients:
                 count = max(args.min_requests, 4 * clients)
                 samples = random_samples(
                     engine.tokenizer, count, args.input_len, args.output_len, 0.0, 0, 1000 * number + clients
                 )
-                alone, streamed = offline(engine, samples, clients), online(url, samples, clients)
+                tokens = sum(sample.output_tokens for sample in samples)
+                marks = [cpu_seconds(pid)]
+                alone = {"output_throughput": offline(engine, samples, clients)}
+                marks.append(cpu_seconds(pid))
+                streamed = online(url, samples, clients)
+                marks.append(cpu_seconds(pid))
+                spent = [{k: 1e6 * (b[k] - a[k]) / tokens for k in a} for a, b in itertools.pairwise(marks)]
+                alone["cpu_us_per_token"] = spent[0]["this"]
+                streamed.update({f"{who}_cpu_us_per_token": us for who, us in spent[1].items()})
                 if number:
                     plain[clients].append(alone)
                     served[clients].append(streamed)
     return [_row(clients, plain[clients], served[clients]) for clients in args.clients]
 
 
-def _row(clients: int, plain: list[float], served: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(clients: int, plain: list[dict[str, Any]], served: list[dict[str, Any]]) -> dict[str, Any]:
+    alone = [r["output_throughput"] for r in plain]
     rates = [r["output_throughput"] for r in served]
     row = {
         "clients": clients,
-        "offline_tokens_per_s": statistics.median(plain),
+        "offline_tokens_per_s": statistics.median(alone),
         "server_tokens_per_s": statistics.median(rates),
-        "ratio": statistics.median(s / p for s, p in zip(rates, plain, strict=True)),
-        "offline_rounds": plain,
+        "ratio": statistics.median(s / p for s, p in zip(rates, alone, strict=True)),
+        "offline_rounds": alone,
         "server_rounds": rates,
+        "cpu_us_per_token": {
+            "offline": statistics.median(r["cpu_us_per_token"] for r in plain),
+            "core": statistics.median(r["core_cpu_us_per_token"] for r in served),
+            "front_end": statistics.median(r["front_end_cpu_us_per_token"] for r in served),
+            "client": statistics.median(r["this_cpu_us_per_token"] for r in served),
+        },
     }
     for name in ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms"):
         row[name] = statistics.median(r[name] for r in served)
@@ -181,10 +212,13 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     rows = measure(args)
-    print(f"{'clients':>8} {'offline tok/s':>14} {'server tok/s':>13} {'ratio':>6} {'TTFT ms':>8} {'TPOT ms':>8}")
+    print(
+        f"{'clients':>8} {'offline tok/s':>14} {'server tok/s':>13} {'ratio':>6} {'TTFT ms':>8} {'TPOT ms':>8}  CPU us"
+    )
     for r in rows:
+        spent = " ".join(f"{who}={us:.0f}" for who, us in r["cpu_us_per_token"].items())
         rates = f"{r['offline_tokens_per_s']:>14.0f} {r['server_tokens_per_s']:>13.0f} {r['ratio']:>6.2f}"
-        print(f"{r['clients']:>8} {rates} {r['median_ttft_ms']:>8.1f} {r['median_tpot_ms']:>8.2f}")
+        print(f"{r['clients']:>8} {rates} {r['median_ttft_ms']:>8.1f} {r['median_tpot_ms']:>8.2f}  {spent}")
     if args.json is not None:
         args.json.write_text(json.dumps({**_conditions(args), "rows": rows}, indent=1) + "\n")
 
