@@ -1,4 +1,4 @@
-"""Same answer under pressure, and as many deaths as are quick enough for every run; `tests/soak` has the full counts."""
+"""Same answer under pressure, and as many deaths as every run has time for; `tests/soak` has the full counts."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def strict():
 
 
 async def test_starved_cache_changes_no_answer(model_folder):
-    """T20: 64 requests in a cache for less than one and a half of the longest; at least 200 preemptions, same bytes."""
+    """T20: 64 requests, twice, in a cache for one and a half of the longest; 200 preemptions or more, same bytes."""
     prompts = [f"{i}: The capital of {'Japan ' * (i % 7)}is" for i in range(64)]
     async with running(model_folder, separate=False) as engine:
         want = await all_final(engine, prompts, greedy(120), "big")
     async with running(model_folder, separate=False, max_model_len=200, num_gpu_blocks_override=32) as engine:
-        got = await all_final(engine, prompts, greedy(120), "small")
-        assert got == want
+        for round_ in range(2):
+            assert await all_final(engine, prompts, greedy(120), f"small {round_}") == want
         assert engine.metrics.stats.num_preemptions >= 200
         with pytest.raises(ValueError, match="longer than the maximum"):
             await final(engine, {"prompt_token_ids": [5] * 201}, greedy(), "never fits")
