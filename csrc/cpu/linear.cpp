@@ -28,7 +28,7 @@ constexpr int kTileRows = 6, kTileVectors = 2;  // 12 of 16
 constexpr int kTileRows = 4, kTileVectors = 2;
 #endif
 
-constexpr int64_t kBlockTiles = 8;                        // tiles of one task: its rows stay in the second-level cache
+constexpr int64_t kBlockTiles = 16;                       // tiles of one task: its rows stay in the second-level cache
 constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
 
 // What differs between weight formats: how many k one step takes, how a step of x is stored, and the multiplication.
@@ -38,7 +38,7 @@ constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
 template <class Stored>
 struct PlainFormat {
     using X = float;
-    static constexpr int64_t kStep = 1, kSliceSteps = 256;
+    static constexpr int64_t kStep = 1, kSliceSteps = 512;
     using B = Stored;  // kPanel of them a step
     static constexpr int kXPerStep = 1;
     static B pack_weight(const Stored* w, int64_t, int64_t) { return *w; }
@@ -60,7 +60,7 @@ struct Pair {
 // bf16 weights in fp32 arithmetic: a step is the pair (k, k + 1), added in that order.
 struct PairFormat {
     using X = float;
-    static constexpr int64_t kStep = 2, kSliceSteps = 256;
+    static constexpr int64_t kStep = 2, kSliceSteps = 512;
     using B = Pair;
     static constexpr int kXPerStep = 2;
     static B pack_weight(const bf16* w, int64_t k, int64_t count) { return {w[0], k + 1 < count ? w[1] : bf16{0}}; }
@@ -88,7 +88,7 @@ struct PairFormat {
 // bf16 weights with the bf16 dot-product instruction: x stays bf16, a step is one pair.
 struct DotFormat {
     using X = Pair;
-    static constexpr int64_t kStep = 2, kSliceSteps = 256;
+    static constexpr int64_t kStep = 2, kSliceSteps = 512;
     using B = Pair;
     static constexpr int kXPerStep = 1;
     static B pack_weight(const bf16* w, int64_t k, int64_t count) { return PairFormat::pack_weight(w, k, count); }
@@ -120,13 +120,18 @@ void multiply_tile(const typename F::X* x, const typename F::B* b, int64_t steps
     for (int r = 0; r < Rows; r++) {
         for (int v = 0; v < Vectors; v++) sum[r][v] = fresh ? vf{} : load(sums + r * kPanel + v * W);
     }
-    // Far enough ahead to cover memory latency at full bandwidth; what lies past a panel is the next one.
-    constexpr int64_t kAhead = 8192;
+    // With few rows the processor's own prefetcher keeps up and asking is in its way; with more, arithmetic takes its place and the
+    // panel must be asked for: far ahead into the second-level cache, near into the first. What lies past a panel is the next one.
+    constexpr bool kPrefetch = Rows > 5;
+    constexpr int64_t kFar = 8192, kNear = 1024;
     for (int64_t s = 0; s < steps; s++) {
         typename F::Loaded loaded[Vectors];
         for (int v = 0; v < Vectors; v++) loaded[v] = F::load_b(b + v * W);
-        for (int64_t line = 0; line < int64_t(Vectors * W * sizeof(typename F::B)); line += 64) {
-            __builtin_prefetch((const char*)b + kAhead + line);
+        if constexpr (kPrefetch) {
+            for (int64_t line = 0; line < int64_t(Vectors * W * sizeof(typename F::B)); line += 64) {
+                __builtin_prefetch((const char*)b + kNear + line);
+                __builtin_prefetch((const char*)b + kFar + line, 0, 2);
+            }
         }
         for (int r = 0; r < Rows; r++) {
             for (int v = 0; v < Vectors; v++) sum[r][v] = F::multiply(sum[r][v], loaded[v], x + r, Rows);
