@@ -50,11 +50,13 @@ class Server:
         env: dict[str, str] | None = None,
         key: str | None = None,
         module: str = "vllm.entrypoints.openai.api_server",
+        quiet: bool = True,
     ) -> None:
         self._module = module
         self._args = [
             *("--model", str(model), "--served-model-name", MODEL, "--port", "0"),
-            *("--disable-uvicorn-access-log", "--disable-log-requests", *args),
+            *(("--disable-uvicorn-access-log", "--disable-log-requests") if quiet else ()),
+            *args,
         ]
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         self._key = key

@@ -1,0 +1,179 @@
+"""What errors look like, what flags change, and what the log shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.http_server import Server, sse_events
+
+USER = [{"role": "user", "content": "Hi"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "kind", "text"),
+    [
+        (COMPLETIONS, {"prompt": "x", "model": "y"}, 404, "NotFoundError", "The model `y` does not exist."),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "BadRequestError", "suffix is not currently supported"),
+        (COMPLETIONS, {}, 400, "BadRequestError", "please provide at least one prompt"),
+        (COMPLETIONS, {"prompt": ""}, 400, "BadRequestError", "The decoder prompt cannot be empty"),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {}}, 400, "BadRequestError",
+         "Stream options can only be defined when `stream=True`."),
+        (COMPLETIONS, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, 400, "BadRequestError",
+         "`prompt_logprobs` are not available when `stream=True`."),
+        (COMPLETIONS, {"prompt": "x", "prompt_logprobs": -1}, 400, "BadRequestError",
+         "`prompt_logprobs` must be a positive value."),
+        (COMPLETIONS, {"prompt": "x", "logprobs": -1}, 400, "BadRequestError", "`logprobs` must be a positive value."),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, 400, "BadRequestError",
+         "Requested sample logprobs of 21, which is greater than max allowed: 20"),
+        (COMPLETIONS, {"prompt": "x", "temperature": -1}, 400, "BadRequestError", "temperature must be non-negative"),
+        (COMPLETIONS, {"prompt": "x", "top_p": 0}, 400, "BadRequestError", "top_p must be in (0, 1], got 0"),
+        (COMPLETIONS, {"prompt": "x", "n": 0}, 400, "BadRequestError", "n must be at least 1, got 0."),
+        (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, 400, "BadRequestError",
+         "allowed_token_ids is not None and empty!"),
+        (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "BadRequestError",
+         "when using `top_logprobs`, `logprobs` must be set to true."),
+        (CHAT, {"messages": USER, "tool_choice": "auto"}, 400, "BadRequestError",
+         "When using `tool_choice`, `tools` must be set."),
+        (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, 400, "BadRequestError",
+         "The tool specified in `tool_choice` does not match any of the specified `tools`"),
+        (CHAT, {"messages": USER, "continue_final_message": True}, 400, "BadRequestError",
+         "Cannot set both `continue_final_message` and `add_generation_prompt` to True."),
+        (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "BadRequestError",
+         "response_format"),
+        ("/v1/embeddings", {"input": "x"}, 400, "BadRequestError", "The model does not support Embeddings API"),
+        ("/score", {"text_1": "x"}, 400, "BadRequestError", "The model does not support Score API"),
+        ("/v1/rerank", {"query": "x"}, 400, "BadRequestError", "The model does not support Rerank (Score) API"),
+        ("/sleep", {}, 400, "NotImplementedError", "Sleep mode is not available"),
+    ],
+)  # fmt: skip
+def test_refusals(server: Server, route: str, body: dict[str, Any], status: int, kind: str, text: str) -> None:
+    """Old clients read the flat keys, new ones the nested object."""
+    answer = server.post(route, body)
+    assert answer.status == status
+    found = answer.json
+    assert text in found["message"]
+    assert found["object"] == "error"
+    nested = found["error"]
+    assert nested == {key: found[key] for key in ("message", "type", "param", "code")}
+    assert (nested["type"], nested["code"]) == (kind, status)
+
+
+def test_routes_methods_and_media_types(server: Server) -> None:
+    assert server.get("/nowhere").status == 404
+    assert server.get("/nowhere").json["detail"] == "Not Found"
+    answer = server.get(COMPLETIONS)
+    assert (answer.status, answer.json["detail"]) == (405, "Method Not Allowed")
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        answer = server.post(COMPLETIONS, {"prompt": "x"}, headers={"content-type": kind})
+        assert answer.status == 415
+        assert answer.json["detail"] == "Unsupported Media Type: Only 'application/json' is allowed"
+    answer = server.post(COMPLETIONS, {"prompt": "x"}, headers={"content-type": "application/json; charset=utf-8"})
+    assert answer.status == 200
+
+
+def test_small_routes(server: Server) -> None:
+    assert server.get("/version").json["version"]
+    assert server.get("/health").body == b""
+    assert server.get("/ping").status == server.request("POST", "/ping").status == 200
+    assert server.get("/load").json == {"server_load": 0}
+    assert server.get("/is_sleeping").json == {"is_sleeping": False}
+    assert server.request("POST", "/reset_prefix_cache").status == 200
+    assert server.get("/tokenizer_info").status == 404
+    assert server.get("/server_info").status == 404
+    assert server.get("/v1/responses/resp_1").status == 404
+    ids = server.post("/tokenize", {"prompt": "Hello 世界", "return_token_strs": True}).json
+    assert ids["count"] == len(ids["tokens"]) == len(ids["token_strs"])
+    assert ids["max_model_len"] == 512
+    assert server.post("/detokenize", {"tokens": ids["tokens"]}).json == {"prompt": "Hello 世界"}
+    chat = server.post("/tokenize", {"messages": USER}).json
+    answer = server.post(CHAT, {"messages": USER, "max_tokens": 1}).json
+    assert chat["count"] == answer["usage"]["prompt_tokens"]
+
+
+@pytest.fixture(scope="module")
+def flagged(model_folder: Path) -> Iterator[Server]:
+    """A server with the flags that change answers. A later value of --served-model-name replaces the fixture's."""
+    flags = [
+        *("--served-model-name", "one", "two", "--request-timeout", "1.0", "--max-log-len", "12"),
+        *("--enable-log-requests", "--enable-request-id-headers", "--enable-prompt-tokens-details"),
+        *("--enable-server-load-tracking", "--return-tokens-as-token-ids", "--enable-tokenizer-info-endpoint"),
+        *("--trust-request-chat-template", "--response-role", "helper", "--disable-frontend-multiprocessing"),
+    ]
+    with Server(model_folder, *flags, quiet=False) as running:
+        yield running
+
+
+def test_served_names(flagged: Server) -> None:
+    assert [card["id"] for card in flagged.get("/v1/models").json["data"]] == ["one", "two"]
+    for name in ("one", "two"):
+        assert flagged.post(COMPLETIONS, {"prompt": "x", "model": name, "max_tokens": 1}).json["model"] == name
+    assert flagged.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).json["model"] == "one"
+
+
+def test_request_ids_and_token_ids(flagged: Server) -> None:
+    body = {"prompt": "Hello", "max_tokens": 2, "logprobs": 1}
+    answer = flagged.post(COMPLETIONS, body, headers={"x-request-id": "abc-1"})
+    assert answer.headers["x-request-id"] == "abc-1"
+    assert answer.json["id"].startswith("cmpl-abc-1-")
+    assert all(token.startswith("token_id:") for token in answer.json["choices"][0]["logprobs"]["tokens"])
+    odd = flagged.post(COMPLETIONS, body, headers={"x-request-id": "a b/../c"})
+    assert odd.headers["x-request-id"] != "a b/../c"
+    assert "/.." not in odd.json["id"]
+
+
+def test_cached_tokens_are_shown(flagged: Server) -> None:
+    body = {"prompt": "The capital of France is Paris. The capital of Japan is Tokyo. " * 3, "max_tokens": 2}
+    assert flagged.post(COMPLETIONS, body).json["usage"]["prompt_tokens_details"] is None
+    details = flagged.post(COMPLETIONS, body).json["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] > 0
+    salted = flagged.post(COMPLETIONS, {**body, "cache_salt": "mine"}).json["usage"]
+    assert salted["prompt_tokens_details"] is None
+
+
+def test_templates_of_requests_when_trusted(flagged: Server) -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ extra }}{% endfor %}"
+    extra = {"chat_template": template, "chat_template_kwargs": {"extra": "!"}}
+    tokens = flagged.post("/tokenize", {"messages": USER, **extra}).json["tokens"]
+    assert flagged.post("/detokenize", {"tokens": tokens}).json["prompt"] == "Hi!"
+    answer = flagged.post(CHAT, {"messages": USER, "max_tokens": 1, **extra}).json
+    assert answer["choices"][0]["message"]["role"] == "helper"
+    for bad in ("{% for i in range(10**9) %}x{% endfor %}", "{{ ''.__class__.__mro__ }}", "{{", "{{ 1/0 }}"):
+        answer = flagged.post(CHAT, {"messages": USER, "max_tokens": 1, "chat_template": bad})
+        assert answer.status in (200, 400), answer.text
+        assert "__mro__" not in answer.text
+    info = flagged.get("/tokenizer_info").json
+    assert info["vocab_size"] == 320
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error(flagged: Server) -> None:
+    """Before the first byte it is a status, in a stream an event and [DONE]."""
+    body = {"prompt": ["Hi"] * 48, "max_tokens": 500, "n": 4, "ignore_eos": True, "temperature": 1.0}
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(flagged.post, COMPLETIONS, body)
+        streamed = pool.submit(flagged.post, COMPLETIONS, {**body, "stream": True}).result()
+        assert plain.result().status == 504
+    assert streamed.status == 200
+    last = sse_events(streamed.text)[-1]
+    assert last["error"]["type"] == "TimeoutError"
+    assert "not finished" in last["error"]["message"]
+
+
+def test_the_log_cannot_be_forged(flagged: Server) -> None:
+    hostile = "\r\nERROR 01-01 00:00:00 forged\x1b[31m"
+    for body in ({"prompt": hostile, "max_tokens": 1, "stop": [hostile]}, {"prompt": "x", "model": hostile}):
+        flagged.post(COMPLETIONS, {**body, hostile: hostile})
+    flagged.get("/a%0d%0aERROR%20forged%1b[31m")
+    flagged.post(COMPLETIONS, json.dumps({"prompt": "x" * 100, "max_tokens": 1, "user": "y" * 3000}).encode())
+    assert "Received request cmpl-" in flagged.log
+    assert "\x1b" not in flagged.log
+    assert not any(line.startswith(("ERROR 01-01", "ERROR forged")) for line in flagged.log.split("\n"))
+    assert "x" * 13 not in flagged.log
+    assert "x" * 12 in flagged.log
