@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -23,7 +25,7 @@ from tests.server.engines import (
     make,
     running,
 )
-from tests.server.http_server import Server
+from tests.server.http_server import Server, sse_events
 from tests.tiny_models import hf_greedy
 from vllm import LLM, SamplingParams
 from vllm.engine.async_llm_engine import AsyncEngineDeadError
@@ -148,3 +150,31 @@ def starts_and_stops(model_folder, count: int) -> None:
 
 def test_start_and_stop_once(model_folder):
     starts_and_stops(model_folder, 1)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_lets_streams_finish_and_a_second_one_does_not(model_folder, signals):
+    """T14: SIGTERM amid 16 streams: all end whole and the status is 0; after a second signal each gets an error."""
+    body = {"prompt": "Hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    slow = {"VLLM_FAULTS": "forward.sleep@100:1.5"}  # a step that lasts, so that the signals come amid the streams
+    with Server(model_folder, env=slow) as server, ThreadPoolExecutor(17) as pool:
+        assert server.process is not None
+        streams = [pool.submit(server.post, "/v1/completions", body) for _ in range(16)]
+        while server.metric("vllm:num_requests_running") < 16:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        refused = pool.submit(server.post, "/v1/completions", body)
+        time.sleep(0.1)
+        for _ in range(1, signals):
+            server.process.send_signal(signal.SIGTERM)
+        answers = [s.result(20).text for s in streams]
+        assert server.process.wait(10) == 0
+        with suppress(OSError):
+            assert refused.result(5).status == 503
+    if signals == 1:
+        texts = ["".join(e["choices"][0]["text"] for e in sse_events(a) if e["choices"]) for a in answers]
+        assert len(set(texts)) == 1
+        assert all('"finish_reason":"length"' in a.replace(" ", "") for a in answers)
+    else:
+        assert all('"error"' in a for a in answers), answers[0][-500:]

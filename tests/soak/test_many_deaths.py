@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
+import time
 
 import psutil
 import pytest
 
 from tests.server.engines import PROMPTS, all_final, assert_idle, final, greedy, make, running
-from tests.server.test_reliability import death_of_a_server, deaths_of_the_core, starts_and_stops
+from tests.server.test_reliability import alive, death_of_a_server, deaths_of_the_core, starts_and_stops
 from tests.tiny_models import hf_greedy, save_llama
 from vllm import SamplingParams
+from vllm.engine.async_llm_engine import AsyncEngineDeadError
 from vllm.exceptions import EngineGenerateError
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -122,3 +126,26 @@ async def test_t09_nothing_grows_with_requests(model_folder):
         growth = [(last - first) / (150 * 200) for first, last in zip(sizes[100], sizes[-1], strict=True)]
         print(f"T09: bytes per request after warm-up: front end {growth[0]:.1f}, core {growth[1]:.1f}")
         assert max(growth) <= 50
+
+
+@pytest.mark.parametrize("who", ["rank", "core", "frozen rank"])
+async def test_t12_kill_one_of_two_ranks_5_times(model_folder, monkeypatch, who):
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "3")
+    worst = 0.0
+    for _ in range(5):
+        async with running(model_folder, tensor_parallel_size=2) as engine:
+            core = engine._core.pid
+            (rank,) = [p.pid for p in psutil.Process(core).children()]
+            tasks = [asyncio.ensure_future(final(engine, p, greedy(480), p)) for p in PROMPTS]
+            while not engine.metrics.generation_tokens:
+                await asyncio.sleep(0.001)
+            os.kill(core if who == "core" else rank, signal.SIGSTOP if who == "frozen rank" else signal.SIGKILL)
+            start = time.monotonic()
+            ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 8.0)
+            worst = max(worst, time.monotonic() - start)
+            assert all(isinstance(e, AsyncEngineDeadError) for e in ends)
+            while alive([core, rank]):
+                assert time.monotonic() - start < 10.0
+                await asyncio.sleep(0.01)
+    print(f"T12: {who}: 5 of 5, every request ended within {worst:.2f} s")
+    assert worst < (3 + 2 if who == "frozen rank" else 2)

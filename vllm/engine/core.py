@@ -214,10 +214,6 @@ class EngineCore:
         self._check_alive()
         return self._executor.collective_rpc(method, timeout, args, kwargs)
 
-    def kill_workers(self) -> None:
-        """End the workers without waiting for anything; for a process that is about to exit."""
-        self._executor.shutdown()
-
     def shutdown(self) -> None:
         """End the workers and free the model. May be called twice."""
         self._executor.shutdown()
