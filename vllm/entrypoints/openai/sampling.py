@@ -50,12 +50,12 @@ def to_sampling_params(
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """The parameters of a request; `default` is the model's recommendation. Raises as SamplingParams does."""
+    if request.use_beam_search:  # searches for the most likely: what a model recommends for drawing does not apply
+        default = {"temperature": 0.0}
     values: dict[str, Any] = {}
     for name, neutral in NEUTRAL.items():
         given = getattr(request, name)
         values[name] = given if given is not None else default.get(name, neutral)
-    if request.use_beam_search:
-        values.update(temperature=request.temperature if request.temperature is not None else 0.0)
     return SamplingParams.from_optional(
         **values,
         n=request.n,
