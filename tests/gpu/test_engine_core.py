@@ -107,14 +107,28 @@ def test_tokens_survive_a_slot_table_that_grows(model, monkeypatch):
     assert together(engine)[0] == want
 
 
+@pytest.fixture(scope="module")
+def calm_model(tmp_path_factory):
+    """A folder with small random weights, whose logits do not jump at a rounding."""
+    torch.manual_seed(2)
+    folder = tmp_path_factory.mktemp("calm")
+    LlamaForCausalLM(LlamaConfig(**{**SMALL, "initializer_range": 0.06})).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_float8_cache_gives_logprobs_close_to_an_exact_one(model, cache_dtype):
-    folder, _ = model
-    tokens, want = together(core(folder, dtype="bfloat16"), logprobs=0, max_tokens=1)
-    got_tokens, got = together(core(folder, dtype="bfloat16", kv_cache_dtype=cache_dtype), logprobs=0, max_tokens=1)
-    same = [i for i in tokens if tokens[i] == got_tokens[i]]
-    assert len(same) >= len(tokens) // 2
-    assert max(abs(want[i][0].logprobs[0] - got[i][0].logprobs[0]) for i in same) < 2.0
+def test_a_float8_cache_gives_logprobs_close_to_an_exact_one(calm_model, cache_dtype):
+    found = []
+    for dtype in ("auto", cache_dtype):
+        engine = core(calm_model, dtype="bfloat16", kv_cache_dtype=dtype, enable_prefix_caching=False)
+        engine.add_requests([request(i, p, 8, prompt_logprobs=0) for i, p in enumerate(prompts())])
+        logprobs = {}
+        while engine.has_unfinished():
+            for out in engine.step():
+                logprobs.setdefault(out.request_id, []).extend(e.logprobs[0] for e in out.prompt_logprobs or [])
+        found.append(torch.tensor([x for i in range(6) for x in logprobs[str(i)]]))
+    error = (found[0] - found[1]).abs()
+    assert 1e-4 < error.mean() < 0.15
 
 
 def test_memory_comes_back_when_engines_end(model):
@@ -128,7 +142,7 @@ def test_memory_comes_back_when_engines_end(model):
         gc.collect()
         torch.cuda.empty_cache()
         left.append(torch.cuda.mem_get_info()[0])
-    assert left[-1] >= left[1] - (8 << 20), left
+    assert left[-1] >= left[1] - (16 << 20), left
 
 
 def test_logprobs_in_bf16_are_as_close_to_fp32_as_those_of_hugging_face(model):

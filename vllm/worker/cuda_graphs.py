@@ -8,6 +8,7 @@ share one memory pool. The usual model runs the fused program (`decode_program`)
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class GreedyHandle:
         return StepResult(self._plan.step_id, token_ids, {}, {}, errors, seconds)
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device and process: cuBLAS keeps a workspace for every stream that it has ever seen."""
+    return torch.cuda.Stream(device)
+
+
 class DecodeGraphs:
     """The decode steps of one runner."""
 
@@ -85,11 +92,12 @@ class DecodeGraphs:
         self._runner, self._max_seq_len, self._not_finite = runner, max_seq_len, not_finite
         self._table, self._params = runner.table, runner.sampler.params
         self._sizes = list(sizes)
-        self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
+        model: Any = runner.model
+        self._weights: ProgramWeights | None = read_weights(model, runner.kv_caches)
         self._graphs: dict[tuple[int, bool, int], _Entry] = {}  # by size, greedy, span
         self._width = self._table.width
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(runner.context.device)
+        self._stream = _capture_stream(runner.context.device)
         device, largest = runner.context.device, self._sizes[-1]
         # one row of slots and one of positions: a step's upload is one copy
         self._inputs = torch.full((2, largest), -1, dtype=torch.int32, device=device)
@@ -238,7 +246,7 @@ class DecodeGraphs:
         span: no sequence is longer.
         """
         table, device = self._table, self._runner.context.device
-        starts = np.arange(size + 1, dtype=np.int32)
+        starts: np.ndarray = np.arange(size + 1, dtype=np.int32)
         int64, int32 = torch.int64, torch.int32
         columns = -(-span // table.block_size)
         groups = tuple(

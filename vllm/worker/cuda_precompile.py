@@ -94,14 +94,16 @@ class DryRun:
         self._decode(model, layout, caches, self._graphs[:1])
 
     def larger(self) -> None:
-        """Decode steps of more rows."""
-        self._decode(*self._model(), self._graphs[1:])
+        """Decode steps of more rows, and of few long sequences among prompts."""
+        model, layout, caches = self._model()
+        model(mixed_step(np.array([1, 40], np.int32), layout, longest=_TABLE_WIDTH), caches)
+        self._decode(model, layout, caches, self._graphs[1:])
 
     def sampling(self) -> None:
         """The kernels that requests with a temperature need."""
         logits = torch.empty(2, self._spec.vocab_size, device=META)
         one = torch.empty(2, device=META)
-        none = np.zeros(2, np.int32)
+        none: np.ndarray = np.zeros(2, np.int32)
         draw(logits, DrawParams(one, one, torch.empty(2, dtype=torch.int32, device=META), one, one, none, none))
 
     def _decode(self, model: DecoderModel, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
@@ -133,7 +135,7 @@ class DryRun:
 
 def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None) -> StepInputs:
     """Inputs of fresh requests with so many tokens each, without memory."""
-    starts = np.zeros(len(queries) + 1, np.int32)
+    starts: np.ndarray = np.zeros(len(queries) + 1, np.int32)
     np.cumsum(queries, out=starts[1:])
     tokens, longest = int(starts[-1]), int(queries.max()) if longest is None else longest
 

@@ -135,18 +135,18 @@ def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | 
             offset=0.0 if qk_norm is None else qk_norm.offset,
         )
         bias = attn.qkv.bias.data if attn.spec.qkv_bias else None
-        norms = [_norm_factor(block.norms[i].weight.data, spec.blocks[0].norm.offset) for i in (0, 1)]
-        layers.append(LayerWeights(qkv, bias, o, gate_up, down, *norms, attention))
-    final = spec.norm
-    factor = _norm_factor(model.norm.weight.data, 0.0 if final is None else final.offset)
+        before_attn, before_ffn = (_norm_factor(norm) for norm in block.norms)
+        layers.append(LayerWeights(qkv, bias, o, gate_up, down, before_attn, before_ffn, attention))
+    factor = _norm_factor(model.norm)
     return ProgramWeights(
         tuple(layers), model.embed.weight.data, model.head.weight.data[: spec.vocab_size], factor, eps, spec.vocab_size
     )
 
 
-def _norm_factor(weight: Tensor, offset: float) -> Tensor:
+def _norm_factor(norm: Any) -> Tensor:
     """What the normalised row is multiplied by; kept in fp32 if an offset is added, to lose nothing."""
-    return weight if offset == 0.0 else weight.float() + offset
+    weight: Tensor = norm.weight.data
+    return weight if norm.offset == 0.0 else weight.float() + norm.offset
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,12 @@ def _walk(
     return m, z, acc
 
 
-@triton.jit(do_not_specialize=["requests", "num_blocks", "stride_table"])
+@triton.jit(do_not_specialize=["requests", "num_blocks", "stride_table", "splits"])
 def _attend_kernel(
     q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
-    requests, qk_scale, cap, v_scale, num_blocks, stride_block, stride_table, stride_q, stride_qh, stride_o,
+    requests, splits, qk_scale, cap, v_scale, num_blocks, stride_block, stride_table, stride_q, stride_qh, stride_o,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
-    BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SMALL: tl.constexpr,
+    BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SMALL: tl.constexpr,
     MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -139,8 +139,8 @@ def _attend_kernel(
         first = tl.maximum(first_pos - WINDOW + 1, 0)
     lo = first // TILE * TILE
     hi = last
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(last - lo, SPLITS), TILE) * TILE
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(last - lo, splits), TILE) * TILE
         lo += split * share
         hi = tl.minimum(lo + share, last)
 
@@ -161,8 +161,8 @@ def _attend_kernel(
     )  # fmt: skip
 
     keep = ok[:, None] & (d[None, :] < D)
-    if SPLITS > 1:
-        part = ((r * BQ + token) * (KV_HEADS * GROUP) + head) * SPLITS + split
+    if SPLIT:
+        part = ((r * BQ + token) * (KV_HEADS * GROUP) + head) * splits + split
         tl.store(part_ptr + part[:, None].to(tl.int64) * D + d[None, :], acc, mask=keep)
         tl.store(lse_ptr + part * 2, m, mask=ok)
         tl.store(lse_ptr + part * 2 + 1, z, mask=ok)
@@ -172,10 +172,10 @@ def _attend_kernel(
         tl.store(out_ptr + at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    part_ptr, lse_ptr, starts_ptr, out_ptr, v_scale, stride_o,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, lse_ptr, starts_ptr, out_ptr, splits, v_scale, stride_o,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BQ: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests * BQ, heads): merge the splits of one row, each weighted by its share of the softmax."""
     r = tl.program_id(0) // BQ
@@ -185,14 +185,24 @@ def _combine_kernel(
     query_len = tl.load(starts_ptr + r + 1) - start
     if (token >= query_len) | (query_len > BQ):
         return
-    s = tl.arange(0, SPLITS)
     d = tl.arange(0, DP)
-    part = ((r * BQ + token) * HEADS + head) * SPLITS + s
-    m = tl.load(lse_ptr + part * 2)
-    z = tl.load(lse_ptr + part * 2 + 1)
-    acc = tl.load(part_ptr + part[:, None].to(tl.int64) * D + d[None, :], mask=d[None, :] < D, other=0.0)
-    w = tl.exp2(m - tl.max(m, 0))
-    out = tl.sum(acc * w[:, None], 0) / tl.maximum(tl.sum(z * w, 0), 1.0e-30) * v_scale
+    peak = tl.full([], -1.0e30, tl.float32)
+    total = tl.zeros([], tl.float32)
+    merged = tl.zeros([DP], tl.float32)
+    for begin in range(0, splits, MERGE):
+        s = begin + tl.arange(0, MERGE)
+        part = ((r * BQ + token) * HEADS + head) * splits + s
+        m = tl.load(lse_ptr + part * 2, mask=s < splits, other=-1.0e30)
+        z = tl.load(lse_ptr + part * 2 + 1, mask=s < splits, other=0.0)
+        keep = (s[:, None] < splits) & (d[None, :] < D)
+        acc = tl.load(part_ptr + part[:, None].to(tl.int64) * D + d[None, :], mask=keep, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(m, 0))
+        w = tl.exp2(m - new_peak)
+        old = tl.exp2(peak - new_peak)
+        total = total * old + tl.sum(z * w, 0)
+        merged = merged * old + tl.sum(acc * w[:, None], 0)
+        peak = new_peak
+    out = merged / tl.maximum(total, 1.0e-30) * v_scale
     at = (start + token).to(tl.int64) * stride_o + head * D
     tl.store(out_ptr + at + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
@@ -240,12 +250,14 @@ def _common(q: Tensor, kv_cache: Tensor, params: AttentionParams) -> dict:
     }
 
 
-def _arguments(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs) -> tuple:
+def _arguments(
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, splits: int = 1
+) -> tuple:
     """The kernel's arguments between the tensors it writes and its constants."""
     scale = params.scale * params.k_scale * (1.0 if params.softcap is not None else _LOG2E)
     return (
-        step.seq_lens.shape[0], scale, params.softcap or 0.0, params.v_scale, kv_cache.shape[1], kv_cache.stride(1),
-        group.block_table.stride(0), q.stride(0), q.stride(1), q.shape[1] * q.shape[2],
+        step.seq_lens.shape[0], splits, scale, params.softcap or 0.0, params.v_scale, kv_cache.shape[1],
+        kv_cache.stride(1), group.block_table.stride(0), q.stride(0), q.stride(1), q.shape[1] * q.shape[2],
     )  # fmt: skip
 
 
@@ -269,7 +281,7 @@ def _launch_long(
     _attend_kernel[(tiles, const["KV_HEADS"])](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, out, out,
         *_arguments(q, kv_cache, params, step, group),
-        BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLITS=1, SMALL=False, MIN_QUERY=short + 1,
+        BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLIT=False, SMALL=False, MIN_QUERY=short + 1,
         MAX_QUERY=longest,
         STAGES=2, num_warps=4, **const,
     )  # fmt: skip
@@ -291,14 +303,14 @@ def _launch_short(
     wide = const["DP"] > 128 or q.dtype == torch.float32 or rows > 32
     _attend_kernel[(const["KV_HEADS"], splits, requests)](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, part, lse,
-        *_arguments(q, kv_cache, params, step, group),
-        BM=rows, BQ=short, TILE=32, SPLITS=splits, SMALL=True, MIN_QUERY=1, MAX_QUERY=short,
+        *_arguments(q, kv_cache, params, step, group, splits),
+        BM=rows, BQ=short, TILE=32, SPLIT=splits > 1, SMALL=True, MIN_QUERY=1, MAX_QUERY=short,
         STAGES=2, num_warps=4 if wide else 1, **const,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(requests * short, heads)](
-            part, lse, step.query_starts, out, params.v_scale, heads * head_dim,
-            HEADS=heads, D=head_dim, DP=const["DP"], BQ=short, SPLITS=splits, num_warps=1 if splits <= 8 else 4,
+            part, lse, step.query_starts, out, splits, params.v_scale, heads * head_dim,
+            HEADS=heads, D=head_dim, DP=const["DP"], BQ=short, MERGE=8, num_warps=1,
         )  # fmt: skip
 
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+@triton.jit(do_not_specialize=["num_blocks", "stride_table", "splits"])
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
-    eps, offset, scale_log2, num_blocks, stride_block, stride_table,
+    eps, offset, scale_log2, num_blocks, stride_block, stride_table, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, SPLITS, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head,
+    """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head,
     padded.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -38,7 +38,7 @@ def _decode_kernel(
         return
     v_offset = num_blocks.to(tl.int64) * stride_block
     position = tl.load(positions_ptr + row)
-    share = tl.cdiv(tl.cdiv(position + 1, SPLITS), TILE) * TILE
+    share = tl.cdiv(tl.cdiv(position + 1, splits), TILE) * TILE
     active = tl.cdiv(position + 1, share)
     if split >= active:
         return
@@ -108,7 +108,7 @@ def _decode_kernel(
     if active == 1:
         tl.store(head_out + g[:, None] * D + d[None, :], (acc / z[:, None]).to(out.dtype.element_ty), mask=in_g)
         return
-    first = (row * KV_HEADS + kv_head) * SPLITS * GROUP
+    first = (row * KV_HEADS + kv_head) * splits * GROUP
     mine = first + split * GROUP + g
     tl.store(part + mine[:, None].to(tl.int64) * D + d[None, :], acc / z[:, None], mask=in_g)
     tl.store(lse + mine, m + tl.log2(z), mask=g < GROUP)
@@ -185,8 +185,8 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin,
         qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
         out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, a.scale * 1.4426950408889634,
-        a.cache.shape[1], a.cache.stride(1), rows.table.stride(0),
+        a.cache.shape[1], a.cache.stride(1), rows.table.stride(0), rows.splits,
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
-        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, SPLITS=rows.splits, MERGE=8,
+        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, MERGE=8,
         STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, num_warps=rows.warps, **extra,
     )  # fmt: skip

@@ -8,6 +8,7 @@ capability.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -110,7 +111,10 @@ class _Progress:
 
 def _work(first: Sequence[DryRun], later: Sequence[DryRun], capability: int, progress: _Progress) -> None:
     """Compile jobs from the common list until there are none left."""
-    # a process of its own, so that what is replaced here is replaced for nobody else
+    # A process of its own, so that what is replaced here is replaced for nobody else. It must not collect garbage that
+    # it has inherited: what belongs to the device can be freed by the parent only.
+    gc.disable()
+    os.nice(5)  # the parent goes on, and starts to serve while the later jobs are under way
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(_NoDevice(capability))
     from vllm.ops import triton as kernels
