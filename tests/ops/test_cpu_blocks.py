@@ -7,9 +7,10 @@ import torch
 import transformers
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
-from vllm.ops import activation, attention, embedding, linear, norm, rotary
+from vllm.ops import activation, attention, cpu, embedding, linear, norm, rotary
 from vllm.ops.cpu import blocks, library
 from vllm.ops.registry import Op
+from vllm.worker.sample import greedy
 
 _SIZES = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 256}
 _WIDE = {**_SIZES, "hidden_size": 72, "intermediate_size": 100, "num_key_value_heads": 2}
@@ -27,7 +28,7 @@ CONFIGS = {
 @pytest.fixture
 def unregistered():
     """The references on the operations, for one test."""
-    modules = (activation, attention, embedding, linear, norm, rotary)
+    modules = (activation, attention, embedding, greedy, linear, norm, rotary)
     operations = {value for module in modules for value in vars(module).values() if isinstance(value, Op)}
     before = {operation: operation.kernel("cpu") for operation in operations}
     for operation in operations:
@@ -111,3 +112,15 @@ def test_the_library_for_this_processor_is_the_best_it_can_run():
     flags |= {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
     assert library.supported_instruction_sets(flags)[0] == "avx512"
     assert library.supported_instruction_sets(flags | {"avx512_bf16"})[0] == "avx512_bf16"
+
+
+def test_a_library_of_another_version_is_as_good_as_none(native, unregistered, folders, monkeypatch):
+    path = library.find()
+    assert path is not None
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    monkeypatch.setattr(library, "INTERFACE_VERSION", -1)
+    with pytest.raises(RuntimeError, match="has interface version"):
+        library.load(path)
+    model = load(folders["qwen2"][0])
+    cpu.fuse(model)
+    assert model.fused_blocks is None

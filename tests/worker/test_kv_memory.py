@@ -109,3 +109,8 @@ def test_the_log_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == "# CPU blocks: 14" and lines[2] == "# GPU blocks: 7"
     assert lines[1].endswith("maximum concurrency for 100 tokens per request: 2.00x")
     assert logging.getLogger("vllm.worker.kv_memory") is kv_memory.logger
+
+
+def test_more_than_the_machine_can_give_is_refused_with_what_to_lower() -> None:
+    with pytest.raises(ValueError, match=r"GiB for a part of the KV cache.*Lower VLLM_CPU_KVCACHE_SPACE"):
+        allocate(FULL, 2**50, torch.float32, torch.device("cpu"))

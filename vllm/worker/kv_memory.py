@@ -186,7 +186,13 @@ def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     for n in shape:
         count *= n
     size = count * dtype.itemsize
-    memory = mmap.mmap(-1, max(size, 1))
+    try:
+        memory = mmap.mmap(-1, max(size, 1))
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"{size / GIB:.2f} GiB for a part of the KV cache are more than this machine can give. Lower "
+            "VLLM_CPU_KVCACHE_SPACE, kv_cache_memory_bytes or num_gpu_blocks_override."
+        ) from error
     if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor keeps the mapping alive, and unmaps it when it is dropped.

@@ -35,5 +35,10 @@ def fuse(model: Any) -> None:
     from vllm.ops.cpu import blocks, library
 
     path = library.find()
-    if path is not None and isinstance(model, DecoderModel):
-        model.fused_blocks = blocks.fuse(library.load(path), list(model.blocks), model.dtype)
+    if path is None or not isinstance(model, DecoderModel):
+        return
+    try:
+        loaded = library.load(path)
+    except (OSError, RuntimeError):
+        return  # register() has said why
+    model.fused_blocks = blocks.fuse(loaded, list(model.blocks), model.dtype)
