@@ -1,6 +1,6 @@
 """Folders with a config.json and nothing else, for benchmarks with random weights: the public shapes of two models.
 
-    python -m benchmarks.h200.models /tmp/models
+python -m benchmarks.h200.models /tmp/models
 """
 
 from __future__ import annotations
