@@ -53,12 +53,14 @@ class SchedulerConfig:
         "max_num_partial_prefills > 1.",
     )  # fmt: skip
     max_num_queued_reqs: int | None = setting(
-        None, Integer(low=1, optional=True), "The most requests that may wait; more are refused. Default: no limit."
+        None,
+        Integer(low=1, optional=True),
+        "The most requests that may wait in a server; more are refused. Default: 8 * max_num_seqs.",
     )
     max_num_queued_tokens: int | None = setting(
         None,
         Integer(low=1, human=True, optional=True),
-        "The most prompt tokens that may wait; more are refused. Default: no limit.",
+        "The most prompt tokens that may wait in a server; more are refused. Default: 4194304.",
     )
     preemption_mode: str | None = setting(
         None,
