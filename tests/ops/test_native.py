@@ -249,6 +249,32 @@ def test_rotation_and_cache_write_agree_with_the_reference(
         assert torch.equal(kv_cache[1, slot // block_size, :, slot % block_size], v[t].to(cache_dtype))
 
 
+# ---- sampling
+
+
+@quick
+@given(rows=st.integers(1, 4), vocab=st.integers(1, 5000), ties=st.booleans())
+def test_greedy_takes_the_lowest_index_of_the_maximum(native, rows, vocab, ties):
+    logits = torch.randn(rows, vocab + 3)
+    logits = (logits.round() if ties else logits)[:, :vocab]  # rows with a gap
+    expected = [min(i for i in range(vocab) if row[i] == max(row)) for row in logits.tolist()]
+    assert native.greedy(logits).tolist() == expected
+
+
+def test_rows_without_a_finite_maximum_still_give_an_id(native):
+    logits = torch.full((2, 3000), float("-inf"))
+    logits[1] = float("nan")
+    assert all(0 <= i < 3000 for i in native.greedy(logits).tolist())
+
+
+@quick
+@given(vocab=st.integers(1, 3000), bad=st.sampled_from([float("nan"), float("inf"), float("-inf")]), data=st.data())
+def test_finite_rows_finds_one_number_that_is_none(native, vocab, bad, data):
+    logits = torch.randn(3, vocab) * 100
+    logits[1, data.draw(st.integers(0, vocab - 1))] = bad
+    assert native.finite_rows(logits).tolist() == [True, False, True]
+
+
 # ---- helpers
 
 

@@ -17,6 +17,7 @@ from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.linear import linear, pack_weight
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
+from vllm.worker.sample.greedy import finite_rows, greedy
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
@@ -60,6 +61,8 @@ class NativeKernels:
             (rotate_and_write_kv, self.rotate_and_write_kv),
             (write_kv, self.write_kv),
             (attend, self.attend),
+            (greedy, self.greedy),
+            (finite_rows, self.finite_rows),
         ):
             operation.register("cpu", kernel)
 
@@ -274,6 +277,24 @@ class NativeKernels:
         if self._attend(state.reference):
             raise MemoryError("attend: no memory for the working copies of keys and values")
         return out
+
+    # ---- sampling
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        rows, vocab = logits.shape
+        if logits.dtype != torch.float32 or logits.stride(1) != 1 or vocab == 0:
+            return greedy.reference(logits)
+        ids = torch.empty(rows, dtype=torch.int64)
+        self.library.vllm_greedy(logits.data_ptr(), rows, vocab, logits.stride(0), ids.data_ptr())
+        return ids
+
+    def finite_rows(self, logits: Tensor) -> Tensor:
+        rows, vocab = logits.shape
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            return finite_rows.reference(logits)
+        finite = torch.empty(rows, dtype=torch.bool)
+        self.library.vllm_finite_rows(logits.data_ptr(), rows, vocab, logits.stride(0), finite.data_ptr())
+        return finite
 
 
 def _alike(x: Tensor, residual: Tensor) -> bool:

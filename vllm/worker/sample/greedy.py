@@ -11,6 +11,15 @@ _BLOCK = 128
 
 
 @op
+def finite_rows(logits: Tensor) -> Tensor:
+    """Which rows hold numbers only, neither infinities nor NaN. logits: [rows, vocab] fp32 -> [rows] bool.
+
+    A sum is finite exactly if every term is (model logits are nowhere near the range of fp32): one fast pass.
+    """
+    return torch.isfinite(logits.sum(-1))
+
+
+@op
 def greedy(logits: Tensor) -> Tensor:
     """The lowest index of each row's maximum. logits: [rows, vocab] fp32 -> [rows] int64.
 

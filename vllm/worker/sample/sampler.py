@@ -23,7 +23,7 @@ from vllm.core.rng import uniform
 from vllm.worker.device import DeviceContext
 from vllm.worker.sample.constraints import apply_bad_words, apply_constraints, forbid
 from vllm.worker.sample.draw import DrawParams, draw
-from vllm.worker.sample.greedy import greedy
+from vllm.worker.sample.greedy import finite_rows, greedy
 from vllm.worker.sample.logprobs import top_logprobs
 from vllm.worker.sample.params import CHANGES, Needs, ParamsTable
 from vllm.worker.sample.penalties import OutputCounts, penalize_output, penalize_repetition
@@ -78,8 +78,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Sampled:
         """One token per row. logits: [rows, vocab] fp32, changed in place; slots, lengths (tokens so far): [rows]."""
-        # A sum is finite exactly if every term is (model logits are nowhere near the range of fp32): one fast pass.
-        finite = torch.isfinite(logits.sum(-1))
+        finite = finite_rows(logits)
         needs = self.params.needs[slots]
         union = Needs(int(np.bitwise_or.reduce(needs)))
         if not union:

@@ -1,0 +1,68 @@
+// What greedy sampling asks of logits: the place of each row's maximum, and whether the row is made of numbers.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t kBlock = 1024;  // the maximum is found block by block, its place in one block
+
+float max_of(const float* x, int64_t count) {
+    vf top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+    int64_t i = 0;
+    for (; i + 4 * W <= count; i += 4 * W) {
+        for (int j = 0; j < 4; j++) top[j] = vmax(top[j], load(x + i + j * W));
+    }
+    float best = max_lanes(vmax(vmax(top[0], top[1]), vmax(top[2], top[3])));
+    for (; i < count; i++) best = std::max(best, x[i]);
+    return best;
+}
+
+// The lowest index of the maximum of x; some index if x holds NaN.
+int64_t place_of_max(const float* x, int64_t count) {
+    float best = -INFINITY;
+    int64_t block = 0;
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+        const float top = max_of(x + begin, std::min(kBlock, count - begin));
+        if (top > best) best = top, block = begin;
+    }
+    const int64_t end = std::min(count, block + kBlock);
+    const int64_t place = std::find(x + block, x + end, best) - x;
+    return place < end ? place : block;
+}
+
+float sum(const float* x, int64_t count) {
+    vf sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * W <= count; i += 4 * W) {
+        for (int j = 0; j < 4; j++) sums[j] += load(x + i + j * W);
+    }
+    for_each_vector(count - i, [&](int64_t j, int64_t n) { sums[0] += load_some(x + i + j, n); });
+    return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+}  // namespace
+
+// logits: [rows, vocab], rows `stride` apart. ids: [rows], the lowest index of each maximum. Returns kOk or kOutOfMemory.
+VLLM_API int vllm_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride, int64_t* ids) {
+    return guarded([&] {
+        return run_kernel(threads_for(rows * vocab / 4), 1, [&](Team& team) {
+            team.share(rows, 1, [&](int64_t row, int64_t) { ids[row] = place_of_max(logits + row * stride, vocab); });
+            return true;
+        });
+    });
+}
+
+// finite: [rows], 0 where a row holds an infinity or NaN: where its sum is not finite, as logits are nowhere near fp32's range.
+VLLM_API int vllm_finite_rows(const float* logits, int64_t rows, int64_t vocab, int64_t stride, uint8_t* finite) {
+    return guarded([&] {
+        return run_kernel(threads_for(rows * vocab / 4), 1, [&](Team& team) {
+            team.share(rows, 1, [&](int64_t row, int64_t) {
+                finite[row] = std::isfinite(sum(logits + row * stride, vocab));
+            });
+            return true;
+        });
+    });
+}
