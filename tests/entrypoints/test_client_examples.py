@@ -120,6 +120,19 @@ def test_api_client_shows_every_candidate(generate_url, monkeypatch, capsys, fla
     assert out.count("\x1b[2K") == (6 if flags else 0)  # three lines are taken back before the second and third time
 
 
+def test_api_client_and_text_page_against_the_demonstration_server(monkeypatch, capsys):
+    """The packaged model recommends a top_p, which must not get in the way of the beams that the client asks for."""
+    with Server(Path("demo"), module="vllm.entrypoints.api_server") as server:
+        where = ("--host", "127.0.0.1", "--port", str(server.port), "--prompt", "The capital of France is", "--n", "2")
+        plain = run("api_client.py", monkeypatch, capsys, *where)
+        streamed = run("api_client.py", monkeypatch, capsys, *where, "--stream")
+        page = runpy.run_path(str(EXAMPLES / "gradio_webserver.py"))
+        texts = list(page["continuations"](server.url + "/generate", "The capital of France is"))
+    assert "Beam candidate 0: 'The capital of France is Paris" in plain and "Beam candidate 1: " in plain
+    assert streamed.endswith(plain.partition("\n\n")[2])
+    assert len(texts) > 2 and texts[-1].startswith("The capital of France is")
+
+
 def test_text_page_streams_the_text_so_far(generate_url):
     page = runpy.run_path(str(EXAMPLES / "gradio_webserver.py"))
     assert list(page["continuations"](generate_url, "x")) == ["x p", "x prö", "x pröd"]
