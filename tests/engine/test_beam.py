@@ -149,7 +149,7 @@ def test_children_share_their_parents_blocks(llm):
         llm.beam_search([{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True))
     finally:
         del llm.llm_engine.core.core.step
-    assert computed[0] == 61
+    assert computed[0] == 61 + 1  # the prompt, and the token sampled after it
     # Four children and up to two tokens of each of the parents that lend their cache.
     assert max(computed[1:]) <= 4 * 3
     assert_idle(llm)
