@@ -228,3 +228,21 @@ def test_streams_of_many_clients_end(strict: Server) -> None:
     for thread in threads:
         thread.join()
     assert ends == [True] * 24
+
+
+def test_large_bodies_do_not_hold_up_the_others(server: Server) -> None:
+    """Parsing, tokenizing and refusing megabytes happens beside the event loop."""
+    ids = json.dumps({"prompt": [5] * 500_000, "max_tokens": 1}).encode()
+    text = json.dumps({"prompt": "hello world " * 20_000}).encode()
+    threads = [
+        threading.Thread(target=server.post, args=(route, body))
+        for route, body in (("/v1/completions", ids), ("/tokenize", text), ("/v1/completions", ids)) * 2
+    ]
+    for thread in threads:
+        thread.start()
+    worst = 0.0
+    while any(thread.is_alive() for thread in threads):
+        started = time.monotonic()
+        assert server.get("/health").status == 200
+        worst = max(worst, time.monotonic() - started)
+    assert worst < 5.0  # generous: the machine may be busy

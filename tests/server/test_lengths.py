@@ -127,3 +127,9 @@ def test_conversations(steady: Server) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         assert steady.post(CHAT, {"messages": [{"role": "user", "content": "a"}], name: 0}).status == 400
         assert steady.post(CHAT, {"messages": [{"role": "user", "content": "a"}], name: 512}).status == 400
+
+
+def test_tokenize_has_a_limit_of_its_own(steady: Server) -> None:
+    answer = steady.post("/tokenize", {"prompt": "a" * 1_000_001})
+    assert answer.status == 400
+    assert "At most 1000000 characters" in answer.json["message"]

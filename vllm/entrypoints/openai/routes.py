@@ -34,6 +34,7 @@ logger = init_logger(__name__)
 router = APIRouter()
 
 _Model = TypeVar("_Model", bound=_Request)
+INLINE_BYTES = 64 * 1024  # larger bodies are parsed beside the event loop
 _WRONG_TYPE = "Unsupported Media Type: Only 'application/json' is allowed"
 
 # Routes of the API whose feature this version does not have: path -> (name, whether it is the model that cannot).
@@ -83,7 +84,9 @@ async def read(request: Request, model: type[_Model]) -> _Model:
     if kind != "application/json":
         raise APIError(415, _WRONG_TYPE, "UnsupportedMediaTypeError")
     try:
-        data = parse_object(await request.body())
+        body = await request.body()
+        large = len(body) > INLINE_BYTES
+        data = await context_of(request).in_pool(parse_object, body) if large else parse_object(body)
     except ClientDisconnect:
         raise APIError(400, "The client left before the body was complete.") from None
     except ValueError as error:
@@ -243,16 +246,22 @@ async def tokenize(request: Request) -> Response:
             text = body.prompt
         else:
             raise bad_request("Give `prompt` or `messages`.", "prompt")
+        if len(text) > context.limits.max_tokenized_characters:
+            most = context.limits.max_tokenized_characters
+            raise bad_request(f"At most {most} characters may be tokenized at once, got {len(text)}.", "prompt")
         special = body.add_special_tokens
         if special is None:
             special = body.messages is None
         ids = await context.in_pool(context.tokenizer.encode, text, special)
     except Exception as error:
         raise as_api_error(error) from error
-    strings = [context.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
-    return JSONResponse(
-        {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
-    )
+
+    def encoded() -> bytes:
+        strings = [context.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+        found = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
+        return json.dumps(found).encode()
+
+    return Response(await context.in_pool(encoded), media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
@@ -264,7 +273,7 @@ async def detokenize(request: Request) -> Response:
     if len(body.tokens) > 1_000_000:
         raise bad_request("At most 1000000 tokens may be detokenized at once.", "tokens")
     size = len(tokenizer)
-    if any(not 0 <= i < size for i in body.tokens):
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
         raise bad_request(f"Token ids must be between 0 and {size - 1}.", "tokens")
     text = await context.in_pool(tokenizer.decode, body.tokens)
     return JSONResponse({"prompt": text})

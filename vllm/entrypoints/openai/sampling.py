@@ -20,6 +20,7 @@ class RequestLimits:
     max_sequences: int = 16384  # prompts times n
     max_beam_width: int = 64  # a step of a beam search sorts all beams at once
     max_messages: int = 2048
+    max_tokenized_characters: int = 1_000_000  # of /tokenize, which no context length bounds
     max_stop_strings: int = 64
     max_stop_length: int = 1024
     max_list_length: int = 100_000  # logit_bias, allowed_token_ids, stop_token_ids, bad_words

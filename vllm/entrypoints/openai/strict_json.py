@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 MAX_DEPTH = 64
 MAX_INTEGER_DIGITS = 300
+_MANY_DIGITS = re.compile(rf"(?<![0-9])[0-9]{{{MAX_INTEGER_DIGITS + 1}}}")
 
 
 def _refuse_constant(name: str) -> Any:
@@ -22,7 +24,7 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > MAX_INTEGER_DIGITS:
+    if len(text) > MAX_INTEGER_DIGITS + 1:  # one for a sign
         raise ValueError("an integer has too many digits")
     return int(text)
 
@@ -50,7 +52,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
             text,
             parse_constant=_refuse_constant,
             parse_float=_finite,
-            parse_int=_integer,
+            # Looking at the text once is far cheaper than a look at each of a million token ids.
+            parse_int=_integer if _MANY_DIGITS.search(text) else None,
             object_pairs_hook=_unique,
         )
     except json.JSONDecodeError as error:
