@@ -85,8 +85,8 @@ async def test_nan_in_one_row_ends_one_request(model_folder, offline, monkeypatc
 
 
 async def test_slow_tokenizer_holds_up_nobody_else(model_folder, offline, monkeypatch):
-    """T19: one request takes 1.5 s to tokenize; the loop stays awake and the others are done long before."""
-    monkeypatch.setenv("VLLM_FAULTS", "tokenizer.sleep@z-13-:1.5")
+    """T19: one request takes 3 s to tokenize; the loop stays awake and the others are done long before."""
+    monkeypatch.setenv("VLLM_FAULTS", "tokenizer.sleep@z-13-:3")
     async with running(model_folder) as engine:
         lags = []
 
@@ -101,7 +101,7 @@ async def test_slow_tokenizer_holds_up_nobody_else(model_folder, offline, monkey
         slow = asyncio.ensure_future(final(engine, PROMPTS[VICTIM], greedy(LONG), "z-13-"))
         await asyncio.sleep(0)
         texts = await all_final(engine, PROMPTS, greedy(LONG), "quick")
-        assert time.monotonic() - start < 1.4
+        assert time.monotonic() - start < 2.8
         assert texts == offline
         with pytest.raises(TimeoutError):
             async for _ in engine.generate(PROMPTS[0], greedy(), "z-13-too", timeout=0.1):
