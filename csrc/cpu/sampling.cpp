@@ -48,7 +48,7 @@ float sum(const float* x, int64_t count) {
 // logits: [rows, vocab], rows `stride` apart. ids: [rows], the lowest index of each maximum. Returns kOk or kOutOfMemory.
 VLLM_API int vllm_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride, int64_t* ids) {
     return guarded([&] {
-        return run_kernel(threads_for(rows * vocab / 4), 1, [&](Team& team) {
+        return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 1, [&](Team& team) {
             team.share(rows, 1, [&](int64_t row, int64_t) { ids[row] = place_of_max(logits + row * stride, vocab); });
             return true;
         });
@@ -58,7 +58,7 @@ VLLM_API int vllm_greedy(const float* logits, int64_t rows, int64_t vocab, int64
 // finite: [rows], 0 where a row holds an infinity or NaN: where its sum is not finite, as logits are nowhere near fp32's range.
 VLLM_API int vllm_finite_rows(const float* logits, int64_t rows, int64_t vocab, int64_t stride, uint8_t* finite) {
     return guarded([&] {
-        return run_kernel(threads_for(rows * vocab / 4), 1, [&](Team& team) {
+        return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 1, [&](Team& team) {
             team.share(rows, 1, [&](int64_t row, int64_t) {
                 finite[row] = std::isfinite(sum(logits + row * stride, vocab));
             });
