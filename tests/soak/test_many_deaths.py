@@ -143,7 +143,7 @@ async def test_t12_kill_one_of_two_ranks_5_times(model_folder, monkeypatch, who)
             start = time.monotonic()
             ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 8.0)
             worst = max(worst, time.monotonic() - start)
-            assert all(isinstance(e, AsyncEngineDeadError) for e in ends)
+            assert all(isinstance(e, (AsyncEngineDeadError, EngineGenerateError)) for e in ends)
             while alive([core, rank]):
                 assert time.monotonic() - start < 10.0
                 await asyncio.sleep(0.01)
