@@ -204,7 +204,7 @@ FIELD_CHECKS: dict[str, Check] = {
     "_real_n": not_yet(None),
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
-    "repetition_penalty": number_where(lambda x: x > 0, "must be greater than zero"),
+    "repetition_penalty": number_where(lambda x: x > 1e-37, "must be greater than zero"),
     "temperature": _temperature,
     "top_p": number_where(lambda x: 0 < x <= 1, "must be in (0, 1]"),
     "top_k": _top_k,

@@ -18,6 +18,8 @@ MAX_LIST_LENGTH = 1_000_000  # ids and biases: more than any vocabulary
 MAX_STRINGS = 4096  # stop strings and bad words
 MAX_NESTING = 32
 
+FLOAT32_MAX = 3.4e38  # what the device computes with
+
 
 def show(value: object) -> str:
     """`value` for an error message, cut to a readable length."""
@@ -60,14 +62,14 @@ def integer_in(low: int, high: int, too_low: str = "", too_high: str = "") -> Ch
 
 
 def finite(name: str, value: Any) -> float:
-    """A real number that is neither NaN nor infinite; bool is none."""
+    """A real number that is neither NaN nor infinite, also in single precision; bool is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_type(name, value, "a number")
     try:
         number = float(value)
     except OverflowError:
         raise fail(name, value, "must be a finite number") from None
-    if not math.isfinite(number):
+    if not abs(number) <= FLOAT32_MAX:
         raise fail(name, number, "must be a finite number")
     return number
 
