@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
@@ -17,7 +16,6 @@ UINT64_MAX = 2**64 - 1
 MAX_LIST_LENGTH = 1_000_000  # ids and biases: more than any vocabulary
 MAX_STRINGS = 4096  # stop strings and bad words
 MAX_NESTING = 32
-
 FLOAT32_MAX = 3.4e38  # what the device computes with
 
 
