@@ -246,3 +246,21 @@ def test_strict_core_stops_with_a_report():
     with pytest.raises(RuntimeError, match="holds what it should not") as caught:
         core.check_idle()
     assert json.loads(str(caught.value).split(": ", 1)[1])["in_flight"] == 1
+
+
+@pytest.mark.parametrize("dies", ["in a step", "while idle"])
+def test_core_without_its_executor_ends(dies):
+    """Ranks that die take the core with them, also when no request is left to notice."""
+    from tests.engine.test_core import new_core, request
+    from vllm.engine.core_process import CoreServer
+
+    core, device = new_core()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = CoreServer(theirs, core)
+        if dies == "in a step":
+            device.fails_at[2] = RuntimeError("rank lost")
+            core.add_requests([request("a"), request("b")])
+        device.dead = True
+        with pytest.raises(EngineDeadError, match="rank lost|gone"):
+            server.serve()

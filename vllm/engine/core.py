@@ -62,7 +62,7 @@ class EngineCore:
 
     def add_requests(self, requests: Iterable[CoreRequest]) -> list[CoreOutput]:
         """Queue requests. Returns the ends of those that cannot be served."""
-        self._check_alive()
+        self.check_alive()
         rejected = []
         for request in requests:
             if self._faults and self._faults.breaks_sampler(request.request_id):
@@ -92,7 +92,7 @@ class EngineCore:
             outputs = list(self._left_over)
             self._left_over.clear()
             return outputs
-        self._check_alive()
+        self.check_alive()
         try:
             return self._advance()
         except Exception as error:
@@ -146,7 +146,8 @@ class EngineCore:
             return False
         return True
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the executor did not survive a step."""
         if self._death is not None:
             raise EngineDeadError(f"The engine core has ended after an error: {self._death}")
 
@@ -188,7 +189,7 @@ class EngineCore:
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the executor is gone."""
-        self._check_alive()
+        self.check_alive()
         self._executor.check_health()
 
     # -- control -------------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class EngineCore:
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call a method of every worker between two steps; results by rank."""
-        self._check_alive()
+        self.check_alive()
         return self._executor.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:

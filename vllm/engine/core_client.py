@@ -442,6 +442,7 @@ class CoreThread:
                 outputs, stats = core.step(), core.stats()
                 if outputs or stats.prompt_tokens:
                     self._post(self._on_outputs, outputs, stats)
+                core.check_alive()
                 core.check_idle()
 
 

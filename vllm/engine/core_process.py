@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 PULSE_SECONDS = 0.2
+IDLE_CHECK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
@@ -91,6 +92,7 @@ class CoreServer:
             if core.has_unfinished():
                 self._heart.beat(True)
                 self._report(core.step())
+                core.check_alive()
                 if not core.has_unfinished():
                     core.check_idle()
 
@@ -104,8 +106,10 @@ class CoreServer:
 
     def _drain_inbox(self, block: bool) -> None:
         try:
-            message = self._inbox.get(block=block)
+            message = self._inbox.get(block=block, timeout=IDLE_CHECK_SECONDS)
         except queue.Empty:
+            if block:
+                self._core.check_health()  # a rank may die while nobody asks for anything
             return
         while True:
             self._handle(message)
