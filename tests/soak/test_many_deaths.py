@@ -129,7 +129,7 @@ async def test_t09_nothing_grows_with_requests(model_folder):
 
 
 @pytest.mark.parametrize("who", ["rank", "core", "frozen rank"])
-async def test_t12_kill_one_of_two_ranks_5_times(model_folder, monkeypatch, who):
+async def test_t12_kill_one_of_two_5_times(model_folder, monkeypatch, who):
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "3")
     worst = 0.0
     for _ in range(5):
