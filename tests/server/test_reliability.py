@@ -156,7 +156,8 @@ def test_start_and_stop_once(model_folder):
 def test_sigterm_lets_streams_finish_and_a_second_one_does_not(model_folder, signals):
     """T14: SIGTERM amid 16 streams: all end whole and the status is 0; after a second signal each gets an error."""
     body = {"prompt": "Hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
-    slow = {"VLLM_FAULTS": "forward.sleep@100:1.5"}  # a step that lasts, so that the signals come amid the streams
+    # Steps that last, so that the signals come amid the streams on any machine.
+    slow = {"VLLM_FAULTS": ",".join(f"forward.sleep@{step}:0.02" for step in range(20, 400))}
     with Server(model_folder, env=slow) as server, ThreadPoolExecutor(17) as pool:
         assert server.process is not None
         streams = [pool.submit(server.post, "/v1/completions", body) for _ in range(16)]

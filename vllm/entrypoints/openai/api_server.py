@@ -261,6 +261,8 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     await engine.check_health()  # begins to listen to the core
     host, port = listener.getsockname()[:2]
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.005)
     logger.info("Serving on http%s://%s:%d", "s" if args.ssl_keyfile else "", host, port)
     watching = asyncio.ensure_future(_watch(engine))
     stopping = asyncio.ensure_future(stop.wait())
