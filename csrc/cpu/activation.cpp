@@ -47,7 +47,9 @@ template <class T, class F>
 void gated_row(T* out, const T* gate, const T* up, int64_t begin, int64_t end, F activate) {
     for_each_vector(end - begin, [&](int64_t j, int64_t n) {
         const int64_t i = begin + j;
-        store_some(out + i, rounded_to(T{}, activate(load_some(gate + i, n))) * load_some(up + i, n), n);
+        T rounded[W];
+        store(rounded, activate(load_some(gate + i, n)));
+        store_some(out + i, load(rounded) * load_some(up + i, n), n);
     });
 }
 

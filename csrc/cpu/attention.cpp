@@ -410,7 +410,7 @@ class Attention {
             vf total = load(sums.weight + (row + r) * W) * decay[r];
             if (range[r].all(padded)) {
                 for (int64_t i = 0; i < padded; i += W) {
-                    const vf p = vexp2_negative(load(scores + i) * factor - now[r]);
+                    const vf p = vexp2_negative(vmin(load(scores + i) * factor - now[r], vf{}));
                     total += p;
                     store(probs + i, p);
                 }

@@ -168,29 +168,9 @@ template <class F, class T>
 void pack_tile(const Product& a, typename F::X* packed, int64_t tile) {
     const int64_t first = tile_row(a, tile), rows = tile_row(a, tile + 1) - first, steps = steps_of<F>(a.k);
     typename F::X* to = packed + first * steps * F::kXPerStep;
-    const T* from = (const T*)a.x + first * a.x_stride;
-    int64_t done = 0;
-    // A step of a row that is 32 bits in both: rows are lanes, transposed in squares.
-    if constexpr (F::kXPerStep == 1 && F::kStep * sizeof(T) == sizeof(float)) {
-        static_assert(kTileRows <= W, "a tile's rows are the lanes of a vector");
-        for (; (done + W) * F::kStep <= a.k; done += W) {
-            vf square[W] = {};
-            for (int64_t r = 0; r < rows; r++) square[r] = load((const float*)(from + r * a.x_stride + done * F::kStep));
-            if (rows > 1) transpose(square);
-            if (rows == 1) {
-                store((float*)(to + done), square[0]);
-                continue;
-            }
-            for (int64_t i = 0; i < W; i++) {
-                // Whole vectors are written; what is too much is overwritten by the next step, but for the tile's end.
-                auto* step = (float*)(to + (done + i) * rows);
-                store_some(step, square[i], (done + i) * rows + W <= steps * rows ? W : rows);
-            }
-        }
-    }
     for (int64_t r = 0; r < rows; r++) {
-        const T* x = from + r * a.x_stride;
-        for (int64_t s = done; s < steps; s++) {
+        const T* x = (const T*)a.x + (first + r) * a.x_stride;
+        for (int64_t s = 0; s < steps; s++) {
             F::pack_x(to + s * F::kXPerStep * rows + r, x + s * F::kStep, rows, a.k - s * F::kStep);
         }
     }

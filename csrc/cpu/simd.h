@@ -115,25 +115,6 @@ inline void store_some(T* p, vf v, int64_t n) {
 inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 
-// v as it comes back after being stored as T.
-inline vf rounded_to(float, vf v) { return v; }
-
-inline vf rounded_to(bf16, vf v) {
-#if defined(__AVX512BF16__)
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
-#else
-    bf16 lanes[W];
-    store(lanes, v);
-    return load(lanes);
-#endif
-}
-
-inline vf rounded_to(f16, vf v) {
-    f16 lanes[W];
-    store(lanes, v);
-    return load(lanes);
-}
-
 // Sums and maxima over lanes, in one fixed order.
 inline float sum_lanes(vf v) {
 #if defined(__AVX512F__)
@@ -192,16 +173,11 @@ inline vf vtanh(vf x) {
     return 1.0f - 2.0f / (e + 1.0f);
 }
 
-// 2^x for x <= 0 (or hardly above), to about 2e-7 relative; exactly 1 at 0 and exactly 0 below -150.
+// 2^x for x <= 0, to about 2e-7 relative; exactly 1 at 0 and exactly 0 below -125.
 // x = n + f with n an integer and |f| <= 1/2; 2^f by its Taylor polynomial, 2^n by exponent bits.
 inline vf vexp2_negative(vf x) {
-#if defined(__AVX512F__)
-    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const vf f = x - (vf)n;
-#else
     const vf shifted = x + 12582912.0f;  // 1.5 * 2^23: the rounded integer is in the low bits
     const vf f = x - (shifted - 12582912.0f);
-#endif
     vf p = splat(1.5403530e-4f);
     p = p * f + 1.3333558e-3f;
     p = p * f + 9.6181291e-3f;
@@ -209,10 +185,6 @@ inline vf vexp2_negative(vf x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-#if defined(__AVX512F__)
-    return (vf)_mm512_scalef_ps((__m512)p, n);
-#else
     const vf power = (vf)(((vu)shifted << 23) + 0x3f800000u);
     return x < -125.0f ? vf{} : p * power;
-#endif
 }
