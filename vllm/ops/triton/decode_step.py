@@ -33,10 +33,10 @@ def _inputs_kernel(
         tl.store(seq_lens + row, position + 1)
     block = tl.load(table + home * stride_table + position // BS)
     tl.store(mapping + row, tl.where(live, block, 0).to(tl.int64) * BS + position % BS)
-    used = tl.where(live, position // BS + 1, 1)
-    for first in range(0, used, BLOCK):
+    used = tl.where(live, position // BS + 1, 0)
+    for first in range(0, tl.maximum(used, 1), BLOCK):
         c = first + tl.arange(0, BLOCK)
-        ids = tl.load(table + home * stride_table + c, mask=live & (c < used), other=0)
+        ids = tl.load(table + home * stride_table + c, mask=c < used, other=0)
         tl.store(block_table + row.to(tl.int64) * stride_out + c, ids, mask=c < columns)
 
 
