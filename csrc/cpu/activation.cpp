@@ -16,15 +16,15 @@ vf gelu(vf x) {
     const vf z = (x < 0.0f ? -x : x) * 0.70710678118654752f;
     const vf t = 1.0f / (1.0f + 0.5f * z);
     vf p = splat(0.17087277f);
-    p = p * t - 0.82215223f;
-    p = p * t + 1.48851587f;
-    p = p * t - 1.13520398f;
-    p = p * t + 0.27886807f;
-    p = p * t - 0.18628806f;
-    p = p * t + 0.09678418f;
-    p = p * t + 0.37409196f;
-    p = p * t + 1.00002368f;
-    p = p * t - 1.26551223f;
+    p = fma(p, t, splat(-0.82215223f));
+    p = fma(p, t, splat(1.48851587f));
+    p = fma(p, t, splat(-1.13520398f));
+    p = fma(p, t, splat(0.27886807f));
+    p = fma(p, t, splat(-0.18628806f));
+    p = fma(p, t, splat(0.09678418f));
+    p = fma(p, t, splat(0.37409196f));
+    p = fma(p, t, splat(1.00002368f));
+    p = fma(p, t, splat(-1.26551223f));
     const vf tail = 0.5f * t * vexp(p - z * z);
     return x < 0.0f ? x * tail : x - x * tail;
 }
@@ -47,9 +47,7 @@ template <class T, class F>
 void gated_row(T* out, const T* gate, const T* up, int64_t begin, int64_t end, F activate) {
     for_each_vector(end - begin, [&](int64_t j, int64_t n) {
         const int64_t i = begin + j;
-        T rounded[W];
-        store(rounded, activate(load_some(gate + i, n)));
-        store_some(out + i, load(rounded) * load_some(up + i, n), n);
+        store_some(out + i, rounded_to(T{}, activate(load_some(gate + i, n))) * load_some(up + i, n), n);
     });
 }
 

@@ -37,7 +37,7 @@ struct FloatMath {
     using Element = float;
     using Stored = Cache;
     static constexpr int kStep = 1;
-    static vf multiply(vf sum, const float* row, const Element* column) { return sum + splat(*row) * load(column); }
+    static vf multiply(vf sum, const float* row, const Element* column) { return fma(splat(*row), load(column), sum); }
     static vf load_keys(const Stored* key, int64_t count) { return count >= W ? load(key) : load_part(key, count); }
     static void store_value(Element* to, const Stored* const* values, int64_t head_dim) {
         for_each_vector(head_dim, [&](int64_t i, int64_t n) { store(to + i, load_some(values[0] + i, n)); });
@@ -410,13 +410,13 @@ class Attention {
             vf total = load(sums.weight + (row + r) * W) * decay[r];
             if (range[r].all(padded)) {
                 for (int64_t i = 0; i < padded; i += W) {
-                    const vf p = vexp2_negative(vmin(load(scores + i) * factor - now[r], vf{}));
+                    const vf p = vexp2_negative(fma(load(scores + i), splat(factor), splat(-now[r])));
                     total += p;
                     store(probs + i, p);
                 }
             } else {
                 for (int64_t i = 0; i < padded; i += W) {
-                    const vf p = vexp2_negative(vmin(load(scores + i) * factor - now[r], vf{}));
+                    const vf p = vexp2_negative(fma(load(scores + i), splat(factor), splat(-now[r])));
                     const vf seen = range[r].select(i, p, vf{});
                     total += seen;
                     store(probs + i, seen);

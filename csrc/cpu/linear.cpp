@@ -50,7 +50,7 @@ struct PlainFormat {
         vf value;
     };
     static Loaded load_b(const B* b) { return {load(b)}; }
-    static vf multiply(vf sum, Loaded b, const X* x, int) { return sum + splat(*x) * b.value; }
+    static vf multiply(vf sum, Loaded b, const X* x, int) { return fma(splat(*x), b.value, sum); }
 };
 
 struct Pair {
@@ -79,8 +79,7 @@ struct PairFormat {
         return {(vf)(bits << 16), (vf)(bits & 0xffff0000u)};
     }
     static vf multiply(vf sum, Loaded b, const X* x, int rows) {
-        sum = sum + splat(x[0]) * b.low;
-        return sum + splat(x[rows]) * b.high;
+        return fma(splat(x[rows]), b.high, fma(splat(x[0]), b.low, sum));
     }
 };
 
@@ -168,9 +167,29 @@ template <class F, class T>
 void pack_tile(const Product& a, typename F::X* packed, int64_t tile) {
     const int64_t first = tile_row(a, tile), rows = tile_row(a, tile + 1) - first, steps = steps_of<F>(a.k);
     typename F::X* to = packed + first * steps * F::kXPerStep;
+    const T* from = (const T*)a.x + first * a.x_stride;
+    int64_t done = 0;
+    // A step of a row that is 32 bits in both: rows are lanes, transposed in squares.
+    if constexpr (F::kXPerStep == 1 && F::kStep * sizeof(T) == sizeof(float)) {
+        static_assert(kTileRows <= W, "a tile's rows are the lanes of a vector");
+        for (; (done + W) * F::kStep <= a.k; done += W) {
+            vf square[W] = {};
+            for (int64_t r = 0; r < rows; r++) square[r] = load((const float*)(from + r * a.x_stride + done * F::kStep));
+            if (rows > 1) transpose(square);
+            if (rows == 1) {
+                store((float*)(to + done), square[0]);
+                continue;
+            }
+            for (int64_t i = 0; i < W; i++) {
+                // Whole vectors are written; what is too much is overwritten by the next step, but for the tile's end.
+                auto* step = (float*)(to + (done + i) * rows);
+                store_some(step, square[i], (done + i) * rows + W <= steps * rows ? W : rows);
+            }
+        }
+    }
     for (int64_t r = 0; r < rows; r++) {
-        const T* x = (const T*)a.x + (first + r) * a.x_stride;
-        for (int64_t s = 0; s < steps; s++) {
+        const T* x = from + r * a.x_stride;
+        for (int64_t s = done; s < steps; s++) {
             F::pack_x(to + s * F::kXPerStep * rows + r, x + s * F::kStep, rows, a.k - s * F::kStep);
         }
     }

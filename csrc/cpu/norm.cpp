@@ -20,7 +20,7 @@ float mean_of_squares(const T* x, int64_t dim, float centre) {
     for_each_vector(dim, [&](int64_t i, int64_t n) {
         vf v = load_some(x + i, n) - centre;
         if (n < W) v = lane_numbers() < splat_int(int32_t(n)) ? v : vf{};
-        sum += v * v;
+        sum = fma(v, v, sum);
     });
     return sum_lanes(sum) / float(dim);
 }

@@ -12,8 +12,8 @@ void rotate_halves(T* x, const float* cos, const float* sin, int64_t half) {
     for_each_vector(half, [&](int64_t i, int64_t n) {
         const vf a = load_some(x + i, n), b = load_some(x + half + i, n);
         const vf c = load_some(cos + i, n), s = load_some(sin + i, n);
-        store_some(x + i, a * c - b * s, n);
-        store_some(x + half + i, b * c + a * s, n);
+        store_some(x + i, fma(a, c, -(b * s)), n);
+        store_some(x + half + i, fma(b, c, a * s), n);
     });
 }
 
@@ -43,7 +43,7 @@ void normalise_head(T* x, const T* weight, int64_t dim, float eps, float offset)
     vf sum = {};
     for_each_vector(dim, [&](int64_t i, int64_t n) {
         const vf v = load_some(x + i, n);
-        sum += v * v;
+        sum = fma(v, v, sum);
     });
     const float scale = 1.0f / std::sqrt(sum_lanes(sum) / float(dim) + eps);
     for_each_vector(dim, [&](int64_t i, int64_t n) {

@@ -112,8 +112,42 @@ inline void store_some(T* p, vf v, int64_t n) {
     }
 }
 
+// a * b + c, rounded once where the machine can. The compiler is told not to contract by itself (-ffp-contract=off): whether it does
+// may differ between two pieces of code that must give the same bits.
+inline vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && defined(__AVX2__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    for (int i = 0; i < W; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 inline vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+// v as it comes back after being stored as T.
+inline vf rounded_to(float, vf v) { return v; }
+
+inline vf rounded_to(bf16, vf v) {
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+#else
+    bf16 lanes[W];
+    store(lanes, v);
+    return load(lanes);
+#endif
+}
+
+inline vf rounded_to(f16, vf v) {
+    f16 lanes[W];
+    store(lanes, v);
+    return load(lanes);
+}
 
 // Sums and maxima over lanes, in one fixed order.
 inline float sum_lanes(vf v) {
@@ -153,16 +187,16 @@ inline vi lane_numbers() {
 inline vf vexp(vf x) {
     const vf clamped = vmin(x, splat(88.0f));
     // Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
-    const vf shifted = clamped * 1.44269504088896341f + 12582912.0f;
+    const vf shifted = fma(clamped, splat(1.44269504088896341f), splat(12582912.0f));
     const vf n = shifted - 12582912.0f;
-    const vf r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    const vf r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), clamped));
     vf p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
     const vf power = (vf)(((vu)shifted << 23) + 0x3f800000u);
     return x < -87.0f ? vf{} : p * power;
 }
@@ -173,18 +207,27 @@ inline vf vtanh(vf x) {
     return 1.0f - 2.0f / (e + 1.0f);
 }
 
-// 2^x for x <= 0, to about 2e-7 relative; exactly 1 at 0 and exactly 0 below -125.
+// 2^x for x <= 0 (or hardly above), to about 2e-7 relative; exactly 1 at 0 and exactly 0 below -150.
 // x = n + f with n an integer and |f| <= 1/2; 2^f by its Taylor polynomial, 2^n by exponent bits.
 inline vf vexp2_negative(vf x) {
+#if defined(__AVX512F__)
+    const __m512 n = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf f = x - (vf)n;
+#else
     const vf shifted = x + 12582912.0f;  // 1.5 * 2^23: the rounded integer is in the low bits
     const vf f = x - (shifted - 12582912.0f);
+#endif
     vf p = splat(1.5403530e-4f);
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
+    p = fma(p, f, splat(1.3333558e-3f));
+    p = fma(p, f, splat(9.6181291e-3f));
+    p = fma(p, f, splat(5.5504109e-2f));
+    p = fma(p, f, splat(2.4022651e-1f));
+    p = fma(p, f, splat(6.9314718e-1f));
+    p = fma(p, f, splat(1.0f));
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, n);
+#else
     const vf power = (vf)(((vu)shifted << 23) + 0x3f800000u);
     return x < -125.0f ? vf{} : p * power;
+#endif
 }

@@ -171,6 +171,28 @@ def test_a_token_attends_to_the_same_bits_however_it_is_scheduled(native, dtype,
         assert torch.equal(native.attend(q[rows], kv_cache, params, *part), whole[rows])
 
 
+@quick
+@given(data=st.data())
+def test_any_part_of_a_prompt_gives_the_same_bits_as_the_whole(native, data):
+    draw = data.draw
+    length, head_dim = draw(st.integers(1, 1300)), draw(st.sampled_from([12, 40, 64]))
+    kv_heads, group = draw(st.sampled_from([(1, 7), (2, 1), (2, 3)]))
+    dtype, window = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([None, 1, 100, 200]))
+    softcap, alibi = draw(st.sampled_from([None, 5.0])), draw(st.booleans())
+    block_size = draw(st.sampled_from([8, 16, 24]))
+    torch.manual_seed(length)
+    kv_cache, step, tables = long_batch([length], [length], kv_heads, head_dim, dtype, block_size)
+    q = torch.randn(length, kv_heads * group, head_dim).to(dtype)
+    slopes = torch.rand(kv_heads * group) if alibi else None
+    params = AttentionParams(head_dim**-0.5, window, softcap, slopes)
+    whole = native.attend(q, kv_cache, params, step, tables)
+    for _ in range(8):
+        end = draw(st.integers(1, length))
+        begin = draw(st.integers(max(0, end - draw(st.sampled_from([1, 2, 30, 700]))), end - 1))
+        part = batch_over(tables.block_table, [end], [end - begin])
+        assert torch.equal(native.attend(q[begin:end], kv_cache, params, *part), whole[begin:end])
+
+
 # ---- norms, activations, rotation
 
 
