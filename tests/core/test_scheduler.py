@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from tests.core.simulation import EOS, Simulation, expected_output, full_layout, mixed_layout
+from vllm.core.plan import StepPlan
 from vllm.core.policies import DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import SchedulerLimits
 
@@ -204,6 +206,35 @@ def test_a_request_that_breaks_the_step_ends_alone(depth: int) -> None:
         if key != "4":
             assert sim.finished[key] == "length" and sim.output[key] == expected_output(prompt, 20)
     assert sim.scheduler.kv.pool.num_free == 99
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("alone", [True, False])
+def test_steps_that_fail_once_cost_nothing(depth: int, alone: bool) -> None:
+    """Also for a request that is the only one: it is tried again, as often as it gets further in between."""
+    sim = Simulation(full_layout(), 100, limits(), depth)
+    work = {str(i): [i] * (5 + i) for i in range(1 if alone else 4)}
+    for key, prompt in work.items():
+        sim.add(key, prompt, 40)
+    submit, calls = sim.device.submit, itertools.count(1)
+
+    def fails_now_and_then(plan: StepPlan) -> None:
+        submit(plan)
+        if next(calls) % 7 == 0:
+            raise RuntimeError("transient")
+
+    sim.device.submit = fails_now_and_then  # type: ignore[method-assign]
+    sim.run()
+    assert next(calls) > 40, "the device was asked more often than without failures"
+    assert sim.output == {key: expected_output(prompt, 40) for key, prompt in work.items()}
+
+
+def test_a_single_request_that_always_fails_ends_at_the_second_try() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 1)
+    sim.device.poison = 49
+    sim.add("only", [3, 49], 20)
+    sim.run()
+    assert sim.finished == {"only": "error"} and sim.output == {"only": []}
 
 
 def test_min_tokens_and_stop_token_reasons() -> None:

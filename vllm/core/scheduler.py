@@ -132,7 +132,7 @@ class Scheduler:
         """A step failed as a whole, and the device survived: find out which request it was.
 
         Everything in flight is forgotten and computed again; the requests concerned take their next step alone. One
-        that fails alone ends with the error, the others never notice. If they fail only together, all of them end.
+        that then fails ends with the error, the others never notice. If they fail only together, all of them end.
         """
         involved = {r.id: r for _, requests, _, _ in self._in_flight for r in requests if r.id in self.requests}
         if not involved or (len(involved) > 1 and all(r.suspected for r in involved.values())):
@@ -140,10 +140,9 @@ class Scheduler:
         self._in_flight.clear()
         self._isolated = True
         outputs: list[CoreOutput] = []
-        if len(involved) == 1:
-            (culprit,) = involved.values()
-            self._finish([culprit])
-            outputs.append(CoreOutput(culprit.id, [], finish_reason="error", error=error))
+        if len(involved) == 1 and all(r.suspected for r in involved.values()):
+            self._finish(list(involved.values()))
+            outputs = [CoreOutput(id, [], finish_reason="error", error=error) for id in involved]
         for request in self.requests.values():
             request.num_pending = 0
         while self.running:
@@ -454,14 +453,14 @@ class Scheduler:
                 if stop is not None:
                     output.finish_reason, output.stop_reason = stop
                     finished.append(request)
-        if len(requests) > 1:
+        if len(requests) > 1 or (generated and len(self.requests) == 1):
             self._trust(requests)
         self._finish(finished)
         self._observe(prompt_tokens, generated, self._clock() - planned_at)
         return outputs
 
     def _trust(self, requests: list[Request]) -> None:
-        """A step of several requests went well: none of them is suspected any more."""
+        """A step of all that are suspected went well, and it got one of them further: none is suspected any more."""
         if self._isolated:
             self._isolated = False
             for request in requests:
