@@ -7,8 +7,15 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
-from vllm.entrypoints.openai.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, parse_object
+from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+)
+from vllm.entrypoints.openai.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, MAX_VALUES, parse_object
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -55,3 +62,50 @@ def test_bounds() -> None:
 def test_what_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):
         parse_object(body)
+
+
+def test_the_number_of_values_is_bounded() -> None:
+    """Before anything is read: a million values hold up everybody else while they are read."""
+    assert len(parse_object(b'{"a": [' + b"5," * (MAX_VALUES - 10) + b"5]}")["a"]) == MAX_VALUES - 9
+    for item in (b"5,", b'"",'):
+        with pytest.raises(ValueError, match=f"more than {MAX_VALUES} values"):
+            parse_object(b'{"a": [' + item * MAX_VALUES + b"5]}")
+    for item in (b"[5],", b"{},", b'{"a":1},'):
+        with pytest.raises(ValueError, match="counts for 3"):
+            parse_object(b'{"a": [' + item * (MAX_VALUES // 4) + b"5]}")
+    assert parse_object(b'{"a": "' + b"x" * (16 << 20) + b'"}')
+
+
+def test_brackets_and_quotes_inside_strings_are_text() -> None:
+    quoted = '\\"[{\\\\" \\\\\\"]' * 50
+    assert parse_object(json.dumps({quoted: [quoted] * 40}).encode()) == {quoted: [quoted] * 40}
+    with pytest.raises(ValueError, match="nested|JSON"):
+        parse_object(b'{"a": "' + b'\\"[' * 100_000)
+
+
+def test_long_integers_are_found_wherever_they_stand() -> None:
+    digits = "9" * (MAX_INTEGER_DIGITS + 5)
+    for before in (1, (1 << 20) - 20, (1 << 20) - 10 - MAX_INTEGER_DIGITS, 1 << 20, (1 << 20) + 1):
+        with pytest.raises(ValueError, match="digits"):
+            parse_object(f'{{"a": {" " * before}{digits}}}'.encode())
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": [{}] * 1000}),
+        (CompletionRequest, {"prompt": [[None] * 1000] * 10}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 1000}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): "x" for i in range(1000)}}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(i): 0.0 for i in range(100_001)}}),
+        (CompletionRequest, {"prompt": "x", "allowed_token_ids": ["x"] * 1000, "bad_words": [None] * 1000}),
+        (ChatCompletionRequest, {"messages": [], "documents": [{str(i): i for i in range(1000)}] * 1000}),
+        (DetokenizeRequest, {"tokens": [True] * 1000}),
+        (ResponsesRequest, {"input": "x", "metadata": {str(i): i for i in range(1000)}}),
+    ],
+)
+def test_of_many_wrong_items_the_first_is_the_error(model: type[BaseModel], body: dict) -> None:
+    """Each error costs as much as a hundred right items."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() <= 4  # one for each type that the field may have

@@ -54,6 +54,8 @@ class ServerContext:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="template"))
 
     @property
+    # One large body at a time, and none in the way of a small request's template.
+    reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="reader"))
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; 400 if the server runs without one."""
         tokenizer = self.engine.input_processor.tokenizer
@@ -106,6 +108,10 @@ class ServerContext:
 
     async def in_pool(self, function: Callable[..., _T], *args: Any) -> _T:
         """Run work that may take long (templates, long texts) beside the event loop."""
+    async def in_reader(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Read a large body beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.reader, function, *args)
+
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
 
 

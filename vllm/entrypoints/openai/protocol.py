@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from vllm.entrypoints.openai.errors import bad_request
 
-TokenIds = Annotated[list[int], Field(max_length=4_000_000)]
-Text = str
+_T = TypeVar("_T")
+# Only the first wrong item is reported: a million errors, each with its own text, would take minutes.
+ListOf = Annotated[list[_T], Field(fail_fast=True)]
+MAX_ENTRIES = 100_000
+
+
+def _entries(value: type, *others: type) -> BeforeValidator:
+    """For an object's values: all of these types, at most MAX_ENTRIES. As with lists, only the first error is told."""
+    allowed = {value, *others}
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict):
+            if len(given) > MAX_ENTRIES:
+                raise ValueError(f"may have at most {MAX_ENTRIES} entries, got {len(given)}")
+            if not allowed.issuperset(map(type, given.values())):
+                raise ValueError(f"every value must be a {value.__name__}")
+        return given
+
+    return BeforeValidator(check)
+
+
+Numbers = Annotated[dict[str, float], _entries(float, int)]
+Texts = Annotated[dict[str, str], _entries(str)]
 # Any value but null is refused: a parameter is honoured or refused, never dropped.
 LATER_FIELDS = (
     "mm_processor_kwargs",
@@ -51,14 +72,14 @@ class _Sampling(_Request):
     frequency_penalty: float | None = 0.0
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Numbers | None = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -150,7 +171,7 @@ class _Sampling(_Request):
 class CompletionRequest(_Sampling):
     """POST /v1/completions."""
 
-    prompt: Text | TokenIds | list[Text] | list[TokenIds] | None = None
+    prompt: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]] | None = None
     max_tokens: int | None = 16
     logprobs: int | None = None
     suffix: str | None = None
@@ -179,7 +200,7 @@ class ChatCompletionRequest(_Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    documents: list[dict[str, str]] | None = None
+    documents: ListOf[Texts] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -278,7 +299,7 @@ class DetokenizeRequest(_Request):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: ListOf[int]
 
 
 class ResponsesRequest(_Request):
@@ -299,8 +320,8 @@ class ResponsesRequest(_Request):
     tool_choice: Any = None
     text: Any = None
     reasoning: Any = None
-    metadata: dict[str, str] | None = None
+    metadata: Texts | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
     user: str | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None

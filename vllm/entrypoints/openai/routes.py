@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 router = APIRouter()
 
 _Model = TypeVar("_Model", bound=_Request)
-INLINE_BYTES = 64 * 1024  # larger bodies are parsed beside the event loop
+INLINE_BYTES = 64 * 1024  # larger bodies are read beside the event loop
 _WRONG_TYPE = "Unsupported Media Type: Only 'application/json' is allowed"
 
 # Routes of the API whose feature this version does not have: path -> (name, whether it is the model that cannot).
@@ -86,20 +86,26 @@ async def read(request: Request, model: type[_Model]) -> _Model:
     try:
         body = await request.body()
         large = len(body) > INLINE_BYTES
-        data = await context_of(request).in_pool(parse_object, body) if large else parse_object(body)
+        parsed = await context_of(request).in_reader(_parse, model, body) if large else _parse(model, body)
     except ClientDisconnect:
         raise APIError(400, "The client left before the body was complete.") from None
+    if parsed.model_extra:
+        context_of(request).log_unknown_fields(parsed.model_extra)
+    return parsed
+
+
+def _parse(model: type[_Model], body: bytes) -> _Model:
+    """The body as a `model`. Raises APIError 400."""
+    try:
+        data = parse_object(body)
     except ValueError as error:
         raise bad_request(str(error)) from None
     if len(data) > 256:
         raise bad_request("The body has too many fields.")
     try:
-        parsed = model.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         raise _validation_error(error) from None
-    if parsed.model_extra:
-        context_of(request).log_unknown_fields(parsed.model_extra)
-    return parsed
 
 
 def _validation_error(error: ValidationError) -> APIError:
