@@ -67,7 +67,7 @@ class SafeFormatter(logging.Formatter):
         return line.replace("\n", "\n" + prefix)
 
 
-class _StderrHandler(logging.StreamHandler[Any]):
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg] # no type arguments before Python 3.11
     """Writes to whatever `sys.stderr` is at that moment, so that a redirected stream is followed."""
 
     def __init__(self) -> None:
