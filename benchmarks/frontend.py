@@ -85,18 +85,19 @@ async def measure_http(counts: list[int], step_ms: float) -> list[dict[str, Any]
     """The server in this process, its client in another one."""
     import uvicorn
 
-    from vllm.entrypoints.openai.api_server import bind, build_app
+    from vllm.entrypoints.openai.api_server import bind, build_app, uvicorn_config
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse import FlexibleArgumentParser
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(
-        ["--model", "demo", "--host", "127.0.0.1", "--port", "0", "--max-model-len", "512", "--disable-log-requests"]
-    )
+        ["--model", "demo", "--host", "127.0.0.1", "--port", "0", "--max-model-len", "512", "--disable-log-requests",
+         "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
+    )  # fmt: skip
     engine = make_engine(step_ms)
     await engine.check_health()
     listener = bind(args)
     port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(build_app(args, engine), log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn_config(build_app(args, engine), args))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     rows: list[dict[str, Any]] = []
     for streams in counts:

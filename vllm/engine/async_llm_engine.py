@@ -14,7 +14,7 @@ from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, RequestInput
 from vllm.engine.messages import CoreOutput, CoreStats
 from vllm.engine.output_processor import OutputProcessor
-from vllm.engine.request_stream import RequestStream
+from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.exceptions import EngineDeadError, EngineGenerateError
 from vllm.faults import Faults
 from vllm.logger import init_logger
@@ -90,6 +90,7 @@ class AsyncLLMEngine:
         self._loggers: dict[str, Any] = dict(stat_loggers or {})
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
         self._streams: dict[str, RequestStream] = {}
+        self._wakeups = Wakeups()
         self._admission = Admission(vllm_config.scheduler_config)
         self._faults = Faults.from_env()
         self._pool = ThreadPoolExecutor(max_workers=TOKENIZER_THREADS, thread_name_prefix="tokenizer")
@@ -323,7 +324,7 @@ class AsyncLLMEngine:
         stream = await self._begin(
             RequestInput(request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority)
         )
-        return self._follow(request_id, stream, None)
+        return stream.outputs()
 
     async def generate(
         self,
@@ -345,19 +346,32 @@ class AsyncLLMEngine:
         the engine did.
         """
         _refuse_tracing(trace_headers)
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        stream = await self._begin(
+        stream = await self._open(
             RequestInput(
                 request_id, prompt, sampling_params, arrival_time, lora_request, prompt_adapter_request, priority
             ),
-            deadline,
+            timeout,
         )
-        follower = self._follow(request_id, stream, deadline)
         try:
-            async for output in follower:
+            async for output in stream.outputs():
                 yield output
         finally:
-            await follower.aclose()  # a consumer that leaves must be noticed now, not when garbage is collected
+            stream.close()  # a consumer that leaves must be noticed now, not when garbage is collected
+
+    async def open(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RequestStream:
+        """Begin a request for a consumer that wants to be called rather than to wait; it has to close the stream.
+
+        Raises, here or through the stream, what `generate` raises.
+        """
+        return await self._open(RequestInput(request_id, prompt, sampling_params, None, None, None, priority), timeout)
 
     async def encode(
         self,
@@ -371,6 +385,17 @@ class AsyncLLMEngine:
         """Pooled hidden states; this version has no pooling models, so it raises ValueError."""
         raise ValueError("The model generates text; encode() needs a pooling model, which comes later.")
         yield
+
+    async def _open(self, request: RequestInput, timeout: float | None) -> RequestStream:
+        """Begin a request whose stream fails `timeout` seconds from now."""
+        if timeout is None:
+            return await self._begin(request)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        stream = await self._begin(request, deadline)
+        error = TimeoutError("The request was not finished before its deadline.")
+        stream.expire_with(loop.call_at(deadline, stream.fail, error))
+        return stream
 
     async def _begin(self, request: RequestInput, deadline: float | None = None) -> RequestStream:
         await self._ensure_attached()
@@ -393,7 +418,9 @@ class AsyncLLMEngine:
             if isinstance(error, EngineDeadError):
                 raise self.dead_error from error
             raise ValueError(f"The request cannot be sent to the engine core: {error}") from error
-        stream = self._streams[request.request_id] = RequestStream(processed.params.output_kind)
+        stream = self._streams[request.request_id] = RequestStream(
+            request.request_id, processed.params.output_kind, self._wakeups, self._abandon
+        )
         self._admission.enter(messages)
         if self.log_requests:
             logger.info(
@@ -426,30 +453,10 @@ class AsyncLLMEngine:
         except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
             raise TimeoutError("The request was not tokenized before its deadline.") from None
 
-    async def _follow(
-        self, request_id: str, stream: RequestStream, deadline: float | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        timer = None
-        if deadline is not None:
-            error = TimeoutError("The request was not finished before its deadline.")
-            timer = asyncio.get_running_loop().call_at(deadline, stream.fail, error)
-        try:
-            while True:
-                output = await stream.next()
-                yield output
-                if output.finished:
-                    if any(c.finish_reason == "error" for c in output.outputs):
-                        await stream.next()  # raises
-                    return
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._abandon(request_id, stream)
-
-    def _abandon(self, request_id: str, stream: RequestStream) -> None:
+    def _abandon(self, stream: RequestStream) -> None:
         """The consumer is gone: abort what still runs for it."""
-        if self._streams.get(request_id) is stream:
-            self._abort([request_id])
+        if self._streams.get(stream.request_id) is stream:
+            self._abort([stream.request_id])
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         core_ids, outputs = self.output_processor.abort(request_ids)

@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
 
+from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+logger = init_logger(__name__)
+
+
+class Wakeups:
+    """Calls listeners once per turn of the event loop, however many outputs each got: one callback for all of them."""
+
+    def __init__(self) -> None:
+        self._due: list[Callable[[], None]] = []
+
+    def add(self, loop: asyncio.AbstractEventLoop, listener: Callable[[], None]) -> None:
+        if not self._due:
+            loop.call_soon(self._run)
+        self._due.append(listener)
+
+    def _run(self) -> None:
+        due, self._due = self._due, []
+        for listener in due:
+            try:
+                listener()
+            except Exception:
+                logger.exception("A consumer has failed; the others go on")
+
 
 class RequestStream:
-    """Outputs on their way to one consumer; a slow one finds them merged, so that its delay costs no memory."""
+    """Outputs on their way to one consumer; a slow one finds them merged, so that its delay costs no memory.
 
-    __slots__ = ("_error", "_output", "_waiter", "kind")
+    The consumer awaits `next`, or has a function called when there is something to `take`. It must `close` the stream,
+    which calls `on_close` once; that ends a request still running.
+    """
 
-    def __init__(self, kind: RequestOutputKind) -> None:
+    __slots__ = (
+        "_due", "_error", "_listener", "_loop", "_on_close", "_output", "_timer", "_waiter", "_wakeups", "kind",
+        "request_id",
+    )  # fmt: skip
+
+    def __init__(
+        self, request_id: str, kind: RequestOutputKind, wakeups: Wakeups, on_close: Callable[[RequestStream], None]
+    ) -> None:
+        self.request_id = request_id
         self.kind = kind
+        self._wakeups = wakeups
+        self._on_close: Callable[[RequestStream], None] | None = on_close
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._due = False  # the listener is about to be called
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- the engine's side ---------------------------------------------------------------------------------------------
 
     def put(self, output: RequestOutput) -> None:
         """Hand over an output; differences are added up, cumulative outputs replace the one before."""
@@ -32,16 +74,69 @@ class RequestStream:
         self._error = self._error or error
         self._wake()
 
-    async def next(self) -> RequestOutput:
-        """The next output, waiting for it if need be. Raises the stream's error."""
-        while self._output is None:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        output, self._output = self._output, None
-        return output
+    def expire_with(self, timer: asyncio.TimerHandle) -> None:
+        """`timer` will fail this stream; closing it ends the timer."""
+        self._timer = timer
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._loop is not None:
+            if not self._due:
+                self._due = True
+                self._wakeups.add(self._loop, self._notify)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _notify(self) -> None:
+        self._due = False
+        if self._listener is not None:
+            self._listener()
+
+    # -- the consumer's side -------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` on this event loop, soon, whenever there is something new to `take`, and once for what is."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        if self._output is not None or self._error is not None:
+            self._wake()
+
+    def take(self) -> RequestOutput | None:
+        """What has come since the last time, None if nothing has. After the last output: raises the stream's error."""
+        output, self._output = self._output, None
+        if output is None and self._error is not None:
+            raise self._error
+        return output
+
+    async def next(self) -> RequestOutput:
+        """The next output, waiting for it if need be. Raises the stream's error."""
+        while (output := self.take()) is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return output
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """All outputs as they come; the stream is closed at the end or when the consumer leaves."""
+        try:
+            while True:
+                output = await self.next()
+                yield output
+                if output.finished:
+                    if is_failed(output):
+                        await self.next()  # raises
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Nobody reads any more. May be called twice."""
+        self._listener = None
+        if self._timer is not None:
+            self._timer.cancel()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close(self)
+
+
+def is_failed(output: RequestOutput) -> bool:
+    """Whether the engine could not finish this request; its stream then raises why."""
+    return any(completion.finish_reason == "error" for completion in output.outputs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.outputs import RequestOutput
 
 router = APIRouter()
 router.add_api_route("/health", health, methods=["GET"])
@@ -45,7 +45,7 @@ async def generate(request: Request) -> Response:
     except Exception as error:
         raise as_api_error(error) from error
     if body.stream:
-        return await stream(request, EventStream(_texts(work, body.prompt)))
+        return await stream(request, EventStream(work.prompts, _Texts(work, body.prompt)))
     return await answer(request, lambda: _whole(context, work, body.prompt))
 
 
@@ -54,16 +54,19 @@ async def _whole(context: ServerContext, work: completions.Completion, prompt: A
     return {"text": [prompt + choice["text"] for choice in found["choices"]]}
 
 
-async def _texts(work: completions.Completion, prompt: str) -> AsyncGenerator[bytes, None]:
+class _Texts:
     """The texts so far, again and again."""
-    texts = [prompt] * work.count
-    try:
-        async for output in work.generators[0]:
-            for choice in output.outputs:
-                texts[choice.index] += choice.text
-            yield json.dumps({"text": texts}).encode() + b"\0"
-    finally:
-        await work.generators[0].aclose()
+
+    def __init__(self, work: completions.Completion, prompt: str) -> None:
+        self._texts = [prompt] * work.count
+
+    def feed(self, index: int, output: RequestOutput) -> bytes:
+        for choice in output.outputs:
+            self._texts[choice.index] += choice.text
+        return json.dumps({"text": self._texts}).encode() + b"\0"
+
+    def end(self) -> bytes:
+        return b""
 
 
 def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:

@@ -207,17 +207,14 @@ def bind(args: argparse.Namespace) -> socket.socket:
     return listener
 
 
-async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
-    """Serve until told to stop or until the engine dies; returns the exit status of the process."""
+def uvicorn_config(app: FastAPI, args: argparse.Namespace) -> Any:
+    """How uvicorn serves the application: our bounds on connections, its parser, the operator's TLS."""
     import uvicorn
 
     from vllm.entrypoints.openai.connection import connection_class
 
-    validate_parsed_serve_args(args)
-    listener = bind(args)
-    engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
-    app = build(args, engine)
-    config = uvicorn.Config(
+    direct = not args.middleware  # the operator's may want to see what is sent
+    return uvicorn.Config(
         app,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
@@ -225,13 +222,23 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
-        http=connection_class(args.header_timeout, args.max_connections),
+        http=connection_class(args.header_timeout, args.max_connections, args.write_timeout, direct),
         timeout_keep_alive=75,
         h11_max_incomplete_event_size=64 * 1024,
         server_header=False,
         lifespan="off",
     )
-    server = uvicorn.Server(config)
+
+
+async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
+    """Serve until told to stop or until the engine dies; returns the exit status of the process."""
+    import uvicorn
+
+    validate_parsed_serve_args(args)
+    listener = bind(args)
+    engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
+    app = build(args, engine)
+    server = uvicorn.Server(uvicorn_config(app, args))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
     return await _serve(args, server, engine, listener)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
 from vllm.entrypoints.chat_utils import apply_chat_template
 from vllm.entrypoints.openai.completions import DONE, usage_of
-from vllm.entrypoints.openai.context import ServerContext, new_id
+from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.logprobs import TokenText, chat_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.sampling import check_sizes, resolve_max_tokens, to_sampling_params
 from vllm.outputs import CompletionOutput, RequestOutput
 
+PLAIN_END = '}, "logprobs": null, "finish_reason": null}]}\n\n'
+
 
 @dataclass(slots=True)
 class Chat:
-    """A checked request: its generator, not started yet."""
+    """A checked request; nothing of it has begun."""
 
     request: ChatCompletionRequest
     id: str
     model: str
     created: int
-    generator: AsyncGenerator[RequestOutput, None]
+    prompt: Prompt
     text_of: TokenText
     role: str
     last_content: str  # of the last message, for `echo`
@@ -95,17 +97,11 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     if request.cache_salt is not None:
         item["cache_salt"] = request.cache_salt
     context.log_request(name, prompt, len(ids), params)
-    generator = context.engine.generate(
-        item,  # type: ignore[arg-type]
-        params,
-        name,
-        priority=request.priority,
-        timeout=context.request_timeout,
-    )
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
     role, last = _roles(context, request)
-    return Chat(request, name, model, int(time.time()), generator, text_of, role, last)
+    work = Prompt(context.engine, item, params, name, request.priority, context.request_timeout)
+    return Chat(request, name, model, int(time.time()), work, text_of, role, last)
 
 
 def _roles(context: ServerContext, request: ChatCompletionRequest) -> tuple[str, str]:
@@ -122,11 +118,8 @@ def _roles(context: ServerContext, request: ChatCompletionRequest) -> tuple[str,
 async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
     """The answer as one JSON object."""
     final: RequestOutput | None = None
-    try:
-        async for output in work.generator:
-            final = output
-    finally:
-        await work.generator.aclose()
+    async for _, output in merge([work.prompt.generate()]):
+        final = output
     if final is None:
         raise bad_request("The request was aborted.")
     prompt_tokens = len(final.prompt_token_ids or ())
@@ -166,58 +159,82 @@ def _logprobs(work: Chat, output: CompletionOutput) -> dict[str, Any] | None:
 # -- streamed ----------------------------------------------------------------------------------------------------------
 
 
-async def stream(context: ServerContext, work: Chat) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events: a role chunk per choice, content chunks, a last one with the finish reason."""
-    request = work.request
-    fixed = {"id": work.id, "object": "chat.completion.chunk", "created": work.created, "model": work.model}
-    head = b"data: " + json.dumps(fixed).encode()[:-1] + b', "choices":'
-    always = request.wants_usage_always
-    sent: dict[int, int] = {}
-    prompt_tokens = 0
-    cached: int | None = None
+class ChatEvents:
+    """The answer as server-sent events: a role chunk per choice, content chunks, a last one with the finish reason.
 
-    def chunk(choice: dict[str, Any]) -> bytes:
-        usage = b""
-        if always:
-            usage = b', "usage":' + json.dumps(_usage(prompt_tokens, sent.get(choice["index"], 0))).encode()
-        return head + json.dumps([choice]).encode() + usage + b"}\n\n"
+    What is the same in all content chunks of a choice is encoded once.
+    """
 
-    def content(index: int, text: str, **rest: Any) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None, **rest}
+    def __init__(self, context: ServerContext, work: Chat) -> None:
+        self._context = context
+        self._work = work
+        fixed = {"id": work.id, "object": "chat.completion.chunk", "created": work.created, "model": work.model}
+        self._head = "data: " + json.dumps(fixed)[:-1] + ', "choices":'
+        self._always = work.request.wants_usage_always
+        self._plain = not work.request.logprobs and not self._always
+        self._sent: dict[int, int] = {}
+        self._prompt_tokens = 0
+        self._cached: int | None = None
+        self._plain_heads: dict[int, str] = {}
 
-    try:
-        async for result in work.generator:
-            prompt_tokens = len(result.prompt_token_ids or ())
-            cached = context.cached_tokens([result])
-            if not sent:  # after the first output, so that early errors are plain HTTP errors
-                for index in range(request.n or 1):
-                    sent[index] = 0
-                    delta = {"role": work.role, "content": ""}
-                    yield chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-                    if work.last_content:
-                        yield chunk(content(index, work.last_content))
-            for output in result.outputs:
-                sent[output.index] = sent.get(output.index, 0) + len(output.token_ids)
-                logprobs = _logprobs(work, output)
-                if output.finish_reason is not None:
-                    yield chunk(
-                        content(
-                            output.index,
-                            output.text,
-                            logprobs=logprobs,
-                            finish_reason=output.finish_reason,
-                            stop_reason=output.stop_reason,
-                        )
-                    )
-                elif output.text or logprobs:
-                    yield chunk(content(output.index, output.text, logprobs=logprobs))
-    finally:
-        await work.generator.aclose()
-    if request.wants_usage:
-        total = {k: v for k, v in usage_of(prompt_tokens, sum(sent.values()), cached).items() if v is not None}
-        usage = json.dumps(total).encode()
-        yield head + b'[], "usage":' + usage + b"}\n\n"
-    yield DONE
+    def feed(self, index: int, result: RequestOutput) -> bytes:
+        """The events of one output."""
+        self._prompt_tokens = len(result.prompt_token_ids or ())
+        self._cached = self._context.cached_tokens([result])
+        # The roles come with the first output, so that early errors are plain HTTP errors.
+        parts = [] if self._sent else [self._roles()]
+        content = self._plain_content if self._plain else self._content
+        parts += [content(output) for output in result.outputs]
+        return "".join(parts).encode()
+
+    def _roles(self) -> str:
+        parts = []
+        for index in range(self._work.request.n or 1):
+            self._sent[index] = 0
+            delta = {"role": self._work.role, "content": ""}
+            parts.append(self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}))
+            if self._work.last_content:
+                parts.append(self._chunk(_choice_delta(index, self._work.last_content)))
+        return "".join(parts)
+
+    def _plain_content(self, output: CompletionOutput) -> str:
+        """What `_content` makes of an output without extras, put together from its constant parts."""
+        if output.finish_reason is not None:
+            return self._content(output)
+        index = output.index
+        self._sent[index] += len(output.token_ids)
+        if not output.text:
+            return ""
+        head = self._plain_heads.get(index)
+        if head is None:
+            head = self._plain_heads[index] = f'{self._head}[{{"index": {index}, "delta": {{"content": '
+        return head + json_text(output.text) + PLAIN_END
+
+    def _content(self, output: CompletionOutput) -> str:
+        self._sent[output.index] += len(output.token_ids)
+        logprobs = _logprobs(self._work, output)
+        if output.finish_reason is None:
+            return self._chunk(_choice_delta(output.index, output.text, logprobs)) if output.text or logprobs else ""
+        choice = _choice_delta(output.index, output.text, logprobs)
+        return self._chunk({**choice, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason})
+
+    def _chunk(self, choice: dict[str, Any]) -> str:
+        usage = ""
+        if self._always:
+            usage = f', "usage":{json.dumps(_usage(self._prompt_tokens, self._sent.get(choice["index"], 0)))}'
+        return f"{self._head}{json.dumps([choice])}{usage}}}\n\n"
+
+    def end(self) -> bytes:
+        """The events after the last output: the usage, if it was asked for, and the end mark."""
+        if not self._work.request.wants_usage:
+            return DONE
+        whole = usage_of(self._prompt_tokens, sum(self._sent.values()), self._cached)
+        total = {k: v for k, v in whole.items() if v is not None}
+        return f'{self._head}[], "usage":{json.dumps(total)}}}\n\n'.encode() + DONE
+
+
+def _choice_delta(index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
-from vllm.entrypoints.openai.context import ServerContext, merge, new_id
+from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import CompletionRequest
@@ -17,18 +18,18 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
+PLAIN_END = ', "logprobs": null, "finish_reason": null, "stop_reason": null}],"usage":null}\n\n'
 
 
 @dataclass(slots=True)
 class Completion:
-    """A checked request: one generator per prompt, not started yet."""
+    """A checked request; nothing of it has begun."""
 
     request: CompletionRequest
     id: str
     model: str
     created: int
-    generators: list[AsyncGenerator[RequestOutput, None]]
-    params: list[SamplingParams]
+    prompts: list[Prompt]
     text_of: TokenText
 
     @property
@@ -37,7 +38,7 @@ class Completion:
 
     @property
     def count(self) -> int:
-        return self.params[0].n
+        return self.prompts[0].params.n
 
 
 async def prepare(context: ServerContext, request: CompletionRequest, request_id: str | None) -> Completion:
@@ -52,31 +53,22 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
         raise bad_request(f"At most {context.limits.max_sequences} sequences (prompts times n) may be asked for.", "n")
     tokens = [await _tokens(context, request, prompt) for prompt in prompts]
     name = new_id("cmpl", request.request_id or request_id)
-    generators, all_params = [], []
+    work = []
     context.engine.check_admission(len(prompts) * (request.n or 1), sum(map(len, tokens)))
     for i, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
         params = _params(context, request, len(ids))
-        all_params.append(params)
         item: dict[str, Any] = {"prompt_token_ids": ids}
         if isinstance(prompt, str):
             item["prompt"] = prompt
         if request.cache_salt is not None:
             item["cache_salt"] = request.cache_salt
         context.log_request(f"{name}-{i}", item.get("prompt"), len(ids), params)
-        generators.append(
-            context.engine.generate(
-                item,  # type: ignore[arg-type]
-                params,
-                f"{name}-{i}",
-                priority=request.priority,
-                timeout=context.request_timeout,
-            )
-        )
+        work.append(Prompt(context.engine, item, params, f"{name}-{i}", request.priority, context.request_timeout))
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(
         context.engine.input_processor.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids
     )
-    return Completion(request, name, model, int(time.time()), generators, all_params, text_of)
+    return Completion(request, name, model, int(time.time()), work, text_of)
 
 
 def _prompts(request: CompletionRequest, context: ServerContext) -> list[str | list[int]]:
@@ -135,9 +127,13 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
 
 async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
     """The answer as one JSON object."""
-    finals: list[RequestOutput | None] = [None] * len(work.generators)
-    async for i, result in merge(work.generators):
+    finals: list[RequestOutput | None] = [None] * len(work.prompts)
+    async for i, result in merge([prompt.generate() for prompt in work.prompts]):
         finals[i] = result
+    return _answer(context, work, finals)
+
+
+def _answer(context: ServerContext, work: Completion, finals: Sequence[RequestOutput | None]) -> dict[str, Any]:
     choices = []
     prompt_tokens = completion_tokens = 0
     for i, final in enumerate(finals):
@@ -191,61 +187,103 @@ def prompt_text_of(context: ServerContext, final: RequestOutput) -> str:
 # -- streamed ----------------------------------------------------------------------------------------------------------
 
 
-async def stream(context: ServerContext, work: Completion) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events. The constant part of a chunk is encoded once."""
-    request = work.request
-    fixed = {"id": work.id, "object": "text_completion", "created": work.created, "model": work.model}
-    head = b"data: " + json.dumps(fixed).encode()[:-1] + b', "choices":'
-    count, always = work.count, request.wants_usage_always
-    prompt_tokens = [0] * len(work.generators)
-    sent_tokens: dict[int, int] = {}
-    offsets: dict[int, int] = {}
-    echoed: set[int] = set()
-    last: dict[int, RequestOutput] = {}
-    of_prompt: dict[int, list[Any]] = {}  # prompt logprobs come once, with the first choice; the others echo them too
-    async for i, result in merge(work.generators):
-        prompt_tokens[i] = len(result.prompt_token_ids or ())
-        last[i] = result
+class CompletionEvents:
+    """The answer as server-sent events. What is the same in all chunks of a choice is encoded once."""
+
+    def __init__(self, context: ServerContext, work: Completion) -> None:
+        self._context = context
+        self._work = work
+        fixed = {"id": work.id, "object": "text_completion", "created": work.created, "model": work.model}
+        self._head = "data: " + json.dumps(fixed)[:-1] + ', "choices":'
+        request = work.request
+        self._always = request.wants_usage_always
+        self._plain = request.logprobs is None and not work.echo and not self._always
+        self._count = work.count
+        self._prompt_tokens = [0] * len(work.prompts)
+        self._sent_tokens: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
+        self._echoed: set[int] = set()
+        self._last: dict[int, RequestOutput] = {}
+        # Prompt logprobs come once, with the first choice; the others echo them too.
+        self._of_prompt: dict[int, list[Any]] = {}
+        self._plain_heads: dict[int, str] = {}
+
+    def feed(self, index: int, result: RequestOutput) -> bytes:
+        """The events of one output of prompt number `index`."""
+        self._prompt_tokens[index] = len(result.prompt_token_ids or ())
+        self._last[index] = result
         if result.prompt_logprobs:
-            of_prompt[i] = list(result.prompt_logprobs)
-        for output in result.outputs:
-            index = i * count + output.index
-            text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
-            sent_tokens[index] = sent_tokens.get(index, 0) + len(token_ids)
-            if work.echo and index not in echoed:
-                echoed.add(index)
-                if request.max_tokens == 0:
-                    text, token_ids, steps = "", [], []
-                text = prompt_text_of(context, result) + text
-                token_ids = [*(result.prompt_token_ids or ()), *token_ids]
-                steps = None if steps is None else [*of_prompt.get(i, ()), *steps]
-            elif work.echo and request.max_tokens == 0:
+            self._of_prompt[index] = list(result.prompt_logprobs)
+        chunk = self._plain_chunk if self._plain else self._chunk
+        return "".join([chunk(index, result, output) for output in result.outputs]).encode()
+
+    def _plain_chunk(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
+        """What `_chunk` makes of an output without extras, put together from its constant parts."""
+        if output.finish_reason is not None:
+            return self._chunk(prompt, result, output)
+        index = prompt * self._count + output.index
+        new_tokens = len(output.token_ids)
+        self._sent_tokens[index] = self._sent_tokens.get(index, 0) + new_tokens
+        if not output.text and not new_tokens:
+            return ""
+        head = self._plain_heads.get(index)
+        if head is None:
+            head = self._plain_heads[index] = f'{self._head}[{{"index": {index}, "text": '
+        return head + json_text(output.text) + PLAIN_END
+
+    def _chunk(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
+        work, request = self._work, self._work.request
+        index = prompt * self._count + output.index
+        text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
+        self._sent_tokens[index] = self._sent_tokens.get(index, 0) + len(token_ids)
+        if work.echo and index not in self._echoed:
+            self._echoed.add(index)
+            if request.max_tokens == 0:
                 text, token_ids, steps = "", [], []
-            if not text and not token_ids and output.finish_reason is None:
-                continue
-            logprobs = None
-            if request.logprobs is not None and steps is not None:
-                offset = offsets.get(index, 0)
-                logprobs = completion_logprobs(token_ids, steps, request.logprobs, work.text_of, offset)
-                offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-            choice = {
-                "index": index,
-                "text": text,
-                "logprobs": logprobs,
-                "finish_reason": output.finish_reason,
-                "stop_reason": output.stop_reason,
-            }
-            usage = usage_of(prompt_tokens[i], sent_tokens[index]) if always else None
-            yield head + json.dumps([choice]).encode() + b',"usage":' + json.dumps(usage).encode() + b"}\n\n"
-    if request.wants_usage:
-        whole = usage_of(sum(prompt_tokens), sum(sent_tokens.values()), context.cached_tokens(last.values()))
+            text = prompt_text_of(self._context, result) + text
+            token_ids = [*(result.prompt_token_ids or ()), *token_ids]
+            steps = None if steps is None else [*self._of_prompt.get(prompt, ()), *steps]
+        elif work.echo and request.max_tokens == 0:
+            text, token_ids, steps = "", [], []
+        if not text and not token_ids and output.finish_reason is None:
+            return ""
+        logprobs = None
+        if request.logprobs is not None and steps is not None:
+            offset = self._offsets.get(index, 0)
+            logprobs = completion_logprobs(token_ids, steps, request.logprobs, work.text_of, offset)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        usage = usage_of(self._prompt_tokens[prompt], self._sent_tokens[index]) if self._always else None
+        return f'{self._head}{json.dumps([choice])},"usage":{json.dumps(usage)}}}\n\n'
+
+    def end(self) -> bytes:
+        """The events after the last output: the usage, if it was asked for, and the end mark."""
+        if not self._work.request.wants_usage:
+            return DONE
+        cached = self._context.cached_tokens(self._last.values())
+        whole = usage_of(sum(self._prompt_tokens), sum(self._sent_tokens.values()), cached)
         total = {k: v for k, v in whole.items() if v is not None}
-        yield head + b'[],"usage":' + json.dumps(total).encode() + b"}\n\n"
-    yield DONE
+        return f'{self._head}[],"usage":{json.dumps(total)}}}\n\n'.encode() + DONE
 
 
-async def stream_whole(context: ServerContext, work: Completion) -> AsyncGenerator[bytes, None]:
+class WholeEvents:
     """One event with the whole answer, for requests whose choices are known only at the end."""
-    answer = await complete(context, work)
-    yield b"data: " + json.dumps(answer).encode() + b"\n\n"
-    yield DONE
+
+    def __init__(self, context: ServerContext, work: Completion) -> None:
+        self._context = context
+        self._work = work
+        self._finals: list[RequestOutput | None] = [None] * len(work.prompts)
+
+    def feed(self, index: int, result: RequestOutput) -> bytes:
+        self._finals[index] = result
+        return b""
+
+    def end(self) -> bytes:
+        answer = _answer(self._context, self._work, self._finals)
+        return b"data: " + json.dumps(answer).encode() + b"\n\n" + DONE

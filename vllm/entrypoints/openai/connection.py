@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from vllm.entrypoints.openai.errors import error_body
 
@@ -12,6 +13,29 @@ from vllm.entrypoints.openai.errors import error_body
 MAX_IDLE_BYTES = 64 * 1024
 # Of a body whose request was answered already, so that a client which sends first and reads later sees the answer.
 MAX_IGNORED_BYTES = 2 * 1024 * 1024
+
+
+class ChunkWriter(Protocol):
+    """A connection that takes chunks of the body that is being sent, at once and without a turn of the event loop."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client is behind: nothing should be written until `on_writable` is called."""
+
+    def open(self, on_writable: Callable[[], None]) -> None:
+        """Begin: from now on a client that stays behind for too long is cut."""
+
+    def write(self, data: bytes) -> None:
+        """Send one chunk, not empty."""
+
+    def close(self) -> None:
+        """No chunk follows from here; the response itself is ended by its application."""
+
+
+def chunk_writer(scope: Any) -> ChunkWriter | None:
+    """The connection of this request, if chunks may be written to it now that the head of the response was sent."""
+    connection = scope.get("state", {}).get("chunk_writer")
+    return connection if connection is not None and connection.streams_chunks_of(scope) else None
 
 
 def raw_answer(status: int, phrase: str, message: str, type: str, retry_after: int | None = None) -> bytes:
@@ -37,8 +61,13 @@ async def _busy(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def connection_class(head_timeout: float, max_connections: int) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for HTTP/1.1 (httptools if it is there, else h11) within bounds."""
+def connection_class(
+    head_timeout: float, max_connections: int, write_timeout: float = 30.0, direct: bool = False
+) -> type[asyncio.Protocol]:
+    """uvicorn's protocol for HTTP/1.1 (httptools if it is there, else h11) within bounds; times in seconds.
+
+    `direct`: streams may write chunks past the application's layers, none of which may then care for bodies.
+    """
     base: Any
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
@@ -54,6 +83,10 @@ def connection_class(head_timeout: float, max_connections: int) -> type[asyncio.
             super().connection_made(transport)
             # Layers above get no other way to drop a client that reads nothing.
             self.app_state = {**self.app_state, "drop_connection": transport.abort}
+            if direct:
+                self.app_state["chunk_writer"] = self
+            self._on_writable: Callable[[], None] | None = None
+            self._write_timer: asyncio.TimerHandle | None = None
             self._idle_bytes = 0
             if len(self.connections) > max_connections:
                 self.app = _busy
@@ -84,7 +117,60 @@ def connection_class(head_timeout: float, max_connections: int) -> type[asyncio.
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_head_timer()
+            self._stop_write_timer()
             super().connection_lost(exc)
+
+        # -- chunks of a streamed body, see ChunkWriter ----------------------------------------------------------------
+
+        def streams_chunks_of(self, scope: Any) -> bool:
+            """Whether the response to `scope` is being sent in chunks: HTTP/1.1, through httptools, head sent."""
+            cycle = self.cycle
+            return (
+                cycle.scope is scope
+                and getattr(cycle, "chunked_encoding", None) is True
+                and cycle.response_started
+                and not cycle.response_complete
+                and scope["method"] != "HEAD"
+            )
+
+        @property
+        def paused(self) -> bool:
+            return bool(self.flow.write_paused)
+
+        def open(self, on_writable: Callable[[], None]) -> None:
+            self._on_writable = on_writable
+            if self.flow.write_paused:
+                self._start_write_timer()
+
+        def write(self, data: bytes) -> None:
+            if not self.transport.is_closing():
+                self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+        def close(self) -> None:
+            self._on_writable = None
+            self._stop_write_timer()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._on_writable is not None:
+                self._start_write_timer()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_write_timer()
+            if self._on_writable is not None:
+                self._on_writable()
+
+        def _start_write_timer(self) -> None:
+            self._stop_write_timer()
+            self._write_timer = self.loop.call_later(write_timeout, self.transport.abort)
+
+        def _stop_write_timer(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+
+        # -- bounds ----------------------------------------------------------------------------------------------------
 
         def send_400_response(self, msg: str) -> None:
             self._answer_and_close(raw_answer(400, "Bad Request", msg, "BadRequestError"))

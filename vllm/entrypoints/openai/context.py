@@ -19,7 +19,9 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.engine.request_stream import RequestStream
     from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
 
@@ -52,10 +54,10 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="template"))
-
-    @property
     # One large body at a time, and none in the way of a small request's template.
     reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="reader"))
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; 400 if the server runs without one."""
         tokenizer = self.engine.input_processor.tokenizer
@@ -106,13 +108,45 @@ class ServerContext:
             self.unknown_fields.add(name)
             logger.warning("A request has the field %.80r, which this server does not know; it has no effect.", name)
 
-    async def in_pool(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Run work that may take long (templates, long texts) beside the event loop."""
     async def in_reader(self, function: Callable[..., _T], *args: Any) -> _T:
         """Read a large body beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.reader, function, *args)
 
+    async def in_pool(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Run work that may take long (templates, long texts) beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One checked prompt of a request, not handed to the engine yet. `timeout` is in seconds, None for none."""
+
+    engine: AsyncLLMEngine
+    item: dict[str, Any]
+    params: SamplingParams
+    request_id: str
+    priority: int
+    timeout: float | None
+
+    def generate(self) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs as they come."""
+        return self.engine.generate(
+            self.item,  # type: ignore[arg-type]
+            self.params,
+            self.request_id,
+            priority=self.priority,
+            timeout=self.timeout,
+        )
+
+    async def open(self) -> RequestStream:
+        """Begin; the outputs come through the stream, which the caller has to close."""
+        return await self.engine.open(
+            self.item,  # type: ignore[arg-type]
+            self.params,
+            self.request_id,
+            priority=self.priority,
+            timeout=self.timeout,
+        )
 
 
 def echoed_id(wanted: str | None) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.entrypoints.openai import chat
-from vllm.entrypoints.openai.context import ServerContext, new_id
+from vllm.entrypoints.openai.context import ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
 from vllm.outputs import RequestOutput
+
+EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ def _ending(finish_reason: str | None) -> tuple[str, str | None]:
 async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
     """The answer as one JSON object."""
     final: RequestOutput | None = None
-    async for output in work.chat.generator:
+    async for _, output in merge([work.chat.prompt.generate()]):
         final = output
     if final is None:
         raise bad_request("The request was aborted.")
@@ -132,46 +133,59 @@ async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
     return _body(work, status, answer.text, usage, reason)
 
 
-async def stream(context: ServerContext, work: Work) -> AsyncGenerator[bytes, None]:
+class ResponseEvents:
     """The answer as events, in the order clients expect them."""
-    number = -1
 
-    def event(kind: str, **fields: Any) -> bytes:
-        nonlocal number
-        number += 1
-        data = json.dumps({"type": kind, "sequence_number": number, **fields})
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._number = -1
+        self._place = {"item_id": work.message_id, "output_index": 0, "content_index": 0}
+        self._pieces: list[str] = []
+        self._tokens = self._prompt_tokens = 0
+        self._cached: int | None = None
+        self._reason: str | None = None
+        self._started = False
+
+    def feed(self, index: int, result: RequestOutput) -> bytes:
+        """The events of one output."""
+        events = []
+        if not self._started:
+            self._started = True
+            self._cached = result.num_cached_tokens
+            events = self._opening()
+        self._prompt_tokens = len(result.prompt_token_ids or ())
+        answer = result.outputs[0]
+        self._tokens += len(answer.token_ids)
+        self._reason = answer.finish_reason or self._reason
+        if answer.text:
+            self._pieces.append(answer.text)
+            events.append(self._event("response.output_text.delta", **self._place, delta=answer.text, logprobs=[]))
+        return b"".join(events)
+
+    def _opening(self) -> list[bytes]:
+        item = {**_message(self._work, "", "in_progress"), "content": []}
+        return [
+            self._event("response.created", response=_body(self._work, "in_progress", None, None, None)),
+            self._event("response.in_progress", response=_body(self._work, "in_progress", None, None, None)),
+            self._event("response.output_item.added", output_index=0, item=item),
+            self._event("response.content_part.added", **self._place, part=EMPTY_TEXT),
+        ]
+
+    def end(self) -> bytes:
+        """The events after the last output."""
+        work, text = self._work, "".join(self._pieces)
+        status, why = _ending(self._reason)
+        body = _body(work, status, text, _usage(self._prompt_tokens, self._tokens, self._cached), why)
+        return b"".join(
+            [
+                self._event("response.output_text.done", **self._place, text=text, logprobs=[]),
+                self._event("response.content_part.done", **self._place, part={**EMPTY_TEXT, "text": text}),
+                self._event("response.output_item.done", output_index=0, item=_message(work, text, "completed")),
+                self._event(f"response.{status}", response=body),
+            ]
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        data = json.dumps({"type": kind, "sequence_number": self._number, **fields})
         return f"event: {kind}\ndata: {data}\n\n".encode()
-
-    place = {"item_id": work.message_id, "output_index": 0, "content_index": 0}
-    empty = {"type": "output_text", "text": "", "annotations": []}
-    pieces: list[str] = []
-    tokens = prompt_tokens = 0
-    cached: int | None = None
-    reason: str | None = None
-    started = False
-    try:
-        async for result in work.chat.generator:
-            if not started:
-                started = True
-                cached = result.num_cached_tokens
-                yield event("response.created", response=_body(work, "in_progress", None, None, None))
-                yield event("response.in_progress", response=_body(work, "in_progress", None, None, None))
-                item = {**_message(work, "", "in_progress"), "content": []}
-                yield event("response.output_item.added", output_index=0, item=item)
-                yield event("response.content_part.added", **place, part=empty)
-            prompt_tokens = len(result.prompt_token_ids or ())
-            answer = result.outputs[0]
-            tokens += len(answer.token_ids)
-            reason = answer.finish_reason or reason
-            if answer.text:
-                pieces.append(answer.text)
-                yield event("response.output_text.delta", **place, delta=answer.text, logprobs=[])
-    finally:
-        await work.chat.generator.aclose()
-    text = "".join(pieces)
-    status, why = _ending(reason)
-    yield event("response.output_text.done", **place, text=text, logprobs=[])
-    yield event("response.content_part.done", **place, part={**empty, "text": text})
-    yield event("response.output_item.done", output_index=0, item=_message(work, text, "completed"))
-    body = _body(work, status, text, _usage(prompt_tokens, tokens, cached), why)
-    yield event(f"response.{status}", response=body)

@@ -158,10 +158,9 @@ async def create_completion(request: Request) -> Response:
         work = await completions.prepare(context, body, request.headers.get("x-request-id"))
     except Exception as error:
         raise as_api_error(error) from error
-    if body.stream and not _whole_only(body):
-        return await stream(request, EventStream(completions.stream(context, work)))
     if body.stream:
-        return await stream(request, EventStream(completions.stream_whole(context, work)))
+        events = completions.WholeEvents if _whole_only(body) else completions.CompletionEvents
+        return await stream(request, EventStream(work.prompts, events(context, work)))
     return await answer(request, lambda: completions.complete(context, work))
 
 
@@ -179,7 +178,7 @@ async def create_chat_completion(request: Request) -> Response:
     except Exception as error:
         raise as_api_error(error) from error
     if body.stream:
-        return await stream(request, EventStream(chat.stream(context, work)))
+        return await stream(request, EventStream([work.prompt], chat.ChatEvents(context, work)))
     return await answer(request, lambda: chat.complete(context, work))
 
 
@@ -192,7 +191,7 @@ async def create_response(request: Request) -> Response:
     except Exception as error:
         raise as_api_error(error) from error
     if body.stream:
-        return await stream(request, EventStream(responses.stream(context, work)))
+        return await stream(request, EventStream([work.chat.prompt], responses.ResponseEvents(work)))
     return await answer(request, lambda: responses.complete(context, work))
 
 

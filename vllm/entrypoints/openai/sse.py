@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 
+from vllm.engine.request_stream import RequestStream, is_failed
 from vllm.entrypoints.openai.completions import DONE
-from vllm.entrypoints.openai.context import as_api_error
+from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
+from vllm.entrypoints.openai.context import Prompt, as_api_error
 from vllm.entrypoints.openai.errors import stream_error
 from vllm.entrypoints.openai.limits import SlowReaderError
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -20,25 +27,58 @@ HEADERS = [
 ]
 
 
+class Events(Protocol):
+    """Writes what a request's prompts bring as events; nothing is sent for empty ones."""
+
+    def feed(self, index: int, output: RequestOutput) -> bytes:
+        """The events of one output of prompt number `index`."""
+
+    def end(self) -> bytes:
+        """The events after the last output."""
+
+
 class EventStream(Response):
     """Sends events as they come. An error before the first event is an HTTP error; a later one is an event, the last.
 
-    The generator is closed when the client is gone, which aborts the request in the engine.
+    Where the connection takes chunks directly, an output becomes bytes on it in the very callback that brings it: no
+    task is woken per token. Otherwise events pass through the layers of the application, as any ASGI body does. A slow
+    reader finds outputs merged either way. What still runs when the client is gone is aborted in the engine.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
+    def __init__(self, prompts: Sequence[Prompt], events: Events, headers: dict[str, str] | None = None) -> None:
+        self._prompts = prompts
         self._events = events
         self._extra = [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()]
         self.background = None
+        self._streams: list[RequestStream] = []
+        self._unfinished = len(prompts)
+        self._due: dict[int, None] = {}  # prompts whose streams have something, in order
+        self._changed = asyncio.Event()
+        self._writer: ChunkWriter | None = None
+        self._ready = b""  # events that were not sent yet
+        self._complete = False  # and none will come after them
+        self._begun = False  # the status was decided
 
     async def start(self) -> None:
-        """Wait for the first event; whatever it raises is raised here, while the status can still say so."""
-        self._first: bytes | None = await anext(self._events, None)
+        """Begin the requests and wait for the first event; what is raised until then is raised here, in time for the
+        status to say so.
+        """
+        try:
+            for index, prompt in enumerate(self._prompts):
+                stream = await prompt.open()
+                self._streams.append(stream)
+                stream.listen(partial(self._on_output, index))
+            while not self._ready and not self._complete:
+                await self._changed.wait()
+                self._changed.clear()
+                self._ready = self._collect()
+            self._begun = True
+        except BaseException:
+            self._close()
+            raise
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        import asyncio
-
-        sender = asyncio.ensure_future(self._send_all(send))
+        sender = asyncio.ensure_future(self._send_all(scope, send))
         watcher = asyncio.ensure_future(_until_disconnect(receive))
         try:
             await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
@@ -49,22 +89,89 @@ class EventStream(Response):
         finally:
             watcher.cancel()
             sender.cancel()
-            await self._events.aclose()
+            self._close()
 
-    async def _send_all(self, send: Any) -> None:
+    def _close(self) -> None:
+        self._complete = True
+        for stream in self._streams:
+            stream.close()
+
+    async def _send_all(self, scope: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra})
+        writer = chunk_writer(scope)
+        if writer is None:
+            await self._pass_on(send)
+        else:
+            await self._write_to(writer)
+        await send({"type": "http.response.body", "body": self._ready, "more_body": False})
+
+    async def _pass_on(self, send: Any) -> None:
+        """Send all events but the last through the layers of the application."""
+        while not self._complete:
+            if self._ready:
+                await send({"type": "http.response.body", "body": self._ready, "more_body": True})
+            await self._changed.wait()
+            self._changed.clear()
+            self._ready = self._collect()
+
+    async def _write_to(self, writer: ChunkWriter) -> None:
+        """Have all events but the last written as they come."""
+        self._writer = writer
+        writer.open(self._write)
         try:
-            if self._first is not None:
-                await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        except (SlowReaderError, ConnectionError):
-            raise
+            self._write()
+            while not self._complete:
+                await self._changed.wait()
+                self._changed.clear()
+        finally:
+            writer.close()
+            self._writer = None
+
+    def _on_output(self, index: int) -> None:
+        """A stream has something."""
+        self._due[index] = None
+        if self._writer is None:
+            self._changed.set()
+        elif not self._writer.paused:
+            self._write()
+
+    def _write(self) -> None:
+        """Put what there is on the connection; the last events are left to `_send_all`, which ends the response."""
+        self._ready += self._collect()
+        if self._complete:
+            self._changed.set()
+        elif self._ready and self._writer is not None and not self._writer.paused:
+            self._writer.write(self._ready)
+            self._ready = b""
+
+    def _collect(self) -> bytes:
+        """The events of everything that has come. Raises an error that is the first thing to come."""
+        parts: list[bytes] = []
+        if self._complete:
+            return b""
+        due, self._due = self._due, {}
+        try:
+            for index in due:
+                output = self._streams[index].take()
+                if output is not None:
+                    parts.append(self._events.feed(index, output))
+                    if output.finished:
+                        self._finish(index, output, parts)
         except Exception as error:
+            self._complete = True
+            if not self._begun and not any(parts):
+                raise
             problem = as_api_error(error)
-            tail = stream_error(problem.message, problem.type, problem.status) + DONE
-            await send({"type": "http.response.body", "body": tail, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            parts.append(stream_error(problem.message, problem.type, problem.status) + DONE)
+        return b"".join(parts)
+
+    def _finish(self, index: int, output: RequestOutput, parts: list[bytes]) -> None:
+        if is_failed(output):
+            self._streams[index].take()  # raises
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            parts.append(self._events.end())
+            self._complete = True
 
 
 async def _until_disconnect(receive: Any) -> None:
