@@ -16,13 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed it
+_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """Rank `rank` of the `world` ranks that hold one shard of every layer each.
 
     `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is
-    communicated.
+    communicated; nor for "meta" tensors, of which only shapes matter.
     """
 
     rank: int = 0
@@ -39,7 +42,7 @@ class TensorParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, on every rank. May overwrite `x`."""
-        if self.world == 1:
+        if self.world == 1 or x.is_meta:
             return x
         x = x.contiguous()
         dist.all_reduce(x, group=self.group)
@@ -51,14 +54,20 @@ class TensorParallel:
             return x
         x = x.contiguous()
         out = torch.empty((self.world, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather(list(out.unbind(0)), x, group=self.group)
+        if not x.is_meta:
+            _gather(out.view(-1), x.view(-1), group=self.group)
         return torch.cat(out.unbind(0), dim)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's `x`, on every rank; the others' `x` is overwritten."""
-        if self.world > 1:
+        if self.world > 1 and not x.is_meta:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier(group=self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,7 @@ class _Others:
     def __init__(self) -> None:
         self.ranks: list[RankProcess] = []
         self.joined = False
+        self.worker: Worker | None = None  # of this process
 
     def end(self) -> None:
         """End the processes and leave the process group. May be called again."""
@@ -145,6 +146,9 @@ class _Others:
             rank.hang_up()
         for rank in self.ranks:
             rank.join()
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
         if self.joined:
             self.joined = False
             rendezvous.leave()
@@ -183,7 +187,7 @@ class MultiprocExecutor:
                 r.send(codec.frame(codec.Begin(document, r.rank, world, port, timeout)))
             tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener)
             self._others.joined = True
-        worker = Worker(config, tp)
+        worker = self._others.worker = Worker(config, tp)
         own = worker.count_blocks()
         num_blocks = min([own, *(self._ready(r) for r in self._ranks)])
         self._broadcast(codec.Start(num_blocks))

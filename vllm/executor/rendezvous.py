@@ -60,8 +60,15 @@ def join(
 
 
 def leave() -> None:
-    """Undo `join`."""
-    if dist.is_initialized():
+    """Undo `join`, without waiting for the others, which may be gone.
+
+    On CUDA no captured graph may hold a collective any more: NCCL would wait for the graph's end.
+    """
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()
 
 

@@ -112,6 +112,13 @@ class DecodeGraphs:
             one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
             torch.mm(one, one)
 
+    def close(self) -> None:
+        """Destroy the graphs, without waiting for the device."""
+        for entry in self._graphs.values():
+            if entry.graph is not None:
+                entry.graph.reset()
+        self._graphs.clear()
+
     def accepts(self, plan: StepPlan) -> bool:
         """Whether the plan is a uniform decode batch that a graph covers."""
         rows = len(plan.slots)

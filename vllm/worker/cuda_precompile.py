@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.core.kv_spec import KVLayout
+from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
@@ -34,8 +35,8 @@ META = torch.device("meta")
 _TABLE_WIDTH = 4096  # tokens per row of a new slot table
 
 
-def start(config: VllmConfig, capability: tuple[int, int]) -> Precompilation | None:
-    """Start to compile what the configured model needs; None for a model that is not a decoder of ours."""
+def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = SINGLE) -> Precompilation | None:
+    """Start to compile what this rank's share of the configured model needs; None if it is not a decoder of ours."""
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
     family = ModelRegistry.resolve(model.hf.architectures)
     if not isinstance(family, Family):
@@ -48,6 +49,7 @@ def start(config: VllmConfig, capability: tuple[int, int]) -> Precompilation | N
         cache_dtype(cache.cache_dtype, model.dtype),
         scheduler.max_num_seqs,
         config.compilation_config.cudagraph_capture_sizes,
+        tp,
     )
     return precompile([run.first], [run.larger, run.sampling], capability[0] * 10 + capability[1])
 
@@ -67,17 +69,19 @@ class DryRun:
 
     def __init__(
         self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
-        max_num_seqs: int, graphs: Sequence[int],
+        max_num_seqs: int, graphs: Sequence[int], tp: TensorParallel = SINGLE,
     ) -> None:  # fmt: skip
         """graphs: batch sizes whose decode steps are captured, and fused where that is possible."""
         kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
         self._spec = replace(spec, blocks=kinds)
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
-        self._cache_dtype, self._max_num_seqs, self._graphs = cache_dtype, max_num_seqs, graphs
+        self._cache_dtype, self._max_num_seqs, self._graphs, self._tp = cache_dtype, max_num_seqs, graphs, tp
 
     def _model(self) -> tuple[DecoderModel, KVLayout, list[Tensor]]:
         with META:
-            model = DecoderModel(self._spec, dtype=self._dtype, max_positions=self._max_positions, device=META)
+            model = DecoderModel(
+                self._spec, dtype=self._dtype, tp=self._tp, max_positions=self._max_positions, device=META
+            )
         layout = model.kv_layout(self._block_size, self._cache_dtype)
         shape = (2, 1000, layout.kv_heads, layout.block_size, layout.head_dim)
         return (

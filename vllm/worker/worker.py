@@ -27,6 +27,7 @@ from vllm.worker.step_inputs import GroupInputs, StepInputs
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.triton.precompile import Precompilation
+    from vllm.worker.cuda_graphs import DecodeGraphs
 
 logger = init_logger(__name__)
 
@@ -49,6 +50,7 @@ class Worker:
         cache = config.cache_config
         self.layout: KVLayout = self.model.kv_layout(cache.block_size, cache.cache_dtype)
         self.runner: ModelRunner | None = None
+        self._graphs: DecodeGraphs | None = None
         self._profiler: WorkerProfiler | None = None
 
     def _open_device(self) -> torch.device:
@@ -64,11 +66,11 @@ class Worker:
 
     def _compile_ahead(self) -> Precompilation | None:
         """Start to compile this model's kernels in processes of their own, while weights are loaded here."""
-        if self.device.type != "cuda" or self.tp.world != 1:
+        if self.device.type != "cuda" or not self.tp.is_first:  # the other ranks find what the first has compiled
             return None
         from vllm.worker.cuda_precompile import start
 
-        return start(self.config, torch.cuda.get_device_capability(self.device))
+        return start(self.config, torch.cuda.get_device_capability(self.device), self.tp)
 
     def _load(self) -> Any:
         from vllm.model_executor.model_loader import load_model
@@ -103,6 +105,8 @@ class Worker:
         """Blocks that fit into this rank's memory, the null block included. Runs the largest step once on a GPU."""
         if self._compiling is not None:
             logger.info("Compiling kernels took %.2f s, beside loading", self._compiling.wait())
+        if self.device.type == "cuda":
+            self.tp.barrier()
         request = self._request
         if request.override is not None or request.fixed_bytes is not None:
             return kv_memory.count_blocks(self.layout, request, 0, "", bounded=False)
@@ -150,7 +154,13 @@ class Worker:
 
         sizes = self.config.compilation_config.cudagraph_capture_sizes
         longest = self.config.model_config.max_seq_len_to_capture
-        runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE, self._compiling)
+        self._graphs = runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE, self._compiling)
+
+    def close(self) -> None:
+        """Let go of captured graphs, which hold on to the collectives in them. Nothing can be executed afterwards."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self._graphs = self.runner = None
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""

@@ -1,0 +1,125 @@
+"""Two ranks on two GPUs, joined by NCCL: the same greedy tokens as one, with and without graphs, and a clean end."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from tests.gpu.test_engine_core import SMALL, core, prompts, request, together
+from vllm.exceptions import EngineDeadError
+
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 64, "pad_token_id": 0}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("OPT", {"ffn_dim": 512, "word_embed_proj_dim": 256}),
+    "neox": ("GPTNeoX", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder with random weights for each family."""
+    made = {}
+    for name, (kind, settings) in FAMILIES.items():
+        torch.manual_seed(4)
+        config = getattr(transformers, f"{kind}Config")(**{**SMALL, "initializer_range": 0.1, **settings})
+        made[name] = str(tmp_path_factory.mktemp(name))
+        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(made[name])
+    return made
+
+
+def answers(folder, **args):
+    engine = core(folder, **args)
+    try:
+        first = together(engine)[0]
+        assert together(engine)[0] == first, "once more, from graphs if there are any"
+    finally:
+        engine.shutdown()
+    return first
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_tokens_of_one(folders, family):
+    want = answers(folders[family])
+    assert answers(folders[family], tensor_parallel_size=2) == want
+    if family in ("llama", "mixtral"):
+        assert answers(folders[family], tensor_parallel_size=2, enforce_eager=True) == want
+
+
+def test_seeded_samples_and_logprobs_are_those_of_one_rank(folders):
+    found = []
+    for world in (1, 2):
+        engine = core(folders["llama"], tensor_parallel_size=world)
+        found.append(together(engine, temperature=0.9, top_p=0.9, logprobs=1))
+        engine.shutdown()
+    (tokens, entries), (tokens_of_two, entries_of_two) = found
+    assert tokens == tokens_of_two
+    for name, ours in entries.items():
+        a, b = (torch.tensor([entry.logprobs[0] for entry in e]) for e in (ours, entries_of_two[name]))
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
+
+
+def test_bfloat16_ranks_agree_and_batches_do_not_matter(folders):
+    engine = core(folders["llama"], tensor_parallel_size=2, dtype="bfloat16")
+    try:
+        first = together(engine)[0]
+        assert together(engine)[0] == first
+        assert all(len(t) == 24 for t in first.values())
+    finally:
+        engine.shutdown()
+
+
+def test_ranks_share_the_smallest_memory(folders):
+    held = torch.empty(20 << 30, dtype=torch.uint8, device="cuda:1")
+    engine = core(folders["llama"], tensor_parallel_size=2, num_gpu_blocks_override=None)
+    executor = engine._executor
+    try:
+        counts = executor.collective_rpc("count_blocks")
+        assert executor.num_blocks <= min(counts) * 1.05
+        assert executor.num_blocks < 0.9 * counts[0]
+    finally:
+        engine.shutdown()
+        del held
+        torch.cuda.empty_cache()
+
+
+def test_a_killed_rank_ends_the_engine_and_another_can_follow(folders):
+    engine = core(folders["llama"], tensor_parallel_size=2)
+    want = together(engine)[0]
+    engine.add_requests([request(i, p, 200) for i, p in enumerate(prompts())])
+    for _ in range(10):
+        engine.step()
+    os.kill(engine._executor._ranks[0].process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="was killed by signal 9"):
+        while True:
+            engine.step()
+    engine.shutdown()
+    assert not torch.distributed.is_initialized()
+    assert answers(folders["llama"], tensor_parallel_size=2) == want
+
+
+PROGRAM = """
+import sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", tensor_parallel_size=2, num_gpu_blocks_override=200)
+params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+rank = llm.llm_engine._client.core._executor._ranks[0].process
+out = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+print("tokens", len(out[0].outputs[0].token_ids), "rank", rank.pid)
+"""
+
+
+def test_a_program_that_just_ends_leaves_nothing(folders):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, folders["llama"]], stdout=subprocess.PIPE, text=True, timeout=100
+    )
+    assert done.returncode == 0
+    words = next(line for line in done.stdout.splitlines() if line.startswith("tokens")).split()
+    assert words[1] == "40"
+    assert not os.path.exists(f"/proc/{words[3]}")
