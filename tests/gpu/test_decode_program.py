@@ -10,6 +10,7 @@ from vllm.model_executor.models.spec import Attn, Block, Decoder, Mlp, Norm, Rop
 from vllm.sampling_params import SamplingParams
 from vllm.worker.decode_program import DecodeProgram, read_weights
 from vllm.worker.device import CudaContext
+from vllm.worker.prefix_sharing import Heads, PrefixSharing
 from vllm.worker.slot_table import SlotTable
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -94,3 +95,41 @@ def test_fused_step_computes_what_the_model_computes(shape, rows):
     assert (logits.amax(-1) - chosen < 0.05 * logits.std()).all()  # the same token, or one as good
     written = table.tokens[d_slots[:rows].long(), at + 1]
     assert torch.equal(written, ids[:rows])
+
+
+@pytest.mark.parametrize("rows", [7, 40, 100])
+def test_a_shared_prefix_read_once_gives_what_reading_it_for_everybody_gives(rows):
+    shape = {"hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp": 3072, "vocab": 5003, "qk_norm": True}
+    model = build(**shape)
+    layout, context = model.kv_layout(16), CudaContext(DEVICE)
+    table = SlotTable(rows, 2048, layout, context)
+    rng = np.random.default_rng(rows)
+    free = iter((rng.permutation(rows * 20 + 100) + 1).tolist())
+    prefixes = [[next(free) for _ in range(n)] for n in (60, 40, 0)]
+    slots, lengths = rng.permutation(rows).astype(np.int32), np.zeros(rows, np.int32)
+    for i, slot in enumerate(slots):
+        prefix = prefixes[0 if i % 8 < 4 else 1 if i % 8 < 7 else 2]
+        n = len(prefix) * 16 + int(rng.integers(1, 300))
+        blocks = prefix + [next(free) for _ in range(-(-(n + 1) // 16) - len(prefix))]
+        ids = rng.integers(0, shape["vocab"], n).tolist()
+        table.enter([SlotInit("r", int(slot), ids, 1, n - 1, (blocks,), SamplingParams(), 0, ())])
+        lengths[i] = n
+    caches = [
+        torch.randn(2, rows * 20 + 101, layout.kv_heads, 16, layout.head_dim, device=DEVICE).bfloat16()
+        for _ in range(3)
+    ]
+    weights = read_weights(model, caches)
+    assert weights is not None
+    d_slots = torch.tensor([*slots.tolist(), -1], dtype=torch.int32, device=DEVICE)
+    d_positions = torch.tensor([*(lengths - 1).tolist(), 0], dtype=torch.int32, device=DEVICE)
+    sharing = PrefixSharing(table, 0, Heads.of(weights.layers[0].attention), rows + 1, context)
+    assert sharing.find(slots, lengths - 1, rows + 1)
+    found = []
+    for shared in (None, sharing.plan(rows + 1)):
+        program = DecodeProgram(weights, rows + 1, 2048, d_slots, d_positions, shared=shared)
+        hidden = torch.full((rows + 1, shape["hidden"]), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            for _ in range(2):
+                program.run(table, hidden=hidden)
+        found.append(hidden[:rows].float())
+    assert (found[1] - found[0]).norm() < 1e-2 * found[0].norm()

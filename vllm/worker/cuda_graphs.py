@@ -24,6 +24,7 @@ from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inpu
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.device import passed
 from vllm.worker.input_builder import Batch
+from vllm.worker.prefix_sharing import Heads, PrefixSharing
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class DecodeGraphs:
         self._sizes = list(sizes)
         model: Any = runner.model
         self._weights: ProgramWeights | None = read_weights(model, runner.kv_caches)
-        self._graphs: dict[tuple[int, bool, int], _Entry] = {}  # by size, greedy, span
+        self._sharing = self._prefix_sharing()
+        self._graphs: dict[tuple[int, bool, int, bool], _Entry] = {}  # by size, greedy, span, shared prefix
         self._width = self._table.width
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(runner.context.device)
@@ -151,9 +153,10 @@ class DecodeGraphs:
         host[1, :rows] = plan.num_computed
         self._inputs.copy_(self._uploads[turn], non_blocking=True)
         span = next((s for s in SPANS if s >= longest), self._width)
-        entry = self._graphs.get((size, greedy, span))
+        shared = self._sharing is not None and self._sharing.find(plan.slots, plan.num_computed, size)
+        entry = self._graphs.get((size, greedy, span, shared))
         if entry is None:
-            entry = self._graphs[size, greedy, span] = self._prepare(size, greedy, span)
+            entry = self._graphs[size, greedy, span, shared] = self._prepare(size, greedy, span, shared)
         entry.uses += 1
         if entry.graph is None and entry.uses > _EAGER_USES:
             self._capture(entry)
@@ -177,7 +180,14 @@ class DecodeGraphs:
             raise RuntimeError("A graph without hidden states cannot be sampled from.")
         return self._runner.finish(plan, batch, self._hidden[:rows], self._runner.context.mark())
 
-    def _prepare(self, size: int, greedy: bool, span: int) -> _Entry:
+    def _prefix_sharing(self) -> PrefixSharing | None:
+        """What finds common prefixes in batches; None if the model has no kernel for them."""
+        if self._weights is None:
+            return None
+        heads = Heads.of(self._weights.layers[0].attention)
+        return PrefixSharing(self._table, 0, heads, self._sizes[-1], self._runner.context)
+
+    def _prepare(self, size: int, greedy: bool, span: int, shared: bool) -> _Entry:
         """The step of one size and kind, not captured yet."""
         if self._compiling is not None and size > self._sizes[0]:
             self._compiling.finish()
@@ -185,7 +195,7 @@ class DecodeGraphs:
         if not greedy and self._hidden is None:
             self._hidden = self._hidden_buffer()
         if self._weights is not None:
-            return _Entry(*self._fused(size, greedy, span))
+            return _Entry(*self._fused(size, greedy, span, shared))
         return _Entry(*self._general(size, greedy, span))
 
     def _capture(self, entry: _Entry) -> None:
@@ -213,12 +223,13 @@ class DecodeGraphs:
         return torch.empty(self._sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
 
     def _fused(
-        self, size: int, greedy: bool, span: int
+        self, size: int, greedy: bool, span: int, shared: bool
     ) -> tuple[Callable[[], None], StepInputs | None, tuple[Any, ...]]:
         if self._weights is None:
             raise RuntimeError("This model has no fused step.")
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
-        program = DecodeProgram(self._weights, size, span, slots, positions)
+        plan = self._sharing.plan(size) if shared and self._sharing is not None else None
+        program = DecodeProgram(self._weights, size, span, slots, positions, shared=plan)
         outputs = (
             {"token_ids": self._ids} if greedy else {"hidden": None if self._hidden is None else self._hidden[:size]}
         )
@@ -268,7 +279,7 @@ class DecodeGraphs:
             positions=torch.zeros(size, dtype=int64, device=device),
             query_starts=torch.arange(size + 1, dtype=int32, device=device),
             seq_lens=torch.ones(size, dtype=int32, device=device),
-            logits_rows=torch.arange(size, dtype=int64, device=device),
+            logits_rows=None,
             groups=groups,
             max_query_len=1,
             max_seq_len=span,

@@ -19,12 +19,14 @@ from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Decoder
 from vllm.ops.attention import GatherPlan, gather_starts
+from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.worker.cuda_graphs import SPANS
-from vllm.worker.decode_program import DecodeProgram, read_weights
+from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.kv_memory import cache_dtype
+from vllm.worker.prefix_sharing import Heads, plan_views, static_plans
 from vllm.worker.sample.draw import DrawParams
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -123,6 +125,9 @@ class DryRun:
                 hidden = torch.empty(size, self._spec.hidden_size, dtype=self._dtype, device=META)
                 program = DecodeProgram(weights, size, span, slots, positions)
                 program.run(table, token_ids=ids, hidden=hidden)
+                if size > 2:  # fewer requests have nothing to share
+                    plan = shared_plan(weights, size)
+                    DecodeProgram(weights, size, span, slots, positions, shared=plan).run(table, token_ids=ids)
                 continue
             step = mixed_step(np.ones(size, np.int32), layout, longest=span)
             shared = (step.token_ids, step.positions, step.seq_lens)
@@ -135,6 +140,12 @@ class DryRun:
             best = torch.empty(size, 64, device=META)
             tiles = argmax_tiles(logits, best, torch.empty(size, 64, dtype=torch.int32, device=META), best)
             choose_tokens(slots, positions, best, ids, best, tiles, logits.shape[1], table.tokens, ids)
+
+
+def shared_plan(weights: ProgramWeights, rows: int) -> SharedPlan:
+    """Where a plan for shared keys would stand, without memory."""
+    heads = Heads.of(weights.layers[0].attention)
+    return plan_views(heads, rows, rows, static_plans(heads, rows, META))
 
 
 def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None) -> StepInputs:

@@ -20,6 +20,7 @@ from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Norm
 from vllm.ops.activation import activate_gated
 from vllm.ops.linear import linear
 from vllm.ops.norm import add_rms_norm, rms_norm
+from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.attention import choose_splits
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
 from vllm.ops.triton.decode_linear import (
@@ -192,11 +193,14 @@ class DecodeProgram:
 
     def __init__(
         self, weights: ProgramWeights, rows: int, width: int, slots: Tensor, positions: Tensor, *,
-        tiling: StepTiling | None = None, pdl: bool = True,
+        tiling: StepTiling | None = None, pdl: bool = True, shared: SharedPlan | None = None,
     ) -> None:  # fmt: skip
-        """slots, positions: [rows] int32 views of the uploaded inputs.   width: the longest sequence that may come."""
+        """slots, positions: [rows] int32 views of the uploaded inputs.   width: the longest sequence that may come.
+
+        shared: where a plan for the rows' common keys stands, if the step is to use one.
+        """
         self.weights, self.rows, self._pdl = weights, rows, pdl
-        self._slots, self._positions = slots, positions
+        self._slots, self._positions, self._shared = slots, positions, shared
         first = weights.layers[0]
         device, hidden = weights.embedding.device, weights.embedding.shape[1]
         self._tiling = t = choose_step_tiling(weights, rows, width) if tiling is None else tiling
@@ -245,7 +249,7 @@ class DecodeProgram:
         t = self._tiling
         return DecodeRows(
             self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived,
-            t.splits, t.tile, t.warps, t.stages,
+            t.splits, t.tile, t.warps, t.stages, self._shared,
         )  # fmt: skip
 
     def _run_many(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None) -> None:

@@ -24,6 +24,7 @@ class SlotTable:
     tables:  per KV group [slots, blocks] int32, on the device and as a host mirror (`host_tables`). Blocks are
         always the
              host's decision, so the mirror is complete. On the CPU both are the same memory.
+    version: changes whenever blocks that a row had, or the request that it holds, are replaced.
 
     Rows are as wide as the longest request so far may become, not as `max_model_len`: a table of 256 rows for 128k
         tokens would take 134 MB that most workloads never touch.
@@ -36,6 +37,7 @@ class SlotTable:
         self.block_size = layout.block_size
         self._context = context
         self.tokens = torch.zeros((num_slots, self.width), dtype=torch.int32, device=context.device)
+        self.version = 0
         self.num_prompt: np.ndarray = np.zeros(num_slots, np.int32)
         self.host_tables = [self._empty_table() for _ in layout.groups]
         self.tables = [self._on_device(t) for t in self.host_tables]
@@ -93,6 +95,7 @@ class SlotTable:
                 table = self.host_tables[group]
             table[slot, start:end] = blocks
             known = int(self._num_blocks[group, slot])
+            self.version += fresh or start < known
             if fresh and known > end:
                 table[slot, end:known] = 0
                 changed.append((group, slot, start, known))

@@ -24,7 +24,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @triton.jit
-def _walk(
+def walk(
     m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, hi, first, last,
     qk_scale, cap, stride_block,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
@@ -71,6 +71,32 @@ def _walk(
         p = tl.exp2(s - m_new[:, None])
         z = z * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    return m, z, acc
+
+
+@triton.jit
+def merge_parts(
+    m, z, acc, part, lse, row, tile_rows, kv_head, g, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Merge what shared keys gave into the state of one request's query heads `g`, part after part.
+
+    part, lse: of a `SharedPlan`, with `tile_rows` rows a tile; row: where the request's four numbers of it stand.
+    """
+    d = tl.arange(0, DP)
+    in_g = g < GROUP
+    first = tl.load(row + 2) * KV_HEADS + kv_head
+    at = first.to(tl.int64) * tile_rows + tl.load(row + 3) * GROUP + g
+    for j in tl.range(0, tl.load(row + 1), num_stages=3):
+        here = at + j * (KV_HEADS * tile_rows)
+        weight = tl.load(lse + here, mask=in_g, other=-1.0e30)
+        mean = tl.load(part + here[:, None] * D + d[None, :], mask=in_g[:, None] & (d[None, :] < D), other=0.0)
+        m_new = tl.maximum(m, weight)
+        alpha = tl.exp2(m - m_new)
+        weight = tl.exp2(weight - m_new)
+        z = z * alpha + weight
+        acc = acc * alpha[:, None] + mean * weight[:, None]
         m = m_new
     return m, z, acc
 
@@ -151,11 +177,11 @@ def _attend_kernel(
     bare = lo  # with a window every tile is masked
     if WINDOW == 0:
         bare += tl.maximum(tl.minimum(hi, first_pos + 1) - lo, 0) // TILE * TILE
-    m, z, acc = _walk(
+    m, z, acc = walk(
         m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, bare, first, last, qk_scale, cap, stride_block,
         D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, False, STAGES, PRECISION,
     )  # fmt: skip
-    m, z, acc = _walk(
+    m, z, acc = walk(
         m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, bare, hi, first, last, qk_scale, cap, stride_block,
         D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION,
     )  # fmt: skip

@@ -13,17 +13,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm.ops.shared_prefix import SharedPlan
+from vllm.ops.triton.attention import merge_parts, walk
 
-@triton.jit(do_not_specialize=["num_blocks", "stride_table", "splits"])
+# of the kernel for shared keys: keys at a time, tiles of them under way, and warps by rows
+SHARED_TILE, SHARED_STAGES, SHARED_WARPS = 64, 3, {64: 4, 128: 8}
+
+
+@triton.jit(do_not_specialize=["num_blocks", "stride_table", "splits", "tile_rows"])
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
     eps, offset, scale_log2, num_blocks, stride_block, stride_table, splits,
+    shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr,
-    MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head,
     padded.
+
+    SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
@@ -38,11 +47,16 @@ def _decode_kernel(
         return
     v_offset = num_blocks.to(tl.int64) * stride_block
     position = tl.load(positions_ptr + row)
-    share = tl.cdiv(tl.cdiv(position + 1, splits), TILE) * TILE
-    active = tl.cdiv(position + 1, share)
+    begin = 0
+    if SHARED:
+        begin = tl.load(shared_rows + row * 4)
+    share = tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE
+    if SHARED:
+        share = tl.maximum(share, 4 * TILE)  # what is left is short
+    active = tl.cdiv(position + 1 - begin, share)
     if split >= active:
         return
-    lo = split * share
+    lo = begin + split * share
     hi = tl.minimum(lo + share, position)
     table = table_ptr + slot.to(tl.int64) * stride_table
 
@@ -86,6 +100,11 @@ def _decode_kernel(
         m = same * scale_log2
         z += 1.0
         acc += v_new.to(tl.float32)[None, :]
+    if SHARED:  # noqa: SIM102 (a condition for the compiler)
+        if split == 0:
+            m, z, acc = merge_parts(
+                m, z, acc, shared_part, shared_lse, shared_rows + row * 4, tile_rows, kv_head, g, KV_HEADS, GROUP, D, D
+            )
     t = tl.arange(0, TILE)
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         key = start + t
@@ -141,6 +160,62 @@ def _decode_kernel(
         tl.store(head_out + i * D + d, (merged / total).to(out.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+def _shared_kernel(
+    qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, members, items, part, lse,
+    eps, offset, scale_log2, num_blocks, stride_block, stride_table,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (KV_HEADS, items): one item of a `SharedPlan`; its keys are in the cache already."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = D // 2
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 4
+    first = tl.load(item)
+    count = tl.load(item + 1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if count == 0:
+        return
+    i = tl.arange(0, BM)
+    ok = i // GROUP < count
+    row = tl.load(members + first + i // GROUP, mask=ok, other=0)
+    position = tl.load(positions_ptr + row, mask=ok, other=0)
+    c = tl.arange(0, HALF)
+    keep = ok[:, None]
+    head = kv_head * GROUP + i % GROUP
+    q_at = qkv + row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D + c[None, :]
+    q1 = tl.load(q_at, mask=keep, other=0.0).to(tl.float32)
+    q2 = tl.load(q_at + HALF, mask=keep, other=0.0).to(tl.float32)
+    angle = cos_sin + position[:, None] * D + c[None, :]
+    cos = tl.load(angle, mask=keep, other=0.0)
+    sin = tl.load(angle + HALF, mask=keep, other=0.0)
+    if NORM:
+        rstd = tl.rsqrt((tl.sum(q1 * q1, 1) + tl.sum(q2 * q2, 1)) / D + eps)[:, None]
+        q1 = q1 * rstd * (tl.load(q_weight + c).to(tl.float32) + offset)[None, :]
+        q2 = q2 * rstd * (tl.load(q_weight + HALF + c).to(tl.float32) + offset)[None, :]
+    qa = (q1 * cos - q2 * sin).to(qkv.dtype.element_ty)
+    qb = (q2 * cos + q1 * sin).to(qkv.dtype.element_ty)
+    q = tl.reshape(tl.permute(tl.join(qa, qb), (0, 2, 1)), (BM, D))
+
+    lo = tl.load(item + 2)
+    hi = tl.load(item + 3)
+    table = table_ptr + tl.load(slots_ptr + tl.load(members + first)).to(tl.int64) * stride_table
+    m = tl.full([BM], -1.0e30, tl.float32)
+    z = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    m, z, acc = walk(
+        m, z, acc, q, position, z, cache, num_blocks.to(tl.int64) * stride_block, table, kv_head, lo, hi, lo, hi,
+        scale_log2, 0.0, stride_block, D, D, BS, TILE, 0, False, False, False, STAGES, "tf32",
+    )  # fmt: skip
+    at = (tl.program_id(1) * KV_HEADS + kv_head).to(tl.int64) * BM + i
+    d = tl.arange(0, D)
+    tl.store(part + at[:, None] * D + d[None, :], acc / z[:, None], mask=keep)
+    tl.store(lse + at, m + tl.log2(z), mask=ok)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
     """What is fixed per layer. cache: [2, blocks, kv_heads, block_size, head_dim] in the dtype of the activations."""
@@ -173,6 +248,7 @@ class DecodeRows:
     tile: int = 32
     warps: int = 1
     stages: int = 2
+    shared: SharedPlan | None = None
 
 
 def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False) -> None:
@@ -181,12 +257,36 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     """
     _, _, kv_heads, block_size, head_dim = a.cache.shape
     extra = {"launch_pdl": True} if pdl else {}
+    scale = a.scale * 1.4426950408889634
+    shared = rows.shared
+    if shared is not None:
+        _attend_shared(qkv, a, rows, shared, scale, pdl)
+    before = (rows.slots, rows.part, rows.lse, 0)
+    if shared is not None:
+        before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
         qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin,
         qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
-        out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, a.scale * 1.4426950408889634,
-        a.cache.shape[1], a.cache.stride(1), rows.table.stride(0), rows.splits,
+        out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, scale,
+        a.cache.shape[1], a.cache.stride(1), rows.table.stride(0), rows.splits, *before,
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
         GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, MERGE=8,
-        STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, num_warps=rows.warps, **extra,
+        STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, SHARED=shared is not None,
+        num_warps=rows.warps, **extra,
+    )  # fmt: skip
+
+
+def _attend_shared(
+    qkv: Tensor, a: DecodeAttention, rows: DecodeRows, shared: SharedPlan, scale_log2: float, pdl: bool
+) -> None:
+    """The parts of every row's result that come from shared keys."""
+    _, blocks, kv_heads, block_size, head_dim = a.cache.shape
+    tile_rows = shared.part.shape[2]
+    _shared_kernel[(kv_heads, shared.items.shape[0])](
+        qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin, qkv if a.q_weight is None else a.q_weight,
+        shared.members, shared.items, shared.part, shared.lse, a.eps, a.offset, scale_log2,
+        blocks, a.cache.stride(1), rows.table.stride(0),
+        HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size, BM=tile_rows, TILE=SHARED_TILE,
+        STAGES=SHARED_STAGES, NORM=a.q_weight is not None, PDL=pdl, num_warps=SHARED_WARPS.get(tile_rows, 4),
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Attention over a shared prefix, read once for many requests, as if every request had read all for itself."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.test_shared_prefix import block_table
+from vllm.ops import rotary as rotary_ops
+from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.shared_prefix import SharedPlan, Tiles, cut, find_groups
+from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+EPS = 1e-5
+
+
+def device_plan(work, kv_heads, tile_rows, head_dim, spare=2):
+    """`work` as the kernels get it, with unused items behind it; what nobody writes is NaN."""
+    items = np.concatenate([work.items, np.zeros((spare, 4), np.int32)])
+    room = (len(items), kv_heads, tile_rows)
+    return SharedPlan(
+        torch.from_numpy(work.rows), torch.from_numpy(work.members), torch.from_numpy(items),
+        torch.full((*room, head_dim), float("nan")), torch.full(room, float("nan")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "norm"), [(6, 2, False), (4, 4, True)])
+def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, splits):
+    dim, block = 16, 32
+    a, b = list(range(1, 21)), list(range(30, 42))  # 640 and 384 tokens
+    table, cached = block_table([a, b, a, [], b, a, b, a], [1, 40, 33, 100, 7, 650, 1, 64], block)
+    ids, position = np.unique(table, return_inverse=True)  # numbered anew, to keep the cache small
+    table = position.reshape(table.shape).astype(np.int32)
+    slots = np.array([5, 1, 3, 2, 0, 6, 4, 7])
+    by_slot = np.zeros_like(table)
+    by_slot[slots] = table
+    members = 16 // (heads // kv_heads)
+    groups = find_groups(by_slot, slots, cached, block, members)
+    assert [g.keys for g in groups] == [640, 384][: len(groups)]
+    assert len(groups) == 2
+    work = cut(groups, len(slots), Tiles(members, 12, 5))
+    assert len(work.items) > 2
+
+    cache = torch.randn(2, len(ids), kv_heads, block, dim)
+    lengths = torch.from_numpy(cached).long()
+    angle = torch.arange(1400)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
+    cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
+    rows = len(slots)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
+    weights = rotary_ops.QKNorm(torch.randn(dim), torch.randn(dim), EPS, 1.0) if norm else None
+    d_table = torch.from_numpy(table)
+    want_cache = cache.clone()
+    home = d_table.gather(1, lengths[:, None] // block).long()[:, 0] * block + lengths % block
+    q = rotary_ops.rotate_and_write_kv.reference(qkv, heads, lengths, cos_sin, False, want_cache, home, qk_norm=weights)
+    starts, lens = torch.arange(rows + 1, dtype=torch.int32), (lengths + 1).to(torch.int32)
+    group = GroupInputs(home, d_table)
+    step = StepInputs(lengths, lengths, starts, lens, lengths, (group,), 1, 1400, starts.numpy(), lens.numpy())
+    want = attend.reference(q, want_cache, AttentionParams(0.25), step, group)
+
+    attention = DecodeAttention(
+        heads, 0.25, cache, cos_sin, None if weights is None else weights.q_weight,
+        None if weights is None else weights.k_weight, EPS, 1.0,
+    )  # fmt: skip
+    padded = rows + 1
+    decode_rows = DecodeRows(
+        torch.tensor([*slots, -1], dtype=torch.int32), torch.tensor([*cached, 0], dtype=torch.int32),
+        torch.from_numpy(by_slot), torch.empty(padded * heads * splits, dim), torch.empty(padded * heads * splits),
+        torch.zeros(padded * kv_heads, dtype=torch.int32), splits, shared=device_plan(work, kv_heads, 16, dim),
+    )  # fmt: skip
+    out = torch.empty(padded, heads * dim)
+    decode_attention(torch.cat([qkv, qkv[:1]]), out, attention, decode_rows)
+    torch.testing.assert_close(out[:rows], want.flatten(1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cache, want_cache)
+    assert not decode_rows.arrived.any()

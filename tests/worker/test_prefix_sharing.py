@@ -1,0 +1,76 @@
+"""Plans for shared prefixes follow the batch: made when it changes, kept while it does not."""
+
+import numpy as np
+import torch
+
+from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
+from vllm.core.plan import BlockAppend, SlotInit
+from vllm.sampling_params import SamplingParams
+from vllm.worker.device import CpuContext
+from vllm.worker.prefix_sharing import Heads, PrefixSharing, tile_rows, tiles
+from vllm.worker.slot_table import SlotTable
+
+HEADS = Heads(query=32, kv=8, size=128, itemsize=2)
+LONG = list(range(1, 129))  # blocks of 16 tokens
+
+
+def enter(table, slot, blocks):
+    tokens = [7] * (16 * len(blocks) - 3)
+    table.enter([SlotInit("r", slot, tokens, len(tokens), 0, (blocks,), SamplingParams(), 0, ())])
+
+
+def sharing(requests):
+    layout = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 8, 128, 2)
+    table = SlotTable(40, 4096, layout, CpuContext())
+    for slot in range(requests):
+        enter(table, slot, [*LONG, 1000 + slot])
+    return table, PrefixSharing(table, 0, HEADS, 40, CpuContext())
+
+
+def cached(table, slots):
+    return np.array([16 * 129 - 4] * len(slots), np.int32)
+
+
+def test_a_batch_with_a_long_common_prefix_shares_it():
+    table, prefix = sharing(20)
+    slots = np.array([3, 19, 0, *range(4, 12)], np.int32)
+    assert prefix.find(slots, cached(table, slots), 16)
+    plan = prefix.plan(16)
+    assert plan.rows[:11, 0].tolist() == [2048] * 11
+    assert plan.members[:11].tolist() == list(range(11))
+    assert plan.items[:, 1].sum() == 11 * int((plan.items[:, 1] > 0).sum())
+    assert sorted(plan.items[plan.items[:, 1] > 0, 3].tolist())[-1] == 2048
+    assert plan.part.shape == (len(plan.items), 8, 64, 128)
+    assert not prefix.find(slots[:3], cached(table, slots[:3]), 4), "three requests gain too little"
+
+
+def test_the_plan_follows_who_is_in_the_batch_and_what_their_slots_hold():
+    table, prefix = sharing(20)
+    slots = np.arange(20, dtype=np.int32)
+    assert prefix.find(slots, cached(table, slots), 24)
+    before = prefix.plan(24)
+    kept = before.items.clone()
+    table.append_blocks([BlockAppend(2, 0, 129, [777])])
+    assert prefix.find(slots, cached(table, slots) + 1, 24)
+    assert torch.equal(before.items, kept)
+
+    enter(table, 5, list(range(2000, 2129)))
+    assert prefix.find(slots, cached(table, slots), 24)
+    assert before.rows[:20, 0].tolist() == [0 if i == 5 else 2048 for i in range(20)]
+    table.append_blocks([BlockAppend(6, 0, 64, [888])])  # its own copy of a block
+    assert prefix.find(slots, cached(table, slots), 24)
+    assert before.rows[:20, 0].tolist() == [0 if i in (5, 6) else 2048 for i in range(20)]
+    fewer = slots[slots != 7]
+    assert prefix.find(fewer, cached(table, fewer), 20)
+    assert prefix.plan(20).rows[:19, 0].tolist() == [0 if i in (5, 6) else 2048 for i in range(19)]
+    assert before.rows.data_ptr() == prefix.plan(20).rows.data_ptr(), "captured steps keep their addresses"
+
+
+def test_tiles_hold_whole_requests_and_fill_the_device():
+    for heads in (HEADS, Heads(16, 8, 128, 2), Heads(14, 2, 64, 2), Heads(16, 1, 256, 1)):
+        for rows in (1, 3, 16, 64, 300):
+            shape = tiles(heads, rows)
+            assert shape.members * (heads.query // heads.kv) <= tile_rows(heads, rows)
+            assert shape.members >= 4
+            assert shape.wanted * heads.kv <= 264
+            assert shape.items > shape.wanted
