@@ -99,6 +99,11 @@ REFUSED = [
     ),
     ({"use_beam_search": True, "n": 2}, ValueError, "temperature must be 0 when using beam search."),
     (
+        {"use_beam_search": True, "best_of": 1025, "temperature": 0},
+        ValueError,
+        "best_of must be at most 1024 when using beam search. Got 1025.",
+    ),
+    (
         {"use_beam_search": True, "n": 2, "temperature": 0, "top_p": 0.5},
         ValueError,
         "top_p must be 1 when using beam search.",
@@ -527,7 +532,7 @@ def test_both_spellings_of_one_option_are_refused() -> None:
     ("arguments", "message"),
     [
         ({"beam_width": 0, "max_tokens": 1}, "beam_width must be at least 1, got 0."),
-        ({"beam_width": 10**6, "max_tokens": 1}, "beam_width must be at most 16384"),
+        ({"beam_width": 10**6, "max_tokens": 1}, "beam_width must be at most 1024"),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens must be at least 1, got 0."),
         ({"beam_width": 2, "max_tokens": 1, "temperature": NAN}, "temperature must be a finite number, got nan."),
         ({"beam_width": 2, "max_tokens": 1, "length_penalty": INF}, "length_penalty must be a finite number, got inf."),

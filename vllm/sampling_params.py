@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 _GREEDY_BELOW = 1e-5
+# Each step of a beam search compares 2 * width continuations of width beams, on the host.
+MAX_BEAM_WIDTH = 1024
 
 
 class SamplingType(IntEnum):
@@ -215,6 +217,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         wrong = ""
         if self.num_candidates <= 1:
             wrong = f"best_of must be greater than 1 when using beam search. Got {self.num_candidates}."
+        elif self.num_candidates > MAX_BEAM_WIDTH:
+            wrong = f"best_of must be at most {MAX_BEAM_WIDTH} when using beam search. Got {self.num_candidates}."
         elif self.temperature >= _GREEDY_BELOW:
             wrong = "temperature must be 0 when using beam search."
         elif self.top_p < 1 - _GREEDY_BELOW:
@@ -406,6 +410,7 @@ _ALWAYS_SHOWN = frozenset({"n", "temperature", "top_p", "top_k", "seed", "stop",
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
     """Beam search: keep the `beam_width` best sequences at each step, for at most `max_tokens` steps.
 
+    beam_width: 1 to MAX_BEAM_WIDTH (1024). max_tokens: 1 or more.
     A sequence's score is its cumulative log probability divided by length ** length_penalty.
     """
 
@@ -430,7 +435,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
 _BEAM_DEFAULTS = {item.name: item.default for item in msgspec.structs.fields(BeamSearchParams)}
 _BEAM_CHECKS = {
     **FIELD_CHECKS,
-    "beam_width": FIELD_CHECKS["n"],
+    "beam_width": integer_in(1, MAX_BEAM_WIDTH),
     "max_tokens": integer_in(1, INT64_MAX),
     "structured_outputs": not_yet(None),
     "allowed_token_ids": not_yet(None),

@@ -425,12 +425,41 @@ def test_sampling_defaults_come_from_the_model_and_the_user(make: Any, tmp_path:
     assert make(generation_config=str(tmp_path / "other")).model_config.get_diff_sampling_param() == {"min_p": 0.2}
 
 
-@pytest.mark.parametrize("content", ['{"temperature": "hot"}', '{"top_k": 1.5}', '{"eos_token_id": ["x"]}', "[]", "{",
-                                     '{"top_p": NaN}', '{"temperature": true}'])  # fmt: skip
-def test_a_wrong_generation_config_is_named(make: Any, tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"temperature": "hot"}', "temperature must be a number"),
+        ('{"temperature": true}', "temperature must be a number"),
+        ('{"temperature": -0.5}', "temperature must be non-negative, got -0.5"),
+        ('{"top_p": NaN}', "top_p must be a finite number"),
+        ('{"top_p": 1.5}', "top_p must be in (0, 1], got 1.5"),
+        ('{"top_k": 1.5}', "top_k must be an integer"),
+        ('{"top_k": -2}', "top_k must be -1 (disable), or at least 1, got -2"),
+        ('{"min_p": 2}', "min_p must be in [0, 1], got 2"),
+        ('{"repetition_penalty": 0}', "repetition_penalty must be greater than zero, got 0"),
+        ('{"max_new_tokens": 0}', "max_new_tokens must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_sampling_default_is_refused_at_the_start(
+    make: Any, tmp_path: Path, content: str, problem: str
+) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(content)
+    with pytest.raises(ValueError) as error:
+        make()
+    assert str(error.value).startswith(f"{file}: {problem}")
+    assert "generation_config='vllm'" in str(error.value)
+    assert make(generation_config="vllm").model_config.get_diff_sampling_param() == {}
+    with pytest.raises(ValueError, match="^override_generation_config: "):
+        make(generation_config="vllm", override_generation_config={"max_tokens": 0})
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": ["x"]}', '{"eos_token_id": 1.5}', "[]", "{"])
+@pytest.mark.parametrize("source", ["auto", "vllm"])
+def test_a_wrong_generation_config_is_named(make: Any, tmp_path: Path, content: str, source: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match="generation_config.json"):
-        make()
+        make(generation_config=source)
 
 
 def test_the_seed_is_zero_unless_given(make: Any) -> None:

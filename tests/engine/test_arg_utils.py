@@ -369,6 +369,7 @@ LATER: list[dict[str, Any]] = [
     {"worker_extension_cls": "my.Extension"}, {"num_lookahead_slots": 2}, {"calculate_kv_scales": True},
     {"quantization_param_path": "x.json"}, {"override_neuron_config": {"a": 1}}, {"reasoning_parser": "deepseek_r1"},
     {"enable_reasoning": True}, {"guided_decoding_disable_fallback": True}, {"logits_processors": ["a:B"]},
+    {"guided_decoding_backend": "outlines"}, {"guided_decoding_backend": "xgrammar:no-fallback"},
     {"disable_hybrid_kv_cache_manager": True}, {"model_loader_extra_config": {"a": 1}}, {"config_format": "mistral"},
     {"override_attention_dtype": "float16"}, {"pt_load_map_location": "cuda:0"}, {"kv_cache_dtype": "fp8"},
     {"qlora_adapter_name_or_path": "x", "quantization": "bitsandbytes"}, {"stream_interval": 4},

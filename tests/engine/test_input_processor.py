@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,6 +36,14 @@ def test_everything_is_resolved(processor):
     ignoring = SamplingParams(ignore_eos=True, stop_token_ids=[7])
     (child,) = processor.process(RequestInput("r", "The fox", ignoring)).children
     assert (child.eos_token_id, child.stop_token_ids) == (None, (7,))
+
+
+def test_ends_that_the_model_cannot_produce_are_left_out(llm):
+    config = llm.llm_engine.vllm_config
+    model = dataclasses.replace(config.model_config, generation_config={"eos_token_id": [-1, 3, WIDTH]})
+    processor = InputProcessor(dataclasses.replace(config, model_config=model), llm.llm_engine.tokenizer)
+    (child,) = processor.process(RequestInput("r", "The fox", SamplingParams())).children
+    assert child.stop_token_ids == (1, 3)
 
 
 def test_fan_out(processor):

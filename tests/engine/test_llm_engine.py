@@ -217,3 +217,9 @@ def test_outputs_are_validated_when_asked(monkeypatch):
     monkeypatch.setattr(LLMEngine, "DO_VALIDATE_OUTPUT", True)
     with pytest.raises(TypeError, match="Expected output of type"):
         LLMEngine.validate_outputs([1], RequestOutput)
+
+
+@pytest.mark.parametrize("name", ["max_num_queued_reqs", "max_num_queued_tokens"])
+def test_limits_of_a_servers_queue_are_refused_where_nobody_waits_in_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=5 bounds the queue of a server .* leave {name} unset"):
+        LLMEngine.from_engine_args(EngineArgs("demo", device="cpu", **{name: 5}))

@@ -150,13 +150,27 @@ def test_slow_tokenizer_runs_through_transformers(tmp_path):
     ("arguments", "error", "message"),
     [
         ({"mode": "quick"}, ValueError, "Unknown tokenizer_mode 'quick': expected one of auto, slow, mistral"),
-        ({"mode": "mistral"}, ImportError, "pip install mistral_common"),
+        ({"mode": "mistral"}, ValueError, "pip install mistral_common"),
         ({}, ValueError, "No tokenizer found in .*expected tokenizer.json"),
     ],
 )
 def test_what_cannot_be_loaded_says_why(tmp_path, arguments, error, message):
     with pytest.raises(error, match=message):
         load_tokenizer(tmp_path, **arguments)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "Nonsense"}])
+@pytest.mark.parametrize("mode", ["auto", "slow"])
+def test_settings_without_a_vocabulary_are_no_tokenizer(tmp_path, settings, mode):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=f"No tokenizer found in {tmp_path}: .*tokenizer=.*skip_tokenizer_init"):
+        load_tokenizer(tmp_path, mode)
+
+
+def test_a_tokenizer_that_needs_no_vocabulary_loads(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("Grüße", add_special_tokens=False)) == "Grüße"
 
 
 def test_damaged_files_say_which(tmp_path):

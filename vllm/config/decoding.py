@@ -21,6 +21,7 @@ class DecodingConfig:
         "auto",
         Text(),
         "What compiles schemas, regular expressions and grammars: " + ", ".join(GUIDED_BACKENDS) + ".",
+        later=_GUIDED + " (guided_decoding_backend)",
     )
     guided_decoding_disable_fallback: bool = setting(
         False, Flag(), "Do not try another backend if the chosen one fails.", later=_GUIDED

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm import validation
 from vllm.config.hf import read_json_object
+from vllm.sampling_checks import FIELD_CHECKS
 
 FILE_NAME = "generation_config.json"
 _MAX_BYTES = 2**20
-
-
-def _token_id_or_list(name: str, value: Any) -> Any:
-    return validation.token_ids(name, value) if isinstance(value, list) else validation.integer(name, value)
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "repetition_penalty": validation.finite,
-    "temperature": validation.finite,
-    "top_k": validation.integer,
-    "top_p": validation.finite,
-    "min_p": validation.finite,
-    "max_new_tokens": validation.integer,
-    "eos_token_id": _token_id_or_list,
-}
 # Field of the file -> field of SamplingParams.
 _SAMPLING = {
     "repetition_penalty": "repetition_penalty",
@@ -40,7 +26,8 @@ _SAMPLING = {
 def read_generation_config(source: str | None, model_folder: Path) -> dict[str, Any]:
     """The file of the model ("auto", "vllm", None: an empty dict if there is none) or of the folder `source`.
 
-    Raises ValueError for a folder without the file and for values of the wrong type.
+    Raises ValueError, naming file and field, for a folder without the file and for values that cannot be used. With
+    "vllm" and None the file's sampling parameters are not used, and so not checked.
     """
     if source in ("auto", "vllm", None):
         file = model_folder / FILE_NAME
@@ -54,15 +41,29 @@ def read_generation_config(source: str | None, model_folder: Path) -> dict[str, 
                 "'vllm'."
             )
     config = read_json_object(file, max_bytes=_MAX_BYTES)
-    check_generation_config(config, str(file))
+    _check_ends(config.get("eos_token_id"), f"{file}: eos_token_id")
+    if source not in ("vllm", None):
+        advice = "Correct the file, or pass generation_config='vllm' to do without its sampling parameters."
+        check_sampling_defaults(config, str(file), advice)
     return config
 
 
-def check_generation_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if a field that the engine uses has the wrong type."""
-    for name, check in _CHECKS.items():
-        if config.get(name) is not None:
-            check(f"{where}: {name}", config[name])
+def check_sampling_defaults(config: Mapping[str, Any], where: str, advice: str = "") -> None:
+    """Raise ValueError if a sampling parameter has a value that no request could be given."""
+    for field, ours in {**_SAMPLING, **{name: name for name in _SAMPLING.values()}}.items():
+        if config.get(field) is None:
+            continue
+        try:
+            FIELD_CHECKS[ours](field, config[field])
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error} {advice}".rstrip()) from None
+
+
+def _check_ends(value: Any, name: str) -> None:
+    """One token id or several. Ids that the model cannot produce (some files say -1) are left out of each request."""
+    for token_id in value if isinstance(value, list) else [value]:
+        if token_id is not None:
+            validation.integer(name, token_id)
 
 
 def diff_sampling_params(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -244,7 +244,7 @@ class InputProcessor:
         eos = self._eos_token_id()
         params.update_from_generation_config(self._generation_config, eos)
         # The tokenizer and the generation config may name tokens that this model cannot produce.
-        params.stop_token_ids = [i for i in params.stop_token_ids or () if i < width]
+        params.stop_token_ids = [i for i in params.stop_token_ids or () if 0 <= i < width]
         if params.max_tokens is None:
             params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
         if params.logprobs == -1:

@@ -64,6 +64,7 @@ class LLMEngine:
         stat_loggers: dict[str, Any] | None = None,
     ) -> None:
         logger.info("Initializing an LLM engine (v%s) with config: %s", __version__, vllm_config)
+        _refuse_queue_limits(vllm_config.scheduler_config)
         self.vllm_config = vllm_config
         self.usage_context = usage_context
         self.log_stats = log_stats
@@ -383,6 +384,17 @@ class LLMEngine:
         if self._finalizer.alive:
             self._finalizer()
             gc.collect()  # modules and hooks refer to each other
+
+
+def _refuse_queue_limits(scheduler: SchedulerConfig) -> None:
+    """What waits here was given to us by the caller, who waits too: there is nobody to be refused."""
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        value = getattr(scheduler, name)
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} bounds the queue of a server (vllm serve, AsyncLLMEngine). LLM and LLMEngine take "
+                f"every request that they are given; leave {name} unset."
+            )
 
 
 def _no_lora() -> ValueError:

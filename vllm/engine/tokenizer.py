@@ -51,7 +51,7 @@ PLAIN_CLASSES = frozenset(
 )
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 MISTRAL_CLASS = "MistralCommonBackend"
 MAX_COMPOSED = 4
 # A file of settings larger than this is not one.
@@ -398,27 +398,38 @@ def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) 
     """transformers' own object. Code that comes with the model runs only if `trust_remote_code` is set."""
     if mode == "mistral":
         if importlib.util.find_spec("mistral_common") is None:
-            raise ImportError("tokenizer_mode='mistral' needs the package mistral_common: pip install mistral_common")
+            raise ValueError("tokenizer_mode='mistral' needs the package mistral_common: pip install mistral_common")
         backend = getattr(importlib.import_module("transformers.tokenization_mistral_common"), MISTRAL_CLASS)
         return backend.from_pretrained(str(path), local_files_only=True)
-    if not any(next(path.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        raise ValueError(
-            f"No tokenizer found in {path}: expected tokenizer.json, or the vocabulary files of its tokenizer class. "
-            "Name another folder with tokenizer=..., or pass skip_tokenizer_init=True and token ids as prompts."
-        )
+    has_vocabulary = any(next(path.glob(pattern), None) for pattern in VOCABULARY_FILES)
+    # Some tokenizers have no vocabulary, ByT5's for example: their settings name a class that needs none.
+    if not has_vocabulary and not (path / "tokenizer_config.json").is_file():
+        raise _no_tokenizer(path)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             str(path), use_fast=mode != "slow", trust_remote_code=trust_remote_code, local_files_only=True
         )
     except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"The tokenizer in {path} comes with code of its own. If you have read that code and trust it, "
-            "pass trust_remote_code=True (--trust-remote-code)."
-        ) from error
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"The tokenizer in {path} comes with code of its own. If you have read that code and trust it, "
+                "pass trust_remote_code=True (--trust-remote-code)."
+            ) from error
+        if not has_vocabulary:
+            raise _no_tokenizer(path) from error
+        raise
+    if not has_vocabulary and not found.encode("a", add_special_tokens=False):
+        raise _no_tokenizer(path)  # other classes make an empty one
+    return found
+
+
+def _no_tokenizer(path: Path) -> ValueError:
+    return ValueError(
+        f"No tokenizer found in {path}: expected tokenizer.json, or the vocabulary files of its tokenizer class. "
+        "Name another folder with tokenizer=..., or pass skip_tokenizer_init=True and token ids as prompts."
+    )
 
 
 def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:

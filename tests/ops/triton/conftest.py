@@ -1,4 +1,4 @@
-"""The Triton kernels run in Triton's interpreter, on the CPU. Where tests/conftest.py has not chosen it, nothing does."""
+"""Tests of the Triton kernels in Triton's interpreter: nothing to collect where tests/conftest.py has not chosen it."""
 
 import os
 
