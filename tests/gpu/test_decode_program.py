@@ -122,7 +122,9 @@ def test_a_shared_prefix_read_once_gives_what_reading_it_for_everybody_gives(row
     assert weights is not None
     d_slots = torch.tensor([*slots.tolist(), -1], dtype=torch.int32, device=DEVICE)
     d_positions = torch.tensor([*(lengths - 1).tolist(), 0], dtype=torch.int32, device=DEVICE)
-    sharing = PrefixSharing(table, 0, Heads.of(weights.layers[0].attention), rows + 1, context)
+    heads = Heads.of(model, layout)
+    assert heads is not None
+    sharing = PrefixSharing(table, 0, heads, rows + 1, context)
     assert sharing.find(slots, lengths - 1, rows + 1)
     found = []
     for shared in (None, sharing.plan(rows + 1)):

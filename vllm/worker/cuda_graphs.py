@@ -20,6 +20,8 @@ from torch import Tensor
 
 from vllm.core.plan import StepPlan, StepResult
 from vllm.logger import init_logger
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.device import passed
@@ -181,11 +183,12 @@ class DecodeGraphs:
         return self._runner.finish(plan, batch, self._hidden[:rows], self._runner.context.mark())
 
     def _prefix_sharing(self) -> PrefixSharing | None:
-        """What finds common prefixes in batches; None if the model has no kernel for them."""
-        if self._weights is None:
+        """What finds common prefixes in batches, by the first KV group; None if the model has no use for it."""
+        runner = self._runner
+        heads = Heads.of(runner.model, runner.layout) if isinstance(runner.model, DecoderModel) else None
+        if heads is None or not heads.fit:
             return None
-        heads = Heads.of(self._weights.layers[0].attention)
-        return PrefixSharing(self._table, 0, heads, self._sizes[-1], self._runner.context)
+        return PrefixSharing(self._table, 0, heads, self._sizes[-1], runner.context)
 
     def _prepare(self, size: int, greedy: bool, span: int, shared: bool) -> _Entry:
         """The step of one size and kind, not captured yet."""
@@ -194,9 +197,10 @@ class DecodeGraphs:
             self._compiling = None
         if not greedy and self._hidden is None:
             self._hidden = self._hidden_buffer()
+        plan = self._sharing.plan(size) if shared and self._sharing is not None else None
         if self._weights is not None:
-            return _Entry(*self._fused(size, greedy, span, shared))
-        return _Entry(*self._general(size, greedy, span))
+            return _Entry(*self._fused(size, greedy, span, plan))
+        return _Entry(*self._general(size, greedy, span, plan))
 
     def _capture(self, entry: _Entry) -> None:
         """Capture a step that has run before, so that its kernels exist."""
@@ -223,23 +227,24 @@ class DecodeGraphs:
         return torch.empty(self._sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
 
     def _fused(
-        self, size: int, greedy: bool, span: int, shared: bool
+        self, size: int, greedy: bool, span: int, shared: SharedPlan | None
     ) -> tuple[Callable[[], None], StepInputs | None, tuple[Any, ...]]:
         if self._weights is None:
             raise RuntimeError("This model has no fused step.")
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
-        plan = self._sharing.plan(size) if shared and self._sharing is not None else None
-        program = DecodeProgram(self._weights, size, span, slots, positions, shared=plan)
+        program = DecodeProgram(self._weights, size, span, slots, positions, shared=shared)
         outputs = (
             {"token_ids": self._ids} if greedy else {"hidden": None if self._hidden is None else self._hidden[:size]}
         )
         return lambda: program.run(self._table, **outputs), None, (program,)
 
-    def _general(self, size: int, greedy: bool, span: int) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
+    def _general(
+        self, size: int, greedy: bool, span: int, plan: SharedPlan | None
+    ) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
         """The model's own forward pass over static inputs."""
         runner, table = self._runner, self._table
         model: Any = runner.model
-        step, fill = self._static_step(size, span)
+        step, fill = self._static_step(size, span, plan)
         vocab = self._params.vocab_size
         tiles = -(-vocab // 4096)
         device = runner.context.device
@@ -258,10 +263,12 @@ class DecodeGraphs:
 
         return run, step, (step, best, best_at, sums)
 
-    def _static_step(self, size: int, span: int) -> tuple[StepInputs, Callable[[], None]]:
+    def _static_step(
+        self, size: int, span: int, plan: SharedPlan | None = None
+    ) -> tuple[StepInputs, Callable[[], None]]:
         """Inputs of a step at fixed addresses, and the function that queues the kernels which fill them.
 
-        span: no sequence is longer.
+        span: no sequence is longer.   plan: for common keys of the first group.
         """
         table, device = self._table, self._runner.context.device
         starts: np.ndarray = np.arange(size + 1, dtype=np.int32)
@@ -271,8 +278,9 @@ class DecodeGraphs:
             GroupInputs(
                 slot_mapping=torch.zeros(size, dtype=int64, device=device),
                 block_table=torch.zeros(size, columns, dtype=int32, device=device),
+                plan=plan if g == 0 else None,
             )
-            for _ in table.tables
+            for g in range(len(table.tables))
         )
         step = StepInputs(
             token_ids=torch.zeros(size, dtype=int64, device=device),

@@ -24,7 +24,7 @@ from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inpu
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.worker.cuda_graphs import SPANS
-from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
+from vllm.worker.decode_program import DecodeProgram, read_weights
 from vllm.worker.kv_memory import cache_dtype
 from vllm.worker.prefix_sharing import Heads, plan_views, static_plans
 from vllm.worker.sample.draw import DrawParams
@@ -117,16 +117,18 @@ class DryRun:
             return
         table: Any = _Table(self._max_num_seqs, layout)
         weights = read_weights(model, caches)
+        heads = Heads.of(model, layout)
+        heads = heads if heads is not None and heads.fit else None
         inputs = torch.empty(2, sizes[-1], dtype=torch.int32, device=META)
         ids = torch.empty(sizes[-1], dtype=torch.int32, device=META)
         for size, span in itertools.product(sizes, SPANS[:1]):
             slots, positions = inputs[0, :size], inputs[1, :size]
+            plan = None if heads is None or size < 3 else shared_plan(heads, size)  # two gain nothing
             if weights is not None:
                 hidden = torch.empty(size, self._spec.hidden_size, dtype=self._dtype, device=META)
                 program = DecodeProgram(weights, size, span, slots, positions)
                 program.run(table, token_ids=ids, hidden=hidden)
-                if size > 2:  # fewer requests have nothing to share
-                    plan = shared_plan(weights, size)
+                if plan is not None:
                     DecodeProgram(weights, size, span, slots, positions, shared=plan).run(table, token_ids=ids)
                 continue
             step = mixed_step(np.ones(size, np.int32), layout, longest=span)
@@ -136,15 +138,16 @@ class DryRun:
                     slots, positions, table.tokens, table.tables[g], shared, group.slot_mapping, group.block_table,
                     self._block_size, g == 0,
                 )  # fmt: skip
+            if plan is not None:
+                model(replace(step, groups=(replace(step.groups[0], plan=plan), *step.groups[1:])), caches)
             logits = model.logits(model(step, caches))
             best = torch.empty(size, 64, device=META)
             tiles = argmax_tiles(logits, best, torch.empty(size, 64, dtype=torch.int32, device=META), best)
             choose_tokens(slots, positions, best, ids, best, tiles, logits.shape[1], table.tokens, ids)
 
 
-def shared_plan(weights: ProgramWeights, rows: int) -> SharedPlan:
+def shared_plan(heads: Heads, rows: int) -> SharedPlan:
     """Where a plan for shared keys would stand, without memory."""
-    heads = Heads.of(weights.layers[0].attention)
     return plan_views(heads, rows, rows, static_plans(heads, rows, META))
 
 

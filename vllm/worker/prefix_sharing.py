@@ -6,18 +6,16 @@ Captured steps read the buffers at fixed addresses; what stands in them changes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.core.kv_spec import KVKind, KVLayout
+from vllm.model_executor.models.decoder import DecoderModel
 from vllm.ops.shared_prefix import ITEM, ROW, Group, SharedPlan, Tiles, cut, find_groups, worthwhile
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
-
-if TYPE_CHECKING:
-    from vllm.ops.triton.decode_attention import DecodeAttention
 
 _PROGRAMS = 264  # two for every processor of an H200
 _SPARE = 16  # items beyond those that equal shares need, for tiles of small groups
@@ -33,10 +31,18 @@ class Heads:
     itemsize: int
 
     @classmethod
-    def of(cls, attention: DecodeAttention) -> Heads:
-        """Those of a fused step."""
-        cache = attention.cache
-        return cls(attention.heads, cache.shape[2], cache.shape[4], cache.element_size())
+    def of(cls, model: DecoderModel, layout: KVLayout) -> Heads | None:
+        """Those of a rank's layers in the first KV group; None if these differ, or see less than the whole sequence."""
+        group = layout.groups[0]
+        kinds = {model.spec.blocks[layer].attn.heads for layer in group.layers}
+        if group.kind is not KVKind.FULL or len(kinds) != 1:
+            return None
+        return cls(kinds.pop() // model.tp.world, layout.kv_heads, layout.head_dim, layout.bytes_per_element)
+
+    @property
+    def fit(self) -> bool:
+        """Whether a tile holds enough requests for sharing to gain anything."""
+        return self.query // self.kv <= 16
 
     @property
     def bytes_per_key(self) -> int:
@@ -46,7 +52,8 @@ class Heads:
 
 def tile_rows(heads: Heads, rows: int) -> int:
     """Query rows of a tile, for a batch of `rows`."""
-    return 128 if rows * (heads.query // heads.kv) > 64 else 64
+    wide = heads.size > 128 or heads.itemsize > 2  # more would not fit into the registers
+    return 128 if rows * (heads.query // heads.kv) > 64 and not wide else 64
 
 
 def tiles(heads: Heads, rows: int) -> Tiles:

@@ -8,6 +8,7 @@ from tests.ops.test_shared_prefix import block_table
 from vllm.ops import rotary as rotary_ops
 from vllm.ops.attention import AttentionParams, attend
 from vllm.ops.shared_prefix import SharedPlan, Tiles, cut, find_groups
+from vllm.ops.triton import attention as kernels
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -24,12 +25,11 @@ def device_plan(work, kv_heads, tile_rows, head_dim, spare=2):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize(("heads", "kv_heads", "norm"), [(6, 2, False), (4, 4, True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "norm", "splits"), [(6, 2, False, 1), (4, 4, True, 4)])
 def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, splits):
     dim, block = 16, 32
-    a, b = list(range(1, 21)), list(range(30, 42))  # 640 and 384 tokens
-    table, cached = block_table([a, b, a, [], b, a, b, a], [1, 40, 33, 100, 7, 650, 1, 64], block)
+    a, b = list(range(1, 11)), list(range(30, 38))  # 320 and 256 tokens
+    table, cached = block_table([a, b, a, [], b, a, b, a], [1, 40, 33, 100, 7, 450, 1, 64], block)
     ids, position = np.unique(table, return_inverse=True)  # numbered anew, to keep the cache small
     table = position.reshape(table.shape).astype(np.int32)
     slots = np.array([5, 1, 3, 2, 0, 6, 4, 7])
@@ -37,8 +37,7 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     by_slot[slots] = table
     members = 16 // (heads // kv_heads)
     groups = find_groups(by_slot, slots, cached, block, members)
-    assert [g.keys for g in groups] == [640, 384][: len(groups)]
-    assert len(groups) == 2
+    assert [g.keys for g in groups] == [320, 256]
     work = cut(groups, len(slots), Tiles(members, 12, 5))
     assert len(work.items) > 2
 
@@ -73,3 +72,44 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     torch.testing.assert_close(out[:rows], want.flatten(1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(cache, want_cache)
     assert not decode_rows.arrived.any()
+
+
+PARAMS = {
+    "plain": (6, 2, 16, torch.float32, {}),
+    "odd head size": (4, 4, 24, torch.float32, {}),
+    "half": (8, 2, 16, torch.float16, {}),
+    "softcap": (4, 2, 16, torch.float32, {"softcap": 3.0}),
+    "alibi": (4, 2, 16, torch.float32, {"alibi_slopes": torch.tensor([0.05, 0.02, 0.1, 0.07])}),
+    "float8": (4, 2, 16, torch.float32, {"k_scale": 0.5, "v_scale": 3.0}),
+}
+
+
+@pytest.mark.parametrize(("case", "longest"), [("plain", 300), *((case, 100) for case in PARAMS)])
+def test_attention_of_a_decode_batch_over_a_shared_prefix(case, longest):
+    heads, kv_heads, dim, dtype, options = PARAMS[case]
+    block, params = 32, AttentionParams(0.25, **options)
+    a, b = list(range(1, 11)), list(range(30, 38))  # 320 and 256 tokens
+    table, cached = block_table([a, b, a, [], b, a, b], [1, 40, 33, 50, 7, 150, 1], block)
+    ids, position = np.unique(table, return_inverse=True)
+    table = position.reshape(table.shape).astype(np.int32)
+    rows, members = len(table), 16 // (heads // kv_heads)
+    work = cut(find_groups(table, np.arange(rows), cached, block, members), rows, Tiles(members, 12, 5))
+    assert len(set(work.rows[:, 0].tolist())) == 3
+    shared = device_plan(work, kv_heads, 16, dim)
+    cache = torch.randn(2, len(ids), kv_heads, block, dim).to(torch.float8_e5m2 if case == "float8" else dtype)
+    q = torch.randn(rows, heads, dim).to(dtype)
+    starts, lens = np.arange(rows + 1, dtype=np.int32), cached + 1
+    nothing = torch.zeros(0)
+
+    def step_with(plan, longest):
+        group = GroupInputs(nothing, torch.from_numpy(table), plan)
+        return StepInputs(
+            nothing, nothing, torch.from_numpy(starts), torch.from_numpy(lens), nothing, (group,), 1, longest, starts,
+            lens,
+        )  # fmt: skip
+
+    step = step_with(shared, longest)
+    got = kernels.attend(q, cache, params, step, step.groups[0])
+    step = step_with(None, 1400)
+    want = attend.reference(q.float(), cache.float(), params, step, step.groups[0])
+    assert (got.float() - want).norm() < 2e-3 * want.norm()

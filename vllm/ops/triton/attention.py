@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm.ops import attention as ops
 from vllm.ops.attention import GATHERED_ABOVE, AttentionParams, GatherPlan
+from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.prefill import attend_gathered, can_gather
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -101,18 +102,63 @@ def merge_parts(
     return m, z, acc
 
 
-@triton.jit(do_not_specialize=["requests", "num_blocks", "stride_table", "splits"])
+@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+def _shared_kernel(
+    q_ptr, cache, table_ptr, lens_ptr, slopes_ptr, members, items, part, lse, qk_scale, cap, num_blocks, stride_block,
+    stride_table, stride_q, stride_qh,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
+    BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv_heads, items): one item of a `SharedPlan`. Every request has one new token."""
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * 4
+    first = tl.load(item)
+    count = tl.load(item + 1)
+    if count == 0:
+        return
+    i = tl.arange(0, BM)
+    ok = i // GROUP < count
+    r = tl.load(members + first + i // GROUP, mask=ok, other=0)
+    head = kv_head * GROUP + i % GROUP
+    q_pos = tl.load(lens_ptr + r, mask=ok, other=1) - 1
+    d = tl.arange(0, DP)
+    in_d = d[None, :] < D
+    q_at = r.to(tl.int64) * stride_q + head * stride_qh
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & in_d, other=0.0)
+    slope = tl.zeros([BM], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=ok, other=0.0) * 1.4426950408889634
+    lo = tl.load(item + 2)
+    hi = tl.load(item + 3)
+    table = table_ptr + tl.load(members + first).to(tl.int64) * stride_table
+    m = tl.full([BM], -1.0e30, tl.float32)
+    z = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    m, z, acc = walk(
+        m, z, acc, q, q_pos, slope, cache, num_blocks.to(tl.int64) * stride_block, table, kv_head, lo, hi, lo, hi,
+        qk_scale, cap, stride_block, D, DP, BS, TILE, 0, SOFTCAP, ALIBI, False, STAGES, PRECISION,
+    )  # fmt: skip
+    at = (tl.program_id(1) * KV_HEADS + kv_head).to(tl.int64) * BM + i
+    tl.store(part + at[:, None] * D + d[None, :], acc / z[:, None], mask=ok[:, None] & in_d)
+    tl.store(lse + at, m + tl.log2(z), mask=ok)
+
+
+@triton.jit(do_not_specialize=["requests", "num_blocks", "stride_table", "splits", "tile_rows"])
 def _attend_kernel(
     q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
+    shared_rows, shared_part, shared_lse, tile_rows,
     requests, splits, qk_scale, cap, v_scale, num_blocks, stride_block, stride_table, stride_q, stride_qh, stride_o,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SMALL: tl.constexpr,
     MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens.
     Else: grid (tiles, kv_heads), those of MIN_QUERY to MAX_QUERY tokens.
+
+    SHARED: the first keys of some requests, all of one new token, have been taken care of (`SharedPlan`).
     """
     v_offset = num_blocks.to(tl.int64) * stride_block
     if SMALL:
@@ -163,6 +209,8 @@ def _attend_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(first_pos - WINDOW + 1, 0)
+    if SHARED:
+        first = tl.load(shared_rows + r * 4)
     lo = first // TILE * TILE
     hi = last
     if SPLIT:
@@ -186,6 +234,11 @@ def _attend_kernel(
         D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION,
     )  # fmt: skip
 
+    if SHARED:  # noqa: SIM102 (a condition for the compiler)
+        if split == 0:
+            m, z, acc = merge_parts(
+                m, z, acc, shared_part, shared_lse, shared_rows + r * 4, tile_rows, kv_head, row, KV_HEADS, GROUP, D, DP
+            )
     keep = ok[:, None] & (d[None, :] < D)
     if SPLIT:
         part = ((r * BQ + token) * (KV_HEADS * GROUP) + head) * splits + split
@@ -306,9 +359,9 @@ def _launch_long(
     slopes = params.alibi_slopes if params.alibi_slopes is not None else out
     _attend_kernel[(tiles, const["KV_HEADS"])](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, out, out,
-        *_arguments(q, kv_cache, params, step, group),
+        step.seq_lens, out, out, 0, *_arguments(q, kv_cache, params, step, group),
         BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLIT=False, SMALL=False, MIN_QUERY=short + 1,
-        MAX_QUERY=longest,
+        MAX_QUERY=longest, SHARED=False,
         STAGES=2, num_warps=4, **const,
     )  # fmt: skip
 
@@ -319,6 +372,7 @@ def _launch_short(
     const = _common(q, kv_cache, params)
     heads, head_dim, requests = q.shape[1], q.shape[2], step.seq_lens.shape[0]
     rows = max(16, triton.next_power_of_2(const["GROUP"]))
+    shared = group.plan if isinstance(group.plan, SharedPlan) and params.window is None else None
     splits = choose_splits(requests * const["KV_HEADS"], step.max_seq_len, params.window)
     if splits > 1:
         part = torch.empty((requests * short, heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -327,10 +381,15 @@ def _launch_short(
         part = lse = out
     slopes = params.alibi_slopes if params.alibi_slopes is not None else out
     wide = const["DP"] > 128 or q.dtype == torch.float32 or rows > 32
+    before: tuple[Tensor, Tensor, Tensor, int] = (step.seq_lens, out, out, 0)
+    if shared is not None:
+        _launch_shared(q, kv_cache, params, step, group, slopes, shared)
+        before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     _attend_kernel[(const["KV_HEADS"], splits, requests)](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, part, lse,
-        *_arguments(q, kv_cache, params, step, group, splits),
+        *before, *_arguments(q, kv_cache, params, step, group, splits),
         BM=rows, BQ=short, TILE=32, SPLIT=splits > 1, SMALL=True, MIN_QUERY=1, MAX_QUERY=short,
+        SHARED=shared is not None,
         STAGES=2, num_warps=4 if wide else 1, **const,
     )  # fmt: skip
     if splits > 1:
@@ -338,6 +397,25 @@ def _launch_short(
             part, lse, step.query_starts, out, splits, params.v_scale, heads * head_dim,
             HEADS=heads, D=head_dim, DP=const["DP"], BQ=short, MERGE=8, num_warps=1,
         )  # fmt: skip
+
+
+def _launch_shared(
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs, slopes: Tensor,
+    shared: SharedPlan,
+) -> None:  # fmt: skip
+    """What every request's result has from keys that it shares, as parts for the small tile to merge."""
+    const = _common(q, kv_cache, params)
+    del const["WINDOW"]
+    _, _, scale, cap, _, num_blocks, stride_block, stride_table, stride_q, stride_qh, _ = _arguments(
+        q, kv_cache, params, step, group
+    )
+    tile_rows = shared.part.shape[2]
+    wide = const["DP"] > 128 or q.dtype == torch.float32
+    _shared_kernel[(const["KV_HEADS"], shared.items.shape[0])](
+        q, kv_cache, group.block_table, step.seq_lens, slopes, shared.members, shared.items, shared.part, shared.lse,
+        scale, cap, num_blocks, stride_block, stride_table, stride_q, stride_qh,
+        BM=tile_rows, TILE=32 if wide else 64, STAGES=2, num_warps=8 if tile_rows == 128 else 4, **const,
+    )  # fmt: skip
 
 
 def choose_splits(programs: int, max_seq_len: int, window: int | None) -> int:
