@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm.ops import activation as ops
 
-_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _BLOCK = 1024
 
 
@@ -52,19 +52,19 @@ def _gated_kernel(x_ptr, out_ptr, stride, DIM: tl.constexpr, KIND: tl.constexpr,
 
 def activate(x: Tensor, kind: str) -> Tensor:
     """`vllm.ops.activation.activate` for CUDA."""
-    if kind not in _KINDS:
+    if kind not in KINDS:
         return ops.activate.reference(x, kind)
     x = x.contiguous()
     out = x.new_empty(x.shape)
     if x.numel():
         grid = (triton.cdiv(x.numel(), _BLOCK),)
-        _activate_kernel[grid](x, out, x.numel(), KIND=_KINDS[kind], BLOCK=_BLOCK, num_warps=4)
+        _activate_kernel[grid](x, out, x.numel(), KIND=KINDS[kind], BLOCK=_BLOCK, num_warps=4)
     return out
 
 
 def activate_gated(x: Tensor, kind: str) -> Tensor:
     """`vllm.ops.activation.activate_gated` for CUDA."""
-    if kind not in _KINDS:
+    if kind not in KINDS:
         return ops.activate_gated.reference(x, kind)
     dim = x.shape[-1] // 2
     x = x.contiguous()
@@ -72,7 +72,7 @@ def activate_gated(x: Tensor, kind: str) -> Tensor:
     rows = x.numel() // (2 * dim)
     if rows:
         grid = (rows, triton.cdiv(dim, _BLOCK))
-        _gated_kernel[grid](x, out, 2 * dim, DIM=dim, KIND=_KINDS[kind], BLOCK=_BLOCK, num_warps=4)
+        _gated_kernel[grid](x, out, 2 * dim, DIM=dim, KIND=KINDS[kind], BLOCK=_BLOCK, num_warps=4)
     return out
 
 

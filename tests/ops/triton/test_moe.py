@@ -1,0 +1,84 @@
+"""Mixture-of-experts kernels against the torch references."""
+
+import pytest
+import torch
+
+from vllm.ops import moe as ops
+from vllm.ops.triton import moe as kernels
+
+
+def error(got, want):
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (7, 3), (60, 4), (1, 1)])
+def test_routing_matches_the_reference(experts, top_k, renormalize):
+    logits = torch.randn(9, experts)
+    got, want = (f(logits, top_k, renormalize) for f in (kernels.route, ops.route.reference))
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[0], want[0])
+
+
+def test_of_equal_experts_the_lowest_are_taken():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0] * 5])
+    assert kernels.route(logits, 2, True)[1].tolist() == [[1, 2], [0, 1]]
+
+
+def test_damaged_logits_choose_experts_that_exist():
+    experts = kernels.route(torch.full((2, 5), float("nan")), 3, True)[1]
+    assert ((experts >= 0) & (experts < 5)).all()
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 3), (5, 2, 8), (700, 3, 5)])
+def test_pairs_are_sorted_by_expert_and_then_by_token(tokens, top_k, experts):
+    chosen = torch.randint(0, experts, (tokens, top_k))
+    chosen[chosen == 1] = 0  # an expert that nobody chose
+    s = kernels.sort_pairs(chosen, experts, 16)
+    flat = chosen.flatten()
+    assert s.counts.tolist() == flat.bincount(minlength=experts).tolist()
+    assert s.order.tolist() == flat.argsort(stable=True).tolist()
+    assert s.home[s.order.long()].tolist() == list(range(len(flat)))
+    used = int(s.tiles[-1])
+    covered = []
+    for expert, first, end in s.tiles[:-1].view(3, -1)[:, :used].T.tolist():
+        rows = range(first, min(first + 16, end))
+        assert {int(flat[s.order[r]]) for r in rows} == {expert}
+        covered += rows
+    assert covered == list(range(len(flat)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies bfloat16 wrongly
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inter", "experts", "top_k"), [(1, 64, 48, 4, 2), (37, 33, 21, 5, 3), (90, 64, 32, 2, 1)]
+)
+def test_experts_match_the_reference(tokens, hidden, inter, experts, top_k, dtype):
+    x, gate_up, down = (
+        torch.randn(*shape).to(dtype) / 4
+        for shape in ((tokens, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter))
+    )
+    weights, chosen = ops.route.reference(torch.randn(tokens, experts), top_k, True)
+    for act in ("silu", "gelu"):
+        got = kernels.expert_mlp(x, weights, chosen, gate_up, down, act)
+        want = ops.expert_mlp.reference(x.float(), weights, chosen, gate_up.float(), down.float(), act)
+        assert got.dtype == dtype
+        assert error(got, want) < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+def test_a_token_is_computed_alike_in_any_company():
+    x, gate_up, down = torch.randn(40, 32), torch.randn(4, 48, 32), torch.randn(4, 32, 24)
+    weights, chosen = ops.route.reference(torch.randn(40, 4), 2, True)
+    together = kernels.expert_mlp(x, weights, chosen, gate_up, down, "silu")
+    for t in (0, 17, 39):
+        one = slice(t, t + 1)
+        assert torch.equal(kernels.expert_mlp(x[one], weights[one], chosen[one], gate_up, down, "silu"), together[one])
+
+
+def test_no_tokens_and_all_tokens_of_one_expert():
+    gate_up, down = torch.randn(3, 16, 8), torch.randn(3, 8, 8)
+    none = kernels.expert_mlp(torch.empty(0, 8), torch.empty(0, 2), torch.empty(0, 2).long(), gate_up, down, "silu")
+    assert none.shape == (0, 8)
+    assert kernels.route(torch.empty(0, 3), 2, True)[1].shape == (0, 2)
+    x, weights, chosen = torch.randn(20, 8), torch.rand(20, 1), torch.full((20, 1), 2)
+    got, want = (f(x, weights, chosen, gate_up, down, "relu") for f in (kernels.expert_mlp, ops.expert_mlp.reference))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,258 @@
+"""Triton kernels of the mixture of experts: routing, sorting by expert, grouped products, the weighted sum.
+
+The (token, choice) pairs are sorted by expert on the device. Each expert's rows are cut into tiles of at most BM rows;
+the number of tiles is known to the device only, so that the grid is made for the most there can be and programs without
+a tile end at once. Nothing is read back, and no sum depends on the order in which programs run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm.ops import moe as ops
+from vllm.ops.triton.activation import KINDS, apply_activation
+
+_SORT_BLOCK = 1024
+_SUM_BLOCK = 1024
+_GROUP = 16  # tiles of rows that go through the weights together, so that both stay in the cache
+
+
+@triton.jit
+def _route_kernel(
+    logits, weights, experts, stride, E: tl.constexpr, EP: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr
+):
+    """Grid (tokens,): softmax over all experts, then the largest one after another, of equal ones the lowest."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    x = tl.load(logits + token * stride + e, mask=e < E, other=-float("inf")).to(tl.float32)
+    p = tl.exp(x - tl.max(x, 0))
+    p = tl.where(e < E, p / tl.sum(p, 0), -1.0)
+    left, chosen = p, 0.0
+    for _ in tl.static_range(TOP_K):
+        chosen += tl.max(left, 0)
+        left = tl.where(e == tl.argmax(left, 0), -1.0, left)
+    for j in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(p, 0), E - 1)  # NaN may be found anywhere
+        weight = tl.max(p, 0)
+        if RENORMALIZE:
+            weight = weight / chosen
+        tl.store(weights + token * TOP_K + j, weight)
+        tl.store(experts + token * TOP_K + j, best.to(tl.int64))
+        p = tl.where(e == best, -1.0, p)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(experts, counts, pairs, BLOCK: tl.constexpr):
+    """Grid (experts,): how many pairs chose this one."""
+    e = tl.program_id(0)
+    total = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, pairs, BLOCK):
+        p = first + tl.arange(0, BLOCK)
+        total += (tl.load(experts + p, mask=p < pairs, other=-1) == e).to(tl.int32)
+    tl.store(counts + e, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["pairs", "most"])
+def _place_kernel(
+    experts, counts, order, home, tiles, pairs, most, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (experts,): give this expert's pairs their rows, in the order of tokens, and describe its tiles.
+
+    order: pair of each row; home: row of each pair; tiles: [3, most] expert, first row and end, then their number.
+    """
+    e = tl.program_id(0)
+    j = tl.arange(0, EP)
+    before = tl.load(counts + j, mask=j < e, other=0)
+    mine = tl.load(counts + e)
+    start = tl.sum(before, 0)
+    tile = tl.sum((before + BM - 1) // BM, 0)
+    row = start
+    for first in range(0, pairs, BLOCK):
+        p = first + tl.arange(0, BLOCK)
+        hit = tl.load(experts + p, mask=p < pairs, other=-1) == e
+        one = hit.to(tl.int32)
+        at = row + tl.cumsum(one, 0) - 1
+        tl.store(order + at, p, mask=hit)
+        tl.store(home + p, at, mask=hit)
+        row += tl.sum(one, 0)
+    own = (mine + BM - 1) // BM
+    for i in range(0, own):
+        tl.store(tiles + tile + i, e)
+        tl.store(tiles + most + tile + i, start + i * BM)
+        tl.store(tiles + 2 * most + tile + i, start + mine)
+    if e == E - 1:
+        tl.store(tiles + 3 * most, tile + own)
+
+
+@triton.jit(do_not_specialize=["most", "group"])
+def _grouped_kernel(
+    x, w, out, order, tiles, most, group, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows times one tile of its expert's weight [N (2 x N if GATED), K].
+
+    GATED: row r of the product is that of token order[r] // TOP_K, and what is stored is act(gate) * up, each rounded
+    to the model's dtype first. Otherwise x is in sorted order already.
+    """
+    TILES_N: tl.constexpr = (N + BN - 1) // BN
+    band = tl.program_id(0) // (group * TILES_N)
+    inside = tl.program_id(0) % (group * TILES_N)
+    tile = band * group + inside % group
+    if tile >= tl.load(tiles + 3 * most):
+        return
+    expert = tl.load(tiles + tile).to(tl.int64)
+    row = tl.load(tiles + most + tile) + tl.arange(0, BM)
+    in_m = row < tl.load(tiles + 2 * most + tile)
+    n = (inside // group) * BN + tl.arange(0, BN)
+    in_n = n < N
+    source = row
+    if GATED:
+        source = tl.load(order + row, mask=in_m, other=0) // TOP_K
+    x_rows = x + source[:, None].to(tl.int64) * K
+    w_rows = w + expert * (K * N * (2 if GATED else 1)) + n[None, :].to(tl.int64) * K
+    acc = tl.zeros([BM, BN], tl.float32)
+    if GATED:
+        up = tl.zeros([BM, BN], tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        k = start + tl.arange(0, BK)
+        in_k = k < K
+        if K % BK == 0:
+            a = tl.load(x_rows + k[None, :], mask=in_m[:, None], other=0.0)
+            b = tl.load(w_rows + k[:, None], mask=in_n[None, :], other=0.0)
+        else:
+            a = tl.load(x_rows + k[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
+            b = tl.load(w_rows + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        if GATED:
+            c = tl.load(w_rows + N * K + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
+            up = tl.dot(a, c, up, input_precision="ieee")
+    dtype = out.dtype.element_ty
+    y = acc.to(dtype)
+    if GATED:
+        y = apply_activation(y.to(tl.float32), KIND).to(dtype) * up.to(dtype)
+    tl.store(out + row[:, None].to(tl.int64) * N + n[None, :], y, mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _sum_kernel(outputs, weights, home, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (tokens, blocks): a token's outputs times their weights, added up in the order of its choices, in fp32."""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(home + token * TOP_K + j).to(tl.int64)
+        y = tl.load(outputs + row * H + c, mask=c < H, other=0.0).to(tl.float32)
+        total += y * tl.load(weights + token * TOP_K + j)
+    tl.store(out + token * H + c, total.to(out.dtype.element_ty), mask=c < H)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """BM, BN, BK, warps and stages of the two products."""
+
+    rows: int
+    gated: tuple[int, int, int, int]
+    plain: tuple[int, int, int, int]
+
+
+_FEW = _Tiling(16, (64, 128, 4, 4), (64, 128, 4, 4))
+_SOME = _Tiling(64, (64, 64, 4, 4), (128, 64, 4, 4))
+_MANY = _Tiling(128, (128, 64, 8, 3), (128, 64, 8, 4))
+_EXACT = _Tiling(16, (32, 32, 4, 2), (32, 32, 4, 2))  # fp32, on the ordinary cores
+
+
+def _choose_tiling(pairs: int, experts: int, dtype: torch.dtype) -> _Tiling:
+    if dtype == torch.float32:
+        return _EXACT
+    each = pairs / experts
+    return _FEW if each <= 16 else _SOME if each <= 64 else _MANY
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The pairs sorted by expert, on the device.
+
+    counts: [experts], pairs of each.   order: [pairs], the pair of each row.   home: [pairs], the row of each pair.
+    tiles: [3 * most + 1], as `_place_kernel` describes them.   most: tiles there can be.
+    """
+
+    counts: Tensor
+    order: Tensor
+    home: Tensor
+    tiles: Tensor
+    most: int
+
+
+def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> Sorted:
+    """Sort the (token, choice) pairs by expert, stably. experts: [tokens, top_k] int64."""
+    pairs = experts.numel()
+    experts = experts.contiguous()
+    most = pairs // tile_rows + min(num_experts, pairs)  # every expert may have one tile that is not full
+    counts, order, home, tiles = (
+        torch.empty(n, dtype=torch.int32, device=experts.device) for n in (num_experts, pairs, pairs, 3 * most + 1)
+    )
+    block = min(_SORT_BLOCK, max(16, triton.next_power_of_2(pairs)))
+    _count_kernel[(num_experts,)](experts, counts, pairs, BLOCK=block, num_warps=4)
+    _place_kernel[(num_experts,)](
+        experts, counts, order, home, tiles, pairs, most, E=num_experts, EP=triton.next_power_of_2(num_experts),
+        BM=tile_rows, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return Sorted(counts, order, home, tiles, most)
+
+
+def _grouped(
+    x: Tensor, w: Tensor, s: Sorted, out: Tensor, rows: int, cut: tuple[int, int, int, int], top_k: int, kind: int
+) -> None:
+    """One grouped product; kind: of the activation between gate and up, below 0 for a plain product."""
+    bn, bk, warps, stages = cut
+    group = min(_GROUP, triton.next_power_of_2(s.most))
+    grid = (triton.cdiv(s.most, group) * group * triton.cdiv(out.shape[1], bn),)
+    _grouped_kernel[grid](
+        x, w, out, s.order, s.tiles, s.most, group, N=out.shape[1], K=w.shape[2], TOP_K=top_k, BM=rows, BN=bn,
+        BK=min(bk, max(16, triton.next_power_of_2(w.shape[2]))), STAGES=stages, GATED=kind >= 0, KIND=max(kind, 0),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """`vllm.ops.moe.route` for CUDA; of equal experts it takes the lowest."""
+    tokens, num_experts = router_logits.shape
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=router_logits.device)
+    experts = torch.empty(tokens, top_k, dtype=torch.int64, device=router_logits.device)
+    if tokens:
+        _route_kernel[(tokens,)](
+            router_logits, weights, experts, router_logits.stride(0), E=num_experts,
+            EP=triton.next_power_of_2(num_experts), TOP_K=top_k, RENORMALIZE=renormalize, num_warps=1,
+        )  # fmt: skip
+    return weights, experts
+
+
+def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
+    """`vllm.ops.moe.expert_mlp` for CUDA."""
+    if act not in KINDS or not gate_up.is_contiguous() or not down.is_contiguous():
+        return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act)
+    tokens, top_k = experts.shape
+    if not tokens:
+        return torch.empty_like(x)
+    hidden, inter = down.shape[1:]
+    cut = _choose_tiling(tokens * top_k, len(gate_up), x.dtype)
+    s = sort_pairs(experts, len(gate_up), cut.rows)
+    h, outputs = x.new_empty(tokens * top_k, inter), x.new_empty(tokens * top_k, hidden)
+    _grouped(x.contiguous(), gate_up, s, h, cut.rows, cut.gated, top_k, KINDS[act])
+    _grouped(h, down, s, outputs, cut.rows, cut.plain, top_k, -1)
+    out = x.new_empty(tokens, hidden)
+    _sum_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
+        outputs, weights.contiguous(), s.home, out, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
+    )
+    return out
+
+
+def register(device_type: str) -> None:
+    ops.route.register(device_type, route)
+    ops.expert_mlp.register(device_type, expert_mlp)
