@@ -27,6 +27,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_llm_engine import AsyncLLMEngine
 from vllm.engine.core_client import CoreProcess
+from vllm.entrypoints.openai.api_server import run_event_loop
 from vllm.sampling_params import RequestOutputKind
 
 TOKENS = 100
@@ -100,27 +101,32 @@ async def measure_http(counts: list[int], step_ms: float) -> list[dict[str, Any]
     server = uvicorn.Server(uvicorn_config(build_app(args, engine), args))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     rows: list[dict[str, Any]] = []
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.frontend", "--client", str(port),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert client.stdin is not None and client.stdout is not None
     for streams in counts:
         runs = []
         for _ in range(REPEATS + 1):
-            used, wall = time.process_time(), time.perf_counter()
-            client = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "benchmarks.frontend", "--client", str(port), str(streams), stdout=subprocess.PIPE
-            )
-            out, _ = await client.communicate()
-            used, wall = time.process_time() - used, time.perf_counter() - wall
-            events = json.loads(out)
+            await asyncio.sleep(0.2)
+            used = time.process_time()
+            client.stdin.write(b"%d\n" % streams)
+            events = json.loads(await client.stdout.readline())
+            used = time.process_time() - used
             runs.append(figures(streams, streams * TOKENS, events["events"], used, events["seconds"]))
         rows.append({"what": "http", "step_ms": step_ms, **min(runs[1:], key=lambda run: run["us_per_token"])})
         print(rows[-1], flush=True)
+    client.stdin.close()
+    await client.wait()
     server.should_exit = True
     await serving
     await engine.shutdown(5)
     return rows
 
 
-async def client(port: int, streams: int) -> None:
-    """Read `streams` streams at once with as little work as can be; print how many events came."""
+async def read_streams(port: int, streams: int) -> dict[str, float]:
+    """Read `streams` streams at once with as little work as can be; how many events came, in how many seconds."""
     body = json.dumps(
         {"model": "demo", "prompt": [7, 8, 9], "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
     ).encode()
@@ -138,22 +144,28 @@ async def client(port: int, streams: int) -> None:
 
     start = time.perf_counter()
     events = await asyncio.gather(*(one() for _ in range(streams)))
-    print(json.dumps({"events": sum(events), "seconds": time.perf_counter() - start}))
+    return {"events": sum(events), "seconds": time.perf_counter() - start}
+
+
+def client(port: int) -> None:
+    """Each line of standard input is a number of streams to read; the answer is a line of JSON."""
+    for line in sys.stdin:
+        print(json.dumps(run_event_loop(read_streams(port, int(line)))), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--client", type=int, nargs=2, metavar=("PORT", "STREAMS"), help=argparse.SUPPRESS)
+    parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
-        asyncio.run(client(*args.client))
+        client(args.client)
         return
     rows: list[dict[str, Any]] = []
     for step_ms in (20.0, 0.0):
-        rows += asyncio.run(measure_engine(args.streams, step_ms))
-        rows += asyncio.run(measure_http(args.streams, step_ms))
+        rows += run_event_loop(measure_engine(args.streams, step_ms))
+        rows += run_event_loop(measure_http(args.streams, step_ms))
     if args.json:
         machine = {"cpus": os.cpu_count(), "python": sys.version.split()[0]}
         args.json.write_text(
