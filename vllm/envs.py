@@ -302,13 +302,7 @@ _TABLE = (
     EnvVar("S3_ENDPOINT_URL", _text, None, "S3 endpoint of the tensorizer loader.", _NO_TENSORIZER),
     EnvVar("VLLM_ALLOW_LONG_MAX_MODEL_LEN", _flag, False, "Allow max_model_len above the model's own limit."),
     EnvVar("VLLM_MAX_N_SEQUENCES", _positive, 16384, "Largest `n` and `best_of` of one request."),
-    EnvVar(
-        "VLLM_PLUGINS",
-        _comma_separated,
-        None,
-        "Plugins to load, separated by commas; unset: all, empty: none.",
-        "plugins are not loaded yet; register models with ModelRegistry",
-    ),
+    EnvVar("VLLM_PLUGINS", _comma_separated, None, "Plugins to load, separated by commas; unset: all, empty: none."),
     EnvVar("VLLM_IMAGE_FETCH_TIMEOUT", _positive, 5, "Seconds to wait for an image of a request.", _NO_MEDIA),
     EnvVar("VLLM_AUDIO_FETCH_TIMEOUT", _positive, 5, "Seconds to wait for an audio file of a request.", _NO_MEDIA),
     # --- Server ---

@@ -13,6 +13,7 @@ from vllm.config.fields import Setting, build, settings_of
 from vllm.config.kinds import Flag
 from vllm.config.observability import RequestLogSettings
 from vllm.config.settings import CONFIG_CLASSES, all_settings, check_settings, near_names
+from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse import BooleanWithValue, FlexibleArgumentParser
 
@@ -91,6 +92,7 @@ class EngineArgs(_Fields):
         """
         from vllm.config.resolve import resolve
 
+        load_general_plugins()  # they may register the model that is meant
         return resolve(self._settings(), usage_context or UsageContext.ENGINE_CONTEXT)
 
     def create_model_config(self) -> ModelConfig:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.plugins import load_general_plugins
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -64,7 +66,8 @@ class Registry:
         }
 
     def restore(self, models: dict[str, str]) -> None:
-        """Register what another process `registered`."""
+        """Register what another process `registered`, after what this process' plugins register."""
+        load_general_plugins()
         for arch, model_cls in models.items():
             self.register_model(arch, model_cls)
 
