@@ -19,6 +19,8 @@ class FreeCore:
     A step begins `step_seconds` after the one before, as if a model had computed that long; 0 is as fast as can be.
     """
 
+    step_allowance = 0.0
+
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
         self._next = 0.0

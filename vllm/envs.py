@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     LOCAL_RANK: int
     CUDA_VISIBLE_DEVICES: str | None
     VLLM_ENGINE_ITERATION_TIMEOUT_S: int
+    VLLM_HEALTH_TIMEOUT_S: int
     VLLM_API_KEY: str | None
     S3_ACCESS_KEY_ID: str | None
     S3_SECRET_ACCESS_KEY: str | None
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     VLLM_MAX_N_SEQUENCES: int
     VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool
     VLLM_SERVER_DEV_MODE: bool
+    VLLM_STRICT: bool
+    VLLM_FAULTS: str
     VLLM_USE_V1: bool
 
 
@@ -245,6 +248,7 @@ _TABLE = (
         "there is no ring buffer between processes",
     ),
     EnvVar("VLLM_ENGINE_ITERATION_TIMEOUT_S", _positive, 60, "Seconds without progress after which a step has failed."),
+    EnvVar("VLLM_HEALTH_TIMEOUT_S", _positive, 10, "Seconds without progress after which /health answers 503."),
     EnvVar(
         "VLLM_RPC_GET_DATA_TIMEOUT_MS",
         _positive,
@@ -310,6 +314,9 @@ _TABLE = (
     EnvVar("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _flag, False, "Keep the API server alive after the engine has failed."),
     EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters.", _NO_LORA),
     EnvVar("VLLM_SERVER_DEV_MODE", _flag, False, "Routes for development (sleep, wake_up, server_info, ...)."),
+    # --- Tests of survival ---
+    EnvVar("VLLM_STRICT", _flag, False, "An idle engine core that holds anything ends with a report."),
+    EnvVar("VLLM_FAULTS", _text, "", "Faults on purpose, as `point@where:seconds,...`; see `vllm/faults.py`."),
     # --- Logging and statistics ---
     EnvVar("VLLM_CONFIGURE_LOGGING", _flag, True, "0: leave the configuration of logging to the application."),
     EnvVar("VLLM_LOGGING_CONFIG_PATH", _path, None, "JSON file for logging.config.dictConfig."),

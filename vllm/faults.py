@@ -11,12 +11,12 @@ VLLM_FAULTS is a comma-separated list of `point@where` or `point@where:seconds`:
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from vllm import envs
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -41,7 +41,7 @@ class Faults:
     def from_env(cls) -> Faults:
         """Read VLLM_FAULTS. Raises ValueError for an entry that names no fault point."""
         faults = cls()
-        text = os.environ.get("VLLM_FAULTS", "")
+        text = envs.VLLM_FAULTS
         for entry in filter(None, (part.strip() for part in text.split(","))):
             point, _, where = entry.partition("@")
             where, _, seconds = where.partition(":")

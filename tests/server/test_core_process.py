@@ -109,6 +109,72 @@ async def test_stuck_step_is_noticed_and_given_up(model_folder, monkeypatch, sep
             await engine.check_health()
 
 
+@pytest.mark.parametrize("separate", [True, False])
+async def test_health_fails_long_before_a_step_is_given_up(model_folder, monkeypatch, separate):
+    """T13: the two limits are two; a step that ends after all makes the engine healthy again, and loses nothing."""
+    monkeypatch.setenv("VLLM_HEALTH_TIMEOUT_S", "1")
+    monkeypatch.setenv("VLLM_FAULTS", "forward.sleep@5:3")
+    async with running(model_folder, separate=separate) as engine:
+        request = asyncio.ensure_future(final(engine, "Hello", greedy(), "slow"))
+        seen = []
+        while not request.done():
+            try:
+                await engine.check_health()
+                seen.append(True)
+            except EngineDeadError as error:
+                assert "not finished a step" in str(error)
+                seen.append(False)
+            await asyncio.sleep(0.02)
+        assert seen[0]
+        assert False in seen
+        assert len((await request).outputs[0].token_ids) == 24
+        await settle(lambda: engine._core._busy_seconds == 0.0 if separate else engine._core._busy_since is None)
+        await engine.check_health()
+
+
+def test_a_large_step_may_take_longer(monkeypatch):
+    """On a CPU a prompt of thousands of tokens takes longer than a stuck step is waited for."""
+    from tests.engine.test_core import new_core, request
+    from vllm.engine.core_process import Heart
+
+    core, _ = new_core()
+    core.add_requests([request("a", length=50)])
+    core.step()
+    assert core.step_allowance == 0.5
+    core.step()
+    assert core.step_allowance == 0.01
+    now = 100.0
+    monkeypatch.setattr("vllm.engine.core_process.time.monotonic", lambda: now)
+    heart = Heart()
+    assert heart.busy_seconds(0.0) == 0.0
+    heart.beat(True)
+    now = 107.0
+    assert heart.busy_seconds(0.0) == 7.0
+    assert heart.busy_seconds(5.0) == 2.0
+    assert heart.busy_seconds(20.0) == 0.0
+    heart.beat(False)
+    assert heart.busy_seconds(0.0) == 0.0
+
+
+@pytest.mark.parametrize("sent", [wire.frame(wire.Fatal("x")), b"\xff\xff\xff\xff"])
+def test_a_core_that_cannot_hear_ends(sent, monkeypatch):
+    """Its reader has failed: it would serve nothing more, and its pulse would say that all is well."""
+    from vllm.engine import core_process
+
+    class EndedError(BaseException):
+        pass
+
+    def end():
+        raise EndedError
+
+    monkeypatch.setattr(core_process, "_end_all_processes", end)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(sent)
+        with pytest.raises(EndedError):
+            core_process.CoreServer(theirs, core=None)._read_forever(wire.FrameReader())
+
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path

@@ -152,6 +152,26 @@ def test_start_and_stop_once(model_folder):
     starts_and_stops(model_folder, 1)
 
 
+def test_a_stuck_step_is_unhealthy_and_then_ends_the_server(model_folder):
+    """T13 from outside: /health turns to 503 while the process stands, which ends with a status other than 0."""
+    times = {"VLLM_HEALTH_TIMEOUT_S": "1", "VLLM_ENGINE_ITERATION_TIMEOUT_S": "3", "VLLM_FAULTS": "forward.sleep@20:60"}
+    with Server(model_folder, env=times) as server, ThreadPoolExecutor(2) as pool:
+        assert server.process is not None
+        pids = tree(server.process.pid)
+        body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
+        plain = pool.submit(server.post, "/v1/completions", body)
+        streamed = pool.submit(server.post, "/v1/completions", {**body, "stream": True})
+        start = time.monotonic()
+        while server.get("/health").status == 200:
+            assert time.monotonic() - start < 60
+            time.sleep(0.05)
+        assert not plain.done()
+        assert plain.result(20).status == 503
+        assert "engine is not running" in sse_events(streamed.result(20).text)[-1]["error"]["message"]
+        assert server.process.wait(20) == 1
+        assert not alive(pids)
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm_lets_streams_finish_and_a_second_one_does_not(model_folder, signals):
     """T14: SIGTERM amid 16 streams: all end whole and the status is 0; after a second signal each gets an error."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
@@ -26,6 +26,8 @@ logger = init_logger(__name__)
 
 # Nothing can be planned and nothing is in flight, for example because a policy lets prompts gather: look again then.
 IDLE_SECONDS = 0.001
+# What a token of a prompt may take on a slow CPU: by so much longer may a large step take before it counts as stuck.
+CPU_SECONDS_PER_TOKEN = 0.01
 
 
 class EngineCore:
@@ -43,7 +45,7 @@ class EngineCore:
         loaded = time.perf_counter()
         self._executor = executor
         self._faults = Faults.from_env()
-        self._strict = os.environ.get("VLLM_STRICT", "0") not in ("", "0")
+        self._strict = envs.VLLM_STRICT
         self.num_blocks = executor.num_blocks
         self.scheduler = Scheduler(
             scheduler_limits(config.scheduler_config),
@@ -52,6 +54,8 @@ class EngineCore:
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
             policies=admission_policies(config.scheduler_config),
         )
+        self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0
+        self.step_allowance = 0.0  # seconds that the size of the newest step explains
         self._submitted = 0  # steps handed to the executor whose results were not collected
         self._left_over: deque[CoreOutput] = deque()  # ends of requests that an interrupted step could not return
         self._death: str | None = None
@@ -111,6 +115,7 @@ class EngineCore:
             plan = scheduler.schedule()
             if plan is None:
                 break
+            self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
             if self._faults:
                 self._faults.before_forward()
             executor.submit(plan)

@@ -64,16 +64,22 @@ class AsyncCoreClient(Protocol):
 class CoreProcess:
     """Starts and watches the core process. Death of either side is end of file for the other.
 
-    `check_health` reports a core unhealthy that sends no pulse; `stall` says when to give it up: it has been busy for
-    longer than `stall_seconds` without finishing a step, or has sent no pulse for as long. `module` is what the process
-    runs.
+    `check_health` reports a core unhealthy that sends no pulse, or has been busy for `health_seconds` without finishing
+    a step; `stall` says when to give it up: either has lasted for `stall_seconds`. `module` is what the process runs.
     """
 
     PULSE_GRACE_SECONDS = 1.5
 
-    def __init__(self, config: dict[str, Any], stall_seconds: float, module: str = "vllm.engine.core_process") -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        stall_seconds: float,
+        module: str = "vllm.engine.core_process",
+        health_seconds: float | None = None,
+    ) -> None:
         self._config = config
         self._stall_seconds = stall_seconds
+        self._health_seconds = stall_seconds if health_seconds is None else min(health_seconds, stall_seconds)
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -182,19 +188,22 @@ class CoreProcess:
             raise EngineDeadError(
                 f"The engine core process ended with status {self._process and self._process.returncode}."
             )
-        problem = self._problem(self.PULSE_GRACE_SECONDS)
+        problem = self._problem(self.PULSE_GRACE_SECONDS, self._health_seconds)
         if problem is not None:
             raise EngineDeadError(problem)
 
     def stall(self) -> str | None:
         """Why the core should be given up, or None."""
-        return None if self._death is not None else self._problem(max(self.PULSE_GRACE_SECONDS, self._stall_seconds))
+        if self._death is not None:
+            return None
+        return self._problem(max(self.PULSE_GRACE_SECONDS, self._stall_seconds), self._stall_seconds)
 
-    def _problem(self, patience: float) -> str | None:
+    def _problem(self, silent_seconds: float, busy_seconds: float) -> str | None:
+        """What is wrong if the core may be silent, and busy with one step, for this long."""
         silence = time.monotonic() - self._last_pulse
-        if silence > patience:
+        if silence > silent_seconds:
             return f"The engine core has given no sign of life for {silence:.1f} s."
-        if self._busy_seconds > self._stall_seconds:
+        if self._busy_seconds > busy_seconds:
             return f"The engine core has not finished a step for {self._busy_seconds:.1f} s."
         return None
 
@@ -303,9 +312,11 @@ class CoreProcess:
 class CoreThread:
     """The core in a thread of this process (`--disable-frontend-multiprocessing`)."""
 
-    def __init__(self, make_core: Callable[[], EngineCore], stall_seconds: float) -> None:
+    def __init__(self, make_core: Callable[[], EngineCore], stall_seconds: float, health_seconds: float) -> None:
         self._make_core = make_core
         self._stall_seconds = stall_seconds
+        self._health_seconds = min(health_seconds, stall_seconds)
+        self._core: EngineCore | None = None
         self._inbox: list[Callable[[EngineCore], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
@@ -368,14 +379,17 @@ class CoreThread:
         """Raise EngineDeadError unless the thread lives and makes progress."""
         if self._death is not None or self._thread is None or not self._thread.is_alive():
             raise EngineDeadError(self._death or "The engine core is not running.")
-        problem = self.stall()
+        problem = self._problem(self._health_seconds)
         if problem is not None:
             raise EngineDeadError(problem)
 
     def stall(self) -> str | None:
         """Why the core should be given up, or None."""
-        since = self._busy_since
-        if since is None or time.monotonic() - since <= self._stall_seconds:
+        return self._problem(self._stall_seconds)
+
+    def _problem(self, patience: float) -> str | None:
+        since, core = self._busy_since, self._core
+        if since is None or core is None or time.monotonic() - since - core.step_allowance <= patience:
             return None
         return f"The engine core has not finished a step for {time.monotonic() - since:.1f} s."
 
@@ -409,7 +423,7 @@ class CoreThread:
 
     def _run(self) -> None:
         try:
-            core = self._make_core()
+            core = self._core = self._make_core()
             self.info = core.describe()
         except BaseException as error:
             self._failure = error
@@ -423,6 +437,7 @@ class CoreThread:
             self._death = f"{type(error).__name__}: {error}"
             self._post(self._on_death, self._death)
         finally:
+            self._core = None
             core.shutdown()
 
     def _serve(self, core: EngineCore) -> None:
@@ -448,13 +463,13 @@ class CoreThread:
 
 def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
     """A core that is not started yet, as a process or as a thread."""
-    stall = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S)
+    stall, health = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S), float(envs.VLLM_HEALTH_TIMEOUT_S)
     if multiprocessing:
-        return CoreProcess(config.to_dict(), stall)
+        return CoreProcess(config.to_dict(), stall, health_seconds=health)
 
     def make() -> Any:
         from vllm.engine.core import EngineCore
 
         return EngineCore(config)
 
-    return CoreThread(make, stall)
+    return CoreThread(make, stall, health)

@@ -43,7 +43,7 @@ CALLABLE = frozenset(
 
 
 class Heart:
-    """Says how long the core has been busy without finishing a step. Written by the loop, read by the pulse thread."""
+    """Says for how long the core has made no progress. Written by the loop, read by the pulse thread."""
 
     def __init__(self) -> None:
         self._busy_since: float | None = None
@@ -52,10 +52,10 @@ class Heart:
         """A step was finished, or the loop looked around; `busy` says whether there is more to do."""
         self._busy_since = time.monotonic() if busy else None
 
-    @property
-    def busy_seconds(self) -> float:
+    def busy_seconds(self, allowance: float) -> float:
+        """Seconds without a finished step beyond those that are allowed for it; 0 when idle."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else max(0.0, time.monotonic() - since - allowance)
 
 
 class CoreServer:
@@ -145,10 +145,18 @@ class CoreServer:
             return wire.CallResult(call.call_id, error=f"{type(error).__name__}: {error}")
 
     def _read_forever(self, reader: wire.FrameReader) -> None:
+        """Fill the inbox. A core that hears nothing any more must not stay and look healthy: it ends too."""
+        try:
+            self._read_until_end(reader)
+        except Exception:
+            logger.exception("Reading from the front end failed; the engine core ends")
+        _end_all_processes()
+
+    def _read_until_end(self, reader: wire.FrameReader) -> None:
         while True:
             bodies = wire.receive_frames(self._connection, reader)
             if bodies is None:  # the front end is gone, however it went
-                _end_all_processes()
+                return
             for body in bodies:
                 try:
                     self._inbox.put(wire.decode_to_core(body))
@@ -159,7 +167,7 @@ class CoreServer:
         while True:
             time.sleep(PULSE_SECONDS)
             try:
-                self.send(wire.Pulse(self._heart.busy_seconds))
+                self.send(wire.Pulse(self._heart.busy_seconds(self._core.step_allowance)))
             except OSError:
                 return
 

@@ -70,7 +70,8 @@ class CallResult(msgspec.Struct, tag="result", gc=False):
 class Pulse(msgspec.Struct, tag="pulse", gc=False):
     """Sent a few times a second by a thread of its own, so that a stuck step shows.
 
-    `busy_seconds` is how long the core has been busy without finishing a step (0 when idle).
+    `busy_seconds` is how long the core has been busy without finishing a step (0 when idle), less what the step's size
+    explains.
     """
 
     busy_seconds: float = 0.0
