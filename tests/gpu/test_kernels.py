@@ -9,6 +9,7 @@ import torch
 
 from tests.ops.triton.batches import make_batch
 from vllm.ops import activation, attention, norm, rotary
+from vllm.ops.shared_prefix import Group
 from vllm.worker.sample import draw
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -41,6 +42,12 @@ SHAPES = {
     (9, 3, 112, 128): [torch.bfloat16],
     (71, 1, 64, 16): [torch.bfloat16],
 }
+
+
+def gather_plan(queries, lens, groups=()):
+    """The plan of a batch that gathers."""
+    found = attention.plan_gathering(queries, lens, groups)
+    return found.on_device(torch.from_numpy(found.pieces).cuda(), torch.from_numpy(found.requests).cuda())
 
 
 def attention_error(mix, shape, features, dtype, cache_dtype=None):
@@ -82,8 +89,7 @@ def test_attention_over_a_float8_cache(cache_dtype):
 def test_long_queries_over_gathered_keys(heads, kv_heads, head_dim, cache_dtype):
     queries, lens = [700, 1, 300, 129, 17, 9], [700, 50, 900, 129, 40, 9]
     batch = make_batch(queries, lens, heads, kv_heads, head_dim, 16, torch.bfloat16, device="cuda")
-    starts = attention.gather_starts(np.array(queries), np.array(lens))
-    plan = attention.GatherPlan(torch.from_numpy(starts).cuda(), int(starts[-1]), 900)
+    plan = gather_plan(np.array(queries), np.array(lens))
     cache, scales = batch.cache, {}
     if cache_dtype != torch.bfloat16:
         cache, scales = cache.nan_to_num().to(cache_dtype), {"k_scale": 0.5, "v_scale": 2.0}
@@ -96,16 +102,29 @@ def test_long_queries_over_gathered_keys(heads, kv_heads, head_dim, cache_dtype)
     assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64)])
+def test_long_queries_over_common_keys(heads, kv_heads, head_dim):
+    own, cached = [40, 1, 300, 130, 128, 5], [1500, 60, 1024, 1090, 10, 17]
+    lens = [c + n for c, n in zip(cached, own, strict=True)]
+    batch = make_batch(own, lens, heads, kv_heads, head_dim, 16, torch.bfloat16, device="cuda")
+    for r in (2, 3):
+        batch.group.block_table[r, :64] = batch.group.block_table[0, :64]
+    plan = gather_plan(np.array(own), np.array(lens), [Group(np.array([0, 2, 3]), 1024)])
+    params = attention.AttentionParams(head_dim**-0.5)
+    got = attention.attend(batch.q, batch.cache, params, batch.step, replace(batch.group, plan=plan))
+    clean = batch.cache.float().nan_to_num()
+    assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
+
+
 @pytest.mark.parametrize("lengths", [[2048, 2048, 1], [1600], [4000, 2048, 5]])
 def test_long_fresh_prompts_through_dense_attention(lengths):
     heads, kv_heads, head_dim = 16, 8, 128
     counts = np.array(lengths)
     seen = np.where(counts < 16, 300, counts)
     batch = make_batch(lengths, seen.tolist(), heads, kv_heads, head_dim, 16, torch.bfloat16, device="cuda")
-    starts = attention.gather_starts(counts, seen)
     runs = attention.dense_runs(counts, seen)
     assert bool(runs) == (1600 not in lengths)
-    plan = attention.GatherPlan(torch.from_numpy(starts).cuda(), int(starts[-1]), max(lengths), runs)
+    plan = replace(gather_plan(counts, seen), runs=runs)
     params = attention.AttentionParams(head_dim**-0.5)
     fused = torch.randn(batch.q.shape[0], heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     fused[:, :heads] = batch.q

@@ -4,9 +4,10 @@ import numpy as np
 import torch
 
 from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import BlockAppend, SlotInit
+from vllm.core.plan import BlockAppend, SlotInit, StepPlan
 from vllm.sampling_params import SamplingParams
 from vllm.worker.device import CpuContext
+from vllm.worker.input_builder import InputBuilder
 from vllm.worker.prefix_sharing import Heads, PrefixSharing, tile_rows, tiles
 from vllm.worker.slot_table import SlotTable
 
@@ -74,3 +75,32 @@ def test_tiles_hold_whole_requests_and_fill_the_device():
             assert shape.members >= 4
             assert shape.wanted * heads.kv <= 264
             assert shape.items > shape.wanted
+
+
+class Ahead(CpuContext):
+    """The host's memory, taken for a device that runs behind."""
+
+    is_async = True
+
+
+def test_prompts_behind_a_cached_prefix_gather_it_once():
+    layout = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 8, 128, 2)
+    table = SlotTable(8, 4096, layout, Ahead())
+    computed, counts = [2048, 2048, 0, 2048, 700], [125, 3, 2061, 125, 1]
+    for slot, total in enumerate(map(sum, zip(computed, counts, strict=True))):
+        blocks = LONG if slot < 4 else [3000 + i for i in range(43)]
+        enter(table, slot, [*blocks, *(1000 + 10 * slot + i for i in range(-(-total // 16) - len(blocks)))])
+    enter(table, 5, [*LONG, *range(4000, 4008)])
+    slots, computed, counts = np.array([0, 1, 2, 3, 4, 5]), np.array([*computed, 2048]), np.array([*counts, 125])
+    plan = StepPlan(
+        0, (), (), (), (), *(x.astype(np.int32) for x in (slots, counts, computed)), np.ones(6, bool)
+    )  # fmt: skip
+    gathered = InputBuilder(table, Ahead(), np.zeros(8, bool)).build(plan).step.groups[0].plan
+    own = [125, 2061, 125, 125]
+    assert gathered.shared
+    assert gathered.rows == sum(own) + 2048
+    assert gathered.pieces.tolist() == [
+        [0, 2048, 125, 0], [2, 0, 2061, 125], [3, 2048, 125, 2186], [5, 2048, 125, 2311], [0, 0, 2048, 2436],
+    ]  # fmt: skip
+    assert gathered.requests[:, 1].tolist() == [2048, -1, 0, 2048, -1, 2048]
+    assert gathered.requests[3].tolist() == [2186 - 2048, 2048, 2436]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.registry import op
+from vllm.ops.shared_prefix import Group
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
@@ -42,34 +44,71 @@ class DenseRun(NamedTuple):
 class GatherPlan:
     """`GroupInputs.plan` of a batch whose long queries are worth copying their keys to consecutive rows.
 
-    starts: [requests + 1] int32, rows `starts[r] : starts[r + 1]` are request r's keys; none if it has few queries.
-    rows: their number in total.   longest: of one request.   runs: all of them as `dense_runs`, or empty.
+    pieces: [pieces, 4] int32, what is copied: request, its first key, number of keys, first row that receives them.
+    requests: [requests, 3] int32, where a request's keys then stand: those below `common` from row `common_row` on, key
+        k of the others at row `base + k`; as (base, common, common_row). common is below 0 if nothing is copied.
+    rows: their number in total.   longest: keys of a piece.   runs: all long queries as `dense_runs`, or empty.
+    shared: whether some requests have keys in common.
     """
 
-    starts: Tensor
+    pieces: Tensor
+    requests: Tensor
     rows: int
     longest: int
     runs: tuple[DenseRun, ...] = ()
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """Host side of a `GatherPlan`: its arrays and numbers."""
+
+    pieces: np.ndarray
+    requests: np.ndarray
+    rows: int
+    longest: int
+    shared: bool
+
+    def on_device(self, pieces: Tensor, requests: Tensor, runs: tuple[DenseRun, ...] = ()) -> GatherPlan:
+        """The plan, its arrays uploaded."""
+        return GatherPlan(pieces, requests, self.rows, self.longest, runs, self.shared)
 
 
 _DENSE_STEP = 1024  # lengths of dense attention: libraries prepare each anew, so there should be few
 _DENSE_WASTE = 1.07  # at most so much longer than the prompt
+_QUERY_TILE, _TILE_WASTE = 128, 1.25  # queries a program of the gathered form takes, and how few of them may be padding
 GATHERED_ABOVE = 16  # queries; requests with at most so many keep to the paged kernels
 
 
-def gather_starts(query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | None:
-    """Host side of a `GatherPlan`: its starts, or None if the batch does not gain.
+def plan_gathering(query_lens: np.ndarray, seq_lens: np.ndarray, groups: Sequence[Group] = ()) -> Gathering | None:
+    """What to gather for a batch, or None if it does not gain. groups: requests with cached keys in common.
 
-    A batch with much more cached than new does not.
+    A batch with much more cached than new does not gain, unless most of what is cached is common.
     """
-    long = query_lens > GATHERED_ABOVE
-    lens = np.where(long, seq_lens, 0)
-    total = int(lens.sum())
-    if total == 0 or int(query_lens.max()) < 256 or total > 4 * int(query_lens.sum()):
+    long: np.ndarray = query_lens > GATHERED_ABOVE
+    common: np.ndarray = np.where(long, 0, -1).astype(np.int32)
+    for group in groups:
+        common[group.rows] = np.where(long[group.rows], group.keys, -1)
+    own = np.where(long, seq_lens - common, 0)
+    own_rows = int(own.sum())
+    rows = own_rows + sum(group.keys for group in groups)
+    if own_rows == 0 or rows > 4 * int(query_lens.sum()):
         return None
-    starts: np.ndarray = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(lens, out=starts[1:])
-    return starts
+    padded = (-(-query_lens[long] // _QUERY_TILE) * _QUERY_TILE).sum()
+    if int(query_lens.max()) < 256 and not (groups and padded <= _TILE_WASTE * query_lens[long].sum()):
+        return None
+    index = np.flatnonzero(long)
+    first_rows = np.cumsum(own[index]) - own[index]
+    requests: np.ndarray = np.stack([np.zeros_like(common), common, np.zeros_like(common)], 1)
+    requests[index, 0] = first_rows - common[index]
+    pieces = [np.stack([index, common[index], own[index], first_rows], 1)]
+    row = own_rows
+    for group in groups:
+        requests[group.rows, 2] = row
+        pieces.append(np.array([[group.rows[0], 0, group.keys, row]]))
+        row += group.keys
+    table = np.concatenate(pieces).astype(np.int32)
+    return Gathering(table, requests, rows, int(table[:, 2].max()), bool(groups))
 
 
 def dense_runs(query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[DenseRun, ...]:

@@ -18,7 +18,7 @@ from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Decoder
-from vllm.ops.attention import GatherPlan, gather_starts
+from vllm.ops.attention import plan_gathering
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
 from vllm.ops.triton.draw import draw
@@ -103,6 +103,7 @@ class DryRun:
         """Decode steps of more rows, and of few long sequences among prompts."""
         model, layout, caches = self._model()
         model(mixed_step(np.array([1, 40], np.int32), layout, longest=_TABLE_WIDTH), caches)
+        model(mixed_step(np.array([1024], np.int32), layout, shared=True), caches)
         self._decode(model, layout, caches, self._graphs[1:])
 
     def sampling(self) -> None:
@@ -151,8 +152,8 @@ def shared_plan(heads: Heads, rows: int) -> SharedPlan:
     return plan_views(heads, rows, rows, static_plans(heads, rows, META))
 
 
-def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None) -> StepInputs:
-    """Inputs of fresh requests with so many tokens each, without memory."""
+def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None, shared: bool = False) -> StepInputs:
+    """Inputs of fresh requests with so many tokens each, without memory. shared: long ones have keys in common."""
     starts: np.ndarray = np.zeros(len(queries) + 1, np.int32)
     np.cumsum(queries, out=starts[1:])
     tokens, longest = int(starts[-1]), int(queries.max()) if longest is None else longest
@@ -160,10 +161,10 @@ def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
-    gathered = gather_starts(queries, queries)
-    plan = None
+    gathered, plan = plan_gathering(queries, queries), None
     if gathered is not None:
-        plan = GatherPlan(empty(len(queries) + 1, dtype=torch.int32), int(gathered[-1]), int(np.diff(gathered).max()))
+        pieces, requests = (empty(*x.shape, dtype=torch.int32) for x in (gathered.pieces, gathered.requests))
+        plan = replace(gathered, shared=shared).on_device(pieces, requests)
     table = empty(len(queries), -(-longest // layout.block_size), dtype=torch.int32)
     group = GroupInputs(empty(tokens), table, plan)
     return StepInputs(

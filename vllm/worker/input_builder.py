@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm.core.plan import StepPlan
-from vllm.ops.attention import GatherPlan, dense_runs, gather_starts
+from vllm.ops.attention import GATHERED_ABOVE, Gathering, dense_runs, plan_gathering
+from vllm.ops.shared_prefix import Group, find_groups
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
 from vllm.worker.step_inputs import GroupInputs, StepInputs
@@ -73,16 +74,15 @@ class InputBuilder:
         if self._wants_prompt[slots].any():
             prompt_rows, logits_rows = self._prompt_rows(plan, starts, logits_rows)
         index = table.token_index(token_slots, positions)
-        gathered = gather_starts(plan.num_tokens, lens) if self._context.is_async else None
+        gathered = self._gathering(plan, lens) if self._context.is_async else None
         arrays = [index, positions, starts, lens, logits_rows, slots.astype(np.int64), *mappings]
         device_index, device_positions, device_starts, device_lens, device_rows, device_slots, *rest = (
-            self._context.upload(arrays if gathered is None else [*arrays, gathered])
+            self._context.upload(arrays if gathered is None else [*arrays, gathered.pieces, gathered.requests])
         )
         attention_plan = None
         if gathered is not None:
-            attention_plan = GatherPlan(
-                rest[-1], int(gathered[-1]), int(np.diff(gathered).max()), dense_runs(plan.num_tokens, lens)
-            )
+            runs = () if gathered.shared else dense_runs(plan.num_tokens, lens)
+            attention_plan = gathered.on_device(rest[-2], rest[-1], runs)
         device_mappings = rest[: len(mappings)]
         max_blocks = -(-max_len // table.block_size)
         step = StepInputs(
@@ -101,6 +101,18 @@ class InputBuilder:
             host_seq_lens=lens,
         )
         return Batch(step, slots, sample_rows, slots[sample_rows], lens[sample_rows], prompt_rows)
+
+    def _gathering(self, plan: StepPlan, lens: np.ndarray) -> Gathering | None:
+        """What the step's long queries gather; with one KV group also which of them share cached keys."""
+        long: np.ndarray = np.flatnonzero(plan.num_tokens > GATHERED_ABOVE)
+        if not len(long):
+            return None
+        groups: list[Group] = []
+        if len(self._table.host_tables) == 1:
+            table, slots, cached = self._table.host_tables[0], plan.slots[long], plan.num_computed[long]
+            found = find_groups(table, slots, cached, self._table.block_size, members=len(long))
+            groups = [Group(long[group.rows], group.keys) for group in found]
+        return plan_gathering(plan.num_tokens, lens, groups)
 
     def _prompt_rows(
         self, plan: StepPlan, starts: np.ndarray, logits_rows: np.ndarray

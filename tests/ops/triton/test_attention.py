@@ -8,7 +8,14 @@ import torch
 
 from tests.ops.triton.batches import make_batch
 from vllm.ops import attention as ops
+from vllm.ops.shared_prefix import Group
 from vllm.ops.triton import attention as kernels
+
+
+def gather_plan(queries, lens, groups=()):
+    """The plan of a batch that gathers."""
+    found = ops.plan_gathering(np.array(queries), np.array(lens), groups)
+    return found.on_device(torch.from_numpy(found.pieces), torch.from_numpy(found.requests))
 
 
 def check(batch, params, tolerance=2e-3):
@@ -118,21 +125,43 @@ def test_long_queries_read_gathered_keys(cache_dtype):
     batch = make_batch(
         [260, 1, 30, 12], [260, 40, 100, 12], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16
     )
-    lens = batch.step.host_seq_lens
-    starts = ops.gather_starts(np.array([260, 1, 30, 12]), lens)
-    assert starts.tolist() == [0, 260, 260, 360, 360]
-    plan = ops.GatherPlan(torch.from_numpy(starts), 360, 260)
-    batch.group = replace(batch.group, plan=plan)
+    batch.group = replace(batch.group, plan=gather_plan([260, 1, 30, 12], [260, 40, 100, 12]))
     batch.cache = batch.cache.nan_to_num().to(cache_dtype)
     scales = {} if cache_dtype == torch.float16 else {"k_scale": 0.5, "v_scale": 2.0}
     check(batch, ops.AttentionParams(scale=0.125, **scales))
 
 
+@pytest.mark.parametrize("own", [[40, 1, 300, 130, 20, 5], [130, 128, 100, 120, 1, 256]])
+def test_common_keys_are_gathered_once(own):
+    """Chunks behind cached tokens of their own, behind a common prefix, or both; and a decode among them."""
+    common, members = 256, [0, 2, 3]
+    cached = [300, 60, 256, 290, 10, 17]
+    lens = [c + n for c, n in zip(cached, own, strict=True)]
+    batch = make_batch(own, lens, heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16)
+    table = batch.group.block_table
+    for r in members[1:]:
+        table[r, : common // 16] = table[0, : common // 16]
+    group = Group(np.array(members), common)
+    batch.group = replace(batch.group, plan=gather_plan(own, lens, [group]))
+    assert batch.group.plan.rows == sum(n for n, q in zip(lens, own, strict=True) if q > 16) - 2 * common
+    check(batch, ops.AttentionParams(scale=0.125))
+
+
 def test_gathering_needs_many_queries_and_few_cached_keys():
-    assert ops.gather_starts(np.array([1, 1]), np.array([500, 9000])) is None
-    assert ops.gather_starts(np.array([128, 16]), np.array([128, 16])) is None
-    assert ops.gather_starts(np.array([256]), np.array([5000])) is None
-    assert ops.gather_starts(np.array([256, 9]), np.array([1000, 9])).tolist() == [0, 1000, 1000]
+    def gathers(queries, lens, groups=()):
+        return ops.plan_gathering(np.array(queries), np.array(lens), groups) is not None
+
+    assert not gathers([1, 1], [500, 9000])
+    assert not gathers([128, 16], [128, 16])
+    assert not gathers([256], [5000])
+    assert gathers([256, 9], [1000, 9])
+    everybody = [Group(np.arange(64), 4096)]
+    assert gathers([128] * 64, [4224] * 64, everybody), "common keys count once"
+    assert not gathers([128] * 64, [4224] * 64)
+    assert not gathers([40] * 64, [4136] * 64, everybody), "tiles would hold more padding than queries"
+    plan = ops.plan_gathering(np.array([256, 9, 20]), np.array([1000, 9, 21]))
+    assert plan.pieces.tolist() == [[0, 0, 1000, 0], [2, 0, 21, 1000]]
+    assert plan.requests.tolist() == [[0, 0, 0], [0, -1, 0], [1000, 0, 0]]
 
 
 def test_runs_of_equal_fresh_prompts_are_dense():

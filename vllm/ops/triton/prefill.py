@@ -29,22 +29,25 @@ _DENSE_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 @triton.jit(do_not_specialize=["num_blocks", "stride_table"])
 def _gather_kernel(
-    cache, table_ptr, starts_ptr, k_out, v_out, num_blocks, stride_block, stride_table, k_scale, v_scale,
+    cache, table_ptr, pieces, k_out, v_out, num_blocks, stride_block, stride_table, k_scale, v_scale,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads, requests): rows starts[r] .. starts[r + 1] of k_out and v_out [rows, KV_HEADS, D]."""
-    r = tl.program_id(2)
+    """Grid (tiles, kv_heads, pieces): the pieces of a `GatherPlan` into rows of k_out and v_out [rows, KV_HEADS, D]."""
+    piece = pieces + tl.program_id(2) * 4
     head = tl.program_id(1)
-    start = tl.load(starts_ptr + r)
-    length = tl.load(starts_ptr + r + 1) - start
-    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    r = tl.load(piece)
+    first = tl.load(piece + 1)
+    length = tl.load(piece + 2)
+    start = tl.load(piece + 3)
     if tl.program_id(0) * KEYS >= length:
         return
-    live = key < length
+    i = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    live = i < length
+    key = first + i
     block = tl.load(table_ptr + r.to(tl.int64) * stride_table + key // BS, mask=live, other=0).to(tl.int64)
     d = tl.arange(0, D)
     at = (block * stride_block + head * (BS * D) + (key % BS) * D)[:, None] + d[None, :]
-    to = ((start + key).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
+    to = ((start + i).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
     k = tl.load(cache + at, mask=live[:, None], other=0.0)
     v = tl.load(cache + num_blocks.to(tl.int64) * stride_block + at, mask=live[:, None], other=0.0)
     if SCALED:
@@ -56,11 +59,14 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=["requests"])
 def _prefill_kernel(
-    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, kv_starts_ptr, requests, qk_scale, stride_o,
+    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, places, requests, qk_scale, stride_o,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, heads), heavy tiles first. Requests without gathered keys are left alone."""
+    """Grid (tiles, heads), heavy tiles first. Requests without gathered keys are left alone.
+
+    places: `GatherPlan.requests`. SHARED: some have keys in common, always whole tiles of them.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     left = 0
@@ -75,11 +81,11 @@ def _prefill_kernel(
     start = tl.load(starts_ptr + r)
     query_len = tl.load(starts_ptr + r + 1) - start
     first = (tile - start // BM - r) * BM
-    kv_start = tl.load(kv_starts_ptr + r)
-    if first >= query_len:
+    kv_start = tl.load(places + r * 3)
+    common = tl.load(places + r * 3 + 1)
+    if (first >= query_len) | (common < 0):
         return
-    if tl.load(kv_starts_ptr + r + 1) == kv_start:
-        return
+    common_row = tl.load(places + r * 3 + 2)
     prefix = tl.load(lens_ptr + r) - query_len
     kv_head = head // (HEADS // KV_HEADS)
     q = q_desc.load([start + first, head * D])
@@ -91,14 +97,17 @@ def _prefill_kernel(
     bare = (prefix + first + 1) // TILE * TILE  # keys below this are seen by every row
     last = prefix + tl.minimum(first + BM, query_len)
     for key in tl.range(0, bare, TILE, num_stages=STAGES):
-        k = k_desc.load([kv_start + key, kv_head * D])
+        at = kv_start + key
+        if SHARED:
+            at = tl.where(key < common, common_row + key, at)
+        k = k_desc.load([at, kv_head * D])
         s = tl.dot(q, k.T)
         m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
         p = tl.exp2(s * qk_scale - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         z = z * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = v_desc.load([kv_start + key, kv_head * D])
+        v = v_desc.load([at, kv_head * D])
         acc = tl.dot(p.to(v.dtype), v, acc)
         m = m_new
     for key in tl.range(bare, last, TILE, num_stages=STAGES):
@@ -148,8 +157,8 @@ def attend_gathered(
     k, v = (torch.empty(plan.rows + _TAIL, kv_heads * head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
     k[plan.rows :].zero_()
     v[plan.rows :].zero_()
-    _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, requests)](
-        kv_cache, group.block_table, plan.starts, k, v, num_blocks, kv_cache.stride(1), group.block_table.stride(0),
+    _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, plan.pieces.shape[0])](
+        kv_cache, group.block_table, plan.pieces, k, v, num_blocks, kv_cache.stride(1), group.block_table.stride(0),
         params.k_scale, params.v_scale, KV_HEADS=kv_heads, D=head_dim, BS=block_size, KEYS=_GATHER,
         SCALED=kv_cache.dtype != q.dtype, num_warps=4,
     )  # fmt: skip
@@ -162,8 +171,9 @@ def attend_gathered(
         TensorDescriptor(fused, list(fused.shape), list(fused.stride()), [rows, head_dim]),
         TensorDescriptor(k, list(k.shape), list(k.stride()), [tile, head_dim]),
         TensorDescriptor(v, list(v.shape), list(v.stride()), [tile, head_dim]),
-        out, step.query_starts, step.seq_lens, plan.starts, requests, params.scale * _LOG2E, heads * head_dim,
-        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, BM=rows, TILE=tile, STAGES=stages, num_warps=warps,
+        out, step.query_starts, step.seq_lens, plan.requests, requests, params.scale * _LOG2E, heads * head_dim,
+        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, BM=rows, TILE=tile, STAGES=stages, SHARED=plan.shared,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
