@@ -27,8 +27,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_llm_engine import AsyncLLMEngine
 from vllm.engine.core_client import CoreProcess
-from vllm.entrypoints.openai.api_server import run_event_loop
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.event_loop import run_event_loop
 
 TOKENS = 100
 REPEATS = 3

@@ -15,7 +15,6 @@ The peer's environment is made below `--work` by `benchmarks.cpu.compare` if it 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
@@ -37,6 +36,7 @@ from vllm.benchmarks.datasets import random_samples
 from vllm.benchmarks.http_stream import Target
 from vllm.benchmarks.serve import Load, run, summarize
 from vllm.engine.tokenizer import load_tokenizer
+from vllm.utils.event_loop import run_event_loop
 
 START_SECONDS = 400.0
 MODEL = "tiny"
@@ -144,7 +144,7 @@ def trial(server: Server, streams: int, args: argparse.Namespace, tokenizer: Any
         Target.from_url(server.url), "/v1/completions", MODEL, {}, float("inf"), 1.0, streams, True, {}, seed
     )  # fmt: skip
     before, client = server.cpu_seconds(), time.process_time()
-    records, seconds = asyncio.run(run(load, samples))
+    records, seconds = run_event_loop(run(load, samples))
     after, client = server.cpu_seconds(), time.process_time() - client
     if failed := [r.error for r in records if not r.ok]:
         raise SystemExit(f"{len(failed)} requests to {server.name} failed: {failed[0]}")

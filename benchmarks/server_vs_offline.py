@@ -12,7 +12,6 @@ time per output token of each process says where the time goes, also on a machin
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import os
@@ -37,6 +36,7 @@ from vllm.benchmarks.datasets import Sample, random_samples
 from vllm.benchmarks.http_stream import Target
 from vllm.benchmarks.serve import Load, run, summarize
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.event_loop import run_event_loop
 
 START_SECONDS = 120.0
 
@@ -111,7 +111,7 @@ def online(url: str, samples: list[Sample], clients: int) -> dict[str, Any]:
     """The client's figures with `clients` streams in progress."""
     urllib.request.urlopen(urllib.request.Request(f"{url}/reset_prefix_cache", method="POST"), timeout=30).close()
     load = Load(Target.from_url(url), "/v1/completions", "demo", {}, float("inf"), 1.0, clients, True, {}, 0)
-    records, seconds = asyncio.run(run(load, samples))
+    records, seconds = run_event_loop(run(load, samples))
     failed = [r.error for r in records if not r.ok]
     if failed:
         raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")

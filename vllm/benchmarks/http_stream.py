@@ -49,15 +49,18 @@ async def post_events(target: Target, path: str, body: bytes, headers: dict[str,
         if status != 200:
             text = (await reader.read(4096)).decode(errors="replace")
             raise HTTPFailure(f"status {status}: {text[:300]}")
-        buffer = bytearray()
-        async for data in _chunks(reader) if chunked else _plain(reader):
-            buffer += data
-            while (end := buffer.find(b"\n\n")) >= 0:
-                event = bytes(buffer[:end])
-                del buffer[: end + 2]
+        chunks = ChunkedBody() if chunked else None
+        rest = b""
+        while data := await reader.read(1 << 16):
+            *events, rest = (rest + (data if chunks is None else chunks.feed(data))).split(b"\n\n")
+            for event in events:
                 for line in event.split(b"\n"):
                     if line.startswith(b"data: "):
                         yield line[6:]
+            if chunks is not None and chunks.complete:
+                return
+        if chunks is not None:
+            raise HTTPFailure("connection broke: the answer ended early")
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         raise HTTPFailure(f"connection broke: {error}") from error
     finally:
@@ -76,18 +79,27 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
     return status, chunked
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while True:
-        head = await reader.readline()
-        try:
-            size = int(head.split(b";")[0], 16)
-        except ValueError:
-            raise HTTPFailure("connection broke: the answer ended early") from None
-        if size == 0:
-            return
-        yield (await reader.readexactly(size + 2))[:-2]
+class ChunkedBody:
+    """Takes off the framing of a body in chunks. `complete` once the last one was seen; trailers are not looked at."""
 
+    def __init__(self) -> None:
+        self._buffer = b""
+        self.complete = False
 
-async def _plain(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while data := await reader.read(1 << 16):
-        yield data
+    def feed(self, data: bytes) -> bytes:
+        """The chunks that `data` completes. Raises HTTPFailure for what is no chunk."""
+        buffer = self._buffer + data
+        parts = []
+        at = 0
+        while not self.complete and (start := buffer.find(b"\r\n", at) + 2) >= 2:
+            try:
+                end = start + int(buffer[at : start - 2].split(b";")[0], 16)
+            except ValueError:
+                raise HTTPFailure("connection broke: the answer is not made of chunks") from None
+            self.complete = end == start
+            if len(buffer) < end + 2:
+                break
+            parts.append(buffer[start:end])
+            at = end + 2
+        self._buffer = buffer[at:]
+        return b"".join(parts)

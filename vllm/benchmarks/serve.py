@@ -19,8 +19,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vllm.benchmarks.datasets import Sample, jsonl_samples, random_samples, sharegpt_samples
 from vllm.benchmarks.http_stream import HTTPFailure, Target, post_events
+from vllm.utils.event_loop import run_event_loop
 
 if TYPE_CHECKING:
     from vllm.engine.tokenizer import Tokenizer
@@ -113,7 +116,7 @@ async def send(load: Load, sample: Sample) -> Record:
             if payload == b"[DONE]":
                 done = True
                 break
-            event = json.loads(payload)
+            event = msgspec.json.decode(payload)
             if "error" in event:
                 error = event["error"]
                 raise HTTPFailure(str(error.get("message", error) if isinstance(error, dict) else error))
@@ -360,10 +363,10 @@ def _measure(args: argparse.Namespace, plan: Plan) -> int:
             target, endpoint, model, headers, rate, args.burstiness, args.max_concurrency, args.ignore_eos,
             args.extra_body, args.seed,
         )  # fmt: skip
-        warmups, _ = asyncio.run(run(load, samples[: args.num_warmups]))
+        warmups, _ = run_event_loop(run(load, samples[: args.num_warmups]))
         if warmups and not warmups[0].ok:
             raise ValueError(f"the first request failed: {warmups[0].error}")
-        records, seconds = asyncio.run(run(load, samples))
+        records, seconds = run_event_loop(run(load, samples))
         count_missing(records, tokenizer)
         result = summarize(records, seconds, plan.percentiles, plan.goodput)
         print(report(result, plan.metrics, plan.percentiles))

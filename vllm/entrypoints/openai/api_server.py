@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_se
 from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse import FlexibleArgumentParser
+from vllm.utils.event_loop import run_event_loop
 from vllm.version import __version__
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ def serve(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
         print(config.explain())
         return 0
     try:
-        return asyncio.run(run_server(args, build))
+        return run_event_loop(run_server(args, build))
     except (ValueError, TypeError, RuntimeError) as error:
         logger.error("%s", error)
         return 1
