@@ -2,6 +2,7 @@
 
     python -m benchmarks.h200.shared_prefix --out shared.json            # both, over batches and prefixes
     python -m benchmarks.h200.shared_prefix --out tune.json --tune       # tiles and programs of the shared part
+    python -m benchmarks.h200.shared_prefix --out chunks.json --chunks   # prompts behind a cached prefix
 
 Microseconds per layer, from CUDA graphs over as many layers' caches as exceed the L2.
 """
@@ -11,15 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from functools import partial
 
 import numpy as np
 import torch
 
 from benchmarks.h200.timing import graph_ms
 from vllm.ops import shared_prefix as sharing
+from vllm.ops.attention import AttentionParams, plan_gathering
 from vllm.ops.triton import decode_attention as kernels
-from vllm.ops.triton.attention import choose_splits
+from vllm.ops.triton.attention import attend, choose_splits
 from vllm.worker import prefix_sharing as worker
+from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 BLOCK, LAYERS, OWN = 16, 12, 160
 SHAPES = {"llama-3.1-8b": (32, 8, 128, False), "qwen3-0.6b": (16, 8, 128, True)}
@@ -113,13 +117,44 @@ def tune(result: dict) -> None:
         print(model, "rows/warps/keys/stages/programs -> us:", [(k, round(us, 1)) for k, us in [*best[:6], best[-1]]])
 
 
+def chunks(result: dict) -> None:
+    """64 chunks of 128 tokens behind 4096 cached ones: through the block table, and with common keys gathered once."""
+    query, prefix, rows = 128, 4096, 64
+    for model, (heads, kv_heads, dim, _) in SHAPES.items():
+        per, own = prefix // BLOCK, query // BLOCK
+        ids = torch.randperm(per + rows * own, device="cuda").to(torch.int32) + 1
+        table = torch.cat([ids[:per].expand(rows, per), ids[per:].view(rows, own)], 1).contiguous()
+        cache = torch.randn(2, len(ids) + 1, kv_heads, BLOCK, dim, device="cuda", dtype=torch.bfloat16)
+        q = torch.randn(rows * query, heads, dim, device="cuda", dtype=torch.bfloat16)
+        starts, lens = np.arange(rows + 1, dtype=np.int32) * query, np.full(rows, prefix + query, np.int32)
+        found = plan_gathering(np.diff(starts), lens, [sharing.Group(np.arange(rows), prefix)])
+        if found is None:
+            raise RuntimeError("The batch is not one that gathers.")
+        plan = found.on_device(torch.from_numpy(found.pieces).cuda(), torch.from_numpy(found.requests).cuda())
+        work = 4 * heads * dim * rows * query * (prefix + query / 2)
+        nothing = torch.zeros(0, device="cuda")
+        for name, chosen in (("paged", None), ("gathered", plan)):
+            group = GroupInputs(nothing, table, chosen)
+            step = StepInputs(
+                nothing, nothing, torch.from_numpy(starts).cuda(), torch.from_numpy(lens).cuda(), None, (group,),
+                query, prefix + query, starts, lens,
+            )  # fmt: skip
+            params = AttentionParams(dim**-0.5)
+            ms = graph_ms(partial(attend, q, cache, params, step, group))
+            result[f"{model}/{name}"] = {"us": ms * 1e3, "TFLOPs": work / ms / 1e9}
+            print(
+                f"{model:14} {rows} x {query} behind {prefix}, {name}: {ms * 1e3:.0f} us, {work / ms / 1e9:.0f} TFLOP/s"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--chunks", action="store_true")
     args = parser.parse_args()
     result: dict = {}
-    (tune if args.tune else compare)(result)
+    (tune if args.tune else chunks if args.chunks else compare)(result)
     with open(args.out, "w") as file:
         json.dump(result, file, indent=1)
 
