@@ -284,7 +284,7 @@ _TABLE = (
     EnvVar("VLLM_OPENVINO_KVCACHE_SPACE", _not_negative, 0, "OpenVINO KV cache in GiB.", _NO_OPENVINO),
     EnvVar("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", _text, None, "OpenVINO KV cache type.", _NO_OPENVINO),
     EnvVar("VLLM_OPENVINO_ENABLE_QUANTIZED_WEIGHTS", _flag, False, "OpenVINO weight compression.", _NO_OPENVINO),
-    EnvVar("VLLM_ATTENTION_BACKEND", _text, None, "TORCH_SDPA, FLASH_ATTN, XFORMERS, ROCM_FLASH or FLASHINFER."),
+    EnvVar("VLLM_ATTENTION_BACKEND", _text, None, "TRITON_ATTN, TORCH_SDPA, FLASH_ATTN or FLASHINFER."),
     EnvVar("VLLM_USE_TRITON_FLASH_ATTN", _flag, True, "Triton attention kernels on ROCm.", "there is no ROCm backend"),
     EnvVar("VLLM_USE_FLASHINFER_SAMPLER", _flag, False, "FlashInfer's sampler.", "the sampler has its own kernels"),
     EnvVar("VLLM_USE_TRITON_AWQ", _flag, False, "Triton kernels for AWQ.", "there are no quantized models yet"),

@@ -340,13 +340,35 @@ def test_graph_sizes_stay_below_the_number_of_sequences() -> None:
     assert all(b - a <= max(a, 8) for a, b in zip(sizes, sizes[1:], strict=False))
 
 
-def test_the_attention_backend_is_the_devices_own(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert make(CPU, attention_backend="TORCH_SDPA").model_config.attention_backend == "TORCH_SDPA"
-    assert make(GPU, attention_backend="TRITON_ATTN").model_config.attention_backend == "TRITON_ATTN"
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
-    with pytest.raises(ValueError, match="The attention backend XFORMERS is not supported by this version on 'cuda'"):
-        make(GPU)
+def test_attention_backends_by_name(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert make(CPU).model_config.attention_backend is None
+    assert make(CPU, attention_backend="TORCH_SDPA").model_config.attention_backend == "TORCH_SDPA"
+    for name in ("TRITON", "TRITON_ATTN"):
+        config = make(GPU, attention_backend=name)
+        assert config.model_config.attention_backend == "TRITON_ATTN"
+        assert config.compilation_config.cudagraph_capture_sizes
+    config = make(GPU, attention_backend="TORCH_SDPA")
+    assert config.compilation_config.cudagraph_capture_sizes == (), "the reference reads lengths on the host"
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_SDPA")
+    assert make(GPU).model_config.attention_backend == "TORCH_SDPA"
+    assert make(GPU, attention_backend="TRITON").model_config.attention_backend == "TRITON_ATTN"
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
+    for device in (CPU, GPU):
+        with pytest.raises(ValueError, match="The attention backend XFORMERS is not supported by this version on"):
+            make(device)
+
+
+@pytest.mark.parametrize(("name", "module"), [("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer")])
+def test_attention_libraries_are_used_where_they_are_installed(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        make(GPU, attention_backend=name)
+    (tmp_path / f"{module}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make(GPU, attention_backend=name).model_config.attention_backend == name
+    with pytest.raises(ValueError, match=f"{name} is not supported by this version on 'cpu', only TORCH_SDPA"):
+        make(CPU, attention_backend=name)
 
 
 @pytest.mark.parametrize("kwargs", [{"disable_async_output_proc": True}, {"async_scheduling": False}])

@@ -25,8 +25,9 @@ QUANTIZATIONS = (
 )  # fmt: skip
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 TOKENIZER_MODES = ("auto", "slow", "mistral", "custom")
-ATTENTION_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "XFORMERS", "ROCM_FLASH", "FLASHINFER")
-OWN_BACKEND = {"cpu": "TORCH_SDPA", "cuda": "TRITON_ATTN"}  # the names that stand for this package's own kernels
+ATTENTION_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "TRITON", "FLASH_ATTN", "FLASHINFER", "XFORMERS", "ROCM_FLASH")
+# On the CPU the native kernels have no name: leaving the backend unset chooses them.
+DEVICE_BACKENDS = {"cpu": ("TORCH_SDPA",), "cuda": ("TRITON_ATTN", "TORCH_SDPA", "FLASH_ATTN", "FLASHINFER")}
 _POOLING = ("embedding", "embed", "classify", "score", "reward")
 _POOLER = "Pooling models"
 
@@ -315,10 +316,13 @@ class ModelConfig:
         return diff_sampling_params({**base, **self.override_generation_config})
 
 
-def check_attention_backend(name: str | None, device: str) -> None:
-    """Raise ValueError if attention backend `name` is unknown, not installed, or not the one of `device`."""
+def attention_backend(name: str | None, device: str) -> str | None:
+    """The canonical name of attention backend `name`, None for the device's own kernels.
+
+    Raises ValueError if it is unknown, its package is not installed, or it does not run on `device`.
+    """
     if name is None:
-        return
+        return None
     if name not in ATTENTION_BACKENDS:
         raise ValueError(f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, got {name!r}.")
     if name == "FLASHINFER" and importlib.util.find_spec("flashinfer") is None:
@@ -326,10 +330,18 @@ def check_attention_backend(name: str | None, device: str) -> None:
             "VLLM_ATTENTION_BACKEND is set to FLASHINFER, but flashinfer module was not found. See "
             "https://github.com/vllm-project/vllm/blob/main/docker/Dockerfile for instructions on how to install it."
         )
-    if name != OWN_BACKEND[device]:
+    name = "TRITON_ATTN" if name == "TRITON" else name
+    choices = DEVICE_BACKENDS[device]
+    if name not in choices:
         raise UnsupportedSettingError(
-            f"The attention backend {name} is not supported by this version on {device!r}, only {OWN_BACKEND[device]}. "
-            "Leave attention_backend and VLLM_ATTENTION_BACKEND unset.",
+            f"The attention backend {name} is not supported by this version on {device!r}, only {', '.join(choices)}. "
+            "Leave attention_backend and VLLM_ATTENTION_BACKEND unset for the best one.",
             parameter="attention_backend",
             value=name,
         )
+    if name == "FLASH_ATTN" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(
+            "The attention backend FLASH_ATTN needs the package flash-attn, which is not installed. Install it "
+            "(pip install flash-attn), or leave attention_backend and VLLM_ATTENTION_BACKEND unset."
+        )
+    return name

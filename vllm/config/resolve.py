@@ -26,7 +26,7 @@ from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
 from vllm.config.max_model_len import resolve_max_model_len, without_sliding_window
-from vllm.config.model import ModelConfig, check_attention_backend
+from vllm.config.model import ModelConfig, attention_backend
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
@@ -191,7 +191,9 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         served_model_name=names[0],
         served_model_names=names,
         generation_config=generation_config,
-        attention_backend=_attention_backend(args, platform),
+        attention_backend=attention_backend(
+            args["attention_backend"] or envs.VLLM_ATTENTION_BACKEND, platform.device_type
+        ),
         path=path,
         tokenizer_path=tokenizer_path,
         hf=hf,
@@ -263,14 +265,6 @@ def _check_model_features(args: dict[str, Any], hf: HFConfig) -> None:
             parameter="quantization",
             value=wanted or stored,
         )
-
-
-def _attention_backend(args: dict[str, Any], platform: Platform) -> str | None:
-    given: str | None = args["attention_backend"]
-    if given is None and platform.is_cuda():
-        given = envs.VLLM_ATTENTION_BACKEND
-    check_attention_backend(given, platform.device_type)
-    return given
 
 
 # ---- cache, scheduler, graphs ------------------------------------------------------------------------------------
@@ -350,7 +344,8 @@ def _compilation(
     unused = compiler_keys(given)
     if unused:
         logger.info("compilation_config: nothing is compiled, so %s change nothing.", ", ".join(unused))
-    use_graphs = device == "cuda" and not model.enforce_eager and given.get("use_cudagraph", True)
+    own_attention = model.attention_backend in (None, "TRITON_ATTN")
+    use_graphs = device == "cuda" and not model.enforce_eager and given.get("use_cudagraph", True) and own_attention
     sizes: tuple[int, ...] = ()
     if use_graphs:
         exact = args["cudagraph_capture_sizes"] or given.get("cudagraph_capture_sizes")
@@ -361,9 +356,13 @@ def _compilation(
         sizes = graph_sizes(largest, exact, scheduler.max_num_seqs)
         why["cudagraph_capture_sizes"] = f"{len(sizes)} sizes up to {max(sizes, default=0)}: at most max_num_seqs"
     else:
-        reason = (
-            "enforce_eager" if model.enforce_eager else f"there are none on {device!r}" if device != "cuda" else "off"
-        )
+        reason = "off"
+        if device != "cuda":
+            reason = f"there are none on {device!r}"
+        elif model.enforce_eager:
+            reason = "enforce_eager"
+        elif not own_attention:
+            reason = f"{model.attention_backend} reads lengths on the host"
         why["cudagraph_capture_sizes"] = f"none: {reason}"
     return build(
         CompilationConfig,

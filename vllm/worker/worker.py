@@ -16,6 +16,7 @@ from vllm.core.kv_spec import KVLayout
 from vllm.core.plan import StepPlan
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.logger import init_logger
+from vllm.ops import attention_backends
 from vllm.worker import kv_memory
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import DeviceContext, create_context
@@ -43,12 +44,17 @@ class Worker:
         self.device = self._open_device()
         self.context: DeviceContext = create_context(self.device)
         ops.setup(self.device.type)
+        attention = attention_backends.use(config.model_config.attention_backend, self.device)
         self._compiling = self._compile_ahead()
         self.model = self._load()
-        if config.lora_config is None:
+        if config.lora_config is None and config.model_config.attention_backend != "TORCH_SDPA":
             ops.fuse(self.model, self.device.type)
         cache = config.cache_config
         self.layout: KVLayout = self.model.kv_layout(cache.block_size, cache.cache_dtype)
+        if attention is not None:
+            stored = kv_memory.cache_dtype(cache.cache_dtype, config.model_config.dtype)
+            dtype = kv_memory.cache_dtype("auto", config.model_config.dtype)
+            attention_backends.check(attention, self.model, self.layout.head_dim, dtype, stored)
         self.runner: ModelRunner | None = None
         self._graphs: DecodeGraphs | None = None
         self._profiler: WorkerProfiler | None = None
