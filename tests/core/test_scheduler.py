@@ -110,6 +110,15 @@ def test_second_request_with_the_same_prefix_computes_only_the_rest() -> None:
     sim.run()
     assert sim.output["b"] == expected_output([*prompt, 1, 2], 4)
     assert sim.scheduler.stats().prefix_cache_hits == 28
+    assert sim.scheduler.stats().prefix_cache_queries == 30 + 32
+
+
+def test_without_prefix_caching_nothing_is_looked_up() -> None:
+    sim = Simulation(full_layout(), 100, limits(), 1, enable_prefix_caching=False)
+    for name in "ab":
+        sim.add(name, list(range(30)), 4)
+        sim.run()
+    assert (sim.scheduler.stats().prefix_cache_queries, sim.scheduler.stats().prefix_cache_hits) == (0, 0)
 
 
 def test_a_salt_or_another_adapter_never_hits() -> None:

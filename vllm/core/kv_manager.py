@@ -48,12 +48,16 @@ class KVManager:
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
+    def looks_up(self, request: Request) -> bool:
+        """Whether cached blocks are looked for when this request starts."""
+        return self.enable_prefix_caching and request.reads_cache
+
     def attach_prefix(self, request: Request) -> int:
         """Give a request without blocks the longest cached prefix of its tokens; returns its length in tokens.
 
         At least one token is always left to compute, since its logits are wanted.
         """
-        if not self.enable_prefix_caching or not request.reads_cache:
+        if not self.looks_up(request):
             return 0
         size = self.block_size
         limit = (len(request.tokens) - 1) // size

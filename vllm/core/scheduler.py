@@ -332,14 +332,14 @@ class Scheduler:
                 self.kv.fork(parent, request, shared)
                 return True
         cached = self.kv.attach_prefix(request)
-        self._stats.prefix_cache_queries += len(request.tokens) if request.reads_cache else 0
         rest = len(request.tokens) - cached
         if not self.kv.can_admit(request, rest, self._chunk, reserve):
             self.kv.free([request])
             request.num_computed = 0
-            self._stats.prefix_cache_queries -= len(request.tokens) if request.reads_cache else 0
             return False
-        self._stats.prefix_cache_hits += cached
+        if self.kv.looks_up(request):
+            self._stats.prefix_cache_queries += len(request.tokens)
+            self._stats.prefix_cache_hits += cached
         return True
 
     def _enter_slot(self, draft: _Draft, request: Request) -> None:

@@ -74,7 +74,11 @@ class InputRegistry:
         return register
 
     def register_dummy_data(self, factory: DummyDataFactory) -> Callable[[ModelClass], ModelClass]:
-        """Class decorator: `factory` makes the model's inputs during memory profiling."""
+        """Class decorator: `factory` makes the largest input of a model that takes more than text.
+
+        It is asked through `dummy_data_for_profiling` only. The engine profiles text, which needs no factory: its
+        largest step has `max_num_batched_tokens` tokens, whatever they are.
+        """
 
         def register(model_class: ModelClass) -> ModelClass:
             self._dummy_data[model_class] = factory
