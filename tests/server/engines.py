@@ -37,7 +37,11 @@ def greedy(max_tokens: int = 24, **more: Any) -> SamplingParams:
 def make(folder: Path, *, separate: bool = True, **options: Any) -> AsyncLLMEngine:
     """An engine whose core is a process of its own, or a thread if `separate` is False."""
     args = AsyncEngineArgs(model=str(folder), **{**OPTIONS, **options})
-    return AsyncLLMEngine.from_vllm_config(args.create_engine_config(), disable_frontend_multiprocessing=not separate)
+    return AsyncLLMEngine.from_vllm_config(
+        args.create_engine_config(),
+        disable_log_requests=args.disable_log_requests,
+        disable_frontend_multiprocessing=not separate,
+    )
 
 
 @asynccontextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -132,20 +132,38 @@ def test_killing_a_process_of_the_server_ends_all_of_it(model_folder, who):
 
 
 def starts_and_stops(model_folder, count: int) -> None:
-    """T46: servers that are stopped by SIGTERM end with status 0 and leave no process, no name, no listener."""
+    """T46: servers that SIGTERM stops end with status 0 and leave no process, listener, shared memory or file."""
     before = leftovers()
-    for _ in range(count):
-        with Server(model_folder, "--max-model-len", "512") as server:
-            assert server.process is not None
-            server.canary()
-            pids = tree(server.process.pid)
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(10) == 0, server.log[-2000:]
-            assert not alive(pids)
-            port = server.port
-        assert port not in {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        assert leftovers() == before
-    gc.collect()
+    shared = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(count):
+            start_and_stop(model_folder, folder)
+            assert leftovers() == before
+            assert not {name for name in set(os.listdir("/dev/shm")) - shared if owner_is_gone(name)}
+            assert os.listdir(folder) == []
+
+
+def owner_is_gone(name: str) -> bool:
+    """Whether no process has this entry of /dev/shm open: other programs of the machine may use theirs meanwhile."""
+    path = os.path.join("/dev/shm", name)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(m.path == path for m in process.memory_maps()) or path in {f.path for f in process.open_files()}:
+                return False
+    return os.path.exists(path)
+
+
+def start_and_stop(model_folder, temporary: str) -> None:
+    """One server from start to SIGTERM, whose temporary files would be in `temporary`."""
+    with Server(model_folder, "--max-model-len", "512", env={"TMPDIR": temporary}) as server:
+        assert server.process is not None
+        server.canary()
+        pids = tree(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0, server.log[-2000:]
+        assert not alive(pids)
+        port = server.port
+    assert port not in {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
 def test_start_and_stop_once(model_folder):
