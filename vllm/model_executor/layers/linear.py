@@ -76,6 +76,11 @@ class LinearBase(nn.Module):
         else:
             self.bias = None
 
+    @property
+    def repacks_whole(self) -> bool:
+        """As the method says."""
+        return self.method.repacks_whole
+
     def process_after_load(self) -> None:
         """Let the method repack the filled weights."""
         self.method.process_after_load(self)

@@ -39,7 +39,13 @@ class LinearShape:
 
 
 class LinearMethod(ABC):
-    """One format of weights. A layer owns the parameters, the method creates and reads them."""
+    """One format of weights. A layer owns the parameters, the method creates and reads them.
+
+    repacks_whole: `process_after_load` copies a weight or leaves it in its place, and keeps no view of it; then the
+    loader may hand it weights that lie in a file.
+    """
+
+    repacks_whole = False
 
     @abstractmethod
     def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
@@ -71,6 +77,8 @@ def weight_spec(shape: LinearShape) -> ShardSpec:
 
 class UnquantizedLinearMethod(LinearMethod):
     """Weights as they are in the checkpoint: `weight` [out, in], repacked after loading if the device gains by it."""
+
+    repacks_whole = True
 
     def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         world, rank = (1, 0) if shape.split == "none" else (tp.world, tp.rank)

@@ -142,6 +142,10 @@ class ShardedParameter(nn.Parameter):
         data = torch.empty(self.shape, dtype=self.dtype, device=device)
         return ShardedParameter(data, self.full_shape, self.shard_spec, self.rank, self.world)
 
+    def over(self, data: Tensor) -> ShardedParameter:
+        """The same parameter with these values, which are not copied."""
+        return ShardedParameter(data, self.full_shape, self.shard_spec, self.rank, self.world)
+
     @staticmethod
     def weight_loader(param: ShardedParameter, loaded_weight: Tensor, shard_id: PartId = None) -> None:
         """`load_weight` under the name by which out-of-tree models find it on a parameter."""

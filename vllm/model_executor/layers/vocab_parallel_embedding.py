@@ -77,6 +77,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     Its weight may be tied to an embedding's with `tie_weights`.
     """
 
+    repacks_whole = True  # see LinearMethod
+
     def __init__(
         self,
         num_embeddings: int,

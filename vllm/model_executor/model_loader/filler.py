@@ -52,7 +52,8 @@ class _Target:
 class WeightFiller:
     """Takes tensors by canonical name, puts each in its place on `device`, and repacks a module as soon as it is full.
 
-    Memory grows with what has been filled: a parameter is allocated when its first tensor arrives.
+    Memory grows with what has been filled: a parameter is allocated when its first tensor arrives. A tensor that is a
+    whole parameter of a module that repacks its weights is not copied first: it is repacked from where it lies.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -101,22 +102,54 @@ class WeightFiller:
             raise ValueError(f"the weight {canonical} occurs twice")
         if slot.parameter.is_floating_point() and not tensor.is_floating_point():
             raise ValueError(f"it holds {tensor.dtype}, expected floating-point numbers; are the weights quantized?")
+        borrowed = self._can_borrow(slot, target, tensor)
         if slot.parameter.is_meta:
-            slot.parameter = slot.parameter.materialized(self._device)
             self.filled_bytes += slot.parameter.numel() * slot.parameter.element_size()
-            for module, name in slot.owners:
-                setattr(module, name, slot.parameter)
-        load_weight(slot.parameter, tensor, target.part, target.expert)
+            self._use(slot, slot.blank.over(tensor) if borrowed else slot.blank.materialized(self._device))
+        if not borrowed:
+            load_weight(slot.parameter, tensor, target.part, target.expert)
         slot.missing -= target.atoms
         if not slot.missing:
             self._finish(slot)
+            if borrowed:
+                self._keep_copy(slot, tensor)
+            slot.parameter = slot.blank  # the modules own the weight now, and may have freed it
+
+    def _use(self, slot: _Slot, parameter: ShardedParameter) -> None:
+        slot.parameter = parameter
+        for module, name in slot.owners:
+            setattr(module, name, parameter)
+
+    def _can_borrow(self, slot: _Slot, target: _Target, tensor: Tensor) -> bool:
+        """Whether `tensor` is the parameter as it stands, and a module will repack it as soon as it is there."""
+        return (
+            slot.parameter.is_meta
+            and self._device.type == tensor.device.type == "cpu"
+            and target.atoms == slot.missing
+            and tensor.shape == slot.blank.shape
+            and tensor.dtype == slot.blank.dtype
+            and slot.blank.world == 1
+            and any(_repacks_whole(module) for module, _ in slot.owners)
+            and all(
+                self._unfilled[module] == 1 and (_repacks_whole(module) or not isinstance(module, ProcessesWeights))
+                for module, _ in slot.owners
+            )
+        )
+
+    def _keep_copy(self, slot: _Slot, tensor: Tensor) -> None:
+        """Copy what the modules did not repack: the tensor may be a view of a file."""
+        if any(getattr(module, name) is slot.parameter for module, name in slot.owners):
+            kept = slot.blank.materialized(self._device)
+            kept.data.copy_(tensor)
+            for module, name in slot.owners:
+                if getattr(module, name) is slot.parameter:
+                    setattr(module, name, kept)
 
     def _finish(self, slot: _Slot) -> None:
         for module, _ in slot.owners:
             self._unfilled[module] -= 1
             if self._unfilled[module] == 0 and isinstance(module, ProcessesWeights):
                 module.process_after_load()
-        slot.parameter = slot.blank  # the modules own the weight now, and may have freed it
 
     def missing(self) -> Iterator[str]:
         """Canonical names that no tensor has filled; of a fused weight either all parts' names or the missing ones."""
@@ -130,3 +163,8 @@ class WeightFiller:
         """(canonical name, parameter, the first module that owns it)."""
         for slot in self._slots.values():
             yield slot.path, slot.parameter, slot.owners[0][0]
+
+
+def _repacks_whole(module: nn.Module) -> bool:
+    """Whether the module, when it repacks, copies a weight or leaves it in its place, and keeps no view of it."""
+    return isinstance(module, ProcessesWeights) and bool(getattr(module, "repacks_whole", False))

@@ -36,7 +36,7 @@ def _pack(weight: Tensor) -> Any:
 
 
 def _pack_table(table: Tensor) -> Any:
-    return OneDnnWeight(table, table) if _gains(table) else table
+    return OneDnnWeight(table, table.clone()) if _gains(table) else table  # the original may be a view of a file
 
 
 def _embedding(ids: Tensor, table: Any) -> Tensor:

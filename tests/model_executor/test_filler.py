@@ -1,0 +1,70 @@
+"""Filling weights: what is copied and what is handed over where it lies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec, whole
+from vllm.model_executor.model_loader.filler import WeightFiller
+
+CPU = torch.device("cpu")
+
+
+class Repacker(nn.Module):
+    """Has one weight; says where it lay when it was repacked, and keeps it or not."""
+
+    def __init__(self, *parts: Part, keeps: bool, repacks_whole: bool = True, world: int = 1) -> None:
+        super().__init__()
+        full = (sum(part.size for part in parts), 3)
+        self.weight: ShardedParameter | None = ShardedParameter.empty(
+            full, ShardSpec(0, parts), 0, world, torch.float32
+        )
+        self.keeps, self.repacks_whole = keeps, repacks_whole
+        self.packed = torch.empty(0)
+        self.place = 0
+
+    def process_after_load(self) -> None:
+        assert self.weight is not None
+        self.place = self.weight.data_ptr()
+        if not self.keeps:
+            self.packed = self.weight.data.clone()
+            self.weight = None
+
+
+def filled(tensor: Tensor, *parts: Part, keeps: bool, repacks_whole: bool = True, world: int = 1) -> Repacker:
+    with torch.device("meta"):
+        module = Repacker(*parts, keeps=keeps, repacks_whole=repacks_whole, world=world)
+    filler = WeightFiller(nn.ModuleDict({"layer": module}), CPU)
+    filler.fill("layer.weight", tensor)
+    assert not list(filler.missing())
+    return module
+
+
+def test_a_whole_weight_is_repacked_from_where_it_lies() -> None:
+    tensor = torch.randn(4, 3)
+    module = filled(tensor, whole(4), keeps=False)
+    assert module.place == tensor.data_ptr()
+    assert torch.equal(module.packed, tensor)
+
+
+def test_a_weight_that_is_not_repacked_is_copied() -> None:
+    tensor = torch.randn(4, 3)
+    expected = tensor.clone()
+    module = filled(tensor, whole(4), keeps=True)
+    tensor.zero_()  # as if the file had changed
+    assert module.weight is not None and torch.equal(module.weight.data, expected)
+
+
+def test_a_module_that_may_keep_views_gets_a_copy() -> None:
+    tensor = torch.randn(4, 3)
+    assert filled(tensor, whole(4), keeps=False, repacks_whole=False).place != tensor.data_ptr()
+
+
+@pytest.mark.parametrize(("dtype", "world"), [(torch.bfloat16, 1), (torch.float32, 2)])
+def test_what_must_be_cast_or_cut_is_copied(dtype: torch.dtype, world: int) -> None:
+    tensor = torch.randn(4, 3).to(dtype)
+    module = filled(tensor, whole(4), keeps=False, world=world)
+    assert module.place != tensor.data_ptr()
+    assert torch.equal(module.packed, tensor[: 4 // world].float())
