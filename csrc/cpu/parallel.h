@@ -31,12 +31,15 @@ class Team {
     int thread() const { return thread_; }
 
     // Calls body(begin, end) for pieces of up to `grain` of `count` items, on whichever threads have time; returns when all are done.
+    // The last pieces are small, so that threads finish together.
     template <class Body>
     void share(int64_t count, int64_t grain, Body&& body) {
         Phase& phase = *phases_++;
-        const int64_t pieces = (count + grain - 1) / grain;
+        const int64_t whole = std::max<int64_t>(0, count / grain - 2 * threads_), small = (grain + 3) / 4;
+        const int64_t pieces = whole + (count - whole * grain + small - 1) / small;
         for (int64_t i; (i = phase.next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
-            body(i * grain, std::min(count, (i + 1) * grain));
+            const int64_t begin = i < whole ? i * grain : whole * grain + (i - whole) * small;
+            body(begin, std::min(count, begin + (i < whole ? grain : small)));
             phase.done.fetch_add(1, std::memory_order_release);
         }
         for (int spins = 0; phase.done.load(std::memory_order_acquire) < pieces; spins++) {
