@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import vllm
 from vllm import envs
@@ -85,8 +85,9 @@ class CoreProcess:
         self._connection: socket.socket | None = None
         self._frames = wire.FrameReader()
         self._early: list[bytes] = []
-        self._writer: asyncio.StreamWriter | None = None
-        self._reader_task: asyncio.Task[None] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._on_outputs: OutputHandler | None = None
+        self._on_death: DeathHandler | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 0
         self._last_pulse = 0.0
@@ -161,9 +162,9 @@ class CoreProcess:
 
     async def attach(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
         """Listen to the launched core on the running event loop."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._connection, limit=1 << 20)
+        self._on_outputs, self._on_death = on_outputs, on_death
         self._last_pulse = time.monotonic()
-        self._reader_task = asyncio.create_task(self._read(reader, on_outputs, on_death), name="core-reader")
+        await asyncio.get_running_loop().create_unix_connection(lambda: _Connection(self), sock=self._connection)
 
     def add(self, requests: list[CoreRequest]) -> None:
         self._send(wire.AddRequests(requests))
@@ -214,20 +215,15 @@ class CoreProcess:
     async def stop(self) -> None:
         """End the core process: ask, then insist. Returns when it is gone."""
         self._stopping = True
-        if self._writer is not None:
+        if self._transport is not None:
             with contextlib.suppress(OSError, EngineDeadError):
                 self._send(wire.Stop())
         process = self._process
         if process is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._reap, process, 5.0)
-        if self._reader_task is not None:
-            self._reader_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader_task
-            self._reader_task = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def kill(self) -> None:
         """End the core process and its workers at once, from any thread. May be called twice."""
@@ -253,39 +249,50 @@ class CoreProcess:
         process.wait()
 
     def _send(self, message: wire.ToCore) -> None:
-        if self._death is not None or self._writer is None:
+        if self._death is not None or self._transport is None:
             raise EngineDeadError(self._death or "The engine core is not running.")
-        self._writer.write(wire.frame(message))
+        self._transport.write(wire.frame(message))
 
-    async def _read(self, stream: asyncio.StreamReader, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+    def on_connection(self, transport: asyncio.WriteTransport) -> None:
+        """The event loop listens from now on."""
+        self._transport = transport
+        self._take_all(self._early)
+
+    def on_data(self, data: bytes) -> None:
+        """Take in what the core has sent."""
+        self._last_pulse = time.monotonic()
         try:
-            await self._read_until_end(stream, on_outputs)
-        except ConnectionError:
-            pass  # as good as end of file
-        except Exception as error:
-            logger.exception("Taking in what the engine core sent has failed")
-            self._last_words = f"{type(error).__name__}: {error}"
-        self._bury(on_death)
-
-    async def _read_until_end(self, stream: asyncio.StreamReader, on_outputs: OutputHandler) -> None:
-        bodies = self._early
-        while True:
-            for body in bodies:
-                message = wire.decode_from_core(body)
-                if isinstance(message, wire.StepOutputs):
-                    self._busy_seconds = 0.0
-                    on_outputs(message.outputs, message.stats)
-                elif isinstance(message, wire.Pulse):
-                    self._busy_seconds = message.busy_seconds
-                elif isinstance(message, wire.CallResult):
-                    self._resolve(message)
-                elif isinstance(message, wire.Fatal):
-                    self._last_words = message.error
-            data = await stream.read(1 << 18)
-            if not data:
-                return
-            self._last_pulse = time.monotonic()
             bodies = self._frames.feed(data)
+        except ValueError as error:
+            self._give_up(error)
+            return
+        self._take_all(bodies)
+
+    def _take_all(self, bodies: list[bytes]) -> None:
+        try:
+            for body in bodies:
+                self._take(wire.decode_from_core(body))
+        except Exception as error:
+            self._give_up(error)
+
+    def _take(self, message: wire.FromCore) -> None:
+        if isinstance(message, wire.StepOutputs):
+            self._busy_seconds = 0.0
+            assert self._on_outputs is not None
+            self._on_outputs(message.outputs, message.stats)
+        elif isinstance(message, wire.Pulse):
+            self._busy_seconds = message.busy_seconds
+        elif isinstance(message, wire.CallResult):
+            self._resolve(message)
+        elif isinstance(message, wire.Fatal):
+            self._last_words = message.error
+
+    def _give_up(self, error: Exception) -> None:
+        """What was sent cannot be taken in: nothing after it can be relied on, so the connection ends."""
+        logger.error("Taking in what the engine core sent has failed", exc_info=error)
+        self._last_words = f"{type(error).__name__}: {error}"
+        if self._transport is not None:
+            self._transport.abort()
 
     def _resolve(self, result: wire.CallResult) -> None:
         future = self._calls.pop(result.call_id, None)
@@ -296,17 +303,32 @@ class CoreProcess:
         else:
             future.set_result(result.value)
 
-    def _bury(self, on_death: DeathHandler) -> None:
+    def on_end(self) -> None:
+        """The connection is gone, and so is the core, however that came about."""
         self._death = self._last_words or "The engine core process ended unexpectedly."
         self._kill_group()  # its ranks, if it left any
-        if self._writer is not None:
-            self._writer.close()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(self._death))
         self._calls.clear()
-        if not self._stopping:
-            on_death(self._death)
+        if not self._stopping and self._on_death is not None:
+            self._on_death(self._death)
+
+
+class _Connection(asyncio.Protocol):
+    """Hands what comes from the core to its client in the callback that brings it, with no task in between."""
+
+    def __init__(self, client: CoreProcess) -> None:
+        self._client = client
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client.on_connection(cast(asyncio.WriteTransport, transport))
+
+    def data_received(self, data: bytes) -> None:
+        self._client.on_data(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client.on_end()
 
 
 class CoreThread:
