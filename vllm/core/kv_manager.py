@@ -61,8 +61,9 @@ class KVManager:
             return 0
         size = self.block_size
         limit = (len(request.tokens) - 1) // size
-        self._extend_hashes(request, limit)
-        hits = self._matching_blocks(request, limit)
+        data = request.token_bytes(0, limit * size)
+        self._extend_hashes(request, limit, data)
+        hits = self._matching_blocks(request, limit, data)
         if hits is None:
             return 0
         for table, blocks in zip(request.tables, hits, strict=True):
@@ -162,8 +163,11 @@ class KVManager:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, request: Request, count: int) -> None:
-        """Hash chain: SHA-256 over the parent's hash and the block's tokens; the root covers adapter and salt."""
+    def _extend_hashes(self, request: Request, count: int, data: bytes | None = None) -> None:
+        """Hash chain: SHA-256 over the parent's hash and the block's tokens; the root covers adapter and salt.
+
+        data: the encoding of all tokens from the first on, if it is at hand.
+        """
         hashes, size = request.hashes, self.block_size
         if len(hashes) >= count:
             return
@@ -172,23 +176,25 @@ class KVManager:
         else:
             salt = (request.cache_salt or "").encode()
             parent = hashlib.sha256(b"%d:%d:" % (request.lora_id, len(salt)) + salt).digest()
-        start = len(hashes)
-        data = request.token_bytes(start * size, count * size)
-        width = 8 * size
+        start, width = len(hashes), 8 * size
+        data = request.token_bytes(start * size, count * size) if data is None else data[start * width :]
         for i in range(count - start):
             parent = hashlib.sha256(parent + data[i * width : (i + 1) * width]).digest()
             hashes.append(parent)
 
-    def _matching_blocks(self, request: Request, limit: int) -> list[list[int]] | None:
-        """Per group, the blocks of the longest cached prefix of at most `limit` blocks, or None if there is none."""
-        size = self.block_size
+    def _matching_blocks(self, request: Request, limit: int, data: bytes) -> list[list[int]] | None:
+        """Per group, the blocks of the longest cached prefix of at most `limit` blocks, or None if there is none.
+
+        data: the encoding of these blocks' tokens.
+        """
+        size, width = self.block_size, 8 * self.block_size
         found: list[list[int | None]] = []
         longest = limit
         for g, window in enumerate(self._windows):
             suffix = self._group_suffix[g]
             blocks: list[int | None] = []
             for i in range(longest):
-                block = self.pool.lookup(request.hashes[i] + suffix, request.token_bytes(i * size, (i + 1) * size))
+                block = self.pool.lookup(request.hashes[i] + suffix, data[i * width : (i + 1) * width])
                 if block is None and window is None:
                     break
                 blocks.append(block)
