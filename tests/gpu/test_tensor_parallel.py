@@ -65,14 +65,24 @@ def test_seeded_samples_and_logprobs_are_those_of_one_rank(folders):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
 
 
-def test_bfloat16_ranks_agree_and_batches_do_not_matter(folders):
-    engine = core(folders["llama"], tensor_parallel_size=2, dtype="bfloat16")
+@pytest.mark.parametrize("count", [6, 80])
+def test_fused_steps_of_two_ranks_choose_the_best_that_bf16_can_tell(folders, count):
+    engine = core(folders["qwen3"], tensor_parallel_size=2, dtype="bfloat16", num_gpu_blocks_override=2000)
+    asked = prompts(count)
     try:
-        first = together(engine)[0]
-        assert together(engine)[0] == first
-        assert all(len(t) == 24 for t in first.values())
+        assert engine._executor.worker.runner.decode_steps._weights is not None, "the fused step takes this model"
+        engine.add_requests([request(i, p) for i, p in enumerate(asked)])
+        tokens, _ = finish(engine)
     finally:
         engine.shutdown()
+    exact = transformers.AutoModelForCausalLM.from_pretrained(folders["qwen3"], dtype=torch.float32).cuda().eval()
+    rounded = copy.deepcopy(exact).bfloat16()
+    with torch.inference_mode():
+        for i in range(0, count, 5):
+            ids = torch.tensor([asked[i] + tokens[str(i)]], device="cuda")
+            logits, bf16 = (m(ids).logits[0, len(asked[i]) - 1 : -1].float() for m in (exact, rounded))
+            chosen = logits.gather(1, ids[0, len(asked[i]) :, None])[:, 0]
+            assert (logits.amax(-1) - chosen <= 3 * (logits - bf16).abs().max()).all()
 
 
 def test_ranks_share_the_smallest_memory(folders):

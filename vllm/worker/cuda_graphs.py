@@ -146,7 +146,7 @@ class DecodeGraphs:
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
             self._width = self._table.width
-        greedy = not self._params.needs[plan.slots].any() and self._runner.tp.world == 1
+        greedy = not self._params.needs[plan.slots].any()
         size = next(s for s in self._sizes if s >= rows)
         turn = self._turn
         self._turn = (turn + 1) % _RING

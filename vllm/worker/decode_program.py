@@ -1,8 +1,9 @@
 """The fused decode step of the common decoder: five kernels a layer for a few rows, eight for many.
 
 It computes what `DecoderModel.forward` and `.logits` compute for one new token per row, for models of the usual shape:
-pre-norm blocks with RMS norms, rotary attention over one KV group, a gated SiLU MLP, bf16, one rank, plain weights.
-`read_weights` returns None for anything else, and the general path runs.
+pre-norm blocks with RMS norms, rotary attention over one KV group, a gated SiLU MLP, bf16, plain weights.
+`read_weights` returns None for anything else, and the general path runs. With several ranks the partial sums behind
+attention and MLP are added up between the kernels, so that norms are kernels of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Norm
@@ -35,7 +37,15 @@ from vllm.ops.triton.decode_linear import (
     run_product,
     supports,
 )
-from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, embed_rows, normalize_rows
+from vllm.ops.triton.decode_step import (
+    argmax_tiles,
+    choose_tokens,
+    elect,
+    embed_rows,
+    embed_share,
+    nominate,
+    normalize_rows,
+)
 from vllm.worker.slot_table import SlotTable
 
 MAX_ROWS = 64  # with more, cuBLAS reads the weights as fast as our own products and multiplies faster
@@ -59,7 +69,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ProgramWeights:
-    """All that the fused step reads of a model."""
+    """All that the fused step reads of a model. embedding, head: this rank's rows, which begin at `first_row`."""
 
     layers: tuple[LayerWeights, ...]
     embedding: Tensor
@@ -67,6 +77,8 @@ class ProgramWeights:
     final_norm: Tensor
     eps: float
     vocab_size: int
+    first_row: int
+    tp: TensorParallel
 
 
 def _plain(linear: Any, mode: int) -> Tensor | None:
@@ -99,7 +111,7 @@ def _usual_block(block: Block, eps: float) -> bool:
 
 def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | None:
     """The weights of a model that the fused step can run, else None."""
-    if not isinstance(model, DecoderModel) or model.dtype != torch.bfloat16 or model.tp.world != 1:
+    if not isinstance(model, DecoderModel) or model.dtype != torch.bfloat16:
         return None
     spec = model.spec
     eps = spec.blocks[0].norm.eps
@@ -110,6 +122,9 @@ def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | 
     if not usual or scaled or extra or not one_cache or model.head.packed is not None:
         return None
     if not supports(model.head.weight.data, ARGMAX):
+        return None
+    head_rows = len(model.head.weight.data)
+    if spec.vocab_size <= (model.tp.world - 1) * head_rows:  # the last rank has padding only
         return None
     layers = []
     blocks: Iterable[Any] = model.blocks
@@ -139,8 +154,10 @@ def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | 
         before_attn, before_ffn = (_norm_factor(norm) for norm in block.norms)
         layers.append(LayerWeights(qkv, bias, o, gate_up, down, before_attn, before_ffn, attention))
     factor = _norm_factor(model.norm)
+    first_row = model.tp.rank * head_rows
+    head = model.head.weight.data[: spec.vocab_size - first_row]
     return ProgramWeights(
-        tuple(layers), model.embed.weight.data, model.head.weight.data[: spec.vocab_size], factor, eps, spec.vocab_size
+        tuple(layers), model.embed.weight.data, head, factor, eps, spec.vocab_size, first_row, model.tp
     )
 
 
@@ -204,16 +221,18 @@ class DecodeProgram:
         first = weights.layers[0]
         device, hidden = weights.embedding.device, weights.embedding.shape[1]
         self._tiling = t = choose_step_tiling(weights, rows, width) if tiling is None else tiling
+        alone = weights.tp.world == 1
+        back = RESIDUAL if alone else STORE  # of products that go back to the stream
         self._products = [
             (
-                Product(layer.qkv, layer.qkv_bias, STORE, True, t.qkv),
-                Product(layer.o, None, RESIDUAL, False, t.o),
-                Product(layer.gate_up, None, SILU, True, t.gate_up),
-                Product(layer.down, None, RESIDUAL, False, t.down),
+                Product(layer.qkv, layer.qkv_bias, STORE, alone, t.qkv),
+                Product(layer.o, None, back, False, t.o),
+                Product(layer.gate_up, None, SILU, alone, t.gate_up),
+                Product(layer.down, None, back, False, t.down),
             )
             for layer in weights.layers
         ]
-        self._head = Product(weights.head, None, ARGMAX, True, t.head)
+        self._head = Product(weights.head, None, ARGMAX, alone, t.head)
         products = [*self._products[0], self._head]
 
         def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -238,11 +257,15 @@ class DecodeProgram:
         self._part = empty(rows * attn.heads * t.splits, head_dim, dtype=fp32)
         self._lse = empty(rows * attn.heads * t.splits, dtype=fp32)
         self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
+        self._nominees = empty(rows, 3, dtype=fp32)
 
     def run(self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None) -> None:
         """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden:
         [rows, hidden] receives the normalised last hidden states."""
-        run = self._run_few if self.rows <= MAX_ROWS else self._run_many
+        if self.weights.tp.world > 1:
+            run = self._run_ranks
+        else:
+            run = self._run_few if self.rows <= MAX_ROWS else self._run_many
         run(table, token_ids, hidden)
 
     def _attention_rows(self, table: SlotTable) -> DecodeRows:
@@ -307,3 +330,41 @@ class DecodeProgram:
                 token_ids,
                 pdl=pdl,
             )  # fmt: skip
+
+    def _run_ranks(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None) -> None:
+        """One of several ranks: the ranks' sums are made after attention, after the MLP and of the embedding."""
+        w, s, tp, rows = self.weights, self._stream, self.weights.tp, self._attention_rows(table)
+        embed_share(self._slots, self._positions, table.tokens, w.embedding, w.first_row, s.h)
+        h = tp.all_reduce(s.h)
+        x, partial = rms_norm(h, w.layers[0].attn_norm, w.eps), self._scaled[0]
+        for i, (layer, (qkv, o, gate_up, down)) in enumerate(zip(w.layers, self._products, strict=True)):
+            after = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.final_norm
+            decode_attention(self._product(qkv, x, self._qkv), self._context, layer.attention, rows)
+            back = tp.all_reduce(self._product(o, self._context, partial))
+            x, h = add_rms_norm(back, h, layer.ffn_norm, w.eps)
+            back = tp.all_reduce(self._product(down, self._product(gate_up, x, self._mlp), partial))
+            x, h = add_rms_norm(back, h, after, w.eps)
+        if hidden is not None:
+            hidden.copy_(x)
+        if token_ids is not None:
+            self._vote(x, table.tokens, token_ids)
+
+    def _product(self, p: Product, x: Tensor, out: Tensor) -> Tensor:
+        """One product by our own kernel, into `out`, or by cuBLAS where there are many rows."""
+        if self.rows <= MAX_ROWS:
+            run_product(p, self._stream, x, out)
+            return out
+        y: Tensor = linear(x, p.weight, p.bias)
+        return activate_gated(y, "silu") if p.mode == SILU else y
+
+    def _vote(self, x: Tensor, tokens: Tensor, token_ids: Tensor) -> None:
+        """Each rank finds the most likely token of its part of the vocabulary; all choose among these."""
+        w, s = self.weights, self._stream
+        if self.rows <= MAX_ROWS:
+            run_product(self._head, s, x, x)
+            tiles = self._head.tiles
+        else:
+            tiles = argmax_tiles(linear(x, w.head, None, torch.float32), s.best, s.best_at, s.sums)
+        nominate(s.best, s.best_at, s.sums, tiles, w.first_row, self._nominees)
+        nominees = w.tp.all_gather(self._nominees, 0)
+        elect(self._slots, self._positions, nominees, w.tp.world, w.vocab_size, tokens, token_ids)

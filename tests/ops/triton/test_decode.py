@@ -19,7 +19,16 @@ from vllm.ops.triton.decode_linear import (
     choose_tiling,
     run_product,
 )
-from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, embed_rows, gather_inputs, normalize_rows
+from vllm.ops.triton.decode_step import (
+    argmax_tiles,
+    choose_tokens,
+    elect,
+    embed_rows,
+    embed_share,
+    gather_inputs,
+    nominate,
+    normalize_rows,
+)
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 EPS = 1e-5
@@ -133,6 +142,38 @@ def test_embedding_begins_the_stream():
     assert torch.equal(h, want)
     torch.testing.assert_close(scaled, want * weight)
     torch.testing.assert_close(squares.sum(-1), want.pow(2).sum(-1))
+
+
+def test_the_ranks_embeddings_add_up():
+    embedding = torch.randn(50, 48)
+    tokens = torch.tensor([[3, 49, 20], [0, 24, 25]], dtype=torch.int32)
+    slots, positions = torch.tensor([0, 1, 1, 0, -1], dtype=torch.int32), torch.tensor([1, 0, 2, 2, 9]).int()
+    parts = torch.full((2, 5, 48), float("nan"))
+    for rank in range(2):
+        first = 25 * rank
+        embed_share(slots, positions, tokens, embedding[first : first + 25].contiguous(), first, parts[rank])
+    assert torch.equal(parts.sum(0), embedding[[49, 0, 25, 20, 0]])
+    assert not parts[1, 1].any() and not parts[0, 0].any()
+
+
+def test_ranks_elect_the_best_token_of_all():
+    world, rows, share = 3, 6, 5000
+    logits = torch.randn(rows, world * share)
+    logits[0, 700] = logits[0, 12345] = 50.0
+    logits[1, 9000], logits[2, 3] = float("nan"), float("inf")
+    nominees = torch.empty(world, rows, 3)
+    for rank in range(world):
+        best, sums = torch.empty(rows, 2), torch.empty(rows, 2)
+        best_at = torch.empty(rows, 2, dtype=torch.int32)
+        first = rank * share
+        tiles = argmax_tiles(logits[:, first : first + share].contiguous(), best, best_at, sums)
+        nominate(best, best_at, sums, tiles, first, nominees[rank])
+    slots, positions = torch.tensor([3, 0, 1, 2, -1, 4], dtype=torch.int32), torch.arange(6, dtype=torch.int32)
+    tokens, out = torch.zeros(5, 9, dtype=torch.int32), torch.full((rows,), 7, dtype=torch.int32)
+    elect(slots, positions, nominees.view(-1, 3), world, world * share, tokens, out)
+    want = logits.argmax(-1).tolist()
+    assert out.tolist() == [700, -1, -1, want[3], 7, want[5]]
+    assert tokens[2, 4] == want[3] and tokens[3, 1] == 700 and 0 <= int(tokens[0, 2]) < world * share
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -187,3 +187,87 @@ def choose_tokens(
         slots, positions, best, best_at, sums, tokens, out, tokens.stride(0), tiles, vocab,
         TP=triton.next_power_of_2(tiles), PDL=pdl, num_warps=4, **extra,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["stride_tokens", "first_row", "local_rows"])
+def _embed_share_kernel(
+    slots_ptr, positions_ptr, tokens, embedding, h, stride_tokens, first_row, local_rows, WIDTH: tl.constexpr,
+    WP: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): the embedding of a row's token if it is among this rank's, else zeros."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    at = tl.where(slot >= 0, slot, 0).to(tl.int64) * stride_tokens + tl.load(positions_ptr + row)
+    token = tl.load(tokens + at, mask=slot >= 0, other=0) - first_row
+    mine = (token >= 0) & (token < local_rows)
+    c = tl.arange(0, WP)
+    width = tl.where(mine, WIDTH, 0)
+    e = tl.load(embedding + tl.where(mine, token, 0).to(tl.int64) * WIDTH + c, mask=c < width, other=0.0)
+    tl.store(h + row * WIDTH + c, e, mask=c < WIDTH)
+
+
+def embed_share(slots: Tensor, positions: Tensor, tokens: Tensor, embedding: Tensor, first_row: int, h: Tensor) -> None:
+    """h = embedding[token - first_row] where this rank has the row, else 0; the ranks' sum is the embedding."""
+    rows, width = embedding.shape
+    _embed_share_kernel[(slots.shape[0],)](
+        slots, positions, tokens, embedding, h, tokens.stride(0), first_row, rows,
+        WIDTH=width, WP=triton.next_power_of_2(width), num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tiles", "first_row"])
+def _nominate_kernel(best, best_at, sums, out, tiles, first_row, TP: tl.constexpr):
+    """Grid (rows,): the maximum of all tiles, its lowest index in the whole vocabulary, and the sum."""
+    row = tl.program_id(0)
+    t = tl.arange(0, TP)
+    live = t < tiles
+    value = tl.load(best + row * tiles + t, mask=live, other=-float("inf"))
+    where = tl.load(best_at + row * tiles + t, mask=live, other=0)
+    top = tl.max(value, 0)
+    at = tl.min(tl.where(live & (value == top), where, 0x3FFFFFFF), 0) + first_row
+    tl.store(out + row * 3, top)
+    tl.store(out + row * 3 + 1, at.to(tl.float32))
+    tl.store(out + row * 3 + 2, tl.sum(tl.load(sums + row * tiles + t, mask=live, other=0.0), 0))
+
+
+def nominate(best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, first_row: int, out: Tensor) -> None:
+    """What a rank says of its part of the vocabulary, which begins at `first_row`.
+
+    out: [rows, 3] fp32: maximum, index (fp32 counts to 2^24, vocabularies do not), sum.
+    """
+    _nominate_kernel[(out.shape[0],)](
+        best, best_at, sums, out, tiles, first_row, TP=triton.next_power_of_2(tiles), num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["stride_tokens", "rows", "vocab"])
+def _elect_kernel(
+    slots_ptr, positions_ptr, nominees, tokens, out, stride_tokens, rows, vocab, WORLD: tl.constexpr, WP: tl.constexpr
+):
+    """Grid (rows,): as `_choose_kernel`, from what the ranks nominated."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    r = tl.arange(0, WP)
+    live = r < WORLD
+    entry = nominees + (r * rows + row) * 3
+    value = tl.load(entry, mask=live, other=-float("inf"))
+    where = tl.load(entry + 1, mask=live, other=0.0).to(tl.int32)
+    total = tl.sum(tl.load(entry + 2, mask=live, other=0.0), 0)
+    token = tl.min(tl.where(live & (value == tl.max(value, 0)), where, 2147483647), 0)
+    token = tl.minimum(token, vocab - 1)
+    finite = tl.abs(total) < float("inf")
+    tl.store(tokens + slot.to(tl.int64) * stride_tokens + tl.load(positions_ptr + row) + 1, token)
+    tl.store(out + row, tl.where(finite, token, -1))
+
+
+def elect(
+    slots: Tensor, positions: Tensor, nominees: Tensor, world: int, vocab: int, tokens: Tensor, out: Tensor
+) -> None:
+    """As `choose_tokens`, from [world * rows, 3] of `nominate`: every rank comes to the same token."""
+    rows = slots.shape[0]
+    _elect_kernel[(rows,)](
+        slots, positions, nominees, tokens, out, tokens.stride(0), rows, vocab,
+        WORLD=world, WP=max(2, triton.next_power_of_2(world)), num_warps=1,
+    )  # fmt: skip
