@@ -1,5 +1,6 @@
 """Two ranks on two GPUs, joined by NCCL: the same greedy tokens as one, with and without graphs, and a clean end."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.gpu.test_engine_core import SMALL, core, prompts, request, together
+from tests.gpu.test_engine_core import SMALL, core, finish, prompts, request, together
 from vllm.exceptions import EngineDeadError
 
 FAMILIES = {
