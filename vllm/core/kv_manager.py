@@ -149,17 +149,19 @@ class KVManager:
 
     def free(self, requests: Iterable[Request]) -> None:
         """Release all blocks of these requests; of those released together, the longest prefix is evicted first."""
-        doomed: list[tuple[int, int]] = []
+        blocks: list[int] = []
+        depths: list[int] = []
         for request in requests:
             for table in request.tables:
-                doomed.extend((-depth, block) for depth, block in enumerate(table) if block != NULL_BLOCK)
+                blocks += table
+                depths += range(len(table))
                 table.clear()
             request.capacity = 0
             request.num_registered = 0
             request.shares_tail = False
             request.freed_behind_window = [0] * self.num_groups
-        doomed.sort(key=lambda pair: pair[0])
-        self.pool.release(block for _, block in doomed)
+        order = sorted(range(len(blocks)), key=depths.__getitem__, reverse=True)
+        self.pool.release(blocks[i] for i in order if blocks[i] != NULL_BLOCK)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
