@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -51,8 +52,10 @@ class Server:
         key: str | None = None,
         module: str = "vllm.entrypoints.openai.api_server",
         quiet: bool = True,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._module = module
+        self._tls = tls
         self._args = [
             *("--model", str(model), "--served-model-name", MODEL, "--port", "0"),
             *(("--disable-uvicorn-access-log", "--disable-log-requests") if quiet else ()),
@@ -111,7 +114,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     @property
     def alive(self) -> bool:
@@ -127,7 +130,7 @@ class Server:
             sent.setdefault("authorization", f"Bearer {self._key}")
         request = urllib.request.Request(self.url + path, data=data, headers=sent, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
+            with urllib.request.urlopen(request, timeout=timeout, context=self._tls) as reply:
                 return Answer(reply.status, {k.lower(): v for k, v in reply.headers.items()}, reply.read())
         except urllib.error.HTTPError as error:
             with error:

@@ -149,6 +149,9 @@ def test_templates_of_requests_when_trusted(flagged: Server) -> None:
         answer = flagged.post(CHAT, {"messages": USER, "max_tokens": 1, "chat_template": bad})
         assert answer.status in (200, 400), answer.text
         assert "__mro__" not in answer.text
+    for path in ("/etc/hostname", "README.md", "/dev/zero"):  # a template is a text, never a file of the server
+        tokens = flagged.post("/tokenize", {"messages": USER, "chat_template": path}).json["tokens"]
+        assert flagged.post("/detokenize", {"tokens": tokens}).json["prompt"] == path
     info = flagged.get("/tokenizer_info").json
     assert info["vocab_size"] == 320
 

@@ -88,7 +88,10 @@ def _looks_like_jinja(text: str) -> bool:
 
 
 def resolve_chat_template(
-    tokenizer: Tokenizer, chat_template: Path | str | None = None, tools: Sequence[Any] | None = None
+    tokenizer: Tokenizer,
+    chat_template: Path | str | None = None,
+    tools: Sequence[Any] | None = None,
+    is_literal: bool = False,
 ) -> str:
     """The template to use: the given one (text, file, or the name of one that the tokenizer has), else the model's.
 
@@ -98,7 +101,7 @@ def resolve_chat_template(
     if chat_template is not None:
         if isinstance(own, dict) and isinstance(chat_template, str) and chat_template in own:
             return own[chat_template]
-        loaded = load_chat_template(chat_template)
+        loaded = load_chat_template(chat_template, is_literal=is_literal)
         assert loaded is not None
         return loaded
     if isinstance(own, str):
@@ -232,10 +235,14 @@ def apply_chat_template(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
+    is_literal: bool = False,
     **kwargs: Any,
 ) -> str:
-    """The prompt text for a conversation. `kwargs` are further variables of the template."""
-    template = resolve_chat_template(tokenizer, chat_template, tools)
+    """The prompt text for a conversation. `kwargs` are further variables of the template.
+
+    is_literal: `chat_template` is the template itself, or the name of one of the model's, whatever it looks like.
+    """
+    template = resolve_chat_template(tokenizer, chat_template, tools, is_literal)
     conversation = parse_chat_messages(messages, resolve_content_format(template, content_format))
     return render_chat(
         template,

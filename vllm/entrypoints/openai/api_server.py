@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import importlib
 import inspect
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +53,7 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
         if args.disable_fastapi_docs
         else {"docs_url": None, "redoc_url": None}
     )
-    app = FastAPI(title="vllm", version=__version__, root_path=args.root_path or "", **docs)
+    app = FastAPI(title="vllm", version=__version__, root_path=(args.root_path or "").rstrip("/"), **docs)
     app.state.args = args
     app.state.context = make_context(args, engine)
     app.include_router(router)
@@ -63,13 +65,27 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
 
 
 def add_layers(app: FastAPI, args: argparse.Namespace) -> None:
-    """What every request passes before a route: limits and key, CORS, the operator's own middleware."""
+    """What every request passes before a route: CORS (a page must be able to read a refusal, too), limits and key, the
+    operator's own middleware.
+    """
     from starlette.middleware.cors import CORSMiddleware
 
     from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware, RequestIdMiddleware
 
     for path in args.middleware:
-        _add_middleware(app, path)
+        _add_middleware(app, load_middleware(path))
+    keys = list(args.api_key or ())
+    if envs.VLLM_API_KEY:
+        keys.append(envs.VLLM_API_KEY)
+    open_paths = {b"/health", b"/ping", b"/version"}
+    if not args.disable_web_ui:  # the page itself holds nothing; what it shows needs the key
+        open_paths |= {b"/", b"/ui/app.js", b"/ui/style.css"}
+    if args.root_path:  # proxies that leave the prefix in place
+        open_paths |= {args.root_path.rstrip("/").encode() + path for path in open_paths}
+    limits = Limits(max_body_bytes=args.max_body_size, body_timeout=args.body_timeout, write_timeout=args.write_timeout)
+    if args.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(LimitsMiddleware, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
     app.add_middleware(
         CORSMiddleware,
         allow_origins=args.allowed_origins,
@@ -77,16 +93,6 @@ def add_layers(app: FastAPI, args: argparse.Namespace) -> None:
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
     )
-    keys = list(args.api_key or ())
-    if envs.VLLM_API_KEY:
-        keys.append(envs.VLLM_API_KEY)
-    open_paths = {b"/health", b"/ping", b"/version"}
-    if not args.disable_web_ui:  # the page itself holds nothing; what it shows needs the key
-        open_paths |= {b"/", b"/ui/app.js", b"/ui/style.css"}
-    limits = Limits(max_body_bytes=args.max_body_size, body_timeout=args.body_timeout, write_timeout=args.write_timeout)
-    if args.enable_request_id_headers:
-        app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(LimitsMiddleware, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
 
 
 AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "FastAPI"]
@@ -164,18 +170,43 @@ def _add_page(app: FastAPI) -> None:
     app.mount("/ui", StaticFiles(directory=WEB_FOLDER), name="ui")
 
 
-def _add_middleware(app: FastAPI, path: str) -> None:
-    """Middleware that the operator names: a class, or a coroutine function for `@app.middleware("http")`."""
+def load_middleware(path: str) -> Any:
+    """What the operator names: a class, or a coroutine function for `@app.middleware("http")`. Raises ValueError."""
     module, _, name = path.rpartition(".")
     if not module:
         raise ValueError(f"--middleware takes an import path such as package.module.Name, got {path!r}.")
-    found: Any = getattr(importlib.import_module(module), name)
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--middleware {path}: {error}.") from error
+    if not (inspect.isclass(found) or inspect.iscoroutinefunction(found)):
+        raise ValueError(f"Invalid middleware {path}. Must be a function or a class.")
+    return found
+
+
+def _add_middleware(app: FastAPI, found: Any) -> None:
     if inspect.isclass(found):
         app.add_middleware(found)  # type: ignore[arg-type]
-    elif inspect.iscoroutinefunction(found):
-        app.middleware("http")(found)
     else:
-        raise ValueError(f"Invalid middleware {path}. Must be a function or a class.")
+        app.middleware("http")(found)
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Raise ValueError for what a flag names and cannot be used: before the model is loaded, which may take minutes."""
+    for path in args.middleware:
+        load_middleware(path)
+    if not args.ssl_certfile:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password=lambda: "")  # never asks a terminal
+    except OSError as error:
+        raise ValueError(f"--ssl-certfile {args.ssl_certfile}, --ssl-keyfile {args.ssl_keyfile}: {error}.") from error
+    try:
+        if args.ssl_ca_certs:
+            context.load_verify_locations(args.ssl_ca_certs)
+    except OSError as error:
+        raise ValueError(f"--ssl-ca-certs {args.ssl_ca_certs}: {error}.") from error
 
 
 def make_engine(args: argparse.Namespace) -> AsyncLLMEngine:
@@ -236,6 +267,7 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
     import uvicorn
 
     validate_parsed_serve_args(args)
+    check_files(args)
     listener = bind(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
     app = build(args, engine)
@@ -268,6 +300,10 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
         loop.add_signal_handler(number, on_signal)
     await engine.check_health()  # begins to listen to the core
     host, port = listener.getsockname()[:2]
+    if args.ssl_keyfile:  # a client that never says hello must not hold a connection for asyncio's full minute
+        loop.create_server = functools.partial(  # type: ignore[method-assign]
+            loop.create_server, ssl_handshake_timeout=args.header_timeout
+        )
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.005)
@@ -311,7 +347,7 @@ def serve(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
         return 0
     try:
         return run_event_loop(run_server(args, build))
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         logger.error("%s", error)
         return 1
 

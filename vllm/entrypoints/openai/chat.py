@@ -66,6 +66,7 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
             continue_final_message=request.continue_final_message,
             tools=tools,
             documents=documents,
+            is_literal=True,  # no client may name a file of this machine
             **extra,
         )
     )

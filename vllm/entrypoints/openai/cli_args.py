@@ -91,7 +91,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add("--enable-tokenizer-info-endpoint", action="store_true", help="Serve GET /tokenizer_info.")
     add("--enable-server-load-tracking", action="store_true", help="Count requests in progress for GET /load.")
     add("--enable-prompt-tokens-details", action="store_true", help="Report cached prompt tokens in the usage.")
-    add("--disable-fastapi-docs", action="store_true", help="Do not serve the OpenAPI schema and its pages.")
+    add("--disable-fastapi-docs", action="store_true", help="Do not serve the OpenAPI schema at /openapi.json.")
     add("--disable-web-ui", action="store_true", help="Do not serve the page at /.")
     add("--max-body-size", type=int, default=16 * 1024 * 1024, help="Largest request body, in bytes.")
     add(
@@ -125,6 +125,20 @@ def validate_parsed_serve_args(args: argparse.Namespace) -> None:
         raise ValueError("Prompt adapters (--prompt-adapters) are not available in this version.")
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile.")
+    if args.ssl_ca_certs and not args.ssl_certfile:
+        raise ValueError("--ssl-ca-certs is for TLS, which needs --ssl-keyfile and --ssl-certfile.")
+    if args.ssl_cert_reqs not in tuple(ssl.VerifyMode):
+        raise ValueError(f"--ssl-cert-reqs must be 0 (none), 1 (optional) or 2 (required), got {args.ssl_cert_reqs}.")
+    if args.ssl_cert_reqs and not args.ssl_ca_certs:
+        raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities whose client certificates count.")
+    if any(not key.strip() or key != key.strip() for key in args.api_key or ()):
+        raise ValueError("--api-key must not be empty or have spaces around it: is the variable with the key not set?")
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        given = getattr(args, name)
+        if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
+            raise ValueError(f"--{name.replace('_', '-')} takes a JSON list of strings, got {given!r}.")
+    if args.root_path and not args.root_path.startswith("/"):
+        raise ValueError(f"--root-path must begin with '/', got {args.root_path!r}.")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be between 0 and 65535, got {args.port}.")
     for name in ("max_body_size", "max_connections", "write_timeout", "header_timeout", "body_timeout"):

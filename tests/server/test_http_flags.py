@@ -1,0 +1,265 @@
+"""Flags of the server, each seen from outside: TLS, CORS, middleware, root path, keys, config file, chat templates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.server.http_server import MODEL, Server
+from tests.tiny_models import save_llama
+from vllm.entrypoints.openai.api_server import check_files, make_context
+from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse import FlexibleArgumentParser
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+ORIGIN = "https://app.example"
+SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority of our own, and a server's and a client's certificate from it, for an hour or so."""
+    folder = tmp_path_factory.mktemp("certificates")
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=authority")
+    for name in ("server", "client"):
+        (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1\n")
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signed = ["-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
+        openssl("x509", *signed, "-extfile", f"{name}.ext", "-out", f"{name}.pem")
+    return folder
+
+
+def trusting(certificates: Path, client: bool) -> ssl.SSLContext:
+    """What a client needs that trusts our authority, and shows its own certificate or not."""
+    context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    if client:
+        context.load_cert_chain(certificates / "client.pem", certificates / "client.key")
+    return context
+
+
+@pytest.fixture(scope="module")
+def several_templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with chat templates that have names."""
+    folder = save_llama(tmp_path_factory.mktemp("tiny-named-templates"))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    named = {"default": "default:", "short": "{% for m in messages %}<{{ m.content }}>{% endfor %}"}
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dressed(several_templates: Path, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server with all of these flags, most of them from a file; the command line wins where both say something."""
+    file = tmp_path_factory.mktemp("config") / "server.yaml"
+    file.write_text(
+        f"""
+served-model-name: [{MODEL}, second]
+max_model_len: 100
+max-num-seqs: 8
+api-key: [first-key, second-key]
+allowed-origins: ["{ORIGIN}"]
+allowed-methods: [GET, POST]
+allowed-headers: [x-custom, authorization]
+allow-credentials: true
+disable-fastapi-docs: true
+middleware: [tests.server.operator_middleware.Stamp, tests.server.operator_middleware.mark]
+response-role: bot
+header-timeout: {SECONDS}
+"""
+    )
+    flags = [
+        *("--config", str(file), "--max-model-len", "200", "--root-path", "/api/", "--chat-template", "short"),
+        *("--ssl-keyfile", str(certificates / "server.key"), "--ssl-certfile", str(certificates / "server.pem")),
+        *("--ssl-ca-certs", str(certificates / "ca.pem"), "--ssl-cert-reqs", str(int(ssl.CERT_REQUIRED))),
+        *("--served-model-name", "one", "two"),
+    ]
+    with Server(several_templates, *flags, key="second-key", tls=trusting(certificates, client=True)) as running:
+        yield running
+
+
+def answer_over(port: int, context: ssl.SSLContext) -> bytes:
+    """The first bytes of the server's answer. Raises OSError if there is none."""
+    with (
+        socket.create_connection(("127.0.0.1", port), 5) as connection,
+        context.wrap_socket(connection, server_hostname="127.0.0.1") as secure,
+    ):
+        secure.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        received = secure.recv(100)
+        if not received:
+            raise ConnectionError("closed without an answer")
+        return received
+
+
+def test_tls_with_certificates_of_both_sides(dressed: Server, certificates: Path) -> None:
+    answer = dressed.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 2})
+    assert answer.status == 200
+    assert f"Serving on https://127.0.0.1:{dressed.port}" in dressed.log
+    assert answer_over(dressed.port, trusting(certificates, client=True)).startswith(b"HTTP/1.1 200")
+    streamed = dressed.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 20, "stream": True, "ignore_eos": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    for context in (trusting(certificates, client=False), ssl.create_default_context()):
+        with pytest.raises(OSError):
+            answer_over(dressed.port, context)
+    assert not dressed.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", timeout=5).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_says_no_hello_is_cut(dressed: Server) -> None:
+    started = time.monotonic()
+    assert dressed.raw(b"", timeout=20) == b""
+    assert time.monotonic() - started < SECONDS + 8
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(dressed: Server) -> None:
+    cards = dressed.get("/v1/models").json["data"]
+    assert [(card["id"], card["max_model_len"]) for card in cards] == [("one", 200), ("two", 200)]
+    assert dressed.get("/v1/models", headers={"authorization": "Bearer first-key"}).status == 200
+    assert dressed.get("/v1/models", headers={"authorization": "Bearer third-key"}).status == 401
+    assert dressed.get("/openapi.json").status == 404
+
+
+def test_cors(dressed: Server) -> None:
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "x-custom"}
+    allowed = dressed.request("OPTIONS", COMPLETIONS, headers={**asked, "authorization": ""})
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == ORIGIN
+    assert allowed.headers["access-control-allow-credentials"] == "true"
+    assert "POST" in allowed.headers["access-control-allow-methods"]
+    assert "DELETE" not in allowed.headers["access-control-allow-methods"]
+    assert "x-custom" in allowed.headers["access-control-allow-headers"].lower()
+    for change in (
+        {"origin": "https://other.example"},
+        {"access-control-request-method": "DELETE"},
+        {"access-control-request-headers": "x-other"},
+    ):
+        assert dressed.request("OPTIONS", COMPLETIONS, headers={**asked, **change}).status == 400
+    assert "access-control-allow-origin" not in dressed.get("/version", headers={"origin": "https://other"}).headers
+
+
+def test_a_page_can_read_refusals_too(dressed: Server) -> None:
+    for headers, path, status in (({"authorization": ""}, "/v1/models", 401), ({}, "/nowhere", 404)):
+        answer = dressed.get(path, headers={"origin": ORIGIN, **headers})
+        assert answer.status == status
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+
+
+def test_middleware_of_the_operator(dressed: Server) -> None:
+    for path in ("/version", "/v1/models", "/nowhere"):
+        headers = dressed.get(path).headers
+        assert (headers["x-stamp"], headers["x-mark"]) == ("class", "function")
+    assert "x-stamp" not in dressed.get("/v1/models", headers={"authorization": ""}).headers  # the key comes first
+    body = {"prompt": "Hi", "max_tokens": 5, "ignore_eos": True}
+    streamed = dressed.post(COMPLETIONS, {**body, "stream": True})
+    assert streamed.headers["x-mark"] == "function"
+    assert streamed.text.count("data: ") >= 2
+
+
+def test_root_path(dressed: Server) -> None:
+    """A proxy may leave the prefix in place or take it away; what is open stays open, the rest stays closed."""
+    for prefix in ("", "/api"):
+        assert dressed.get(prefix + "/v1/models").status == 200
+        assert dressed.get(prefix + "/v1/models", headers={"authorization": ""}).status == 401
+        assert dressed.get(prefix + "/health", headers={"authorization": ""}).status == 200
+    assert dressed.get("/api/api/health", headers={"authorization": ""}).status == 401
+    assert dressed.get("/apihealth", headers={"authorization": ""}).status == 401
+
+
+def test_the_role_and_the_named_template(dressed: Server) -> None:
+    ids = dressed.post("/tokenize", {"messages": USER}).json["tokens"]
+    assert dressed.post("/detokenize", {"tokens": ids}).json["prompt"] == "<Hi>"
+    message = dressed.post(CHAT, {"messages": USER, "max_tokens": 1}).json["choices"][0]["message"]
+    assert message["role"] == "bot"
+
+
+# -- without a server --------------------------------------------------------------------------------------------------
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "demo", *words])
+
+
+@pytest.mark.parametrize("form", ["text", "file", "name"])
+def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -> None:
+    file = tmp_path / "of.jinja"
+    file.write_text("from the file")
+    given, expected = {
+        "text": ("{{ messages }}", "{{ messages }}"),
+        "file": (str(file), "from the file"),
+        "name": ("short", "short"),
+    }[form]
+    tokenizer = SimpleNamespace(chat_template={"short": "a", "default": "b"})
+    model: Any = SimpleNamespace(
+        served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
+    )
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model), input_processor=SimpleNamespace(tokenizer=tokenizer)
+    )
+    assert make_context(arguments("--chat-template", given), engine).chat_template == expected
+    with pytest.raises(ValueError, match="appears path-like"):
+        make_context(arguments("--chat-template", str(file) + "x"), engine)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--api-key", ""], "--api-key must not be empty"),
+        (["--api-key", "good", "--api-key", " spaced"], "--api-key must not be empty or have spaces"),
+        (["--allowed-origins", '"*"'], "--allowed-origins takes a JSON list of strings"),
+        (["--allowed-methods", "[1]"], "--allowed-methods takes a JSON list of strings"),
+        (["--root-path", "api"], "--root-path must begin with '/'"),
+        (["--ssl-keyfile", "x"], "TLS needs both"),
+        (["--ssl-ca-certs", "x"], "--ssl-ca-certs is for TLS"),
+        (["--ssl-cert-reqs", "2"], "--ssl-cert-reqs needs --ssl-ca-certs"),
+        (["--ssl-cert-reqs", "5"], "--ssl-cert-reqs must be 0"),
+        (["--ssl-keyfile", "/nowhere/k", "--ssl-certfile", "/nowhere/c"], "No such file"),
+        (["--middleware", "nothing"], "takes an import path"),
+        (["--middleware", "no.such.module"], "--middleware no.such.module: No module named 'no'"),
+        (["--middleware", "tests.server.operator_middleware.absent"], "has no attribute 'absent'"),
+        (["--middleware", "tests.server.operator_middleware.NEITHER"], "Must be a function or a class"),
+        (["--port", "70000"], "--port must be between"),
+        (["--max-body-size", "0"], "--max-body-size must be positive"),
+        (["--lora-modules", "a=b"], "LoRA .* is not available"),
+        (["--prompt-adapters", "a=b"], "not available"),
+        (["--enable-auto-tool-choice"], "requires --tool-call-parser"),
+        (["--tool-call-parser", "hermes"], "not available"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_the_model_is_loaded(words: list[str], message: str) -> None:
+    args = arguments(*words)
+    with pytest.raises((ValueError, TypeError), match=message):
+        validate_parsed_serve_args(args)
+        check_files(args)
+
+
+def test_a_refused_flag_is_one_line_and_a_status(tmp_path: Path) -> None:
+    (tmp_path / "x.pem").write_text("no certificate")
+    words = ["--ssl-keyfile", str(tmp_path / "x.pem"), "--ssl-certfile", str(tmp_path / "x.pem")]
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "demo", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"ERROR .*--ssl-certfile .*x\.pem", done.stdout + done.stderr)
