@@ -21,6 +21,7 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.metrics.reader import Counter, Gauge, Histogram
 
 PROMPTS = ["The capital of France is", "def f(x):", "こんにちは", "it's", "emoji 😀 and"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -582,3 +583,85 @@ def test_validation_errors_name_the_parameter(llm):
     with pytest.raises(VLLMValidationError) as caught:
         llm.generate([[10**6]], GREEDY, use_tqdm=False)
     assert caught.value.parameter == "prompt_token_ids"
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [list, tuple, np.array, torch.tensor, lambda ids: [np.int64(i) for i in ids]],
+    ids=["list", "tuple", "numpy", "torch", "numpy integers"],
+)
+def test_token_ids_in_any_container(llm, convert):
+    ids = llm.get_tokenizer().encode("The capital of France is")
+    (expected,) = llm.generate("The capital of France is", GREEDY, use_tqdm=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = [
+            llm.generate(convert(ids), GREEDY, use_tqdm=False),
+            llm.generate([convert(ids)], GREEDY, use_tqdm=False),
+            llm.generate([{"prompt_token_ids": convert(ids)}], GREEDY, use_tqdm=False),
+            llm.generate(prompt_token_ids=convert(ids), sampling_params=GREEDY, use_tqdm=False),
+            llm.generate(None, GREEDY, [convert(ids)], use_tqdm=False),
+        ]
+    for (output,) in found:
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.prompt_token_ids == ids
+
+
+def test_arrays_hold_several_prompts(llm):
+    texts = ["def f(x):", "it's"]
+    expected = [o.outputs[0].text for o in llm.generate(texts, GREEDY, use_tqdm=False)]
+    assert [o.outputs[0].text for o in llm.generate(np.array(texts), GREEDY, use_tqdm=False)] == expected
+    outputs = llm.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), GREEDY, use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == [[5, 6, 7], [8, 9, 10]]
+
+
+def test_what_older_and_newer_programs_look_up(llm):
+    engine = llm.llm_engine
+    assert llm.model_config is engine.model_config and llm.supported_tasks == ("generate",)
+    assert engine.tokenizer.tokenizer is llm.get_tokenizer()
+    assert engine.cache_config.num_gpu_blocks == engine.core.describe()["num_blocks"]
+    assert engine.cache_config.num_cpu_blocks == 0
+    assert engine.device_config.device_type == "cpu"
+    assert engine.decoding_config.backend == "auto"
+    assert engine.load_config is engine.vllm_config.load_config
+    assert engine.observability_config is engine.vllm_config.observability_config
+    assert [engine.lora_config, engine.speculative_config, engine.prompt_adapter_config] == [None, None, None]
+
+
+def test_chats_that_the_tokenizer_writes_are_not_tokenized_again(llm, monkeypatch):
+    tokenizer = llm.llm_engine.tokenizer
+    monkeypatch.setattr(tokenizer, "writes_chats", True)
+    monkeypatch.setattr(tokenizer, "chat", lambda *arguments: ("some text", [5, 6, 7]), raising=False)
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == ("some text", [5, 6, 7])
+
+
+def test_newer_arguments_of_older_methods(llm):
+    for pooling in (llm.encode, llm.embed, llm.classify):
+        with pytest.raises(ValueError, match="pooling models|only enabled for `--task"):
+            pooling(prompts=["a"], pooling_params=None, tokenization_kwargs={})
+    with pytest.raises(ValueError, match="only enabled for `--task"):
+        llm.score("a", "b", chat_template=None)
+    with pytest.raises(NotImplementedError, match="Sleep mode is not available"):
+        llm.sleep(level=1, mode="abort")
+    with pytest.raises(ValueError, match="profile_prefix is not available"):
+        llm.start_profile("x")
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    llm.enqueue("it's", GREEDY)
+    with pytest.raises(ValueError, match="reset_running_requests is not available"):
+        llm.reset_prefix_cache(reset_running_requests=True)
+    assert len(llm.wait_for_completion(RequestOutput, use_tqdm=False)) == 1
+
+
+def test_metrics_are_read_as_objects(llm, model_folder):
+    with pytest.raises(ValueError, match="Pass disable_log_stats=False"):
+        llm.get_metrics()
+    with make_llm(model_folder, disable_log_stats=False) as counting:
+        counting.generate(["it's", "def"], GREEDY, use_tqdm=False)
+        found = {metric.name: metric for metric in counting.get_metrics() if "finished_reason" not in metric.labels}
+    labels = {"model_name": str(model_folder), "engine": "0"}
+    assert found["vllm:generation_tokens"] == Counter("vllm:generation_tokens", labels, 24)
+    assert found["vllm:num_requests_running"] == Gauge("vllm:num_requests_running", labels, 0.0)
+    lengths = found["vllm:request_generation_tokens"]
+    assert isinstance(lengths, Histogram) and (lengths.count, lengths.sum) == (2, 24)
+    assert lengths.buckets["10.0"] == 0 and lengths.buckets["20.0"] == lengths.buckets["+Inf"] == 2

@@ -83,6 +83,9 @@ class CacheConfig:
         later="Computing KV cache scales (calculate_kv_scales)",
     )
     sliding_window: int | None = None
+    # What the engine adds once the model is loaded: blocks of the KV cache on its device, whatever that is.
+    num_gpu_blocks: int | None = None
+    num_cpu_blocks: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 256 or self.block_size & (self.block_size - 1):

@@ -132,8 +132,7 @@ class InputProcessor:
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
     def _parse(self, prompt: PromptType) -> _Parsed:
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
+        prompt = listed(prompt)
         if isinstance(prompt, (list, tuple)):
             return _Parsed(None, token_list(prompt), None)
         if is_explicit_encoder_decoder_prompt(prompt):
@@ -363,10 +362,14 @@ def child_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+def listed(value: Any) -> Any:
+    """The list that an array of numpy, torch or pandas holds; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def token_list(token_ids: Any) -> list[int]:
     """`token_ids` as a list of plain integers; ValueError if it is anything else."""
-    if isinstance(token_ids, np.ndarray):
-        token_ids = token_ids.tolist()
+    token_ids = listed(token_ids)
     if not isinstance(token_ids, (list, tuple)):
         raise VLLMValidationError(
             f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.",

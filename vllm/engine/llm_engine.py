@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm.config import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.prompt_adapter.request import PromptAdapterRequest
     from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.transformers_utils.tokenizer_group import TokenizerGroup
+    from vllm.v1.metrics.reader import Metric
 
 logger = init_logger(__name__)
 
@@ -65,7 +67,6 @@ class LLMEngine:
     ) -> None:
         logger.info("Initializing an LLM engine (v%s) with config: %s", __version__, vllm_config)
         _refuse_queue_limits(vllm_config.scheduler_config)
-        self.vllm_config = vllm_config
         self.usage_context = usage_context
         self.log_stats = log_stats
         self.stat_loggers: dict[str, Any] = dict(stat_loggers or {})
@@ -81,6 +82,7 @@ class LLMEngine:
 
             core = EngineCore(vllm_config, executor_class(vllm_config))
         self._client = InprocClient(vllm_config, core)
+        self.vllm_config = _with_blocks(vllm_config, self._client.describe()["num_blocks"])
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, self._client.describe())
         counts = self._metrics if log_stats or stat_loggers else None
@@ -256,6 +258,34 @@ class LLMEngine:
         return self.vllm_config.scheduler_config
 
     @property
+    def device_config(self) -> DeviceConfig:
+        return self.vllm_config.device_config
+
+    @property
+    def load_config(self) -> LoadConfig:
+        return self.vllm_config.load_config
+
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        return self.vllm_config.lora_config
+
+    @property
+    def speculative_config(self) -> SpeculativeConfig | None:
+        return self.vllm_config.speculative_config
+
+    @property
+    def decoding_config(self) -> DecodingConfig:
+        return self.vllm_config.decoding_config
+
+    @property
+    def observability_config(self) -> ObservabilityConfig:
+        return self.vllm_config.observability_config
+
+    @property
+    def prompt_adapter_config(self) -> PromptAdapterConfig | None:
+        return self.vllm_config.prompt_adapter_config
+
+    @property
     def core(self) -> InprocClient:
         """The client of the core, for tools and tests."""
         return self._client
@@ -301,6 +331,15 @@ class LLMEngine:
             self._stats_log.tick(force=True)
         for stat_logger in self.stat_loggers.values():
             stat_logger.log(self._metrics.stats)
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of every metric. Raises ValueError if statistics are not kept."""
+        if not self.log_stats:
+            raise ValueError("There are no metrics without statistics. Pass disable_log_stats=False to the engine.")
+        from vllm.v1.metrics.reader import snapshot
+
+        self._metrics.on_step(self._client.stats())
+        return snapshot(self._metrics)
 
     def _log_step(self) -> None:
         stats = self._client.stats()
@@ -395,6 +434,12 @@ def _refuse_queue_limits(scheduler: SchedulerConfig) -> None:
                 f"{name}={value} bounds the queue of a server (vllm serve, AsyncLLMEngine). LLM and LLMEngine take "
                 f"every request that they are given; leave {name} unset."
             )
+
+
+def _with_blocks(config: VllmConfig, num_blocks: int) -> VllmConfig:
+    """`config`, with what is known about the cache now."""
+    cache = replace(config.cache_config, num_gpu_blocks=num_blocks, num_cpu_blocks=0)
+    return replace(config, cache_config=cache)
 
 
 def _no_lora() -> ValueError:

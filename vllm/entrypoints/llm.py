@@ -6,12 +6,13 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.input_processor import RequestInput
+from vllm.engine.input_processor import RequestInput, listed
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
@@ -25,6 +26,7 @@ from vllm.utils import Counter
 if TYPE_CHECKING:
     from torch import nn
 
+    from vllm.config import ModelConfig
     from vllm.entrypoints.chat_utils import ChatCompletionMessageParam, ContentFormatOption
     from vllm.inputs import PromptType, TextPrompt, TokensPrompt
     from vllm.lora.request import LoRARequest
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     )
     from vllm.pooling_params import PoolingParams
     from vllm.prompt_adapter.request import PromptAdapterRequest
+    from vllm.v1.metrics.reader import Metric
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -310,6 +313,9 @@ class LLM:
         use_tqdm: ProgressBar = True,
         lora_request: list[LoRARequest] | LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        *,
+        pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """The pooled hidden states of each prompt."""
         raise ValueError(
@@ -320,12 +326,12 @@ class LLM:
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
-        /,
         *,
         use_tqdm: ProgressBar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: list[LoRARequest] | LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding vector of each prompt."""
         raise ValueError("Embedding API is only enabled for `--task embed`")
@@ -333,11 +339,12 @@ class LLM:
     def classify(
         self,
         prompts: PromptType | Sequence[PromptType],
-        /,
         *,
         use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: list[LoRARequest] | LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The class probabilities of each prompt."""
         raise ValueError("Classification API is only enabled for `--task classify`")
@@ -350,8 +357,11 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: list[LoRARequest] | LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """The similarity of pairs of texts."""
         raise ValueError("Score API is only enabled for `--task embed or --task score`")
@@ -374,9 +384,32 @@ class LLM:
         """Number of workers. There is one data-parallel rank, so `include_dp` makes no difference."""
         return self.llm_engine.get_parallel_config().world_size
 
-    def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Forget cached prefixes; False if requests are running."""
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.llm_engine.model_config
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return ("generate",)
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of every metric of the server's /metrics. Needs disable_log_stats=False, else ValueError."""
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(
+        self, device: Any = None, *, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget cached prefixes; False if requests are running. There is no connector with a cache of its own."""
+        if reset_running_requests and self.llm_engine.has_unfinished_requests():
+            raise ValueError(
+                "reset_running_requests is not available: queued requests keep their blocks. Let them finish "
+                "(wait_for_completion) first."
+            )
         return self.llm_engine.reset_prefix_cache(device)
+
+    def reset_mm_cache(self) -> None:
+        """Forget processed images and sounds: there are none, since the models take text only."""
 
     def collective_rpc(
         self,
@@ -392,14 +425,16 @@ class LLM:
         """Call `func` with the model of every worker; results by rank."""
         return self.collective_rpc(_call_with_model, args=(func,))
 
-    def start_profile(self) -> None:
+    def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin a torch.profiler trace in VLLM_TORCH_PROFILER_DIR."""
+        if profile_prefix is not None:
+            raise ValueError("profile_prefix is not available: traces are named by time and rank.")
         self.llm_engine.start_profile()
 
     def stop_profile(self) -> None:
         self.llm_engine.stop_profile()
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the memory of weights and cache until `wake_up`."""
         self.llm_engine.sleep(level)
 
@@ -504,8 +539,8 @@ class LLM:
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            # Mostly the template has written the special tokens that belong there.
-            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if add_special_tokens and not tokenizer.writes_chats:
+                ids = tokenizer.encode(text, add_special_tokens=True)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
@@ -546,20 +581,22 @@ def _call_with_model(worker: Any, func: Callable[[Any], _Result]) -> _Result:
 
 def _as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as a list. A list of integers is one prompt."""
+    prompts = listed(prompts)
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [prompts]
-    return list(prompts)
+    return [listed(item) for item in prompts]
 
 
 def _merge_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:
     """The prompts of the older API: texts and token ids in two arguments, one for one."""
-    one = bool(prompt_token_ids) and not isinstance(prompt_token_ids[0], (list, tuple))
-    ids = [prompt_token_ids] if one else list(prompt_token_ids)
+    prompt_token_ids = listed(prompt_token_ids)
+    one = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], Integral)
+    ids = [prompt_token_ids] if one else [listed(item) for item in prompt_token_ids]
     if prompts is None:
         return [{"prompt_token_ids": item} for item in ids]
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = [prompts] if isinstance(prompts, str) else list(listed(prompts))
     if len(texts) != len(ids):
         raise ValueError("The lengths of prompts and prompt_token_ids must be the same.")
     return [{"prompt": text, "prompt_token_ids": item} for text, item in zip(texts, ids, strict=True)]

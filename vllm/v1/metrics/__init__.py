@@ -1,0 +1,1 @@
+"""Reading metrics, where the newer API has it."""
