@@ -1,6 +1,7 @@
 // A run of decoder layers in one call: the same functions in the same order as the layers' Python code, so the same bits,
 // without some ten calls from Python and parallel regions per layer.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "kernels.h"
@@ -46,8 +47,11 @@ struct BlocksCall {
     void* out;       // [tokens, hidden]: what is still to be added to it
     const int64_t* positions;
     const int32_t *query_starts, *seq_lens;
+    const int64_t* rows;  // [num_rows] tokens whose output is wanted, each once: the first rows of out; null for all
+    void* kept;           // [num_rows, hidden]: their part of the stream, if there are rows
     int64_t count, tokens, hidden, requests;
     int64_t blocks, block_size;
+    int64_t num_rows;
     int32_t dtype, cache_dtype;
 };
 
@@ -138,20 +142,25 @@ class Preparation {
 class Walk {
   public:
     Walk(Team& team, const BlocksCall& call, const Preparation& shared)
-        : team_(team), c_(call), shared_(shared), element_(bytes_of(call.dtype)) {}
+        : team_(team), c_(call), shared_(shared), element_(bytes_of(call.dtype)), stream_(call.residual), rows_(call.tokens) {}
 
     static int64_t phases(const BlocksCall& c) {
         const int64_t parts = (c.tokens + kFeedForwardTokens - 1) / kFeedForwardTokens;
-        return c.count * (2 + 2 + 1 + 2 + 2 + 5 * parts);  // norms, qkv, rotation, attention, o; up, activation, down
+        return 1 + c.count * (2 + 2 + 1 + 2 + 2 + 5 * parts);  // rows; norms, qkv, rotation, attention, o; up, activation, down
     }
 
     bool run() {
         for (int64_t i = 0; i < c_.count && known_; i++) {
             const BlockWeights& b = c_.layers[i];
             // The first layer's stream is complete; later ones still have to add the last one's output.
-            normalise(b.norm1, i == 0 ? nullptr : c_.residual, i == 0 ? c_.residual : c_.out);
-            attention(b, shared_.plan(i));
-            normalise(b.norm2, c_.residual, c_.out);
+            normalise(b.norm1, i == 0 ? nullptr : stream_, i == 0 ? stream_ : c_.out);
+            const bool narrow = c_.rows && i + 1 == c_.count;
+            write_keys(b);
+            if (narrow && !c_.num_rows) break;
+            const char* context = attention(b, shared_.plan(i));
+            if (narrow) context = keep_rows(b, context);
+            multiply(c_.out, context, b.o, rows_);
+            normalise(b.norm2, stream_, c_.out);
             feed_forward(b);
         }
         return known_;
@@ -161,7 +170,7 @@ class Walk {
     void check(bool known) { known_ = known_ && known; }
 
     void normalise(const NormWeights& w, void* residual, const void* x) {
-        check(norm(team_, {c_.out, residual, x, w.weight, w.bias, c_.tokens, c_.hidden, c_.hidden, w.eps, w.offset, w.centred},
+        check(norm(team_, {c_.out, residual, x, w.weight, w.bias, rows_, c_.hidden, c_.hidden, w.eps, w.offset, w.centred},
                    c_.dtype));
     }
 
@@ -169,7 +178,7 @@ class Walk {
         check(linear(team_, {out, x, w.packed, w.bias, rows, w.out, w.in, w.in, w.out}, shared_.scratch, c_.dtype, c_.dtype));
     }
 
-    void attention(const BlockWeights& b, const AttentionPlan& plan) {
+    void write_keys(const BlockWeights& b) {
         char* qkv = shared_.first;
         multiply(qkv, c_.out, b.qkv, c_.tokens);
         check(rotate_and_write(team_, {qkv, c_.tokens, b.qkv.out, b.heads, b.kv_heads, b.head_dim,
@@ -177,16 +186,33 @@ class Walk {
                                        c_.blocks, c_.block_size, c_.groups[b.group].slots, b.q_norm, b.k_norm, b.qk_eps,
                                        b.qk_offset},
                                c_.dtype, c_.cache_dtype));
+    }
+
+    const char* attention(const BlockWeights& b, const AttentionPlan& plan) {
         AttentionCall call = attention_call(c_, b);
         call.out = shared_.context;
-        call.q = qkv;
+        call.q = shared_.first;
         check(attend(team_, call, plan, shared_.scratch));
-        multiply(c_.out, call.out, b.o, c_.tokens);
+        return shared_.context;
+    }
+
+    // Goes on with the wanted rows only; their context moves to where the queries were.
+    const char* keep_rows(const BlockWeights& b, const char* context) {
+        const size_t width = size_t(b.o.in * element_), hidden = size_t(c_.hidden * element_);
+        team_.share(c_.num_rows, 64, [&](int64_t i, int64_t end) {
+            for (; i < end; i++) {
+                memcpy(shared_.first + size_t(i) * width, context + size_t(c_.rows[i]) * width, width);
+                memcpy((char*)c_.kept + size_t(i) * hidden, (const char*)c_.residual + size_t(c_.rows[i]) * hidden, hidden);
+            }
+        });
+        stream_ = c_.kept;
+        rows_ = c_.num_rows;
+        return shared_.first;
     }
 
     void feed_forward(const BlockWeights& b) {
-        for (int64_t token = 0; token < c_.tokens; token += kFeedForwardTokens) {
-            const int64_t rows = std::min(kFeedForwardTokens, c_.tokens - token);
+        for (int64_t token = 0; token < rows_; token += kFeedForwardTokens) {
+            const int64_t rows = std::min(kFeedForwardTokens, rows_ - token);
             char* x = (char*)c_.out + token * c_.hidden * element_;
             multiply(shared_.first, x, b.up, rows);
             check(activate(team_, {shared_.activated, shared_.first, rows, b.down.in, b.up.out, b.gated, b.activation}, c_.dtype));
@@ -198,6 +224,8 @@ class Walk {
     const BlocksCall& c_;
     const Preparation& shared_;
     const int64_t element_;
+    void* stream_;
+    int64_t rows_;
     bool known_ = true;
 };
 

@@ -70,25 +70,27 @@ class PagedDriver:
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks, dtype=np.int32))
         self.tables = torch.from_numpy(ids.reshape(groups, requests, per_request))
 
-    def step(self, chunks: list[tuple[int, int, Tensor]]) -> Tensor:
-        """chunks: (request, tokens computed before, new token ids). Logits of all new tokens, [tokens, vocabulary]."""
+    def step(self, chunks: list[tuple[int, int, Tensor]], rows: Tensor | None = None) -> Tensor:
+        """chunks: (request, tokens computed before, new token ids). Logits of all new tokens, [tokens, vocabulary], or
+        of those that `rows` names.
+        """
         ids = torch.cat([tokens for _, _, tokens in chunks])
         positions = torch.cat([torch.arange(start, start + len(tokens)) for _, start, tokens in chunks])
         lengths = [len(tokens) for _, _, tokens in chunks]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         seq_lens = np.array([start + len(tokens) for _, start, tokens in chunks], dtype=np.int32)
-        rows = [request for request, _, _ in chunks]
-        owner = torch.repeat_interleave(torch.tensor(rows), torch.tensor(lengths))
+        requests = [request for request, _, _ in chunks]
+        owner = torch.repeat_interleave(torch.tensor(requests), torch.tensor(lengths))
         groups = []
         for table in self.tables:
             block = table[owner, positions // self.block_size].long()
-            groups.append(GroupInputs(block * self.block_size + positions % self.block_size, table[rows]))
+            groups.append(GroupInputs(block * self.block_size + positions % self.block_size, table[requests]))
         step = StepInputs(
             token_ids=ids,
             positions=positions,
             query_starts=torch.from_numpy(starts),
             seq_lens=torch.from_numpy(seq_lens),
-            logits_rows=torch.arange(len(ids)),
+            logits_rows=rows,
             groups=tuple(groups),
             max_query_len=max(lengths),
             max_seq_len=int(seq_lens.max()),
@@ -96,7 +98,7 @@ class PagedDriver:
             host_seq_lens=seq_lens,
         )
         with torch.inference_mode():
-            return self.model.logits(self.model(step, self.caches)[step.logits_rows])
+            return self.model.logits(self.model(step, self.caches))
 
     def run(self, prompts: list[Tensor], chunk_sizes: list[int]) -> list[Tensor]:
         """Logits at every position of every prompt, computed together in chunks of cycling sizes."""

@@ -99,6 +99,17 @@ def test_logits_are_the_same_bits_however_a_prompt_is_scheduled(registered, fold
         assert torch.equal(together[i], single[i])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_that_nobody_wants_change_no_bit_of_the_others(registered, folders, dtype):
+    folder, _ = folders["qwen3"]
+    model = load(folder, dtype=dtype)
+    model.fused_blocks = blocks.fuse(registered.library, list(model.blocks), model.dtype)
+    chunks = [(i, 0, prompt) for i, prompt in enumerate(_prompts())]
+    every = PagedDriver(model, requests=4).step(chunks)
+    for rows in (torch.tensor([30, 31, 81, 98]), torch.randperm(99)[:40], torch.tensor([], dtype=torch.int64)):
+        assert torch.equal(PagedDriver(model, requests=4).step(chunks, rows), every[rows])
+
+
 def test_layers_that_the_call_does_not_know_run_one_by_one(native, unregistered, folders):
     folder, _ = folders["qwen2"]
     model = load(folder)  # the references pack nothing

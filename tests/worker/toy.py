@@ -45,7 +45,7 @@ class Toy(nn.Module):
             x = x + attend(q, kv_caches[0], params, step, group).flatten(1)
         for token in self.poison:
             x[step.token_ids == token] = float("nan")
-        return x
+        return step.wanted(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head

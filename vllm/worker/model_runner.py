@@ -36,9 +36,11 @@ IMPOSSIBLE = (
 class Model(Protocol):
     """What the runner needs of a model."""
 
-    def __call__(self, step: StepInputs, kv_caches: list[Tensor]) -> Tensor: ...
+    def __call__(self, step: StepInputs, kv_caches: list[Tensor]) -> Tensor:
+        """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]."""
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary] fp32."""
 
 
 class Handle(Protocol):
@@ -201,7 +203,7 @@ class ModelRunner:
         count = len(batch.sample_rows)
         if not count:
             return None
-        return self.model.logits(hidden.index_select(0, batch.step.logits_rows[:count]))
+        return self.model.logits(hidden[:count])
 
     def _sample(self, logits: Tensor | None, batch: Batch) -> Sampled:
         """The first rank samples, the others are told."""
@@ -228,10 +230,10 @@ class ModelRunner:
             slots: np.ndarray = np.full(len(rows.positions), slot, np.int32)
             (where,) = self.context.upload([self.table.token_index(slots, rows.positions)])
             targets = self.table.read_tokens(where)
-            index = batch.step.logits_rows[rows.first : rows.first + len(rows.positions)]
+            predicting = hidden[rows.first : rows.first + len(rows.positions)]
             parts = 0
             for i in range(0, len(rows.positions), step):
-                logits = self.model.logits(hidden.index_select(0, index[i : i + step]))
+                logits = self.model.logits(predicting[i : i + step])
                 if self.tp.is_first:
                     tensors += top_logprobs(logits, targets[i : i + step], int(params.prompt_logprobs[slot]))
                     parts += 1

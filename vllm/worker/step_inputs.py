@@ -31,7 +31,7 @@ class StepInputs:
 
     token_ids, positions: [tokens] int64.   query_starts: [requests + 1] int32.   seq_lens: [requests] int32, the step's
     tokens included.
-    logits_rows: [rows] int64, the token indices whose logits are wanted.
+    logits_rows: [rows] int64, each at most once: the tokens whose hidden states are wanted; None: all, in order.
     host_query_starts, host_seq_lens: the same numbers as numpy int32, for planning without a device round trip.
     """
 
@@ -39,9 +39,13 @@ class StepInputs:
     positions: Tensor
     query_starts: Tensor
     seq_lens: Tensor
-    logits_rows: Tensor
+    logits_rows: Tensor | None
     groups: tuple[GroupInputs, ...]
     max_query_len: int
     max_seq_len: int
     host_query_starts: np.ndarray
     host_seq_lens: np.ndarray
+
+    def wanted(self, hidden: Tensor) -> Tensor:
+        """hidden: [tokens, ...] -> [rows, ...], its rows that `logits_rows` names."""
+        return hidden if self.logits_rows is None else hidden.index_select(0, self.logits_rows)

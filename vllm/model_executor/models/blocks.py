@@ -106,8 +106,11 @@ class SelfAttention(nn.Module):
         if spec.rope is not None:
             self.register_buffer("cos_sin", ctx.table(spec.rope), persistent=False)
 
-    def forward(self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
+    def forward(self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens or rows, hidden] (a partial sum if the layer does not reduce).
+
+        rows: [rows] int64, the tokens whose output is wanted; None for all.
+        """
         cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
         qkv = self.qkv.project(x)
         rope, p = self.spec.rope, self.params
@@ -133,7 +136,9 @@ class SelfAttention(nn.Module):
                 q = rotate(q, step.positions, self.cos_sin, rope.interleaved)
                 k = rotate(k, step.positions, self.cos_sin, rope.interleaved)
             write_kv(k, v, cache, group.slot_mapping, p.k_scale, p.v_scale)
-        return self.o.project(attend(q, cache, p, step, group).flatten(1))
+        if rows is not None and not len(rows):
+            return x[:0]  # the cache is written, nobody asks for more
+        return self.o.project(_pick(attend(q, cache, p, step, group).flatten(1), rows))
 
     def _rms_qk_norm(self) -> QKNorm | None:
         """The head norms as the fused operation takes them."""
@@ -237,28 +242,44 @@ class DecoderBlock(nn.Module):
         self.norms = nn.ModuleList(build_norm(spec.norm, hidden_size, ctx.dtype) for _ in range(spec.layout.num_norms))
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, step: StepInputs, kv_caches: Sequence[Tensor]
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        step: StepInputs,
+        kv_caches: Sequence[Tensor],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x, residual: [tokens, hidden], the stream is x + residual (x alone if residual is None)."""
+        """x, residual: [tokens, hidden], the stream is x + residual (x alone if residual is None).
+
+        rows: [rows] int64, the tokens whose output is wanted; None for all. The others take part in the attention only.
+        """
         norm = self.norms
+        if rows is not None and not len(rows):
+            h = x if self.layout is Layout.POST else add_norm(norm[0], x, residual)[0]
+            return self.attn(h, step, kv_caches, rows), None
         match self.layout:
             case Layout.PRE:
                 h, residual = add_norm(norm[0], x, residual)
-                h, residual = add_norm(norm[1], self.attn(h, step, kv_caches), residual)
+                h, residual = add_norm(norm[1], self.attn(h, step, kv_caches, rows), _pick(residual, rows))
                 return self.ffn(h), residual
             case Layout.SANDWICH:
                 h, residual = add_norm(norm[0], x, residual)
-                h = norm[1](self.attn(h, step, kv_caches))
-                h, residual = add_norm(norm[2], h, residual)
+                h = norm[1](self.attn(h, step, kv_caches, rows))
+                h, residual = add_norm(norm[2], h, _pick(residual, rows))
                 return norm[3](self.ffn(h)), residual
             case Layout.PARALLEL | Layout.PARALLEL_SHARED:
                 h, residual = add_norm(norm[0], x, residual)
-                h2 = norm[1](residual) if self.layout is Layout.PARALLEL else h
-                return self.tp.all_reduce(self.ffn(h2) + self.attn(h, step, kv_caches)), residual
+                residual = _pick(residual, rows)
+                h2 = norm[1](residual) if self.layout is Layout.PARALLEL else _pick(h, rows)
+                return self.tp.all_reduce(self.ffn(h2) + self.attn(h, step, kv_caches, rows)), residual
             case Layout.POST:
-                x, _ = add_norm(norm[0], self.attn(x, step, kv_caches), x)
+                x, _ = add_norm(norm[0], self.attn(x, step, kv_caches, rows), _pick(x, rows))
                 x, _ = add_norm(norm[1], self.ffn(x), x)
                 return x, None
+
+
+def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,9 @@ from vllm.model_executor.models.kv_groups import cache_element_bytes, group_laye
 from vllm.model_executor.models.spec import Block, Decoder, LearnedPositions
 from vllm.worker.step_inputs import StepInputs
 
+# (x, step, kv_caches, rows) -> (x, residual), as the blocks one by one
+FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
+
 
 def without_idle_windows(spec: Decoder, max_positions: int) -> Decoder:
     """The same decoder with windows dropped that no sequence of `max_positions` tokens can outgrow."""
@@ -71,8 +74,8 @@ class DecoderModel(nn.Module):
         self.blocks = nn.ModuleList(
             DecoderBlock(block, spec.hidden_size, places[i], ctx, f"blocks.{i}") for i, block in enumerate(spec.blocks)
         )
-        # a device's own way to run all blocks at once, with the same result: (x, step, kv_caches) -> (x, residual)
-        self.fused_blocks: Callable[[Tensor, StepInputs, Sequence[Tensor]], tuple[Tensor, Tensor]] | None = None
+        # a device's own way to run all blocks at once, with the same result
+        self.fused_blocks: FusedBlocks | None = None
         self.norm = None if spec.norm is None else build_norm(spec.norm, spec.hidden_size, dtype)
         self.head = ParallelLMHead(spec.vocab_size, width, spec.head_bias, dtype, tp=tp)
         if spec.tied:
@@ -87,7 +90,11 @@ class DecoderModel(nn.Module):
         return KVLayout(self.kv_groups, block_size, kv_heads, attn.head_dim, element_bytes)
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
-        """Hidden states of the step's tokens, [tokens, hidden]; their keys and values are written to `kv_caches`."""
+        """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all tokens' keys and values are written to
+        `kv_caches`.
+
+        Of the last layer, the other tokens need no more than that: most of it is computed for the wanted rows only.
+        """
         x: Tensor = self.embed(step.token_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
@@ -96,15 +103,22 @@ class DecoderModel(nn.Module):
         if self.spec.positions is not None:
             x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
         residual: Tensor | None = None
+        rows = step.logits_rows
+        if rows is not None and len(rows) == len(x):
+            rows = None  # nothing to save
         if self.fused_blocks is not None:
-            x, residual = self.fused_blocks(x, step, kv_caches)
+            x, residual = self.fused_blocks(x, step, kv_caches, rows)
         else:
-            for block in self.blocks:
-                x, residual = block(x, residual, step, kv_caches)
+            last = len(self.blocks) - 1
+            for i, block in enumerate(self.blocks):
+                x, residual = block(x, residual, step, kv_caches, rows if i == last else None)
+        if not len(x):
+            return x
         if self.norm is not None:
-            return add_norm(self.norm, x, residual)[0]
-        hidden: Tensor = x if residual is None else x + residual
-        return hidden
+            x = add_norm(self.norm, x, residual)[0]
+        elif residual is not None:
+            x = x + residual
+        return x if rows is not None else step.wanted(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as `forward` gives them -> [rows, vocabulary] fp32, on every rank."""

@@ -78,7 +78,7 @@ class OutOfTreeModel(nn.Module):
         return KVLayout(self.kv_groups, block_size, layer.num_kv_heads, layer.head_size, element_bytes)
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
-        """Hidden states of the step's tokens, [tokens, hidden]."""
+        """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]."""
         places = [layer.place for layer in self.layers]
         known = {
             "kv_caches": [kv_caches[place.tensor] for place in places if place is not None],
@@ -89,7 +89,7 @@ class OutOfTreeModel(nn.Module):
         arguments = {name: value for name, value in known.items() if name in self._forward_names}
         with self._prepared(kv_caches, step):
             hidden: Tensor = self.model(step.token_ids, step.positions, **arguments)
-        return hidden
+        return step.wanted(hidden)
 
     @contextmanager
     def _prepared(self, kv_caches: Sequence[Tensor], step: StepInputs) -> Iterator[None]:

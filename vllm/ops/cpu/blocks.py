@@ -47,8 +47,8 @@ class _Call(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Block)),
         ("groups", ctypes.POINTER(_Group)),
-        *((name, _P) for name in ("residual", "out", "positions", "query_starts", "seq_lens")),
-        *((name, _L) for name in ("count", "tokens", "hidden", "requests", "blocks", "block_size")),
+        *((name, _P) for name in ("residual", "out", "positions", "query_starts", "seq_lens", "rows", "kept")),
+        *((name, _L) for name in ("count", "tokens", "hidden", "requests", "blocks", "block_size", "num_rows")),
         *((name, _I) for name in ("dtype", "cache_dtype")),
     ]
 
@@ -68,8 +68,14 @@ class FusedBlocks:
         self._groups = (_Group * (1 + max(block.attn.place.group for block in blocks)))()
         self._caches: Sequence[Tensor] | None = None
 
-    def __call__(self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """x: [tokens, hidden], overwritten -> (x, residual), whose sum is the stream after the last layer."""
+    def __call__(
+        self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor], rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [tokens, hidden], overwritten -> (x, residual), whose sum is the stream after the last layer.
+
+        rows: [rows] int64, at most as many as tokens: those whose output is wanted, and all that is returned; None for
+        all.
+        """
         if self._caches is not kv_caches:
             for layer, tensor in zip(self._layers, self._tensors, strict=True):
                 layer.cache = kv_caches[tensor].data_ptr()
@@ -80,15 +86,18 @@ class FusedBlocks:
             entry.table_stride = group.block_table.stride(0)
         out = torch.empty_like(x)
         tokens, hidden = x.shape
+        wanted = tokens if rows is None else len(rows)
+        stream = x if rows is None else torch.empty(wanted, hidden, dtype=x.dtype)
         cache = kv_caches[0]
         call = _Call(
             self._layers, groups, x.data_ptr(), out.data_ptr(), step.positions.data_ptr(), step.query_starts.data_ptr(),
-            step.seq_lens.data_ptr(), len(self._layers), tokens, hidden, len(step.host_seq_lens), cache.shape[1],
-            cache.shape[3], DTYPE_CODES[x.dtype], DTYPE_CODES[cache.dtype],
+            step.seq_lens.data_ptr(), _pointer(rows), stream.data_ptr(), len(self._layers), tokens, hidden,
+            len(step.host_seq_lens), cache.shape[1], cache.shape[3], wanted, DTYPE_CODES[x.dtype],
+            DTYPE_CODES[cache.dtype],
         )  # fmt: skip
         if self._run(ctypes.byref(call)):
             raise MemoryError("The decoder layers found no memory for their working copies.")
-        return out, x
+        return out[:wanted], stream
 
 
 def fuse(library: ctypes.CDLL, blocks: Sequence[nn.Module], dtype: torch.dtype) -> FusedBlocks | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
