@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 Output = TypeVar("Output")
+Form = TypeVar("Form")
 
 
 @dataclass
@@ -157,11 +158,23 @@ class PoolingRequestOutput(Generic[Output]):
         self.finished = finished
         self.num_cached_tokens = num_cached_tokens
 
+    def _in_form(self, kind: Callable[..., Form], outputs: Any) -> Form:
+        """The same result with its data in a special form; `kind` is a subclass of this class."""
+        return kind(self.request_id, outputs, self.prompt_token_ids, self.finished, self.num_cached_tokens)
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(request_id={self.request_id!r}, outputs={self.outputs!r}, "
             f"prompt_token_ids={self.prompt_token_ids}, finished={self.finished})"
         )
+
+
+def _vector(pooled: PoolingOutput, what: str) -> list[float]:
+    """The numbers of a pooled vector."""
+    if pooled.data.ndim != 1:
+        raise ValueError(f"pooled_data should be a 1-D {what} vector, got {pooled.data.ndim} dimensions")
+    numbers: list[float] = pooled.data.tolist()
+    return numbers
 
 
 @dataclass
@@ -172,10 +185,7 @@ class EmbeddingOutput:
 
     @staticmethod
     def from_base(pooling_output: PoolingOutput) -> EmbeddingOutput:
-        data = pooling_output.data
-        if data.ndim != 1:
-            raise ValueError(f"pooled_data should be a 1-D embedding vector, got {data.ndim} dimensions")
-        return EmbeddingOutput(data.tolist())
+        return EmbeddingOutput(_vector(pooling_output, "embedding"))
 
     @property
     def hidden_size(self) -> int:
@@ -190,13 +200,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-        return EmbeddingRequestOutput(
-            request_id=request_output.request_id,
-            outputs=EmbeddingOutput.from_base(request_output.outputs),
-            prompt_token_ids=request_output.prompt_token_ids,
-            finished=request_output.finished,
-            num_cached_tokens=request_output.num_cached_tokens,
-        )
+        return request_output._in_form(EmbeddingRequestOutput, EmbeddingOutput.from_base(request_output.outputs))
 
 
 @dataclass
@@ -207,10 +211,7 @@ class ClassificationOutput:
 
     @staticmethod
     def from_base(pooling_output: PoolingOutput) -> ClassificationOutput:
-        data = pooling_output.data
-        if data.ndim != 1:
-            raise ValueError(f"pooled_data should be a 1-D probability vector, got {data.ndim} dimensions")
-        return ClassificationOutput(data.tolist())
+        return ClassificationOutput(_vector(pooling_output, "probability"))
 
     @property
     def num_classes(self) -> int:
@@ -225,12 +226,8 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
-        return ClassificationRequestOutput(
-            request_id=request_output.request_id,
-            outputs=ClassificationOutput.from_base(request_output.outputs),
-            prompt_token_ids=request_output.prompt_token_ids,
-            finished=request_output.finished,
-            num_cached_tokens=request_output.num_cached_tokens,
+        return request_output._in_form(
+            ClassificationRequestOutput, ClassificationOutput.from_base(request_output.outputs)
         )
 
 
@@ -256,10 +253,4 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
-        return ScoringRequestOutput(
-            request_id=request_output.request_id,
-            outputs=ScoringOutput.from_base(request_output.outputs),
-            prompt_token_ids=request_output.prompt_token_ids,
-            finished=request_output.finished,
-            num_cached_tokens=request_output.num_cached_tokens,
-        )
+        return request_output._in_form(ScoringRequestOutput, ScoringOutput.from_base(request_output.outputs))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from vllm.distributed.parallel_state import (
     TensorParallel,
+    cleanup_dist_env_and_memory,
     current_tensor_parallel,
+    destroy_distributed_environment,
+    destroy_model_parallel,
     divide,
     get_pp_group,
     get_tensor_model_parallel_rank,
@@ -17,7 +20,10 @@ from vllm.distributed.parallel_state import (
 
 __all__ = [
     "TensorParallel",
+    "cleanup_dist_env_and_memory",
     "current_tensor_parallel",
+    "destroy_distributed_environment",
+    "destroy_model_parallel",
     "divide",
     "get_pp_group",
     "get_tensor_model_parallel_rank",

@@ -7,6 +7,7 @@ while such a model is built or runs.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -148,3 +149,18 @@ def divide(numerator: int, denominator: int) -> int:
     if numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}.")
     return numerator // denominator
+
+
+def destroy_model_parallel() -> None:
+    """For programs that call it before they make another `LLM`. Here, an engine that is deleted ends its own ranks."""
+
+
+def destroy_distributed_environment() -> None:
+    """As `destroy_model_parallel`: there is no group of this process that outlives its engine."""
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Collect what a deleted engine has left, and give unused device memory back. Ray is not used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -274,8 +274,10 @@ class LLM:
         priority: list[int] | None = None,
         use_tqdm: ProgressBar = True,
         tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts and return their request ids; `wait_for_completion` runs them, with the progress bar."""
+        _refuse_processor_options(mm_processor_kwargs)
         ids = self._add(prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs)
         self._queued += ids
         return ids

@@ -35,6 +35,13 @@ class Gauge(Metric):
 
 
 @dataclass
+class Vector(Metric):
+    """Counters in a row, one per position. None of the present metrics is one; programs ask for the type."""
+
+    values: list[int]
+
+
+@dataclass
 class Histogram(Metric):
     """How observations are distributed. `buckets`: upper bound -> observations that are at most that large."""
 
