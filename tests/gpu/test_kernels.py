@@ -9,8 +9,11 @@ import torch
 
 from tests.ops.triton.batches import make_batch
 from vllm.ops import activation, attention, norm, rotary
-from vllm.ops.shared_prefix import Group
+from vllm.ops.shared_prefix import Group, cut, find_groups
+from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
+from vllm.worker.prefix_sharing import Heads, plan_views, static_plans, tiles
 from vllm.worker.sample import draw
+from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE)
@@ -114,6 +117,54 @@ def test_long_queries_over_common_keys(heads, kv_heads, head_dim):
     got = attention.attend(batch.q, batch.cache, params, batch.step, replace(batch.group, plan=plan))
     clean = batch.cache.float().nan_to_num()
     assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [(32, 8, 128, torch.bfloat16), (14, 2, 64, torch.float16), (16, 8, 256, torch.bfloat16), (4, 2, 80, torch.float32)],
+)
+def test_decode_batches_over_shared_prefixes(heads, kv_heads, head_dim, dtype):
+    """Both kernels: of the general path, over finished queries, and of the fused step, without rotation."""
+    block, rows = 16, 40
+    table = torch.randperm(rows * 80).view(rows, 80).to(torch.int32) + 1
+    table[1::2, :60], table[::4, :40] = table[1, :60].clone(), table[0, :40].clone()  # two groups, and ten alone
+    cached = np.random.default_rng(0).integers(970, 1270, rows).astype(np.int32)
+    cache = torch.randn(2, rows * 80 + 1, kv_heads, block, head_dim, device="cuda").to(dtype)
+    shape = Heads(heads, kv_heads, head_dim, dtype.itemsize)
+    groups = find_groups(table.numpy(), np.arange(rows), cached, block, tiles(shape, rows).members)
+    assert [(len(g.rows), g.keys) for g in groups] == [(20, 960), (10, 640)]
+    work, plan = cut(groups, rows, tiles(shape, rows)), plan_views(shape, rows, rows, static_plans(shape, rows, "cuda"))
+    plan.rows.copy_(torch.from_numpy(work.rows))
+    plan.members[: len(work.members)] = torch.from_numpy(work.members)
+    plan.items[: len(work.items)] = torch.from_numpy(work.items)
+
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim, device="cuda").to(dtype)
+    q, k, v = qkv.view(rows, -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+    at, d_table = torch.from_numpy(cached).cuda(), table.cuda()
+    home = d_table.gather(1, at[:, None].long() // block)[:, 0].long() * block + at % block
+    written = cache.clone()
+    attention.write_kv.reference(k, v, written, home)
+    starts, lens = np.arange(rows + 1, dtype=np.int32), cached + 1
+    group = GroupInputs(home, d_table, plan)
+    step = StepInputs(
+        at, at, torch.from_numpy(starts).cuda(), torch.from_numpy(lens).cuda(), None, (group,), 1, 1280, starts, lens
+    )
+    params = attention.AttentionParams(head_dim**-0.5)
+    want = attention.attend.reference(q.float(), written.float(), params, step, group)
+    assert error(attention.attend(q, written, params, step, group), want) < TOLERANCE[dtype]
+    if dtype != torch.bfloat16 or head_dim > 128:
+        return
+    no_turn = torch.cat([torch.ones(1280, head_dim // 2), torch.zeros(1280, head_dim // 2)], 1).cuda()
+    a = DecodeAttention(heads, params.scale, cache, no_turn, None, None, 0.0, 0.0)
+    for splits in (1, 4):
+        part = torch.empty(rows * heads * splits, head_dim, device="cuda")
+        decode_rows = DecodeRows(
+            torch.arange(rows, dtype=torch.int32, device="cuda"), at, d_table, part, part[:, 0].contiguous(),
+            torch.zeros(rows * kv_heads, dtype=torch.int32, device="cuda"), splits, shared=plan,
+        )  # fmt: skip
+        out = torch.empty(rows, heads * head_dim, device="cuda", dtype=dtype)
+        decode_attention(qkv, out, a, decode_rows)
+        assert error(out, want.flatten(1)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("lengths", [[2048, 2048, 1], [1600], [4000, 2048, 5]])

@@ -73,7 +73,7 @@ def test_tiles_hold_whole_requests_and_fill_the_device():
             shape = tiles(heads, rows)
             assert shape.members * (heads.query // heads.kv) <= tile_rows(heads, rows)
             assert shape.members >= 4
-            assert shape.wanted * heads.kv <= 264
+            assert shape.wanted * heads.kv <= 132
             assert shape.items > shape.wanted
 
 

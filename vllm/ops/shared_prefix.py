@@ -18,7 +18,7 @@ ALIGN = 64  # common keys are counted in steps of this, so that every tile of ke
 _LEAST = 256  # keys; shorter prefixes are left to their requests
 _PASS = 2  # a tile's pass over a key takes about as long as this many requests' own
 _LEVELS = 8  # how deep groups within groups are looked for
-_WORTH = 24 << 20  # bytes of a layer's cache; the reading of fewer takes no longer than the launches that would save it
+_WORTH = 64 << 20  # bytes of a layer's cache that need not be read; for fewer, sharing costs as much as it saves
 ITEM, ROW = 4, 4  # numbers per item and per row of a Cut
 
 

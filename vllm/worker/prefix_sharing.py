@@ -17,7 +17,7 @@ from vllm.ops.shared_prefix import ITEM, ROW, Group, SharedPlan, Tiles, cut, fin
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
 
-_PROGRAMS = 264  # two for every processor of an H200
+_PROGRAMS = 132  # one for every processor of an H200: with more, there is more to merge
 _SPARE = 16  # items beyond those that equal shares need, for tiles of small groups
 
 

@@ -52,7 +52,7 @@ def _decode_kernel(
         begin = tl.load(shared_rows + row * 4)
     share = tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE
     if SHARED:
-        share = tl.maximum(share, 4 * TILE)  # what is left is short
+        share = tl.maximum(share, 8 * TILE)  # what is left is short, and merging costs as much as a few tiles
     active = tl.cdiv(position + 1 - begin, share)
     if split >= active:
         return
@@ -171,27 +171,33 @@ def _shared_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     kv_head = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
     item = items + tl.program_id(1) * 4
     first = tl.load(item)
     count = tl.load(item + 1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if count == 0:
-        return
+    lo = tl.load(item + 2)
+    hi = tl.load(item + 3)
     i = tl.arange(0, BM)
     ok = i // GROUP < count
     row = tl.load(members + first + i // GROUP, mask=ok, other=0)
     position = tl.load(positions_ptr + row, mask=ok, other=0)
+    table = table_ptr
+    if count > 0:
+        table += tl.load(slots_ptr + tl.load(members + first)).to(tl.int64) * stride_table
     c = tl.arange(0, HALF)
     keep = ok[:, None]
+    angle = cos_sin + position[:, None] * D + c[None, :]
+    cos = tl.load(angle, mask=keep, other=0.0)
+    sin = tl.load(angle + HALF, mask=keep, other=0.0)
+    if PDL:
+        gdc_wait()
+    if count == 0:
+        return
     head = kv_head * GROUP + i % GROUP
     q_at = qkv + row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D + c[None, :]
     q1 = tl.load(q_at, mask=keep, other=0.0).to(tl.float32)
     q2 = tl.load(q_at + HALF, mask=keep, other=0.0).to(tl.float32)
-    angle = cos_sin + position[:, None] * D + c[None, :]
-    cos = tl.load(angle, mask=keep, other=0.0)
-    sin = tl.load(angle + HALF, mask=keep, other=0.0)
     if NORM:
         rstd = tl.rsqrt((tl.sum(q1 * q1, 1) + tl.sum(q2 * q2, 1)) / D + eps)[:, None]
         q1 = q1 * rstd * (tl.load(q_weight + c).to(tl.float32) + offset)[None, :]
@@ -200,9 +206,6 @@ def _shared_kernel(
     qb = (q2 * cos + q1 * sin).to(qkv.dtype.element_ty)
     q = tl.reshape(tl.permute(tl.join(qa, qb), (0, 2, 1)), (BM, D))
 
-    lo = tl.load(item + 2)
-    hi = tl.load(item + 3)
-    table = table_ptr + tl.load(slots_ptr + tl.load(members + first)).to(tl.int64) * stride_table
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
