@@ -31,6 +31,7 @@ class KVManager:
         self.num_groups = len(layout.groups)
         self._single = self.num_groups == 1 and self._windows[0] is None
         self._group_suffix = [bytes([g]) for g in range(self.num_groups)]
+        self._to_register: list[tuple[Request, int]] = []
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -59,12 +60,11 @@ class KVManager:
         """
         if not self.looks_up(request):
             return 0
+        self.settle()
         size = self.block_size
         limit = (len(request.tokens) - 1) // size
-        data = request.token_bytes(0, limit * size)
-        self._extend_hashes(request, limit, data)
-        hits = self._matching_blocks(request, limit, data)
-        if hits is None:
+        hits = [self._longest_match(request, limit)] if self._single else self._matching_blocks(request, limit)
+        if not hits[0]:
             return 0
         for table, blocks in zip(request.tables, hits, strict=True):
             self.pool.acquire(b for b in blocks if b != NULL_BLOCK)
@@ -82,6 +82,7 @@ class KVManager:
 
         The last of them may be partly filled; whoever writes to it first copies it.
         """
+        self.settle()
         size = self.block_size
         count = -(-num_tokens // size)
         for g in range(self.num_groups):
@@ -119,6 +120,7 @@ class KVManager:
         if missing <= 0:
             return True
         if not self._single:
+            self.settle()
             self._free_behind_window(request)
         if missing * self.num_groups > pool.num_free:
             return False
@@ -130,25 +132,28 @@ class KVManager:
         return True
 
     def register_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Make the request's full blocks within its first `num_tokens` tokens findable by later requests."""
-        full = num_tokens // self.block_size
-        start = request.num_registered
-        if full <= start:
-            return
-        if self.enable_prefix_caching:
-            self._extend_hashes(request, full)
-            data, width = request.token_bytes(start * self.block_size, full * self.block_size), 8 * self.block_size
-            for i in range(start, full):
-                content = data[(i - start) * width : (i - start + 1) * width]
-                for g, table in enumerate(request.tables):
-                    if table[i] != NULL_BLOCK:
-                        self.pool.register(table[i], request.hashes[i] + self._group_suffix[g], content)
-        request.num_registered = full
+        """Make the request's full blocks within its first `num_tokens` tokens findable by later requests.
+
+        The work is done when it first matters, or in `settle()`.
+        """
+        self._to_register.append((request, num_tokens))
+
+    def settle(self) -> None:
+        """Do what was put off so that a step could be on its way sooner."""
+        for request, num_tokens in self._to_register:
+            self._register(request, num_tokens // self.block_size)
+        self._to_register.clear()
+
+    def reset_cache(self) -> None:
+        """Forget the content of all blocks; requests keep theirs."""
+        self.settle()
+        self.pool.reset_cache()
 
     # -- release -------------------------------------------------------------------------------------------------------
 
     def free(self, requests: Iterable[Request]) -> None:
         """Release all blocks of these requests; of those released together, the longest prefix is evicted first."""
+        self.settle()
         blocks: list[int] = []
         depths: list[int] = []
         for request in requests:
@@ -165,38 +170,56 @@ class KVManager:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, request: Request, count: int, data: bytes | None = None) -> None:
-        """Hash chain: SHA-256 over the parent's hash and the block's tokens; the root covers adapter and salt.
-
-        data: the encoding of all tokens from the first on, if it is at hand.
-        """
-        hashes, size = request.hashes, self.block_size
-        if len(hashes) >= count:
+    def _register(self, request: Request, full: int) -> None:
+        start, size = request.num_registered, self.block_size
+        if full <= start:
             return
-        if hashes:
-            parent = hashes[-1]
-        else:
-            salt = (request.cache_salt or "").encode()
-            parent = hashlib.sha256(b"%d:%d:" % (request.lora_id, len(salt)) + salt).digest()
-        start, width = len(hashes), 8 * size
-        data = request.token_bytes(start * size, count * size) if data is None else data[start * width :]
-        for i in range(count - start):
-            parent = hashlib.sha256(parent + data[i * width : (i + 1) * width]).digest()
-            hashes.append(parent)
+        if self.enable_prefix_caching:
+            self._extend_hashes(request, start)
+            for i, content in request.block_contents(start, full, size):
+                key = self._hash(request, i, content)
+                for g, table in enumerate(request.tables):
+                    if table[i] != NULL_BLOCK:
+                        self.pool.register(table[i], key + self._group_suffix[g], content)
+        request.num_registered = full
 
-    def _matching_blocks(self, request: Request, limit: int, data: bytes) -> list[list[int]] | None:
-        """Per group, the blocks of the longest cached prefix of at most `limit` blocks, or None if there is none.
-
-        data: the encoding of these blocks' tokens.
+    def _hash(self, request: Request, index: int, content: bytes) -> bytes:
+        """SHA-256 over the hash of the block before, which is known, and this block's content; the root covers adapter
+        and salt.
         """
-        size, width = self.block_size, 8 * self.block_size
+        hashes = request.hashes
+        if index == len(hashes):
+            if hashes:
+                parent = hashes[-1]
+            else:
+                salt = (request.cache_salt or "").encode()
+                parent = hashlib.sha256(b"%d:%d:" % (request.lora_id, len(salt)) + salt).digest()
+            hashes.append(hashlib.sha256(parent + content).digest())
+        return hashes[index]
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        for i, content in request.block_contents(len(request.hashes), count, self.block_size):
+            self._hash(request, i, content)
+
+    def _longest_match(self, request: Request, limit: int) -> list[int]:
+        """The blocks of the longest cached prefix of at most `limit` blocks, for one group without a window."""
+        found: list[int] = []
+        for i, content in request.block_contents(0, limit, self.block_size):
+            block = self.pool.lookup(self._hash(request, i, content) + self._group_suffix[0], content)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _matching_blocks(self, request: Request, limit: int) -> list[list[int]]:
+        """Per group, the blocks of the longest cached prefix of at most `limit` blocks."""
+        size = self.block_size
         found: list[list[int | None]] = []
         longest = limit
-        for g, window in enumerate(self._windows):
-            suffix = self._group_suffix[g]
+        for window, suffix in zip(self._windows, self._group_suffix, strict=True):
             blocks: list[int | None] = []
-            for i in range(longest):
-                block = self.pool.lookup(request.hashes[i] + suffix, data[i * width : (i + 1) * width])
+            for i, content in request.block_contents(0, longest, size):
+                block = self.pool.lookup(self._hash(request, i, content) + suffix, content)
                 if block is None and window is None:
                     break
                 blocks.append(block)
@@ -211,7 +234,7 @@ class KVManager:
                     for g, first in enumerate(firsts)
                 ]
             longest -= 1
-        return None
+        return [[] for _ in self._windows]
 
     def _copy_shared_tail(self, request: Request, appends: list[BlockAppend], copies: list[BlockCopy]) -> bool:
         """Make a fork's partly filled block private: a copy if others hold it, else it just becomes unfindable."""

@@ -7,8 +7,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.core.plan import TokenLogprobs
     from vllm.engine.messages import CoreRequest
+
+_BLOCKS_ENCODED = 64  # at once: more costs time that a miss wastes
 
 
 class Status(IntEnum):
@@ -96,9 +100,16 @@ class Request:
         self.num_prompt_logprobs = max(self.num_prompt_logprobs, start + len(chunk))
         return fresh
 
-    def token_bytes(self, start: int, end: int) -> bytes:
-        """Canonical encoding of tokens[start:end] for block hashes: 8 bytes each, native order of this machine."""
-        return array("q", self.tokens[start:end]).tobytes()
+    def block_contents(self, start: int, end: int, size: int) -> Iterator[tuple[int, bytes]]:
+        """Index and canonical encoding of the blocks [start, end) of `size` tokens: 8 bytes a token, native order of
+        this machine.
+        """
+        width = 8 * size
+        for first in range(start, end, _BLOCKS_ENCODED):
+            last = min(first + _BLOCKS_ENCODED, end)
+            data = array("q", self.tokens[first * size : last * size]).tobytes()
+            for i in range(first, last):
+                yield i, data[(i - first) * width : (i - first + 1) * width]
 
     def __repr__(self) -> str:
         return (

@@ -125,7 +125,7 @@ class Scheduler:
         doomed = list(self.requests.values())
         self._in_flight.clear()
         self._finish(doomed)
-        self.kv.pool.reset_cache()
+        self.kv.reset_cache()
         return [CoreOutput(request_id=r.id, new_token_ids=[], finish_reason="error", error=error) for r in doomed]
 
     def isolate(self, error: str) -> list[CoreOutput]:
@@ -148,7 +148,7 @@ class Scheduler:
         while self.running:
             self._preempt(self.running.pop())
         self._freed_slots = list(range(self.limits.max_num_seqs))  # whatever the device did not take in
-        self.kv.pool.reset_cache()
+        self.kv.reset_cache()
         for request in involved.values():
             if request.status is Status.WAITING and not request.suspected:
                 request.suspected = True
@@ -380,8 +380,7 @@ class Scheduler:
             request.num_pending += 1
         if count > 1:
             # Prompt chunks are findable at once, also by the next request of this plan: in every layer a mixed batch
-            # writes
-            # all its keys before any query reads. Blocks that single tokens complete are registered in apply().
+            # writes all its keys before any query reads. Blocks that single tokens complete are registered in apply().
             self.kv.register_full_blocks(request, min(end, len(request.tokens)))
         draft.requests.append(request)
         draft.num_tokens.append(count)
@@ -401,11 +400,16 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Do what can wait until the device is busy with the last plan; whatever needs it earlier does it."""
+        self.kv.settle()
+
     def apply(self, result: StepResult) -> list[CoreOutput]:
         """Take in the result of the oldest plan in flight. The only place where what the device found changes state."""
         plan, requests, prompt_tokens, planned_at = self._in_flight.popleft()
         if plan.step_id != result.step_id:
             raise ValueError(f"Result of step {result.step_id} where step {plan.step_id} was due.")
+        self.settle()
         outputs: list[CoreOutput] = []
         finished: list[Request] = []
         generated = 0
@@ -517,7 +521,7 @@ class Scheduler:
         """Forget cached prefixes; refused (False) while any request holds blocks."""
         if self.running:
             return False
-        self.kv.pool.reset_cache()
+        self.kv.reset_cache()
         return True
 
     def check_invariants(self) -> None:

@@ -120,6 +120,7 @@ class EngineCore:
                 self._faults.before_forward()
             executor.submit(plan)
             self._submitted += 1
+            scheduler.settle()
         if self._submitted == 0:
             if scheduler.has_unfinished():
                 time.sleep(IDLE_SECONDS)
