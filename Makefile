@@ -7,7 +7,7 @@ ARGS ?=
 # One thread for each of the two test processes: more only fight each other.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev demo test lint format bench soak fuzz test-web test-gpu wheel clean
+.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-gpu wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,13 @@ demo: setup ## Complete the four prompts of the guide with the demo model
 test: setup-dev ## Run the tests
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(JOBS) --dist loadfile $(ARGS) || \
 	OMP_NUM_THREADS=1 $(PYTEST) -q --last-failed --last-failed-no-failures none $(ARGS)
+	@if [ -n "$(ARGS)" ]; then :; \
+	elif [ -e "$$($${CXX:-c++} -print-file-name=libasan.so 2>/dev/null)" ]; then \
+		PYTHON=$(BIN)/python tools/sanitize_native.sh --quick; \
+	else echo "No compiler with AddressSanitizer: the native library is not tested under it."; fi
+
+sanitize: setup-dev ## Test the native CPU library under AddressSanitizer and UndefinedBehaviorSanitizer, all of it
+	PYTHON=$(BIN)/python tools/sanitize_native.sh $(ARGS)
 
 lint: setup-dev ## Check style and types
 	$(BIN)/ruff check .

@@ -1,16 +1,22 @@
 #!/bin/sh
 # Runs the native CPU library's tests on builds with AddressSanitizer and UndefinedBehaviorSanitizer.
 #
-#     tools/sanitize_native.sh [pytest options]
+#     tools/sanitize_native.sh [--quick] [pytest options]
 #
 # Builds the portable library and the best one for this processor, and drives them through the same tests as the real ones.
+# --quick: only the best one, with one example of each randomised test.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
+profile=sanitize
+if [ "${1:-}" = --quick ]; then
+    profile=sanitize-quick
+    shift
+fi
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-$python - "$out" <<'PY'
+$python - "$out" $profile <<'PY'
 import sys
 from pathlib import Path
 
@@ -19,7 +25,8 @@ from tools.build_native import build
 from vllm.ops.cpu.library import processor_flags, supported_instruction_sets
 
 names = supported_instruction_sets(processor_flags())
-build(Path(sys.argv[1]), sanitize=True, only=sorted({names[0], names[-1]}))
+chosen = {names[0]} if sys.argv[2] == "sanitize-quick" else {names[0], names[-1]}
+build(Path(sys.argv[1]), sanitize=True, only=sorted(chosen))
 PY
 
 compiler=${CXX:-c++}
@@ -27,4 +34,4 @@ compiler=${CXX:-c++}
 LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
     $python -m pytest -q -x -p no:cacheprovider tests/ops/test_native.py --native-dir "$out" \
-    --hypothesis-profile=sanitize "$@"
+    --hypothesis-profile=$profile "$@"

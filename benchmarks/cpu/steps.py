@@ -1,10 +1,10 @@
 """Where the time of a step goes on the CPU: planning, inputs, layers, logits, sampling, results; against the floor.
 
-    OMP_NUM_THREADS=2 python -m benchmarks.cpu.steps /tmp/models/qwen2.5-0.5b
+    OMP_NUM_THREADS=2 python -m benchmarks.cpu.steps /tmp/models/qwen2.5-0.5b --json benchmarks/results/cpu_steps.json
 
 Weights are random (`load_format="dummy"`), decoding is greedy. Shown: the fastest and the median step of each kind. The
 floor is the larger of weight bytes / read bandwidth and operations of the products / matrix peak, measured in the same
-run; attention is not in it.
+run, before and after; attention is not in it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,24 @@ class Clock:
         self.now.clear()
 
 
-def shown(name: str, steps: list[dict[str, float]], floor: float) -> None:
-    parts = ["plan", "inputs", "layers", "logits", "sample", "result", "outputs", "other", "step"]
-    for kind, pick in (("fastest", min), ("median", statistics.median)):
-        figures = "".join(f"{pick(s.get(p, 0.0) for s in steps) * 1e3:9.2f}" for p in parts)
-        ratio = pick(s["step"] for s in steps) / floor
-        print(f"{name:18}{kind:9}{figures}  floor {floor * 1e3:7.2f} ms  x{ratio:.2f}", flush=True)
+PARTS = ["plan", "inputs", "layers", "logits", "sample", "result", "outputs", "other", "step"]
+
+
+def summary(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Milliseconds by part of the fastest and the median step."""
+    return {
+        kind: {part: round(pick(s.get(part, 0.0) for s in steps) * 1e3, 3) for part in PARTS}
+        for kind, pick in (("fastest", min), ("median", statistics.median))
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'ms':27}" + "".join(f"{part:>9}" for part in PARTS))
+    for row in rows:
+        for kind in ("fastest", "median"):
+            figures = "".join(f"{row[kind][part]:9.2f}" for part in PARTS)
+            ratio = row[kind]["step"] / row["floor_ms"]
+            print(f"{row['case']:18}{kind:9}{figures}  floor {row['floor_ms']:7.2f} ms  x{ratio:.2f}")
 
 
 def main() -> None:
@@ -61,7 +73,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.set_defaults(noise=None)  # nothing is dropped
     args = parser.parse_args()
+    from benchmarks.cpu.compare import describe
     from benchmarks.cpu.peers import floors
     from vllm import LLM, SamplingParams
 
@@ -78,10 +93,7 @@ def main() -> None:
     kv = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
     in_layers = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn)
     head = config["vocab_size"] * hidden
-    bandwidth, peak = limits["read_gb_s"] * 1e9, limits["matmul_gflop_s"] * 1e9
-    print(
-        f"{limits}; parameters in layers {in_layers / 1e6:.1f} M, head {head / 1e6:.1f} M (held: {weights / 1e6:.1f} M)"
-    )
+    print(f"parameters in layers {in_layers / 1e6:.1f} M, head {head / 1e6:.1f} M (held: {weights / 1e6:.1f} M)")
 
     clock = Clock()
     for owner, method, part in (
@@ -98,8 +110,11 @@ def main() -> None:
         clock.watch(owner, method, part)
 
     def floor(tokens: int, rows: int) -> float:
+        """Milliseconds."""
         operations = 2 * (tokens * in_layers + rows * head)
-        return max((in_layers + head) * 2 / bandwidth, operations / peak)
+        return 1e3 * max(
+            (in_layers + head) * 2 / (limits["read_gb_s"] * 1e9), operations / (limits["matmul_gflop_s"] * 1e9)
+        )
 
     def run(count: int, length: int, out: int) -> list[dict[str, float]]:
         clock.steps.clear()
@@ -113,14 +128,23 @@ def main() -> None:
             clock.end_step(time.perf_counter() - begin)
         return list(clock.steps)
 
-    parts = ["plan", "inputs", "layers", "logits", "sample", "result", "outputs", "other", "step"]
-    print(f"{'ms':27}" + "".join(f"{p:>9}" for p in parts))
+    measured: list[tuple[str, int, int, list[dict[str, float]]]] = []
     for batch in args.batches:
         steps = run(batch, 128, args.steps)
-        shown(f"prefill {batch} x 128", steps[:1], floor(batch * 128, batch))
-        shown(f"decode batch {batch}", steps[2:], floor(batch, batch))
+        measured.append((f"prefill {batch} x 128", batch * 128, batch, steps[:1]))
+        measured.append((f"decode batch {batch}", batch, batch, steps[2:]))
     for length in args.prompts:
-        shown(f"prefill 1 x {length}", [run(1, length, 1)[0] for _ in range(3)], floor(length, 1))
+        measured.append((f"prefill 1 x {length}", length, 1, [run(1, length, 1)[0] for _ in range(3)]))
+    limits = {name: round(max(speed, limits[name]), 2) for name, speed in floors().items()}
+    rows = [
+        {"case": case, "floor_ms": round(floor(tokens, outputs), 3), **summary(steps)}
+        for case, tokens, outputs, steps in measured
+    ]
+    print(limits)
+    show(rows)
+    if args.json:
+        report = {**describe(args), "model": args.folder.name, "floors": limits, "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from tools import build_native
 from vllm.ops.cpu import library
 from vllm.ops.cpu.native import NativeKernels
 
-settings.register_profile("sanitize", max_examples=4)  # tools/sanitize_native.sh
+# tools/sanitize_native.sh
+settings.register_profile("sanitize", max_examples=4)
+settings.register_profile("sanitize-quick", max_examples=1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

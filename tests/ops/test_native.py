@@ -54,7 +54,7 @@ def test_linear_agrees_with_float64(native, m, n, k, dtype, biased, wide):
 
 
 def test_linear_gives_a_row_the_same_bits_in_any_batch_and_with_any_threads(native):
-    n, k = 200, 1100
+    n, k = 200, 2600
     for dtype in DTYPES:
         weight, x, bias = torch.randn(n, k).to(dtype), torch.randn(230, k).to(dtype), torch.randn(n).to(dtype)
         packed = native.pack_weight(weight)
