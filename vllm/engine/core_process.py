@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import queue
@@ -239,6 +240,8 @@ def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_co
         core = make(document)
         server = CoreServer(connection, core)
         server.start_threads(reader)
+        gc.collect()
+        gc.freeze()  # what loading has made stays: collections need not look at it again and again
         server.send(wire.Ready(core.describe()))
         server.serve()
     except Exception as error:

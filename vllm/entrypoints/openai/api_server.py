@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -299,6 +300,7 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     await engine.check_health()  # begins to listen to the core
+    gc.freeze()  # what start-up has made stays: collections need not look at it again and again
     host, port = listener.getsockname()[:2]
     if args.ssl_keyfile:  # a client that never says hello must not hold a connection for asyncio's full minute
         loop.create_server = functools.partial(  # type: ignore[method-assign]
