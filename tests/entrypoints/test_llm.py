@@ -106,6 +106,11 @@ BAD_CALLS = [
     ({"prompts": [{"prompt_token_ids": [True]}]}, ValueError, "only integers, got True at position 0"),
     ({"prompts": [{"prompt_token_ids": [5, 1.0]}]}, ValueError, "only integers, got 1.0 at position 1"),
     ({"prompts": [{"prompt_token_ids": "ab"}]}, ValueError, "must be a list of token ids, got str"),
+    (
+        {"prompts": "a", "sampling_params": {"temperature": 0}},
+        TypeError,
+        "sampling_params must be SamplingParams, got dict",
+    ),
     ({"prompts": [{"prompt_token_ids": [2**70]}]}, ValueError, "is out of vocabulary"),
     (
         {"prompts": [[5] * (MAX_MODEL_LEN + 1)]},

@@ -6,20 +6,19 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.input_processor import RequestInput, listed
+from vllm.engine.input_processor import RequestInput
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
+from vllm.entrypoints.llm_forms import as_list, final_only, merge_legacy, raise_if_failed
 from vllm.entrypoints.progress import Progress, ProgressBar
-from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import Counter
 
@@ -244,7 +243,7 @@ class LLM:
         """The `beam_width` best continuations of each prompt, best first. Tokens and text include the prompt."""
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}.")
-        ids = self._submit(_as_list(prompts), [params], lora_request)
+        ids = self._submit(as_list(prompts), [params], lora_request)
         tokenizer = self.llm_engine.input_processor.tokenizer
         found = []
         for output in self._run(ids, use_tqdm):
@@ -464,22 +463,23 @@ class LLM:
                     DeprecationWarning,
                     stacklevel=4,
                 )
-            found = _merge_legacy(prompts, prompt_token_ids)
+            found = merge_legacy(prompts, prompt_token_ids)
         elif prompts is None:
             raise ValueError("Either prompts or prompt_token_ids must be provided.")
         else:
-            found = _as_list(prompts)
+            found = as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        given = [sampling_params] if isinstance(sampling_params, SamplingParams) else list(sampling_params)
-        if len(given) != len(found) and not isinstance(sampling_params, SamplingParams):
+        several = isinstance(sampling_params, (list, tuple))
+        given: list[Any] = list(sampling_params) if several else [sampling_params]  # type: ignore[arg-type]
+        if several and len(given) != len(found):
             raise ValueError("The lengths of prompts and params must be the same.")
         options = dict(tokenization or {})
         special = options.pop("add_special_tokens", True)
         truncate = options.pop("truncate_prompt_tokens", None)
         if options:
             raise ValueError(f"Unknown tokenization_kwargs: {', '.join(options)}.")
-        params = [_final_only(p, guided, truncate) for p in given]
+        params = [final_only(p, guided, truncate) for p in given]
         return self._submit(found, params, lora_request, prompt_adapter_request, priority, special)
 
     def _submit(
@@ -568,7 +568,7 @@ class LLM:
                     self._finished.pop(request_id, None)
                 raise
         outputs = [self._finished.pop(request_id) for request_id in ids]
-        _raise_if_failed(outputs)
+        raise_if_failed(outputs)
         return outputs
 
 
@@ -579,58 +579,3 @@ def _refuse_processor_options(mm_processor_kwargs: dict[str, Any] | None) -> Non
 
 def _call_with_model(worker: Any, func: Callable[[Any], _Result]) -> _Result:
     return func(worker.model)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list. A list of integers is one prompt."""
-    prompts = listed(prompts)
-    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence):
-        return [prompts]
-    if prompts and all(isinstance(item, Integral) for item in prompts):
-        return [prompts]
-    return [listed(item) for item in prompts]
-
-
-def _merge_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:
-    """The prompts of the older API: texts and token ids in two arguments, one for one."""
-    prompt_token_ids = listed(prompt_token_ids)
-    one = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], Integral)
-    ids = [prompt_token_ids] if one else [listed(item) for item in prompt_token_ids]
-    if prompts is None:
-        return [{"prompt_token_ids": item} for item in ids]
-    texts = [prompts] if isinstance(prompts, str) else list(listed(prompts))
-    if len(texts) != len(ids):
-        raise ValueError("The lengths of prompts and prompt_token_ids must be the same.")
-    return [{"prompt": text, "prompt_token_ids": item} for text, item in zip(texts, ids, strict=True)]
-
-
-def _final_only(
-    params: SamplingParams, guided: LLMGuidedOptions | GuidedDecodingRequest | None, truncate: int | None
-) -> SamplingParams:
-    """A copy of the parameters for a call that wants the finished outputs only."""
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
-    params = params.clone()
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    if truncate is not None:
-        params.truncate_prompt_tokens = truncate
-        params.verify()
-    if guided is not None:
-        from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
-
-        if isinstance(guided, dict):
-            if len(guided) > 1:
-                raise ValueError(f"You can only use one guided decoding but multiple is specified: {guided}")
-            guided = GuidedDecodingRequest(**guided)
-        if params.guided_decoding is not None:
-            raise ValueError("Cannot set both guided_options_request and params.guided_decoding.")
-        params.guided_decoding = guided.to_params()
-    return params
-
-
-def _raise_if_failed(outputs: list[RequestOutput]) -> None:
-    failed = [output for output in outputs for completion in output.outputs if completion.finish_reason == "error"]
-    if failed:
-        reason = next(c.stop_reason for c in failed[0].outputs if c.finish_reason == "error")
-        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
-        raise GenerationError(f"Request {failed[0].request_id} failed: {reason}{more}")

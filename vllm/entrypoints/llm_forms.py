@@ -1,0 +1,71 @@
+"""The forms that the calls of `LLM` take and give: any prompts as a list, parameters for finished outputs, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.input_processor import listed
+from vllm.exceptions import GenerationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest, LLMGuidedOptions
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list. A list of integers is one prompt."""
+    prompts = listed(prompts)
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence):
+        return [prompts]
+    if prompts and all(isinstance(item, Integral) for item in prompts):
+        return [prompts]
+    return [listed(item) for item in prompts]
+
+
+def merge_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:
+    """The prompts of the older API: texts and token ids in two arguments, one for one."""
+    prompt_token_ids = listed(prompt_token_ids)
+    one = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], Integral)
+    ids = [prompt_token_ids] if one else [listed(item) for item in prompt_token_ids]
+    if prompts is None:
+        return [{"prompt_token_ids": item} for item in ids]
+    texts = [prompts] if isinstance(prompts, str) else list(listed(prompts))
+    if len(texts) != len(ids):
+        raise ValueError("The lengths of prompts and prompt_token_ids must be the same.")
+    return [{"prompt": text, "prompt_token_ids": item} for text, item in zip(texts, ids, strict=True)]
+
+
+def final_only(
+    params: SamplingParams, guided: LLMGuidedOptions | GuidedDecodingRequest | None, truncate: int | None
+) -> SamplingParams:
+    """A copy of the parameters for a call that wants the finished outputs only."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}.")
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    if truncate is not None:
+        params.truncate_prompt_tokens = truncate
+        params.verify()
+    if guided is not None:
+        from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
+
+        if isinstance(guided, dict):
+            if len(guided) > 1:
+                raise ValueError(f"You can only use one guided decoding but multiple is specified: {guided}")
+            guided = GuidedDecodingRequest(**guided)
+        if params.guided_decoding is not None:
+            raise ValueError("Cannot set both guided_options_request and params.guided_decoding.")
+        params.guided_decoding = guided.to_params()
+    return params
+
+
+def raise_if_failed(outputs: list[RequestOutput]) -> None:
+    """Raise GenerationError, with the first reason, if the engine could not finish one of the requests."""
+    failed = [output for output in outputs for completion in output.outputs if completion.finish_reason == "error"]
+    if failed:
+        reason = next(c.stop_reason for c in failed[0].outputs if c.finish_reason == "error")
+        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        raise GenerationError(f"Request {failed[0].request_id} failed: {reason}{more}")
