@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.http_server import Server, sse_events
+from tests.server.http_server import MODEL, Answer, Server, sse_events
+from vllm.entrypoints.openai.routes import LATER_ROUTES, POOLING_ROUTES
 
 USER = [{"role": "user", "content": "Hi"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -77,6 +78,56 @@ def test_routes_methods_and_media_types(server: Server) -> None:
         assert answer.json["detail"] == "Unsupported Media Type: Only 'application/json' is allowed"
     answer = server.post(COMPLETIONS, {"prompt": "x"}, headers={"content-type": "application/json; charset=utf-8"})
     assert answer.status == 200
+
+
+def envelope(answer: Answer, status: int) -> dict[str, Any]:
+    """The error of an answer, after a look at the form that all errors have."""
+    assert answer.status == status, answer.text
+    found = answer.json
+    assert found["object"] == "error"
+    assert found["error"] == {key: found[key] for key in ("message", "type", "param", "code")}
+    assert found["error"]["code"] == status
+    nested: dict[str, Any] = found["error"]
+    return nested
+
+
+AUDIO = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\x00\xff\r\n--b--\r\n'
+
+
+@pytest.mark.parametrize("path", [*POOLING_ROUTES, *LATER_ROUTES])
+def test_routes_of_later_features_say_so(server: Server, path: str) -> None:
+    """Whatever is sent to them: JSON, a file, nothing, nonsense."""
+    bodies = [({"model": MODEL, "input": "x"}, "application/json"), (AUDIO, "multipart/form-data; boundary=b")]
+    for body, kind in (*bodies, (b"", "application/json"), (b"\xff{", "text/plain")):
+        error = envelope(server.post(path, body, headers={"content-type": kind}), 400)
+        if path in POOLING_ROUTES:
+            assert error["message"] == f"The model does not support {POOLING_ROUTES[path]}"
+        else:
+            assert error["message"] == f"{LATER_ROUTES[path]} is not available in this version of the server."
+            assert error["type"] == "NotImplementedError"
+    for method in ("GET", "PUT", "DELETE", "PATCH"):
+        refused = server.request(method, path)
+        assert envelope(refused, 405)["message"] == "Method Not Allowed"
+        assert refused.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nowhere",
+        "/v1",
+        "/v1/",
+        "/v1/files",
+        "/v1/images/generations",
+        "/invocations",
+        "/ui/x",
+        "/%00",
+    ],
+)
+def test_unknown_routes_have_the_form_of_all_errors(server: Server, path: str) -> None:
+    for method in ("GET", "POST", "DELETE"):
+        expected = 405 if path.startswith("/ui/") and method != "GET" else 404
+        envelope(server.request(method, path, b"{}" if method == "POST" else None), expected)
 
 
 def test_small_routes(server: Server) -> None:

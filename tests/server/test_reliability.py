@@ -134,23 +134,19 @@ def test_killing_a_process_of_the_server_ends_all_of_it(model_folder, who):
 def starts_and_stops(model_folder, count: int) -> None:
     """T46: servers that SIGTERM stops end with status 0 and leave no process, listener, shared memory or file."""
     before = leftovers()
-    shared = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(count):
             start_and_stop(model_folder, folder)
             assert leftovers() == before
-            assert not {name for name in set(os.listdir("/dev/shm")) - shared if owner_is_gone(name)}
             assert os.listdir(folder) == []
 
 
-def owner_is_gone(name: str) -> bool:
-    """Whether no process has this entry of /dev/shm open: other programs of the machine may use theirs meanwhile."""
-    path = os.path.join("/dev/shm", name)
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(m.path == path for m in process.memory_maps()) or path in {f.path for f in process.open_files()}:
-                return False
-    return os.path.exists(path)
+def shared_memory_of(pids: list[int]) -> set[str]:
+    """The files in /dev/shm that these processes have mapped or open, or that bear their numbers."""
+    used = {m.path for pid in pids for m in psutil.Process(pid).memory_maps()}
+    used |= {f.path for pid in pids for f in psutil.Process(pid).open_files()}
+    numbered = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)}
+    return {path for path in used if path.startswith("/dev/shm/")} | numbered
 
 
 def start_and_stop(model_folder, temporary: str) -> None:
@@ -159,10 +155,13 @@ def start_and_stop(model_folder, temporary: str) -> None:
         assert server.process is not None
         server.canary()
         pids = tree(server.process.pid)
+        shared = shared_memory_of(pids)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0, server.log[-2000:]
         assert not alive(pids)
         port = server.port
+    assert not [path for path in shared if os.path.exists(path)]
+    assert not [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)]
     assert port not in {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 

@@ -36,6 +36,8 @@ logger = init_logger("vllm.entrypoints.openai.api_server")  # also when run as _
 # Of each connection (inherited from the listener): what a client that does not read may make the kernel hold.
 SEND_BUFFER_BYTES = 128 * 1024
 HEALTH_POLL_SECONDS = 0.5
+# After this long, work beside the event loop (large bodies and answers) gives way to it.
+SWITCH_SECONDS = 0.0005
 WEB_FOLDER = Path(__file__).parent.parent / "web"
 CSP = (
     "default-src 'self'; img-src 'self' data:; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -269,6 +271,7 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
 
     validate_parsed_serve_args(args)
     check_files(args)
+    sys.setswitchinterval(SWITCH_SECONDS)
     listener = bind(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
     app = build(args, engine)

@@ -9,6 +9,7 @@ from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
 from vllm.entrypoints.chat_utils import apply_chat_template
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
 from vllm.entrypoints.openai.completions import DONE, usage_of
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
@@ -123,6 +124,12 @@ async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
         final = output
     if final is None:
         raise bad_request("The request was aborted.")
+    if count_entries([final]) > INLINE_ENTRIES:
+        return await context.in_pool(_answer, context, work, final)
+    return _answer(context, work, final)
+
+
+def _answer(context: ServerContext, work: Chat, final: RequestOutput) -> dict[str, Any]:
     prompt_tokens = len(final.prompt_token_ids or ())
     completion_tokens = sum(len(output.token_ids) for output in final.outputs)
     return {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
@@ -130,6 +131,8 @@ async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
     finals: list[RequestOutput | None] = [None] * len(work.prompts)
     async for i, result in merge([prompt.generate() for prompt in work.prompts]):
         finals[i] = result
+    if count_entries(finals) > INLINE_ENTRIES:
+        return await context.in_pool(_answer, context, work, finals)
     return _answer(context, work, finals)
 
 

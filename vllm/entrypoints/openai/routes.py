@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from vllm import envs
 from vllm.entrypoints.openai import chat, completions, responses
+from vllm.entrypoints.openai.answers import encode
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_available
 from vllm.entrypoints.openai.protocol import (
@@ -128,7 +129,7 @@ async def answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return Response(status_code=499)
-        return Response(json.dumps(task.result()), media_type="application/json")
+        return Response(await encode(task.result()), media_type="application/json")
     except Exception as error:
         raise as_api_error(error) from error
     finally:

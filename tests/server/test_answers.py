@@ -1,0 +1,61 @@
+"""Whole answers are encoded in pieces that add up to what the standard encoder gives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.http_server import Server
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, ITEMS_PER_PIECE, _pieces, encode
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["choices", "a", "b"]), inner),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(["choices", "logprobs", "x"]), values))
+def test_pieces_add_up(answer: dict[str, Any]) -> None:
+    assert asyncio.run(encode(answer)) == json.dumps(answer).encode()
+
+
+@pytest.mark.parametrize("length", [0, 1, ITEMS_PER_PIECE, ITEMS_PER_PIECE + 1, 3 * ITEMS_PER_PIECE])
+def test_no_piece_is_large(length: int) -> None:
+    entry = {"token": "x", "top_logprobs": [{"token": "y", "logprob": -1.0}] * 20}
+    choice = {"index": 0, "logprobs": {"content": [entry] * length}, "prompt_logprobs": [{"5": {"rank": 1}}] * length}
+    answer = {"id": "a", "choices": [choice] * 5, "usage": {"total_tokens": 3}}
+    pieces = list(_pieces(answer))
+    assert b"".join(pieces) == json.dumps(answer).encode()
+    assert max(map(len, pieces)) <= len(json.dumps([entry] * ITEMS_PER_PIECE)) + 100
+
+
+def rounded(value: Any) -> Any:
+    """Log probabilities are equal but for the last bits, which depend on the batch; ranks of near ones then do, too."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items() if key != "top_logprobs"}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return pytest.approx(value, abs=1e-3) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_large_answers_equal_small_ones(server: Server, route: str) -> None:
+    """What is built beside the event loop is what would have been built on it."""
+    body: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    if route == "/v1/completions":
+        body |= {"prompt": "Hello", "logprobs": 20}
+    else:
+        body |= {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True, "top_logprobs": 20}
+    small = server.post(route, body).json["choices"]
+    large = server.post(route, {**body, "n": 4, "temperature": 1.0, "top_k": 1}).json["choices"]
+    assert 60 * 21 <= INLINE_ENTRIES < 4 * 60 * 21
+    assert [choice["index"] for choice in large] == [0, 1, 2, 3]
+    for choice in large:
+        assert rounded({**choice, "index": 0}) == rounded(small[0])
