@@ -13,7 +13,9 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.core import EngineCore
 from vllm.engine.messages import CoreRequest
+from vllm.ops import shared_prefix
 from vllm.worker import slot_table
+from vllm.worker.prefix_sharing import PrefixSharing
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -105,6 +107,23 @@ def test_tokens_survive_a_slot_table_that_grows(model, monkeypatch):
     engine = core(folder)
     assert together(engine)[0] == want
     assert together(engine)[0] == want
+
+
+def test_reading_a_common_prefix_once_does_not_change_the_tokens(model, monkeypatch):
+    folder, _ = model
+    common = torch.randint(2, 1000, (330,), generator=torch.Generator().manual_seed(4)).tolist()
+    sent = []
+    send = PrefixSharing._send
+    monkeypatch.setattr(PrefixSharing, "_send", lambda self, *args: (sent.append(args), send(self, *args)))
+    found = []
+    for worth in (1 << 60, 0):
+        monkeypatch.setattr(shared_prefix, "_WORTH", worth)
+        engine = core(folder)
+        for _ in range(2):  # computed together, and cached
+            engine.add_requests([request(i, common + p) for i, p in enumerate(prompts())])
+            found.append(finish(engine)[0])
+        assert bool(sent) == (worth == 0)
+    assert all(tokens == found[0] for tokens in found)
 
 
 @pytest.fixture(scope="module")
