@@ -65,7 +65,9 @@ class Detokenizer:
         feed = self._stream.feed
         if not self._stops:
             for token_id in token_ids:
-                self._append(feed(token_id))
+                if text := feed(token_id):
+                    self._pieces.append(text)
+                    self._pending.append(text)
             return None
         for i, token_id in enumerate(token_ids):
             text = feed(token_id)
@@ -98,7 +100,7 @@ class Detokenizer:
         """What may be shown and was not returned yet."""
         pending = "".join(self._pending)
         if self._finished or not self._hold_back:
-            self._pending = []
+            self._pending.clear()
             return pending
         self._pending = [pending[-self._hold_back :]]
         return pending[: -self._hold_back]

@@ -298,7 +298,8 @@ class OutputProcessor:
         aborts: list[str] = []
         follow_ups: list[CoreRequest] = []
         changed: dict[str, _Request] = {}
-        owner = self._owner
+        owner, metrics = self._owner, self._metrics
+        faults = self._faults if self._faults else None
         for core_output in core_outputs:
             found = owner.get(core_output.request_id)
             if found is None:
@@ -311,11 +312,11 @@ class OutputProcessor:
                 continue  # or a token that was under way when the sequence ended
             request, sequence = found
             try:
-                if self._faults:
-                    self._faults.on_request("detok", core_output.request_id)
+                if faults is not None:
+                    faults.on_request("detok", core_output.request_id)
                 request.note(core_output, now, self.tokenizer)
-                if self._metrics is not None and core_output.new_token_ids:
-                    sequence.count_tokens(len(core_output.new_token_ids), now, request, self._metrics)
+                if metrics is not None and core_output.new_token_ids:
+                    sequence.count_tokens(len(core_output.new_token_ids), now, request, metrics)
                 if sequence.take(core_output):
                     aborts.append(core_output.request_id)
             except Exception as error:
@@ -368,7 +369,7 @@ class OutputProcessor:
 
     def _completions(self, request: _Request, changed: list[_Sequence]) -> list[CompletionOutput]:
         if request.kind is RequestOutputKind.DELTA:
-            return [sequence.delta() for sequence in dict.fromkeys(changed)]
+            return [sequence.delta() for sequence in (changed if len(changed) == 1 else dict.fromkeys(changed))]
         return [sequence.completion(i, request.shows_logprobs) for i, sequence in enumerate(request.best())]
 
     def _count_finished(self, request: _Request, ends: list[tuple[str | None, int]], now: float) -> None:
