@@ -100,8 +100,9 @@ class DryRun:
         self._decode(model, layout, caches, self._graphs[:1])
 
     def larger(self) -> None:
-        """Decode steps of more rows, and of few long sequences among prompts."""
+        """Decode steps of more rows, prompts of very different lengths, and few long sequences among prompts."""
         model, layout, caches = self._model()
+        model(mixed_step(np.array([1024, 40, 1], np.int32), layout), caches)
         model(mixed_step(np.array([1, 40], np.int32), layout, longest=_TABLE_WIDTH), caches)
         model(mixed_step(np.array([1024], np.int32), layout, shared=True), caches)
         self._decode(model, layout, caches, self._graphs[1:])
