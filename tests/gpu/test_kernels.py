@@ -133,7 +133,7 @@ def test_decode_batches_over_shared_prefixes(heads, kv_heads, head_dim, dtype):
     shape = Heads(heads, kv_heads, head_dim, dtype.itemsize)
     groups = find_groups(table.numpy(), np.arange(rows), cached, block, tiles(shape, rows).members)
     assert [(len(g.rows), g.keys) for g in groups] == [(20, 960), (10, 640)]
-    work, plan = cut(groups, rows, tiles(shape, rows)), plan_views(shape, rows, rows, static_plans(shape, rows, "cuda"))
+    work, plan = cut(groups, rows, tiles(shape, rows)), plan_views(shape, rows, static_plans(shape, rows, "cuda"))
     plan.rows.copy_(torch.from_numpy(work.rows))
     plan.members[: len(work.members)] = torch.from_numpy(work.members)
     plan.items[: len(work.items)] = torch.from_numpy(work.items)

@@ -150,7 +150,7 @@ class DryRun:
 
 def shared_plan(heads: Heads, rows: int) -> SharedPlan:
     """Where a plan for shared keys would stand, without memory."""
-    return plan_views(heads, rows, rows, static_plans(heads, rows, META))
+    return plan_views(heads, rows, static_plans(heads, rows, META))
 
 
 def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None, shared: bool = False) -> StepInputs:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vllm.core.kv_spec import KVKind, KVLayout
 from vllm.model_executor.models.decoder import DecoderModel
@@ -63,30 +62,25 @@ def tiles(heads: Heads, rows: int) -> Tiles:
     return Tiles(members, wanted + -(-rows // members) + _SPARE, wanted)
 
 
-def static_plans(heads: Heads, largest: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the plan of any batch of up to `largest` rows: its numbers [n] int32, its parts and their weights [n]
-    fp32.
-    """
-    sizes = [1 << i for i in range(largest.bit_length())] + [largest]
-    rows = max(tiles(heads, n).items * tile_rows(heads, n) for n in sizes) * heads.kv
-    items = max(tiles(heads, n).items for n in sizes)
-    numbers = torch.zeros(largest * (ROW + 1) + items * ITEM, dtype=torch.int32, device=device)
-    part = torch.empty(rows * heads.size, dtype=torch.float32, device=device)
-    return numbers, part, torch.empty(rows, dtype=torch.float32, device=device)
-
-
-def plan_views(heads: Heads, rows: int, largest: int, room: tuple[Tensor, Tensor, Tensor]) -> SharedPlan:
-    """The plan of batches of `rows` rows in `static_plans`' room."""
-    numbers, part, lse = room
-    items, shape = tiles(heads, rows).items, (tiles(heads, rows).items, heads.kv, tile_rows(heads, rows))
-    count = items * heads.kv * shape[2]
-    return SharedPlan(
-        numbers[: rows * ROW].view(rows, ROW),
-        numbers[largest * ROW : largest * (ROW + 1)],
-        numbers[largest * (ROW + 1) : largest * (ROW + 1) + items * ITEM].view(items, ITEM),
-        part[: count * heads.size].view(*shape, heads.size),
-        lse[:count].view(shape),
+def static_plans(heads: Heads, largest: int, device: torch.device) -> SharedPlan:
+    """Room for the plan of any batch of up to `largest` rows; part and lse are flat."""
+    shapes = [(tiles(heads, n).items, tile_rows(heads, n)) for n in [1 << i for i in range(largest.bit_length())]]
+    shapes.append((tiles(heads, largest).items, tile_rows(heads, largest)))
+    items, count = max(n for n, _ in shapes), max(n * height for n, height in shapes) * heads.kv
+    rows, members, work = (
+        torch.zeros(n, dtype=torch.int32, device=device) for n in (largest * ROW, largest, items * ITEM)
     )
+    part, lse = (torch.empty(n, dtype=torch.float32, device=device) for n in (count * heads.size, count))
+    return SharedPlan(rows.view(largest, ROW), members, work.view(items, ITEM), part, lse)
+
+
+def plan_views(heads: Heads, rows: int, room: SharedPlan) -> SharedPlan:
+    """The plan of batches of `rows` rows in `static_plans`' room."""
+    items, height = tiles(heads, rows).items, tile_rows(heads, rows)
+    count = items * heads.kv * height
+    part = room.part[: count * heads.size].view(items, heads.kv, height, heads.size)
+    lse = room.lse[:count].view(items, heads.kv, height)
+    return SharedPlan(room.rows[:rows], room.members, room.items[:items], part, lse)
 
 
 class PrefixSharing:
@@ -95,7 +89,7 @@ class PrefixSharing:
     def __init__(self, table: SlotTable, group: int, heads: Heads, largest: int, context: DeviceContext) -> None:
         """largest: the most rows of a batch."""
         self._table, self._group, self._heads, self._largest, self._context = table, group, heads, largest, context
-        self._room: tuple[Tensor, Tensor, Tensor] | None = None  # made when it is needed first
+        self._room: SharedPlan | None = None  # made when it is needed first
         self._plans: dict[int, SharedPlan] = {}
         self._slots: np.ndarray = np.zeros(0, np.int64)
         self._version = -1
@@ -125,7 +119,7 @@ class PrefixSharing:
         if size not in self._plans:
             if self._room is None:
                 self._room = static_plans(self._heads, self._largest, self._context.device)
-            self._plans[size] = plan_views(self._heads, size, self._largest, self._room)
+            self._plans[size] = plan_views(self._heads, size, self._room)
         return self._plans[size]
 
     def _send(self, rows: int, size: int) -> None:
