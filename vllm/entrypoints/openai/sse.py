@@ -152,11 +152,7 @@ class EventStream(Response):
         due, self._due = self._due, {}
         try:
             for index in due:
-                output = self._streams[index].take()
-                if output is not None:
-                    parts.append(self._events.feed(index, output))
-                    if output.finished:
-                        self._finish(index, output, parts)
+                self._take(index, parts)
         except Exception as error:
             self._complete = True
             if not self._begun and not any(parts):
@@ -165,13 +161,17 @@ class EventStream(Response):
             parts.append(stream_error(problem.message, problem.type, problem.status) + DONE)
         return b"".join(parts)
 
-    def _finish(self, index: int, output: RequestOutput, parts: list[bytes]) -> None:
-        if is_failed(output):
-            self._streams[index].take()  # raises
-        self._unfinished -= 1
-        if self._unfinished == 0:
-            parts.append(self._events.end())
-            self._complete = True
+    def _take(self, index: int, parts: list[bytes]) -> None:
+        """Add the events of what one prompt has brought. Raises the error that follows it, if there is one."""
+        stream = self._streams[index]
+        while (output := stream.take()) is not None:
+            parts.append(self._events.feed(index, output))
+            if output.finished and not is_failed(output):
+                self._unfinished -= 1
+                if self._unfinished == 0:
+                    parts.append(self._events.end())
+                    self._complete = True
+                return
 
 
 async def _until_disconnect(receive: Any) -> None:

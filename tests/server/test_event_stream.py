@@ -1,0 +1,217 @@
+"""A streamed response without an engine: written to the connection directly, or through the application's layers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm.engine.request_stream import RequestStream, Wakeups
+from vllm.entrypoints.openai.sse import EventStream
+from vllm.exceptions import EngineGenerateError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+
+class Lines:
+    """Each output is a line."""
+
+    def feed(self, index: int, output: RequestOutput) -> bytes:
+        return f"{index}:{output.outputs[0].text}\n".encode()
+
+    def end(self) -> bytes:
+        return b"end\n"
+
+
+class FakePrompt:
+    """What the engine would open: a stream that the test fills."""
+
+    def __init__(self, wakeups: Wakeups) -> None:
+        self.closed = 0
+        self.stream = RequestStream("r", RequestOutputKind.DELTA, wakeups, self._on_close)
+
+    def _on_close(self, stream: RequestStream) -> None:
+        self.closed += 1
+
+    async def open(self) -> RequestStream:
+        return self.stream
+
+    def put(self, text: str, reason: str | None = None) -> None:
+        completion = CompletionOutput(0, text, [1], None, None, finish_reason=reason)
+        self.stream.put(RequestOutput("r", None, [1], None, [completion], reason is not None))
+
+
+class FakeConnection:
+    """A connection that takes chunks, as `connection.ChunkWriter` says."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.chunks: list[bytes] = []
+        self.on_writable: Callable[[], None] | None = None
+
+    def streams_chunks_of(self, scope: Any) -> bool:
+        return True
+
+    def open(self, on_writable: Callable[[], None]) -> None:
+        self.on_writable = on_writable
+
+    def write(self, data: bytes) -> None:
+        assert data and not self.paused
+        self.chunks.append(data)
+
+    def close(self) -> None:
+        self.on_writable = None
+
+
+class Exchange:
+    """One response on its way; what passes the layers is in `messages`, what is written directly in the connection."""
+
+    def __init__(self, prompts: int = 1, direct: bool = True) -> None:
+        wakeups = Wakeups()
+        self.prompts = [FakePrompt(wakeups) for _ in range(prompts)]
+        self.response = EventStream(self.prompts, Lines())  # type: ignore[arg-type]
+        self.connection = FakeConnection()
+        self.scope = {"state": {"chunk_writer": self.connection} if direct else {}}
+        self.messages: list[dict[str, Any]] = []
+        self.left = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+    async def begin(self) -> None:
+        await self.response.start()
+        self.task = asyncio.ensure_future(self.response(self.scope, self._receive, self._send))
+        await turns()
+
+    async def end(self) -> bytes:
+        assert self.task is not None
+        await asyncio.wait_for(self.task, 5)
+        return self.body
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.connection.chunks) + b"".join(m.get("body", b"") for m in self.messages)
+
+
+async def turns() -> None:
+    """Let the event loop run everything that is due."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_both_ways_send_the_same_bytes(direct):
+    exchange = Exchange(prompts=2, direct=direct)
+    first, second = exchange.prompts
+    first.put("a")
+    await exchange.begin()
+    for put in (lambda: second.put("b"), lambda: first.put("c", "stop"), lambda: second.put("d")):
+        put()
+        await turns()
+    second.put("", "length")
+    assert await exchange.end() == b"0:a\n1:b\n0:c\n1:d\n1:\nend\n"
+    assert exchange.messages[0]["status"] == 200 and exchange.messages[-1]["more_body"] is False
+    assert [prompt.closed for prompt in exchange.prompts] == [1, 1]
+
+
+async def test_direct_writes_pass_no_layer_but_for_the_first_and_the_last():
+    exchange = Exchange()
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    exchange.prompts[0].put("b")
+    await turns()
+    assert exchange.connection.chunks == [b"0:a\n", b"0:b\n"]
+    exchange.prompts[0].put("c", "stop")
+    await exchange.end()
+    assert [m.get("body") for m in exchange.messages] == [None, b"0:c\nend\n"]
+
+
+async def test_what_comes_in_one_turn_is_one_output_and_one_chunk():
+    exchange = Exchange()
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    for text in "bcd":
+        exchange.prompts[0].put(text)
+    await turns()
+    assert exchange.connection.chunks == [b"0:a\n", b"0:bcd\n"]
+    exchange.left.set()
+    await exchange.end()
+    assert exchange.prompts[0].closed == 1
+
+
+async def test_a_client_that_is_behind_finds_outputs_merged():
+    exchange = Exchange()
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    exchange.connection.paused = True
+    for text in "bcd":
+        exchange.prompts[0].put(text)
+        await turns()
+    assert exchange.connection.chunks == [b"0:a\n"]
+    exchange.connection.paused = False
+    assert exchange.connection.on_writable is not None
+    exchange.connection.on_writable()
+    assert exchange.connection.chunks == [b"0:a\n", b"0:bcd\n"]
+    exchange.prompts[0].put("e", "stop")
+    assert await exchange.end() == b"0:a\n0:bcd\n0:e\nend\n"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_an_error_after_the_first_event_is_the_last_event(direct):
+    exchange = Exchange(direct=direct)
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    exchange.prompts[0].put("b")
+    exchange.prompts[0].stream.fail(TimeoutError("too long"))
+    body = await exchange.end()
+    assert body.startswith(b"0:a\n0:b\n") and b"too long" in body and body.endswith(b"data: [DONE]\n\n")
+    assert exchange.prompts[0].closed == 1
+
+
+async def test_an_output_that_failed_is_shown_before_its_error():
+    exchange = Exchange()
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    exchange.prompts[0].put("b", "error")
+    exchange.prompts[0].stream.fail(EngineGenerateError("broken"))
+    body = await exchange.end()
+    assert body.startswith(b"0:a\n0:b\n") and b"broken" in body and b"end\n" not in body
+
+
+async def test_an_error_before_the_first_event_is_raised_by_start():
+    exchange = Exchange(prompts=2)
+    exchange.prompts[1].stream.fail(TimeoutError("too long"))
+    with pytest.raises(TimeoutError, match="too long"):
+        await exchange.response.start()
+    assert [prompt.closed for prompt in exchange.prompts] == [1, 1]
+
+
+async def test_a_client_that_leaves_ends_its_requests():
+    exchange = Exchange(prompts=2)
+    exchange.prompts[0].put("a")
+    await exchange.begin()
+    exchange.left.set()
+    await exchange.end()
+    assert [prompt.closed for prompt in exchange.prompts] == [1, 1]
+    exchange.prompts[1].put("late")  # nobody is called any more
+    await turns()
+    assert exchange.body == b"0:a\n"
+
+
+async def test_a_listener_that_fails_harms_no_other(caplog):
+    wakeups = Wakeups()
+    broken, sound = FakePrompt(wakeups), FakePrompt(wakeups)
+    called: list[str] = []
+    broken.stream.listen(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    sound.stream.listen(lambda: called.append("sound"))
+    broken.put("x")
+    sound.put("y")
+    await turns()
+    assert called == ["sound"]
