@@ -46,9 +46,7 @@ class ParallelConfig:
         "Load the model on this many workers at a time.",
         obsolete="every worker streams its own part of the weights, so nothing is gained by taking turns",
     )
-    disable_custom_all_reduce: bool = setting(
-        False, Flag(), "Use NCCL instead of a custom all-reduce. This is always so for now."
-    )
+    disable_custom_all_reduce: bool = setting(False, Flag(), "Sum tensors of GPUs by NCCL only, also small ones.")
     ray_workers_use_nsight: bool = setting(False, Flag(), "Profile Ray workers with nsight.")
     distributed_timeout_seconds: int | None = setting(
         None, Integer(low=1, optional=True), "Seconds after which a collective operation counts as failed."

@@ -11,11 +11,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.distributed.one_shot import OneShot
 
 # torch 2.13 renamed it
 _gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -26,12 +30,13 @@ class TensorParallel:
     """Rank `rank` of the `world` ranks that hold one shard of every layer each.
 
     `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is
-    communicated; nor for "meta" tensors, of which only shapes matter.
+    communicated; nor for "meta" tensors, of which only shapes matter. `one_shot`, if there is one, sums small tensors.
     """
 
     rank: int = 0
     world: int = 1
     group: dist.ProcessGroup | None = None
+    one_shot: OneShot | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world < 1 or not 0 <= self.rank < self.world:
@@ -46,6 +51,8 @@ class TensorParallel:
         if self.world == 1 or x.is_meta:
             return x
         x = x.contiguous()
+        if self.one_shot is not None and self.one_shot.accepts(x):
+            return self.one_shot.sum(x)
         dist.all_reduce(x, group=self.group)
         return x
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from vllm.distributed.one_shot import create as create_one_shot
 from vllm.distributed.parallel_state import TensorParallel
 
 _HOST = "127.0.0.1"
@@ -26,9 +27,17 @@ def open_listener() -> socket.socket:
 
 
 def join(
-    device_type: str, rank: int, world: int, port: int, timeout_s: int, listener: socket.socket | None = None
+    device_type: str,
+    rank: int,
+    world: int,
+    port: int,
+    timeout_s: int,
+    listener: socket.socket | None = None,
+    one_shot: bool = False,
 ) -> TensorParallel:
     """Become rank `rank` of `world`. The first rank brings the listener that `port` belongs to.
+
+    one_shot: on GPUs, sum small tensors by reading the other ranks' memory, where that is possible.
 
     Raises RuntimeError if this process has a default process group already: torch.distributed knows only one.
     """
@@ -53,9 +62,12 @@ def join(
         if device_type == "cuda":
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
+            # The group's name is this number. Symmetric memory keeps what it knows of a name for ever, so that a second
+            # engine in one process needs another.
+            dist.distributed_c10d._world.group_count = port
             dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+            return TensorParallel(rank, world, one_shot=create_one_shot(rank, world, device) if one_shot else None)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     return TensorParallel(rank, world)
 
 

@@ -98,7 +98,9 @@ class Rank:
 
         ModelRegistry.restore(message.config.pop("registered_models"))
         config = VllmConfig.from_dict(message.config)
-        tp = join(config.device_config.device, message.rank, message.world, message.port, message.timeout)
+        one_shot = not config.parallel_config.disable_custom_all_reduce
+        device = config.device_config.device
+        tp = join(device, message.rank, message.world, message.port, message.timeout, one_shot=one_shot)
         self._worker = Worker(config, tp)
         self._send(codec.Ready(self._worker.count_blocks()))
 

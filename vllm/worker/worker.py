@@ -164,6 +164,8 @@ class Worker:
 
     def close(self) -> None:
         """Let go of captured graphs, which hold on to the collectives in them. Nothing can be executed afterwards."""
+        if self.tp.one_shot is not None:
+            self.tp.one_shot.release()
         if self._graphs is not None:
             self._graphs.close()
         self._graphs = self.runner = None

@@ -62,6 +62,11 @@ def test_products_store_and_gate(tiling):
         run_product(Product(w, None, SILU, True, tiling), s, x * norm, out, squares_in=(in_parts(x, 4), 4))
         gate, up = F.linear(normed, w).chunk(2, -1)
         torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-4, atol=1e-3)
+        run_product(Product(w, None, SILU, False, tiling), s, x, out)
+        gate, up = F.linear(x, w).chunk(2, -1)
+        torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-4, atol=1e-3)
+    run_product(Product(w[:outputs], None, STORE, False, tiling), s, x, out)
+    torch.testing.assert_close(out, F.linear(x, w[:outputs]), rtol=1e-4, atol=1e-3)
     assert not s.arrived.any()
 
 

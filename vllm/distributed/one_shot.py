@@ -1,0 +1,76 @@
+"""Sums of small tensors over the GPUs of one host, in one kernel that reads every rank's memory directly.
+
+For the messages of a decode step NCCL needs several times as long, because of its protocol rather than the bytes. Built
+on torch's symmetric memory; NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_BYTES = 1 << 20  # largest message
+_ALIGN = 16
+_DTYPES = (torch.bfloat16, torch.float32)
+_PATIENCE_S = 2.0
+
+
+class OneShot:
+    """The buffer that every rank maps, and the sum over it. Made by all ranks together."""
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        """Raises what torch raises where memory cannot be shared (RuntimeError, usually)."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        group = dist.distributed_c10d._get_default_group()
+        self._name = group.group_name
+        self._buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
+        self._handle = symmetric.rendezvous(self._buffer, group)
+        self._rank, self._world, self._device = rank, world, device
+
+    def accepts(self, x: Tensor) -> bool:
+        """Whether `sum` takes it. The same on every rank: it depends on shape and dtype."""
+        return x.dtype in _DTYPES and 0 < x.nbytes <= _BYTES and x.nbytes % _ALIGN == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, added up in the same order everywhere. x: contiguous, `accepts`."""
+        shared = self._buffer[: x.nbytes].view(x.dtype)
+        out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.view(-1), "sum", self._name)
+        return out.view(x.shape)
+
+    def release(self) -> None:
+        """Let kernels that wait for a rank which is gone run to their end, with a wrong result.
+
+        They wait for signals in memory; this gives them, until the device has nothing left to do or patience ends.
+        """
+        idle = torch.cuda.Event()
+        idle.record(torch.cuda.current_stream(self._device))
+        mine = self._handle.get_signal_pad(self._rank)
+        others = [self._handle.get_signal_pad(r) for r in range(self._world) if r != self._rank]
+        side = torch.cuda.Stream(self._device)
+        deadline = time.monotonic() + _PATIENCE_S
+        while not idle.query() and time.monotonic() < deadline:
+            with torch.cuda.stream(side):
+                mine.fill_(1)
+                for pad in others:
+                    pad.zero_()
+            side.synchronize()
+
+
+def create(rank: int, world: int, device: torch.device) -> OneShot | None:
+    """One for each rank, or None for all of them if some rank cannot."""
+    made: OneShot | None = None
+    try:
+        made = OneShot(rank, world, device)
+    except Exception as error:  # whatever it is, NCCL does the same work
+        logger.info("Small all-reduces go through NCCL: %s: %s", type(error).__name__, error)
+    able = torch.tensor([made is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(able, op=dist.ReduceOp.MIN)
+    return made if bool(able.item()) else None
