@@ -84,6 +84,10 @@ def product_cases(kernels: NativeKernels, dtype: torch.dtype, rows: list[int]) -
         weights = [torch.randn(n, k).to(dtype) for _ in range(copies)]
         ours = [kernels.pack_weight(w) for w in weights]
         theirs = [onednn._pack(w) for w in weights]
+        scales = [w.abs().amax(1).float() / 127 for w in weights]
+        eight_bit = [
+            kernels.pack_int8((w / s[:, None]).round().to(torch.int8), s) for w, s in zip(weights, scales, strict=True)
+        ]
         for m in rows:
             if name == "head" and m > 32:
                 continue
@@ -92,7 +96,11 @@ def product_cases(kernels: NativeKernels, dtype: torch.dtype, rows: list[int]) -
             def run(apply: Callable[[Tensor, Any], Tensor], packed: list[Any], x: Tensor = x) -> Callable[[], None]:
                 return lambda: [apply(x, w) for w in packed] and None
 
-            candidates = {"ours": run(kernels.linear, ours), "onednn": run(onednn._linear, theirs)}
+            candidates = {
+                "ours": run(kernels.linear, ours),
+                "onednn": run(onednn._linear, theirs),
+                "ours, int8": run(kernels.linear_int8, eight_bit),
+            }
             if m == 1:
                 candidates["F.linear"] = run(F.linear, weights)
             cases.append(Case(f"{name} x{m}", candidates, copies * n * k * dtype.itemsize, copies * 2 * m * n * k))

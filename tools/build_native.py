@@ -25,11 +25,11 @@ INSTRUCTION_SETS: dict[str, list[str]] = {
     "generic": [],
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
-    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+    "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"],
 }
 
-# No -ffast-math, and no fused multiply-add but where the code says so: the order of additions and their roundings are part
-# of the contract (the same tokens whatever the batch and the threads).
+# No -ffast-math, and no fused multiply-add but where the code says so: the order of additions and their roundings are
+# part of the contract (the same tokens whatever the batch and the threads).
 # GCC 12 warns about its own AVX-512 header: -Wno-(maybe-)uninitialized.
 FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=off"),

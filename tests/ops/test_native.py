@@ -74,6 +74,53 @@ def test_linear_flattens_leading_dimensions_and_accepts_no_rows(native):
     assert native.linear(torch.empty(0, 16), packed).shape == (0, 40)
 
 
+@quick
+@given(
+    m=st.sampled_from([1, 2, 5, 13, 40, 200]),
+    n=st.integers(1, 150),
+    k=st.sampled_from([1, 3, 4, 63, 64, 517, 2100]),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+)
+def test_int8_linear_agrees_with_exact_integers(native, m, n, k, dtype, biased):
+    gen = torch.Generator().manual_seed(m * 1000 + n * 10 + k)
+    weight = torch.randint(-128, 128, (n, k), generator=gen, dtype=torch.int8)
+    scales = torch.rand(n, generator=gen) / 100
+    x = torch.randn(m, k + 3, generator=gen).to(dtype)[:, :k]  # rows with a gap
+    bias = torch.randn(n, generator=gen).to(dtype) if biased else None
+    quantized, x_scales = native.quantize_rows(x)
+    centred = quantized.long() - 128
+    assert centred.abs().max() <= 127
+    error = (x.double() - centred * x_scales.double()[:, None]).abs().amax(1)
+    assert (error <= x_scales.double() * 0.5001).all()
+    exact = (centred @ weight.long().T).double() * x_scales.double()[:, None] * scales.double()
+    got = native.linear_int8(x, native.pack_int8(weight, scales), bias)
+    check(got, exact + (bias.double() if biased else 0.0), dtype, scale=float(exact.abs().max()) + 1)
+
+
+def test_int8_linear_gives_a_row_the_same_bits_in_any_batch_and_with_any_threads(native):
+    weight, x = torch.randint(-128, 128, (200, 5000), dtype=torch.int8), torch.randn(230, 5000)
+    packed = native.pack_int8(weight, torch.rand(200))
+    whole = native.linear_int8(x, packed)
+    for rows in (1, 2, 13, 100):
+        assert torch.equal(native.linear_int8(x[7 : 7 + rows], packed), whole[7 : 7 + rows])
+    with threads(2 if torch.get_num_threads() == 1 else 1):
+        assert torch.equal(native.linear_int8(x, packed), whole)
+
+
+def test_int8_linear_sums_the_largest_numbers_exactly_and_a_row_of_zeros_gives_the_bias(native):
+    k = 65536
+    packed = native.pack_int8(torch.full((3, k), -128, dtype=torch.int8), torch.ones(3))
+    x = torch.ones(2, k)
+    x[1] = 0.0
+    bias = torch.randn(3)
+    out = native.linear_int8(x, packed, bias)
+    torch.testing.assert_close(out[0], torch.full((3,), -128.0 * k) + bias)
+    assert torch.equal(out[1], bias)
+    with pytest.raises(ValueError, match="65536"):
+        native.pack_int8(torch.zeros(1, k + 1, dtype=torch.int8), torch.ones(1))
+
+
 def test_linear_refuses_a_foreign_dtype_or_width(native):
     packed = native.pack_weight(torch.randn(8, 16))
     with pytest.raises(TypeError, match="the weight is torch.float32"):

@@ -17,7 +17,7 @@ INTERFACE_VERSION = 4
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 INSTRUCTION_SETS: dict[str, set[str]] = {
-    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
     "avx512": _AVX512,
     "avx2": _AVX2,
     "generic": set(),
@@ -65,6 +65,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_pack_weight": (_I, [_P, _P, _L, _L, _L, _I]),
     "vllm_unpack_rows": (_I, [_P, _P, _P, _L, _L, _L, _I]),
     "vllm_linear": (_I, [_P, _P, _P, _P, _L, _L, _L, _L, _L, _I, _I]),
+    "vllm_packed_int8_bytes": (_L, [_L, _L]),
+    "vllm_pack_int8": (_I, [_P, _P, _L, _L, _L]),
+    "vllm_quantize_rows": (_I, [_P, _P, _P, _L, _L, _L, _I]),
+    "vllm_linear_int8": (_I, [_P, _P, _P, _P, _P, _P, _L, _L, _L, _I]),
     "vllm_norm": (_I, [_P, _P, _P, _P, _P, _L, _L, _L, _F, _F, _I, _I]),
     "vllm_activate": (_I, [_P, _P, _L, _L, _L, _I, _I, _I]),
     "vllm_rotate_and_write": (_I, [_P, *[_L] * 5, _P, _P, _L, _I, _P, _L, _L, _P, _P, _P, _F, _F, _I, _I]),
@@ -106,13 +110,13 @@ def load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.vllm_interface_version.restype = _I
     version = library.vllm_interface_version()
+    rebuild = "rebuild it with `python tools/build_native.py` or reinstall."
     if version != INTERFACE_VERSION:
-        raise RuntimeError(
-            f"{path} has interface version {version}, this package needs {INTERFACE_VERSION}: rebuild it with "
-            "`python tools/build_native.py` or reinstall."
-        )
+        raise RuntimeError(f"{path} has interface version {version}, this package needs {INTERFACE_VERSION}: {rebuild}")
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise RuntimeError(f"{path} has no function {name}, which this package needs: {rebuild}")
         function.restype, function.argtypes = result, arguments
     return library
 

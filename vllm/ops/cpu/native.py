@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
-from vllm.ops.cpu.packed import PackedWeight, WeightMemory, pack
+from vllm.ops.cpu.packed import PackedInt8, PackedWeight, WeightMemory, pack, pack_int8
 from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.linear import linear, pack_weight
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -101,6 +101,42 @@ class NativeKernels:
         )  # fmt: skip
         if status:
             raise MemoryError("linear: no memory for the working copy of x")
+        return out
+
+    # ---- 8-bit linear: what quantized formats are built on; no operation of its own
+
+    def pack_int8(self, weight: Tensor, scales: Tensor) -> PackedInt8:
+        """weight: [out, in] int8; scales: [out]."""
+        return pack_int8(self.library, self._memory, weight, scales)
+
+    def quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [rows, in], finite -> ([rows, in] uint8 around 128, [rows] fp32); x is their product to half a scale."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        m, k = x.shape
+        quantized, scales = torch.empty((m, k), dtype=torch.uint8), torch.empty(m)
+        status = self.library.vllm_quantize_rows(
+            quantized.data_ptr(), scales.data_ptr(), x.data_ptr(), m, k, x.stride(0), DTYPE_CODES[x.dtype]
+        )
+        if status:
+            raise MemoryError("quantize_rows: no memory")
+        return quantized, scales
+
+    def linear_int8(self, x: Tensor, weight: PackedInt8, bias: Tensor | None = None) -> Tensor:
+        """x: [rows, in], quantized row by row on the way -> [rows, out] of x's dtype."""
+        n, k = weight.shape
+        if x.dim() != 2 or x.shape[1] != k or (bias is not None and bias.dtype != x.dtype):
+            raise TypeError(
+                f"linear_int8: expected x [rows, {k}] and a bias of its dtype, got {list(x.shape)}, {x.dtype}"
+            )
+        quantized, scales = self.quantize_rows(x)
+        out = torch.empty((x.shape[0], n), dtype=x.dtype)
+        status = self.library.vllm_linear_int8(
+            out.data_ptr(), quantized.data_ptr(), scales.data_ptr(), weight.pointer, weight.scales.data_ptr(),
+            None if bias is None else bias.data_ptr(), x.shape[0], n, k, DTYPE_CODES[x.dtype],
+        )  # fmt: skip
+        if status:
+            raise MemoryError("linear_int8: no memory for the working copy of x")
         return out
 
     def embedding(self, ids: Tensor, table: Any) -> Tensor:

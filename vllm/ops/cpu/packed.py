@@ -24,6 +24,16 @@ class PackedWeight:
         self.pointer = memory.data_ptr()
 
 
+class PackedInt8:
+    """A [out, in] int8 weight in the library's panels; what it stands for is this times `scales` [out, 1]."""
+
+    __slots__ = ("memory", "pointer", "scales", "shape")
+
+    def __init__(self, shape: torch.Size, scales: Tensor, memory: Tensor) -> None:
+        self.shape, self.scales, self.memory = shape, scales, memory
+        self.pointer = memory.data_ptr()
+
+
 class WeightMemory:
     """Hands out memory for packed weights from large chunks, so that small weights share huge pages too.
 
@@ -61,3 +71,18 @@ def pack(library: ctypes.CDLL, memory: WeightMemory, weight: Tensor) -> PackedWe
     taken = memory.take(library.vllm_packed_bytes(n, k, code))
     library.vllm_pack_weight(taken.data_ptr(), weight.data_ptr(), n, k, weight.stride(0), code)
     return PackedWeight(weight.shape, weight.dtype, taken)
+
+
+def pack_int8(library: ctypes.CDLL, memory: WeightMemory, weight: Tensor, scales: Tensor) -> PackedInt8:
+    """Copy an int8 `weight` [out, in] into panels. scales: [out].
+
+    Raises TypeError for another dtype or number of scales, ValueError if rows are too long for exact sums.
+    """
+    n, k = weight.shape
+    if weight.dtype != torch.int8 or scales.shape != (n,):
+        raise TypeError(f"pack_int8: expected int8 weights and {n} scales, got {weight.dtype}, {list(scales.shape)}")
+    weight = weight.contiguous()
+    taken = memory.take(library.vllm_packed_int8_bytes(n, k))
+    if library.vllm_pack_int8(taken.data_ptr(), weight.data_ptr(), n, k, k):
+        raise ValueError(f"pack_int8: rows of {k} weights could overflow 32-bit sums; expected at most 65536")
+    return PackedInt8(weight.shape, scales.float().contiguous(), taken)
