@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm.ops.moe import expert_mlp, grouped_expert_mlp, route
+from vllm.ops.moe import expert_mlp, route
 
 
 def by_token(x, weights, experts, gate_up, down, act):  # type: ignore[no-untyped-def]
@@ -18,10 +18,9 @@ def by_token(x, weights, experts, gate_up, down, act):  # type: ignore[no-untype
     return out
 
 
-@pytest.mark.parametrize("implementation", [expert_mlp.reference, grouped_expert_mlp], ids=["reference", "grouped"])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 33])
 @pytest.mark.parametrize(("hidden", "inter", "experts", "top_k"), [(8, 12, 5, 2), (7, 11, 3, 3), (16, 4, 9, 1)])
-def test_experts_equal_a_loop_over_tokens(implementation, tokens, hidden, inter, experts, top_k):  # type: ignore[no-untyped-def]
+def test_experts_equal_a_loop_over_tokens(tokens, hidden, inter, experts, top_k):  # type: ignore[no-untyped-def]
     torch.manual_seed(tokens * 100 + hidden)
     x = torch.randn(tokens, hidden)
     gate_up, down = torch.randn(experts, 2 * inter, hidden), torch.randn(experts, hidden, inter)
@@ -29,7 +28,7 @@ def test_experts_equal_a_loop_over_tokens(implementation, tokens, hidden, inter,
     for name, act in (("silu", F.silu), ("gelu", F.gelu)):
         expected = by_token(x, weights, chosen, gate_up, down, act)
         torch.testing.assert_close(
-            implementation(x, weights, chosen, gate_up, down, name), expected, rtol=1e-4, atol=1e-4
+            expert_mlp.reference(x, weights, chosen, gate_up, down, name), expected, rtol=1e-4, atol=1e-4
         )
 
 

@@ -38,22 +38,6 @@ def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, dow
     return _weighted_sum(x, torch.cat(outputs) if outputs else x[:0], weights, order, tokens)
 
 
-def grouped_expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
-    """`expert_mlp` with one grouped product for each of the two layers: nothing is read back from the device.
-
-    The grouped product wants rows of whole 16 bytes; other shapes take the reference.
-    """
-    whole_rows = all(size * x.element_size() % 16 == 0 for size in (gate_up.shape[1], gate_up.shape[2], down.shape[2]))
-    if not whole_rows or not len(x):
-        out: Tensor = expert_mlp.reference(x, weights, experts, gate_up, down, act)
-        return out
-    order, tokens, counts = _by_expert(experts, gate_up.shape[0])
-    ends = counts.cumsum(0).to(torch.int32)
-    h = torch._grouped_mm(x[tokens], gate_up.transpose(1, 2), offs=ends)
-    outputs = torch._grouped_mm(activate_gated(h, act), down.transpose(1, 2), offs=ends)
-    return _weighted_sum(x, outputs, weights, order, tokens)
-
-
 def _by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """(order, tokens, counts): the (token, choice) pairs sorted by expert, their tokens, and pairs for each expert."""
     pairs = experts.flatten()
