@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -113,6 +113,7 @@ def test_sampled_stories_end_by_themselves(demo: Subject) -> None:
     assert len(set(replies)) == 3
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_the_tokenizer_gives_back_every_text(text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "demo")
