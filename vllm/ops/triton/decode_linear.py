@@ -83,14 +83,14 @@ def _gemv_kernel(
         if MODE == 1:
             up += b.to(tl.float32) * xv[None, :]
     y = tl.sum(acc, 1)
-    if MODE == 1:
-        u = tl.sum(up, 1)
     if NORM:
         j = tl.arange(0, SQUARES)
         total = tl.sum(tl.load(squares_in + j, mask=j < tiles_in, other=0.0), 0)
         y = y * tl.rsqrt(total / WIDTH + eps)
         if MODE == 1:
-            u = u * tl.rsqrt(total / WIDTH + eps)
+            u = tl.sum(up, 1) * tl.rsqrt(total / WIDTH + eps)
+    elif MODE == 1:
+        u = tl.sum(up, 1)
     if BIAS:
         y += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
     if MODE == 0:
