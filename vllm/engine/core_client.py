@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.engine.core import EngineCore
 
 logger = init_logger(__name__)
+
+_TURN_SECONDS = 0.005  # of the event loop, for what the core sends
 
 OutputHandler = Callable[[list[CoreOutput], CoreStats], None]
 DeathHandler = Callable[[str], None]
@@ -84,8 +87,9 @@ class CoreProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._frames = wire.FrameReader()
-        self._early: list[bytes] = []
-        self._transport: asyncio.WriteTransport | None = None
+        self._waiting: deque[bytes] = deque()
+        self._catching_up = False
+        self._transport: asyncio.Transport | None = None
         self._on_outputs: OutputHandler | None = None
         self._on_death: DeathHandler | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -157,7 +161,7 @@ class CoreProcess:
                     reason = message.error
                 elif isinstance(message, wire.Ready):
                     self.info = message.info
-                    self._early = bodies[i + 1 :]
+                    self._waiting.extend(bodies[i + 1 :])
                     return
 
     async def attach(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
@@ -253,10 +257,10 @@ class CoreProcess:
             raise EngineDeadError(self._death or "The engine core is not running.")
         self._transport.write(wire.frame(message))
 
-    def on_connection(self, transport: asyncio.WriteTransport) -> None:
+    def on_connection(self, transport: asyncio.Transport) -> None:
         """The event loop listens from now on."""
         self._transport = transport
-        self._take_all(self._early)
+        self._take_waiting()
 
     def on_data(self, data: bytes) -> None:
         """Take in what the core has sent."""
@@ -266,14 +270,36 @@ class CoreProcess:
         except ValueError as error:
             self._give_up(error)
             return
-        self._take_all(bodies)
+        self._waiting.extend(bodies)
+        if not self._catching_up:
+            self._take_waiting()
 
-    def _take_all(self, bodies: list[bytes]) -> None:
+    def _take_waiting(self, patience: float = _TURN_SECONDS) -> None:
+        """Take in what waits, but no longer than `patience` seconds: then it is everybody else's turn first.
+
+        What more the core has to say stays in the socket for as long, so that a core which is faster than the front end
+        waits for it in the end.
+        """
+        deadline = time.perf_counter() + patience
+        late = False
         try:
-            for body in bodies:
-                self._take(wire.decode_from_core(body))
+            while self._waiting and not late:
+                self._take(wire.decode_from_core(self._waiting.popleft()))
+                late = time.perf_counter() > deadline
         except Exception as error:
+            self._waiting.clear()
             self._give_up(error)
+            return
+        if late:
+            asyncio.get_running_loop().call_soon(self._take_waiting)
+        transport = self._transport
+        if late == self._catching_up or transport is None or transport.is_closing():
+            return
+        self._catching_up = late
+        if late:
+            transport.pause_reading()
+        else:
+            transport.resume_reading()
 
     def _take(self, message: wire.FromCore) -> None:
         if isinstance(message, wire.StepOutputs):
@@ -305,6 +331,7 @@ class CoreProcess:
 
     def on_end(self) -> None:
         """The connection is gone, and so is the core, however that came about."""
+        self._take_waiting(float("inf"))
         self._death = self._last_words or "The engine core process ended unexpectedly."
         self._kill_group()  # its ranks, if it left any
         for future in self._calls.values():
@@ -322,7 +349,7 @@ class _Connection(asyncio.Protocol):
         self._client = client
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._client.on_connection(cast(asyncio.WriteTransport, transport))
+        self._client.on_connection(cast(asyncio.Transport, transport))
 
     def data_received(self, data: bytes) -> None:
         self._client.on_data(data)
