@@ -9,6 +9,12 @@ from typing import Any, Protocol
 
 from vllm.entrypoints.openai.errors import error_body
 
+_Protocol: Any
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Protocol
+except ImportError:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as _Protocol
+
 # Bytes that bring a request no further: an unfinished head, chunk extensions, trailers.
 MAX_IDLE_BYTES = 64 * 1024
 # Of a body whose request was answered already, so that a client which sends first and reads later sees the answer.
@@ -61,152 +67,161 @@ async def _busy(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+class BoundedConnection(_Protocol):  # type: ignore[misc, valid-type]
+    """uvicorn's protocol for HTTP/1.1 within bounds: cuts clients that send heads slowly or without end, and those that
+    do not read what was sent.
+
+    Times in seconds. direct: streams may write chunks past the application's layers, none of which may then care for
+    bodies.
+    """
+
+    head_timeout: float
+    max_connections: int
+    write_timeout: float
+    direct: bool
+
+    app_state: dict[str, Any]
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # Layers above get no other way to drop a client that reads nothing.
+        self.app_state = {**self.app_state, "drop_connection": transport.abort}
+        if self.direct:
+            self.app_state["chunk_writer"] = self
+        self._on_writable: Callable[[], None] | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._idle_bytes = 0
+        if len(self.connections) > self.max_connections:
+            self.app = _busy
+        self._head_timer = self.loop.call_later(self.head_timeout, self._on_slow_head)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._progress()
+        if before[2] and self._head_timer is None:  # between two requests: this begins the next one
+            self._head_timer = self.loop.call_later(self.head_timeout, self._on_slow_head)
+        super().data_received(data)
+        after = self._progress()
+        at_rest = not after[2] and not after[3]  # received whole, not answered yet
+        self._idle_bytes = 0 if after != before or at_rest else self._idle_bytes + len(data)
+        if not after[2]:
+            self._stop_head_timer()
+        limit = MAX_IGNORED_BYTES if after[2] and after[3] and after[0] is not None else MAX_IDLE_BYTES
+        if self._idle_bytes > limit and not self.transport.is_closing():
+            text = "The request headers are too large."
+            phrase = "Request Header Fields Too Large"
+            self._answer_and_close(raw_answer(431, phrase, text, "RequestHeaderFieldsTooLarge"))
+
+    def _progress(self) -> tuple[Any, int, bool, bool]:
+        """The request at work, how much of its body waits, whether none is at work, whether more body may come."""
+        cycle = self.cycle
+        if cycle is None:
+            return None, 0, True, True
+        return cycle, len(cycle.body), cycle.response_complete, cycle.more_body
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    # -- chunks of a streamed body, see ChunkWriter ----------------------------------------------------------------
+
+    def streams_chunks_of(self, scope: Any) -> bool:
+        """Whether the response to `scope` is being sent in chunks: HTTP/1.1, through httptools, head sent."""
+        cycle = self.cycle
+        return (
+            cycle.scope is scope
+            and getattr(cycle, "chunked_encoding", None) is True
+            and cycle.response_started
+            and not cycle.response_complete
+            and scope["method"] != "HEAD"
+        )
+
+    @property
+    def paused(self) -> bool:
+        return bool(self.flow.write_paused)
+
+    def open(self, on_writable: Callable[[], None]) -> None:
+        self._on_writable = on_writable
+        if self.flow.write_paused:
+            self._start_write_timer()
+
+    def write(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def close(self) -> None:
+        self._on_writable = None
+        self._stop_write_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._on_writable is not None:
+            self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+        if self._on_writable is not None:
+            self._on_writable()
+
+    def _start_write_timer(self) -> None:
+        self._stop_write_timer()
+        self._write_timer = self.loop.call_later(self.write_timeout, self.transport.abort)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # -- bounds ----------------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        self._answer_and_close(raw_answer(400, "Bad Request", msg, "BadRequestError"))
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # closing would wait for a reader that never comes
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _on_slow_head(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing():
+            return
+        text = "The request headers did not arrive in time."
+        self._answer_and_close(raw_answer(408, "Request Timeout", text, "TimeoutError"))
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _answer_and_close(self, answer: bytes) -> None:
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and cycle.response_complete:
+            # what is left of a request that was answered; another answer would be taken for the next one's
+            self.transport.abort()
+            return
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started:
+                self.transport.abort()
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.write(answer)
+        self.transport.close()
+        self.loop.call_later(1.0, self.transport.abort)  # closing would wait for a reader that never comes
+
+
 def connection_class(
     head_timeout: float, max_connections: int, write_timeout: float = 30.0, direct: bool = False
 ) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for HTTP/1.1 (httptools if it is there, else h11) within bounds; times in seconds.
-
-    `direct`: streams may write chunks past the application's layers, none of which may then care for bodies.
-    """
-    base: Any
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
-    except ImportError:
-        from uvicorn.protocols.http.h11_impl import H11Protocol as base
-
-    class BoundedConnection(base):  # type: ignore[misc]
-        """Cuts clients that send heads slowly or without end, and those that do not read what was sent."""
-
-        app_state: dict[str, Any]
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            # Layers above get no other way to drop a client that reads nothing.
-            self.app_state = {**self.app_state, "drop_connection": transport.abort}
-            if direct:
-                self.app_state["chunk_writer"] = self
-            self._on_writable: Callable[[], None] | None = None
-            self._write_timer: asyncio.TimerHandle | None = None
-            self._idle_bytes = 0
-            if len(self.connections) > max_connections:
-                self.app = _busy
-            self._head_timer = self.loop.call_later(head_timeout, self._on_slow_head)
-
-        def data_received(self, data: bytes) -> None:
-            before = self._progress()
-            if before[2] and self._head_timer is None:  # between two requests: this begins the next one
-                self._head_timer = self.loop.call_later(head_timeout, self._on_slow_head)
-            super().data_received(data)
-            after = self._progress()
-            at_rest = not after[2] and not after[3]  # received whole, not answered yet
-            self._idle_bytes = 0 if after != before or at_rest else self._idle_bytes + len(data)
-            if not after[2]:
-                self._stop_head_timer()
-            limit = MAX_IGNORED_BYTES if after[2] and after[3] and after[0] is not None else MAX_IDLE_BYTES
-            if self._idle_bytes > limit and not self.transport.is_closing():
-                text = "The request headers are too large."
-                phrase = "Request Header Fields Too Large"
-                self._answer_and_close(raw_answer(431, phrase, text, "RequestHeaderFieldsTooLarge"))
-
-        def _progress(self) -> tuple[Any, int, bool, bool]:
-            """The request at work, how much of its body waits, whether none is at work, whether more body may come."""
-            cycle = self.cycle
-            if cycle is None:
-                return None, 0, True, True
-            return cycle, len(cycle.body), cycle.response_complete, cycle.more_body
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_head_timer()
-            self._stop_write_timer()
-            super().connection_lost(exc)
-
-        # -- chunks of a streamed body, see ChunkWriter ----------------------------------------------------------------
-
-        def streams_chunks_of(self, scope: Any) -> bool:
-            """Whether the response to `scope` is being sent in chunks: HTTP/1.1, through httptools, head sent."""
-            cycle = self.cycle
-            return (
-                cycle.scope is scope
-                and getattr(cycle, "chunked_encoding", None) is True
-                and cycle.response_started
-                and not cycle.response_complete
-                and scope["method"] != "HEAD"
-            )
-
-        @property
-        def paused(self) -> bool:
-            return bool(self.flow.write_paused)
-
-        def open(self, on_writable: Callable[[], None]) -> None:
-            self._on_writable = on_writable
-            if self.flow.write_paused:
-                self._start_write_timer()
-
-        def write(self, data: bytes) -> None:
-            if not self.transport.is_closing():
-                self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-        def close(self) -> None:
-            self._on_writable = None
-            self._stop_write_timer()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            if self._on_writable is not None:
-                self._start_write_timer()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._stop_write_timer()
-            if self._on_writable is not None:
-                self._on_writable()
-
-        def _start_write_timer(self) -> None:
-            self._stop_write_timer()
-            self._write_timer = self.loop.call_later(write_timeout, self.transport.abort)
-
-        def _stop_write_timer(self) -> None:
-            if self._write_timer is not None:
-                self._write_timer.cancel()
-                self._write_timer = None
-
-        # -- bounds ----------------------------------------------------------------------------------------------------
-
-        def send_400_response(self, msg: str) -> None:
-            self._answer_and_close(raw_answer(400, "Bad Request", msg, "BadRequestError"))
-
-        def timeout_keep_alive_handler(self) -> None:
-            if self.transport.get_write_buffer_size():
-                self.transport.abort()  # closing would wait for a reader that never comes
-            else:
-                super().timeout_keep_alive_handler()
-
-        def _on_slow_head(self) -> None:
-            self._head_timer = None
-            if self.transport.is_closing():
-                return
-            text = "The request headers did not arrive in time."
-            self._answer_and_close(raw_answer(408, "Request Timeout", text, "TimeoutError"))
-
-        def _stop_head_timer(self) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
-
-        def _answer_and_close(self, answer: bytes) -> None:
-            cycle = self.cycle
-            if cycle is not None and cycle.more_body and cycle.response_complete:
-                # what is left of a request that was answered; another answer would be taken for the next one's
-                self.transport.abort()
-                return
-            if cycle is not None and not cycle.response_complete:
-                if cycle.response_started:
-                    self.transport.abort()
-                    return
-                cycle.disconnected = True
-                cycle.message_event.set()
-            self.transport.write(answer)
-            self.transport.close()
-            self.loop.call_later(1.0, self.transport.abort)  # closing would wait for a reader that never comes
-
-    return BoundedConnection
+    """A `BoundedConnection` with these bounds."""
+    bounds = {
+        "head_timeout": head_timeout,
+        "max_connections": max_connections,
+        "write_timeout": write_timeout,
+        "direct": direct,
+    }
+    made: type[asyncio.Protocol] = type("Connection", (BoundedConnection,), bounds)
+    return made
