@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,10 +16,11 @@ import pytest
 from tests.server.http_server import Server
 from vllm.benchmarks import serve
 from vllm.benchmarks.datasets import Sample
-from vllm.benchmarks.http_stream import Target
+from vllm.benchmarks.http_stream import Client, Target
 from vllm.benchmarks.serve import Load, Record, main, percentile, report, run, send, summarize
 
 SAMPLE = Sample("hello", 3, 5)
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def load_for(port: int, **changes) -> Load:
@@ -36,6 +37,10 @@ def load_for(port: int, **changes) -> Load:
         "seed": 0,
     }
     return Load(**{**values, **changes})
+
+
+async def send_one(load: Load) -> Record:
+    return await send(Client(load.target), load, SAMPLE)
 
 
 @asynccontextmanager
@@ -148,7 +153,7 @@ async def test_gaps_between_requests_are_gamma_distributed(monkeypatch, burstine
     now = 0.0
     arrivals: list[float] = []
 
-    async def instantly(load: Load, sample: Sample) -> Record:
+    async def instantly(client: Client, load: Load, sample: Sample) -> Record:
         return Record(sample, ok=True)
 
     async def sleep(seconds: float) -> None:
@@ -194,7 +199,7 @@ async def test_concurrency_is_never_exceeded():
 async def test_a_stream_is_timed_token_by_token():
     events = [token("a"), token(""), token("b"), token("", "length"), USAGE]
     async with fake_server(sse(*events)) as (port, _):
-        record = await send(load_for(port), SAMPLE)
+        record = await send_one(load_for(port))
     assert record.ok and record.text == "ab" and record.output_tokens == 2
     assert record.start < record.first_token <= record.end
     assert len(record.gaps) == 2  # the second text and the finish; an event without anything is no token
@@ -205,8 +210,71 @@ async def test_chunks_may_split_events_anywhere():
     pieces = [body[i : i + 7] for i in range(0, len(body), 7)]
     chunked = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"
     async with fake_server(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked) as (port, _):
-        record = await send(load_for(port), SAMPLE)
+        record = await send_one(load_for(port))
     assert record.ok and record.text == "xy"
+
+
+def chunked(body: bytes, *headers: bytes) -> bytes:
+    head = b"\r\n".join([b"HTTP/1.1 200 OK", b"transfer-encoding: chunked", *headers])
+    return head + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+@asynccontextmanager
+async def serving(handle: Handler) -> AsyncIterator[int]:
+    """A server that has `handle` deal with each connection; yields its port. At the end, all connections have ended."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        await handle(reader, writer)
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("headers", "closes", "connections"),
+    [((), False, 1), ((b"Connection: Close",), False, 4), ((), True, 4)],
+    ids=["kept", "not to be kept", "closed by the server in between"],
+)
+async def test_connections_are_used_again(headers, closes, connections):
+    answer = chunked(sse(token("x", "stop"), USAGE).split(b"\r\n\r\n", 1)[1], *headers)
+    count = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        while head := await reader.read(1 << 16):
+            assert head.startswith(b"POST /v1/completions")
+            writer.write(answer)
+            if closes:
+                break
+
+    async with serving(handle) as port:
+        records, _ = await run(load_for(port, concurrency=1), [SAMPLE] * 4)
+    assert [r.error for r in records] == [""] * 4
+    assert count == connections
+
+
+async def test_a_kept_connection_that_breaks_within_an_answer_is_a_failure():
+    good = chunked(sse(token("x", "stop"), USAGE).split(b"\r\n\r\n", 1)[1])
+    answers = [good, b"HTTP/1.1 2"]
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while answers:
+            await reader.read(1 << 16)
+            writer.write(answers.pop(0))
+
+    async with serving(handle) as port:
+        records, _ = await run(load_for(port, concurrency=1), [SAMPLE] * 2)
+    assert [r.ok for r in records] == [True, False]
+    assert "connection broke" in records[1].error
 
 
 async def test_chat_reads_deltas_and_sends_messages():
@@ -216,7 +284,7 @@ async def test_chat_reads_deltas_and_sends_messages():
     body = json.loads(serve.body_of(load, SAMPLE))
     assert body["messages"] == [{"role": "user", "content": "hello"}] and body["top_k"] == 3
     async with fake_server(sse(*events, USAGE)) as (port, _):
-        record = await send(load_for(port, endpoint="/v1/chat/completions"), SAMPLE)
+        record = await send_one(load_for(port, endpoint="/v1/chat/completions"))
     assert record.ok and record.text == "hi"
 
 
@@ -239,12 +307,12 @@ async def test_chat_reads_deltas_and_sends_messages():
 )
 async def test_every_kind_of_failure_is_a_record_with_a_reason(answer, message):
     async with fake_server(answer) as (port, _):
-        record = await send(load_for(port), SAMPLE)
+        record = await send_one(load_for(port))
     assert not record.ok and message in record.error
 
 
 async def test_nobody_listening_is_a_failure(unused_tcp_port: int):
-    record = await send(load_for(unused_tcp_port), SAMPLE)
+    record = await send_one(load_for(unused_tcp_port))
     assert not record.ok and "cannot connect" in record.error
 
 
@@ -254,7 +322,7 @@ async def test_missing_usage_is_counted_with_the_tokenizer():
             return [0] * (len(text.split()) + special)
 
     async with fake_server(sse(token("one two"), token(" three", "stop"))) as (port, _):
-        record = await send(load_for(port), SAMPLE)
+        record = await send_one(load_for(port))
     serve.count_missing([record], Words())  # type: ignore[arg-type]
     assert record.output_tokens == 3
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.benchmarks.datasets import Sample, jsonl_samples, random_samples, sharegpt_samples
-from vllm.benchmarks.http_stream import HTTPFailure, Target, post_events
+from vllm.benchmarks.http_stream import Client, HTTPFailure, Target
 from vllm.utils.event_loop import run_event_loop
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def body_of(load: Load, sample: Sample) -> bytes:
     return json.dumps(body).encode()
 
 
-async def send(load: Load, sample: Sample) -> Record:
+async def send(client: Client, load: Load, sample: Sample) -> Record:
     """Send one request and follow its stream to the end."""
     record = Record(sample)
     body = body_of(load, sample)
@@ -112,10 +112,10 @@ async def send(load: Load, sample: Sample) -> Record:
     pieces: list[str] = []
     done = False
     try:
-        async for payload in post_events(load.target, load.endpoint, body, load.headers):
-            if payload == b"[DONE]":
+        async for payload in client.post_events(load.endpoint, body, load.headers):
+            if done or payload == b"[DONE]":
                 done = True
-                break
+                continue
             event = msgspec.json.decode(payload)
             if "error" in event:
                 error = event["error"]
@@ -152,12 +152,13 @@ async def run(load: Load, samples: Sequence[Sample]) -> tuple[list[Record], floa
     """Send all samples as `load` says; returns the records and the duration."""
     rng = random.Random(load.seed)
     gate = asyncio.Semaphore(load.concurrency) if load.concurrency else None
+    client = Client(load.target)
 
     async def one(sample: Sample) -> Record:
         if gate is None:
-            return await send(load, sample)
+            return await send(client, load, sample)
         async with gate:
-            return await send(load, sample)
+            return await send(client, load, sample)
 
     started = time.perf_counter()
     due = started
@@ -169,7 +170,9 @@ async def run(load: Load, samples: Sequence[Sample]) -> tuple[list[Record], floa
             due += rng.gammavariate(load.burstiness, 1.0 / (load.rate * load.burstiness))
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
     records = list(await asyncio.gather(*tasks))
-    return records, time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    client.close()
+    return records, seconds
 
 
 def count_missing(records: Sequence[Record], tokenizer: Tokenizer) -> None:
