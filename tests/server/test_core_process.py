@@ -157,8 +157,20 @@ def test_a_large_step_may_take_longer(monkeypatch):
 
 
 @pytest.mark.parametrize("sent", [wire.frame(wire.Fatal("x")), b"\xff\xff\xff\xff"])
-def test_a_core_that_cannot_hear_ends(sent, monkeypatch):
-    """Its reader has failed: it would serve nothing more, and its pulse would say that all is well."""
+def test_a_core_that_cannot_hear_ends(sent):
+    """What it was sent makes no sense: it does not stay and look healthy."""
+    from tests.engine.test_core import new_core
+    from vllm.engine.core_process import CoreServer
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(sent)
+        with pytest.raises((ValueError, msgspec.DecodeError)):
+            CoreServer(theirs, new_core()[0]).serve()
+
+
+def test_a_core_without_a_front_end_ends(monkeypatch):
+    from tests.engine.test_core import new_core
     from vllm.engine import core_process
 
     class EndedError(BaseException):
@@ -169,10 +181,9 @@ def test_a_core_that_cannot_hear_ends(sent, monkeypatch):
 
     monkeypatch.setattr(core_process, "_end_all_processes", end)
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(sent)
-        with pytest.raises(EndedError):
-            core_process.CoreServer(theirs, core=None)._read_forever(wire.FrameReader())
+    ours.close()
+    with theirs, pytest.raises(EndedError):
+        core_process.CoreServer(theirs, new_core()[0]).serve()
 
 
 PARENT = """

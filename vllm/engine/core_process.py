@@ -13,7 +13,7 @@ import faulthandler
 import gc
 import json
 import os
-import queue
+import select
 import signal
 import socket
 import sys
@@ -66,7 +66,9 @@ class CoreServer:
         self._connection = connection
         self._core = core
         self._faults = Faults.from_env()
-        self._inbox: queue.SimpleQueue[wire.ToCore | wire.StepOutputs] = queue.SimpleQueue()
+        self._frames = wire.FrameReader()
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
         self._send_lock = threading.Lock()
         self._heart = Heart()
         self._stopping = False
@@ -77,17 +79,16 @@ class CoreServer:
         with self._send_lock:
             self._connection.sendall(data)
 
-    def start_threads(self, reader: wire.FrameReader) -> None:
-        threading.Thread(target=self._read_forever, args=(reader,), name="core-reader", daemon=True).start()
+    def start_pulse(self) -> None:
         threading.Thread(target=self._pulse_forever, name="core-pulse", daemon=True).start()
 
     def serve(self) -> None:
-        """Work while there is something to do, sleep on the inbox otherwise."""
+        """Work while there is something to do, sleep until there is otherwise."""
         core = self._core
         while not self._stopping:
             busy = core.has_unfinished()
             self._heart.beat(busy)
-            self._drain_inbox(block=not busy)
+            self._take_in(0.0 if busy else IDLE_CHECK_SECONDS)
             if self._stopping:
                 return
             if core.has_unfinished():
@@ -105,19 +106,22 @@ class CoreServer:
                 os._exit(1)
             self.send(wire.StepOutputs(outputs, stats))
 
-    def _drain_inbox(self, block: bool) -> None:
-        try:
-            message = self._inbox.get(block=block, timeout=IDLE_CHECK_SECONDS)
-        except queue.Empty:
-            if block:
-                self._core.check_health()  # a rank may die while nobody asks for anything
-            return
-        while True:
-            self._handle(message)
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+    def _take_in(self, patience: float) -> None:
+        """Handle what the front end has sent; wait for it for at most `patience` seconds.
+
+        It waits in `poll`, which asks for what can be read: a thread that waits in `recv` is also woken, for nothing,
+        each time the front end takes something out of the socket.
+        """
+        waited = not self._readable.poll(1000 * patience)
+        if waited and patience:
+            self._core.check_health()  # a rank may die while nobody asks for anything
+        while not (waited or self._stopping):
+            bodies = wire.read_frames(self._connection, self._frames)
+            if bodies is None:  # the front end is gone, however it went
+                _end_all_processes()
+            for body in bodies:
+                self._handle(_decoded(body))
+            waited = not self._readable.poll(0)
 
     def _handle(self, message: wire.ToCore | wire.StepOutputs) -> None:
         if isinstance(message, wire.AddRequests):
@@ -145,25 +149,6 @@ class CoreServer:
             logger.exception("Core method %s failed", call.method)
             return wire.CallResult(call.call_id, error=f"{type(error).__name__}: {error}")
 
-    def _read_forever(self, reader: wire.FrameReader) -> None:
-        """Fill the inbox. A core that hears nothing any more must not stay and look healthy: it ends too."""
-        try:
-            self._read_until_end(reader)
-        except Exception:
-            logger.exception("Reading from the front end failed; the engine core ends")
-        _end_all_processes()
-
-    def _read_until_end(self, reader: wire.FrameReader) -> None:
-        while True:
-            bodies = wire.receive_frames(self._connection, reader)
-            if bodies is None:  # the front end is gone, however it went
-                return
-            for body in bodies:
-                try:
-                    self._inbox.put(wire.decode_to_core(body))
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    self._inbox.put(_refusal(body, error))
-
     def _pulse_forever(self) -> None:
         while True:
             time.sleep(PULSE_SECONDS)
@@ -171,6 +156,14 @@ class CoreServer:
                 self.send(wire.Pulse(self._heart.busy_seconds(self._core.step_allowance)))
             except OSError:
                 return
+
+
+def _decoded(body: bytes) -> wire.ToCore | wire.StepOutputs:
+    """A message of the front end, or the ends of its requests if they cannot be read. Raises for any other."""
+    try:
+        return wire.decode_to_core(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _refusal(body, error)
 
 
 def _refusal(body: bytes, error: Exception) -> wire.StepOutputs:
@@ -192,7 +185,7 @@ def _end_all_processes() -> NoReturn:
 
 
 def _exit_on_parent_death(connection: socket.socket, parent: int) -> None:
-    """While the model loads nobody reads the socket: a front end that dies then must end this process too.
+    """A front end that dies must end this process too, at once: also while the model loads or a step takes long.
 
     The kernel's own signal ends it even when it is stopped (the thread that started it lives as long as the parent).
     """
@@ -201,19 +194,21 @@ def _exit_on_parent_death(connection: socket.socket, parent: int) -> None:
         _end_all_processes()
 
     def watch() -> None:
-        connection.setblocking(True)
-        with contextlib.suppress(OSError):
-            if connection.recv(1, socket.MSG_PEEK) == b"":
-                _end_all_processes()
+        closed = select.poll()
+        closed.register(connection, 0)  # nothing but its end, which cannot be left out
+        closed.poll()
+        _end_all_processes()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _first_frame(connection: socket.socket, reader: wire.FrameReader) -> tuple[dict[str, Any], list[bytes]]:
-    bodies = wire.receive_frames(connection, reader)
+def _first_frame(connection: socket.socket) -> dict[str, Any]:
+    """The configuration; the front end sends nothing more before it has heard `Ready`."""
+    bodies = wire.receive_frames(connection, wire.FrameReader())
     if not bodies:
         sys.exit(1)
-    return json.loads(bodies[0]), bodies[1:]
+    document: dict[str, Any] = json.loads(bodies[0])
+    return document
 
 
 def make_core(document: dict[str, Any]) -> EngineCore:
@@ -232,14 +227,13 @@ def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_co
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then tells us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[0]))
-    reader = wire.FrameReader()
-    document, _ = _first_frame(connection, reader)
+    document = _first_frame(connection)
     _exit_on_parent_death(connection, int(argv[1]))
     core = None
     try:
         core = make(document)
         server = CoreServer(connection, core)
-        server.start_threads(reader)
+        server.start_pulse()
         gc.collect()
         gc.freeze()  # what loading has made stays: collections need not look at it again and again
         server.send(wire.Ready(core.describe()))

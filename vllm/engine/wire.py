@@ -6,7 +6,6 @@ sees the other's death as end of file.
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 from typing import Any
@@ -123,22 +122,18 @@ class FrameReader:
         return bodies
 
 
-def receive_frames(connection: socket.socket, reader: FrameReader) -> list[bytes] | None:
-    """Block until at least one frame is complete; None at end of file.
+def read_frames(connection: socket.socket, reader: FrameReader) -> list[bytes] | None:
+    """What one read completes, which may be nothing; None at end of file."""
+    try:
+        data = connection.recv(1 << 18)
+    except ConnectionResetError:
+        return None
+    return reader.feed(data) if data else None
 
-    It waits in `poll`, which asks for what can be read: a thread that blocks in `recv` is also woken, for nothing, each
-    time the other side takes something out of the socket, which for a core is once per step.
-    """
-    readable = select.poll()
-    readable.register(connection, select.POLLIN)
-    while True:
-        readable.poll()
-        try:
-            data = connection.recv(1 << 18)
-        except ConnectionResetError:
-            return None
-        if not data:
-            return None
-        bodies = reader.feed(data)
+
+def receive_frames(connection: socket.socket, reader: FrameReader) -> list[bytes] | None:
+    """Block until at least one frame is complete; None at end of file."""
+    while (bodies := read_frames(connection, reader)) is not None:
         if bodies:
             return bodies
+    return None
