@@ -106,6 +106,38 @@ def test_long_queries_over_gathered_keys(heads, kv_heads, head_dim, cache_dtype)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64)])
+@pytest.mark.parametrize(
+    ("queries", "lens"),
+    [([700, 1, 300, 129, 17, 9], [700, 50, 300, 129, 17, 9]), ([2048, 2048, 2048], [2048, 2048, 2048])],
+)
+def test_fresh_prompts_read_the_step_s_own_keys(queries, lens, heads, kv_heads, head_dim):
+    batch = make_batch(queries, lens, heads, kv_heads, head_dim, 16, torch.bfloat16, device="cuda")
+    plan = gather_plan(np.array(queries), np.array(lens))
+    assert plan is not None
+    assert plan.fresh
+    group = replace(batch.group, plan=replace(plan, runs=attention.dense_runs(np.array(queries), np.array(lens))))
+    slot = batch.group.slot_mapping
+    fused = torch.empty(batch.q.shape[0], heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = fused.split([heads, kv_heads, kv_heads], 1)
+    q.copy_(batch.q)
+    for own, side in ((k, 0), (v, 1)):
+        own.copy_(batch.cache[side][slot // 16, :, slot % 16])
+    params = attention.AttentionParams(head_dim**-0.5)
+    got = attention.attend(q, batch.cache, params, batch.step, group, (k, v))
+    gathered = attention.attend(q, batch.cache, params, batch.step, group)
+    if not group.plan.runs:
+        assert torch.equal(got, gathered)
+    clean = batch.cache.float().nan_to_num()
+    assert error(got, attention.attend.reference(q.float(), clean, params, batch.step, group)) < 1e-2
+    # what is read is the step's own, not the cache
+    batch.cache.fill_(torch.nan)
+    long = batch.step.host_query_starts[:1] if 1 in queries else batch.step.host_query_starts[:-1]
+    again = attention.attend(q, batch.cache, params, batch.step, group, (k, v))
+    for start in long:
+        assert torch.equal(again[start : start + queries[0]], got[start : start + queries[0]])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64)])
 def test_long_queries_over_common_keys(heads, kv_heads, head_dim):
     own, cached = [40, 1, 300, 130, 128, 5], [1500, 60, 1024, 1090, 10, 17]
     lens = [c + n for c, n in zip(cached, own, strict=True)]
@@ -227,9 +259,12 @@ def test_rotate_and_write(head_dim, rotary_dim, interleaved, with_norm, cache_dt
     rest = (positions, cos_sin, interleaved)
     scales = (1.0, 1.0) if cache_dtype == torch.bfloat16 else (0.3, 0.7)
     fused = qkv.clone()
-    want = rotary.rotate_and_write_kv.reference(qkv, heads, *rest, caches[0], slots, 1.0, 1.0, weights)
-    got = rotary.rotate_and_write_kv(fused, heads, *rest, caches[1], slots, *scales, weights)
+    wants = rotary.rotate_and_write_kv.reference(qkv, heads, *rest, caches[0], slots, 1.0, 1.0, weights)
+    got, (k, v) = rotary.rotate_and_write_kv(fused, heads, *rest, caches[1], slots, *scales, weights)
+    want, (want_k, want_v) = wants
     assert error(got, want) < 1e-2
+    assert error(k, want_k) < 1e-2
+    assert torch.equal(v, want_v)
     ulp = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 0.035, torch.float8_e5m2: 0.07}[cache_dtype]
     limit = float("inf") if cache_dtype == torch.bfloat16 else torch.finfo(cache_dtype).max
     used = torch.zeros(20 * block, dtype=torch.bool, device="cuda").index_fill_(0, slots, True).view(20, 1, block, 1)

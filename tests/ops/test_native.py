@@ -304,8 +304,8 @@ def test_rotation_and_cache_write_agree_with_the_reference(
     weights = torch.randn(2, head_dim).to(dtype)
     norm = QKNorm(weights[0], weights[1], 1e-5, 0.5) if normed else None
     arguments = (heads, step.positions, cos_sin, interleaved)
-    expected = rotate_and_write_kv.reference(qkv.clone(), *arguments, other, group.slot_mapping, qk_norm=norm)
-    got = native.rotate_and_write_kv(qkv.clone(), *arguments, kv_cache, group.slot_mapping, qk_norm=norm)
+    expected, _ = rotate_and_write_kv.reference(qkv.clone(), *arguments, other, group.slot_mapping, qk_norm=norm)
+    got, _ = native.rotate_and_write_kv(qkv.clone(), *arguments, kv_cache, group.slot_mapping, qk_norm=norm)
     check(got, expected.double(), dtype, 4)
     tolerance = 4 * max(TOLERANCE[dtype], TOLERANCE[cache_dtype])
     torch.testing.assert_close(kv_cache.double(), other.double(), rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -43,10 +43,12 @@ def test_rotate_and_write_turns_pairs_and_stores_them(interleaved, rotary_dim):
     q, k, v = qkv.view(4, -1, head_dim).split([heads, kv_heads, kv_heads], 1)
     expected_q = brute_force.rotate(q, step.positions, cos_sin, interleaved)
     expected_k = brute_force.rotate(k, step.positions, cos_sin, interleaved)
-    got = rotate_and_write_kv.reference(
+    got, (own_k, own_v) = rotate_and_write_kv.reference(
         qkv.clone(), heads, step.positions, cos_sin, interleaved, kv_cache, group.slot_mapping
     )
     torch.testing.assert_close(got.double(), expected_q, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own_k.double(), expected_k, rtol=1e-5, atol=1e-5)
+    assert torch.equal(own_v, v)
     torch.testing.assert_close(
         rotate.reference(k, step.positions, cos_sin, interleaved).double(), expected_k, rtol=1e-5, atol=1e-5
     )

@@ -27,6 +27,9 @@ class AttentionParams:
     v_scale: float = 1.0
 
 
+OwnKV = tuple[Tensor, Tensor]  # keys and values of a step's tokens, in the model's dtype: [tokens, kv_heads, head_dim]
+
+
 class DenseRun(NamedTuple):
     """Neighbouring prompts of one length that are computed from their first token on: plain causal attention.
 
@@ -48,7 +51,8 @@ class GatherPlan:
     requests: [requests, 3] int32, where a request's keys then stand: those below `common` from row `common_row` on, key
         k of the others at row `base + k`; as (base, common, common_row). common is below 0 if nothing is copied.
     rows: their number in total.   longest: keys of a piece.   runs: all long queries as `dense_runs`, or empty.
-    shared: whether some requests have keys in common.
+    shared: whether some requests have keys in common.   fresh: whether all keys of long queries are the step's own,
+        so that nothing need be copied if the step's keys and values are at hand.
     """
 
     pieces: Tensor
@@ -57,6 +61,7 @@ class GatherPlan:
     longest: int
     runs: tuple[DenseRun, ...] = ()
     shared: bool = False
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +73,11 @@ class Gathering:
     rows: int
     longest: int
     shared: bool
+    fresh: bool
 
     def on_device(self, pieces: Tensor, requests: Tensor, runs: tuple[DenseRun, ...] = ()) -> GatherPlan:
         """The plan, its arrays uploaded."""
-        return GatherPlan(pieces, requests, self.rows, self.longest, runs, self.shared)
+        return GatherPlan(pieces, requests, self.rows, self.longest, runs, self.shared, self.fresh)
 
 
 _DENSE_STEP = 1024  # lengths of dense attention: libraries prepare each anew, so there should be few
@@ -108,7 +114,8 @@ def plan_gathering(query_lens: np.ndarray, seq_lens: np.ndarray, groups: Sequenc
         pieces.append(np.array([[group.rows[0], 0, group.keys, row]]))
         row += group.keys
     table = np.concatenate(pieces).astype(np.int32)
-    return Gathering(table, requests, rows, int(table[:, 2].max()), bool(groups))
+    fresh = not groups and bool((query_lens[long] == seq_lens[long]).all())
+    return Gathering(table, requests, rows, int(table[:, 2].max()), bool(groups), fresh)
 
 
 def dense_runs(query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[DenseRun, ...]:
@@ -155,10 +162,18 @@ def write_kv(
 
 
 @op
-def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs) -> Tensor:
+def attend(
+    q: Tensor,
+    kv_cache: Tensor,
+    params: AttentionParams,
+    step: StepInputs,
+    group: GroupInputs,
+    own: OwnKV | None = None,
+) -> Tensor:
     """Causal attention of every request's new tokens over its cached tokens (the step's own included, already written).
 
     q: [tokens, heads, head_dim]; kv_cache: [2, blocks, kv_heads, block_size, head_dim] -> [tokens, heads, head_dim].
+    own: keys and values of the step's tokens, which a kernel may read in place of the same numbers in the cache.
     Token t of request r sits at position seq_len - query_len + t and sees positions p with 0 <= position - p < window.
     Query head h reads kv head h // (heads / kv_heads).
     """

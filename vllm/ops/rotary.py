@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.ops.attention import write_kv
+from vllm.ops.attention import OwnKV, write_kv
 from vllm.ops.norm import rms_norm
 from vllm.ops.registry import op
 
@@ -50,11 +50,12 @@ def rotate_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     qk_norm: QKNorm | None = None,
-) -> Tensor:
+) -> tuple[Tensor, OwnKV | None]:
     """Normalise (if asked) and rotate queries and keys, store keys and values, return the rotated queries.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], as the fused projection gives it -> q: [tokens, heads, head_dim].
-    qkv may be overwritten, and q be a view of it.
+    The second result is what `attend` takes as `own`, from kernels that have it at hand. qkv may be overwritten, and
+    the results be views of it.
     """
     kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split([heads, kv_heads, kv_heads], 1)
@@ -64,4 +65,4 @@ def rotate_and_write_kv(
     q = rotate.reference(q, positions, cos_sin, interleaved)
     k = rotate.reference(k, positions, cos_sin, interleaved)
     write_kv.reference(k, v, kv_cache, slot_mapping, k_scale, v_scale)
-    return q
+    return q, (k, v)

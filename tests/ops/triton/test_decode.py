@@ -196,7 +196,8 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits):
 
     want_cache = cache.clone()
     home = table[slots.long(), lengths // block].long() * block + lengths % block
-    q = rotary_ops.rotate_and_write_kv.reference(qkv, heads, lengths, cos_sin, False, want_cache, home, qk_norm=weights)
+    rotary = (lengths, cos_sin, False, want_cache, home)
+    q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
     starts, lens = torch.arange(4, dtype=torch.int32), (lengths + 1).to(torch.int32)
     group = GroupInputs(home, table[slots.long()])
     step = StepInputs(lengths, lengths, starts, lens, lengths, (group,), 1, 151, starts.numpy(), lens.numpy())

@@ -51,7 +51,8 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     d_table = torch.from_numpy(table)
     want_cache = cache.clone()
     home = d_table.gather(1, lengths[:, None] // block).long()[:, 0] * block + lengths % block
-    q = rotary_ops.rotate_and_write_kv.reference(qkv, heads, lengths, cos_sin, False, want_cache, home, qk_norm=weights)
+    rotary = (lengths, cos_sin, False, want_cache, home)
+    q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
     starts, lens = torch.arange(rows + 1, dtype=torch.int32), (lengths + 1).to(torch.int32)
     group = GroupInputs(home, d_table)
     step = StepInputs(lengths, lengths, starts, lens, lengths, (group,), 1, 1400, starts.numpy(), lens.numpy())

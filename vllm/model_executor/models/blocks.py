@@ -113,9 +113,9 @@ class SelfAttention(nn.Module):
         """
         cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
         qkv = self.qkv.project(x)
-        rope, p = self.spec.rope, self.params
+        rope, p, own = self.spec.rope, self.params, None
         if rope is not None and not isinstance(self.q_norm, LayerNorm):
-            q = rotate_and_write_kv(
+            q, own = rotate_and_write_kv(
                 qkv,
                 self.heads,
                 step.positions,
@@ -138,7 +138,7 @@ class SelfAttention(nn.Module):
             write_kv(k, v, cache, group.slot_mapping, p.k_scale, p.v_scale)
         if rows is not None and not len(rows):
             return x[:0]  # the cache is written, nobody asks for more
-        return self.o.project(_pick(attend(q, cache, p, step, group).flatten(1), rows))
+        return self.o.project(_pick(attend(q, cache, p, step, group, own).flatten(1), rows))
 
     def _rms_qk_norm(self) -> QKNorm | None:
         """The head norms as the fused operation takes them."""

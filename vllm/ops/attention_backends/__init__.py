@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.logger import init_logger
-from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.attention import AttentionParams, OwnKV, attend
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 logger = init_logger(__name__)
@@ -38,7 +38,13 @@ class Backend(Protocol):
         """What of it the library lacks, in words; None if nothing."""
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        params: AttentionParams,
+        step: StepInputs,
+        group: GroupInputs,
+        own: OwnKV | None = None,
     ) -> Tensor:
         """As `ops.attention.attend`."""
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
-from vllm.ops.attention import AttentionParams
+from vllm.ops.attention import AttentionParams, OwnKV
 from vllm.ops.attention_backends import Wanted
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -31,7 +31,13 @@ class FlashAttention:
         return None
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        params: AttentionParams,
+        step: StepInputs,
+        group: GroupInputs,
+        own: OwnKV | None = None,
     ) -> Tensor:
         """As `ops.attention.attend`."""
         # blocks behind a window hold anything, NaN included, which the library may multiply by zero

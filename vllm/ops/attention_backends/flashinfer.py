@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.attention import AttentionParams
+from vllm.ops.attention import AttentionParams, OwnKV
 from vllm.ops.attention_backends import Wanted
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
@@ -54,7 +54,13 @@ class FlashInfer:
         return None
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        params: AttentionParams,
+        step: StepInputs,
+        group: GroupInputs,
+        own: OwnKV | None = None,
     ) -> Tensor:
         """As `ops.attention.attend`."""
         if step is not self._step:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.activation import activate, activate_gated
-from vllm.ops.attention import AttentionParams, attend, write_kv
+from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
 from vllm.ops.cpu.packed import PackedInt8, PackedWeight, WeightMemory, pack, pack_int8
 from vllm.ops.embedding import embedding, pack_table
@@ -244,7 +244,7 @@ class NativeKernels:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         qk_norm: QKNorm | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, OwnKV | None]:
         cache_code = DTYPE_CODES.get(kv_cache.dtype)
         covered = cache_code is not None and qkv.stride(1) == 1 and _rotary_covers(qkv, positions, cos_sin)
         q_weight = k_weight = None
@@ -264,7 +264,7 @@ class NativeKernels:
             cos_sin.shape[-1], interleaved, kv_cache.data_ptr(), blocks, block_size, slot_mapping.data_ptr(),
             q_weight, k_weight, eps, offset, DTYPE_CODES[qkv.dtype], cache_code,
         )  # fmt: skip
-        return qkv.view(tokens, -1, head_dim)[:, :heads]
+        return qkv.view(tokens, -1, head_dim)[:, :heads], None
 
     def write_kv(
         self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
@@ -282,7 +282,13 @@ class NativeKernels:
     # ---- attention
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        params: AttentionParams,
+        step: StepInputs,
+        group: GroupInputs,
+        own: OwnKV | None = None,
     ) -> Tensor:
         code, cache_code = DTYPE_CODES.get(q.dtype), DTYPE_CODES.get(kv_cache.dtype)
         if code is None or cache_code is None or not _heads_packed(q) or group.block_table.stride(-1) != 1:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.ops import attention as ops
-from vllm.ops.attention import GATHERED_ABOVE, AttentionParams, GatherPlan
+from vllm.ops.attention import GATHERED_ABOVE, AttentionParams, GatherPlan, OwnKV
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.prefill import attend_gathered, can_gather
 from vllm.worker.step_inputs import GroupInputs, StepInputs
@@ -144,19 +144,18 @@ def _shared_kernel(
     tl.store(lse + at, m + tl.log2(z), mask=ok)
 
 
-@triton.jit(do_not_specialize=["requests", "num_blocks", "stride_table", "splits", "tile_rows"])
+@triton.jit(do_not_specialize=["max_query", "requests", "num_blocks", "stride_table", "splits", "tile_rows"])
 def _attend_kernel(
     q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
-    shared_rows, shared_part, shared_lse, tile_rows,
+    shared_rows, shared_part, shared_lse, tile_rows, max_query,
     requests, splits, qk_scale, cap, v_scale, num_blocks, stride_block, stride_table, stride_q, stride_qh, stride_o,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SMALL: tl.constexpr,
-    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens.
-    Else: grid (tiles, kv_heads), those of MIN_QUERY to MAX_QUERY tokens.
+    Else: grid (tiles, kv_heads), those of MIN_QUERY to max_query tokens.
 
     SHARED: the first keys of some requests, all of one new token, have been taken care of (`SharedPlan`).
     """
@@ -189,7 +188,7 @@ def _attend_kernel(
     if SMALL:
         if query_len > BQ:
             return
-    elif (query_len < MIN_QUERY) | (query_len > MAX_QUERY):
+    elif (query_len < MIN_QUERY) | (query_len > max_query):
         return
 
     row = tl.arange(0, BM)
@@ -286,7 +285,14 @@ def _combine_kernel(
     tl.store(out_ptr + at + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs) -> Tensor:
+def attend(
+    q: Tensor,
+    kv_cache: Tensor,
+    params: AttentionParams,
+    step: StepInputs,
+    group: GroupInputs,
+    own: OwnKV | None = None,
+) -> Tensor:
     """`vllm.ops.attention.attend` for CUDA: short queries through the small tile, long ones through the big one."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0] == 0:
@@ -298,7 +304,7 @@ def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInput
     if step.max_query_len > short:
         plan, lengths = group.plan, step.host_query_starts[1:] - step.host_query_starts[:-1]
         if isinstance(plan, GatherPlan) and can_gather(q, kv_cache, params, plan):
-            out = attend_gathered(q, kv_cache, params, step, group, plan, out)
+            out = attend_gathered(q, kv_cache, params, step, group, plan, out, own)
             if ((lengths > short) & (lengths <= GATHERED_ABOVE)).any():
                 _launch_long(q, kv_cache, params, step, group, out, short, GATHERED_ABOVE)
         else:
@@ -359,10 +365,9 @@ def _launch_long(
     slopes = params.alibi_slopes if params.alibi_slopes is not None else out
     _attend_kernel[(tiles, const["KV_HEADS"])](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, out, out,
-        step.seq_lens, out, out, 0, *_arguments(q, kv_cache, params, step, group),
+        step.seq_lens, out, out, 0, longest, *_arguments(q, kv_cache, params, step, group),
         BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLIT=False, SMALL=False, MIN_QUERY=short + 1,
-        MAX_QUERY=longest, SHARED=False,
-        STAGES=2, num_warps=4, **const,
+        SHARED=False, STAGES=2, num_warps=4, **const,
     )  # fmt: skip
 
 
@@ -387,10 +392,9 @@ def _launch_short(
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     _attend_kernel[(const["KV_HEADS"], splits, requests)](
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, part, lse,
-        *before, *_arguments(q, kv_cache, params, step, group, splits),
-        BM=rows, BQ=short, TILE=32, SPLIT=splits > 1, SMALL=True, MIN_QUERY=1, MAX_QUERY=short,
-        SHARED=shared is not None,
-        STAGES=2, num_warps=4 if wide else 1, **const,
+        *before, short, *_arguments(q, kv_cache, params, step, group, splits),
+        BM=rows, BQ=short, TILE=32, SPLIT=splits > 1, SMALL=True, MIN_QUERY=1, SHARED=shared is not None, STAGES=2,
+        num_warps=4 if wide else 1, **const,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(requests * short, heads)](

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm.ops.attention import AttentionParams, GatherPlan
+from vllm.ops.attention import AttentionParams, GatherPlan, OwnKV
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
@@ -57,15 +57,16 @@ def _gather_kernel(
     tl.store(v_out + to, v.to(v_out.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(do_not_specialize=["requests", "fresh"])
 def _prefill_kernel(
-    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, places, requests, qk_scale, stride_o,
+    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, places, requests, fresh, qk_scale, stride_o,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, heads), heavy tiles first. Requests without gathered keys are left alone.
 
-    places: `GatherPlan.requests`. SHARED: some have keys in common, always whole tiles of them.
+    places: `GatherPlan.requests`. fresh: keys stand where their queries do, not where `places` says.
+    SHARED: some have keys in common, always whole tiles of them.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -81,7 +82,7 @@ def _prefill_kernel(
     start = tl.load(starts_ptr + r)
     query_len = tl.load(starts_ptr + r + 1) - start
     first = (tile - start // BM - r) * BM
-    kv_start = tl.load(places + r * 3)
+    kv_start = tl.where(fresh != 0, start, tl.load(places + r * 3))
     common = tl.load(places + r * 3 + 1)
     if (first >= query_len) | (common < 0):
         return
@@ -119,7 +120,8 @@ def _prefill_kernel(
         alpha = tl.exp2(m - m_new)
         z = z * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        # rows behind the request belong to the next one, or to nobody: they are finite, because the gather wrote them
+        # rows behind the request belong to the next one, or to nobody, and are finite then: written as zeros with
+        # gathered keys, read as zeros behind a step's last token
         v = v_desc.load([kv_start + key, kv_head * D])
         acc = tl.dot(p.to(v.dtype), v, acc)
         m = m_new
@@ -147,23 +149,18 @@ def attend_gathered(
     group: GroupInputs,
     plan: GatherPlan,
     out: Tensor,
+    own: OwnKV | None = None,
 ) -> Tensor:
     """Attention of every request that `plan` gathers, in its rows of `out` [tokens, heads, head_dim] or of the
     result.
     """
-    _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
+    kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     heads, requests = q.shape[1], step.seq_lens.shape[0]
-    # a tile or a padded prompt may reach past the last gathered row, where memory must at least be finite
-    k, v = (torch.empty(plan.rows + _TAIL, kv_heads * head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
-    k[plan.rows :].zero_()
-    v[plan.rows :].zero_()
-    _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, plan.pieces.shape[0])](
-        kv_cache, group.block_table, plan.pieces, k, v, num_blocks, kv_cache.stride(1), group.block_table.stride(0),
-        params.k_scale, params.v_scale, KV_HEADS=kv_heads, D=head_dim, BS=block_size, KEYS=_GATHER,
-        SCALED=kv_cache.dtype != q.dtype, num_warps=4,
-    )  # fmt: skip
+    fresh = own is not None and kv_cache.dtype == q.dtype and _in_place(plan, own)
+    keys, values = own if own is not None and fresh else _gather(q, kv_cache, params, group, plan)
     if plan.runs:
-        return _attend_runs(q, k, v, kv_heads, params.scale, plan, out)
+        return _attend_runs(q, keys, values, params.scale, plan, out, fresh)
+    k, v = (x.as_strided((x.shape[0], kv_heads * head_dim), (x.stride(0), 1)) for x in (keys, values))
     rows, tile, stages, warps = 128, 64, 2, 4  # as measured on an H200
     tiles = q.shape[0] // rows + requests
     fused = q.as_strided((q.shape[0], heads * head_dim), (q.stride(0), 1))
@@ -171,25 +168,52 @@ def attend_gathered(
         TensorDescriptor(fused, list(fused.shape), list(fused.stride()), [rows, head_dim]),
         TensorDescriptor(k, list(k.shape), list(k.stride()), [tile, head_dim]),
         TensorDescriptor(v, list(v.shape), list(v.stride()), [tile, head_dim]),
-        out, step.query_starts, step.seq_lens, plan.requests, requests, params.scale * _LOG2E, heads * head_dim,
+        out, step.query_starts, step.seq_lens, plan.requests, requests, int(fresh),
+        params.scale * _LOG2E, heads * head_dim,
         HEADS=heads, KV_HEADS=kv_heads, D=head_dim, BM=rows, TILE=tile, STAGES=stages, SHARED=plan.shared,
         num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def _attend_runs(q: Tensor, k: Tensor, v: Tensor, kv_heads: int, scale: float, plan: GatherPlan, out: Tensor) -> Tensor:
+def _in_place(plan: GatherPlan, own: OwnKV) -> bool:
+    """Whether a step's own keys and values can be read where they are, instead of copies of what the cache holds."""
+    dense = all(
+        x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in own
+    )
+    return plan.fresh and dense and all(run.padded == run.length for run in plan.runs)
+
+
+def _gather(
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, group: GroupInputs, plan: GatherPlan
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of `plan`, copied to consecutive rows: [rows, kv_heads, head_dim] in q's dtype."""
+    _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
+    # a tile or a padded prompt may reach past the last gathered row, where memory must at least be finite
+    k, v = (torch.empty(plan.rows + _TAIL, kv_heads, head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
+    k[plan.rows :].zero_()
+    v[plan.rows :].zero_()
+    _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, plan.pieces.shape[0])](
+        kv_cache, group.block_table, plan.pieces, k, v, num_blocks, kv_cache.stride(1), group.block_table.stride(0),
+        params.k_scale, params.v_scale, KV_HEADS=kv_heads, D=head_dim, BS=block_size, KEYS=_GATHER,
+        SCALED=kv_cache.dtype != q.dtype, num_warps=4,
+    )  # fmt: skip
+    return k, v
+
+
+def _attend_runs(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: GatherPlan, out: Tensor, fresh: bool) -> Tensor:
     """Plain causal attention through cuDNN, a quarter faster than ours on long prompts. Keys behind a query's own are
     hidden from it, so that what stands in the padding does not matter."""
     tokens, heads, head_dim = q.shape
     for run in plan.runs:
         first, rows = run.first_token, run.prompts * run.padded
+        first_row = first if fresh else run.first_row
         if first + rows <= tokens:
             queries = q[first : first + rows]
         else:
             queries = torch.cat([q[first:], q.new_zeros(first + rows - tokens, heads, head_dim)])
-        keys, values = (x[run.first_row : run.first_row + rows] for x in (k, v))
-        shape = (run.prompts, run.padded, kv_heads, head_dim)
+        keys, values = (x[first_row : first_row + rows] for x in (k, v))
+        shape = (run.prompts, run.padded, k.shape[1], head_dim)
         with sdpa_kernel(_DENSE_BACKENDS, set_priority=True):
             found = F.scaled_dot_product_attention(
                 queries.view(run.prompts, run.padded, heads, head_dim).transpose(1, 2),

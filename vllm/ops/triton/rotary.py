@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.ops import rotary as ops
+from vllm.ops.attention import OwnKV
 from vllm.ops.triton.attention import fp8_limit
 
 
@@ -27,7 +28,7 @@ def _rotate_kernel(
     D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, HALFP: tl.constexpr, BS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CACHE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). x: [tokens, HEADS + 2 * KV_HEADS, D] rotated in place; with CACHE keys and values are stored too.
+    """Grid (tokens,). x: [tokens, HEADS + 2 * KV_HEADS, D] rotated in place; with CACHE keys and values are cached too.
 
     A thread owns both elements of a pair, so that writing in place cannot overtake a read.
     """
@@ -62,8 +63,8 @@ def _rotate_kernel(
     sin = tl.load(cos_sin_ptr + position * ROTARY + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
     u = (a * cos - b * sin).to(x_ptr.dtype.element_ty)
     w = (b * cos + a * sin).to(x_ptr.dtype.element_ty)
-    tl.store(rows + at_a, u, mask=keep & (is_query | (not CACHE)))
-    tl.store(rows + at_b, w, mask=keep & (is_query | (not CACHE)))
+    tl.store(rows + at_a, u, mask=keep)
+    tl.store(rows + at_b, w, mask=keep)
 
     if CACHE:
         slot = tl.load(slots_ptr + token)
@@ -91,7 +92,7 @@ def _rotate_kernel(
             wq = tl.load(q_weight_ptr + tail, mask=in_tail, other=0.0)
             wt = tl.where(is_query, wq, tl.load(k_weight_ptr + tail, mask=in_tail, other=0.0))
             rest = (rest.to(tl.float32) * rstd * (wt.to(tl.float32) + offset)).to(x_ptr.dtype.element_ty)
-            tl.store(rows + tail, rest, mask=tail_keep & (is_query | (not CACHE)))
+            tl.store(rows + tail, rest, mask=tail_keep)
         if CACHE:
             if LIMIT > 0:
                 rest = tl.minimum(tl.maximum(rest.to(tl.float32) * inv_k_scale, -LIMIT), LIMIT)
@@ -138,8 +139,8 @@ def rotate_and_write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     qk_norm: ops.QKNorm | None = None,
-) -> Tensor:
-    """`vllm.ops.rotary.rotate_and_write_kv` for CUDA; the queries are rotated inside `qkv`."""
+) -> tuple[Tensor, OwnKV | None]:
+    """`vllm.ops.rotary.rotate_and_write_kv` for CUDA; queries and keys are rotated inside `qkv`."""
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     tokens = qkv.shape[0]
     if qkv.stride(-1) != 1:
@@ -153,7 +154,8 @@ def rotate_and_write_kv(
             BS=block_size, NORM=qk_norm is not None, CACHE=True, LIMIT=fp8_limit(kv_cache.dtype),
             **_shape(heads, kv_heads, head_dim, cos_sin.shape[-1], interleaved),
         )  # fmt: skip
-    return qkv.view(tokens, -1, head_dim)[:, :heads]
+    q, k, v = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+    return q, (k, v)
 
 
 def register(device_type: str) -> None:
