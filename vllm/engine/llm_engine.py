@@ -31,6 +31,7 @@ from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import RequestOutput
+from vllm.platforms import cuda_early
 from vllm.usage.usage_lib import UsageContext
 from vllm.version import __version__
 
@@ -112,6 +113,7 @@ class LLMEngine:
         enable_multiprocessing: bool = False,
     ) -> LLMEngine:
         """The engine for these arguments. The core runs in this process, also with `enable_multiprocessing`."""
+        cuda_early.begin(engine_args.device)
         return cls(
             engine_args.create_engine_config(usage_context),
             log_stats=not engine_args.disable_log_stats,

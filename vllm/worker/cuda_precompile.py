@@ -103,8 +103,9 @@ class DryRun:
         """Decode steps of more rows, prompts of very different lengths, and few long sequences among prompts."""
         model, layout, caches = self._model()
         model(mixed_step(np.array([1024, 40, 1], np.int32), layout), caches)
-        model(mixed_step(np.array([1, 40], np.int32), layout, longest=_TABLE_WIDTH), caches)
-        model(mixed_step(np.array([1024], np.int32), layout, shared=True), caches)
+        model(mixed_step(np.array([1, 40], np.int32), layout, cached=_TABLE_WIDTH), caches)
+        for shared in (False, True):
+            model(mixed_step(np.array([1024], np.int32), layout, cached=64, shared=shared), caches)
         self._decode(model, layout, caches, self._graphs[1:])
 
     def sampling(self) -> None:
@@ -121,8 +122,9 @@ class DryRun:
         weights = read_weights(model, caches)
         heads = Heads.of(model, layout)
         heads = heads if heads is not None and heads.fit else None
-        inputs = torch.empty(2, sizes[-1], dtype=torch.int32, device=META)
-        ids = torch.empty(sizes[-1], dtype=torch.int32, device=META)
+        # as wide as the real ones: where a row of them begins decides how it is read
+        inputs = torch.empty(2, self._graphs[-1], dtype=torch.int32, device=META)
+        ids = torch.empty(self._graphs[-1], dtype=torch.int32, device=META)
         for size, span in itertools.product(sizes, SPANS[:1]):
             slots, positions = inputs[0, :size], inputs[1, :size]
             plan = None if heads is None or size < 3 else shared_plan(heads, size)  # two gain nothing
@@ -133,7 +135,7 @@ class DryRun:
                 if plan is not None:
                     DecodeProgram(weights, size, span, slots, positions, shared=plan).run(table, token_ids=ids)
                 continue
-            step = mixed_step(np.ones(size, np.int32), layout, longest=span)
+            step = mixed_step(np.ones(size, np.int32), layout, cached=span - 1)
             shared = (step.token_ids, step.positions, step.seq_lens)
             for g, group in enumerate(step.groups):
                 gather_inputs(
@@ -153,16 +155,20 @@ def shared_plan(heads: Heads, rows: int) -> SharedPlan:
     return plan_views(heads, rows, static_plans(heads, rows, META))
 
 
-def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None, shared: bool = False) -> StepInputs:
-    """Inputs of fresh requests with so many tokens each, without memory. shared: long ones have keys in common."""
+def mixed_step(queries: np.ndarray, layout: KVLayout, cached: np.ndarray | int = 0, shared: bool = False) -> StepInputs:
+    """Inputs of requests with so many tokens each, without memory.
+
+    cached: tokens that were computed before.   shared: long requests have keys in common.
+    """
     starts: np.ndarray = np.zeros(len(queries) + 1, np.int32)
     np.cumsum(queries, out=starts[1:])
-    tokens, longest = int(starts[-1]), int(queries.max()) if longest is None else longest
+    lens: np.ndarray = (queries + cached).astype(np.int32)
+    tokens, longest = int(starts[-1]), int(lens.max())
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
-    gathered, plan = plan_gathering(queries, queries), None
+    gathered, plan = plan_gathering(queries, lens), None
     if gathered is not None:
         pieces, requests = (empty(*x.shape, dtype=torch.int32) for x in (gathered.pieces, gathered.requests))
         plan = replace(gathered, shared=shared).on_device(pieces, requests)
@@ -171,5 +177,5 @@ def mixed_step(queries: np.ndarray, layout: KVLayout, longest: int | None = None
     return StepInputs(
         empty(tokens), empty(tokens), empty(len(queries) + 1, dtype=torch.int32), empty(len(queries),
         dtype=torch.int32),
-        empty(len(queries)), (group,) * len(layout.groups), int(queries.max()), longest, starts, queries,
+        empty(len(queries)), (group,) * len(layout.groups), int(queries.max()), longest, starts, lens,
     )  # fmt: skip

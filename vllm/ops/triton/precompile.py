@@ -74,7 +74,7 @@ class _Collector:
 def _kind(kernel: JITFunction, index: int, value: object) -> str:
     """What of an argument a variant depends on; finer than Triton's own key in places, which only repeats some work."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype)
+        return f"{value.dtype}{value.data_ptr() % 16 == 0}"
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, int):

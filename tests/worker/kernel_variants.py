@@ -1,0 +1,75 @@
+"""Run as a program, outside of Triton's interpreter: do random steps need kernels that no dry run has asked for?
+
+    python -m tests.worker.kernel_variants
+
+Prints those, one a line. The steps are those of `DryRun`, with tensors that have no memory.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from vllm.config.hf import HFConfig
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.ops import triton as kernels
+from vllm.ops.triton.precompile import _Collector, _NoDevice
+from vllm.worker.cuda_precompile import DryRun, mixed_step
+
+COMMON = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 4096,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+}  # fmt: skip
+CONFIGS = (
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 4,
+     "num_key_value_heads": 2, "head_dim": 128},
+    {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 14,
+     "num_key_value_heads": 2, "head_dim": 64},
+    {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_attention_heads": 8,
+     "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 1000},
+)  # fmt: skip
+GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def random_steps(run: DryRun, rng: random.Random) -> None:
+    model, layout, caches = run._model()
+    for _ in range(60):
+        rows = rng.choice((1, 1, 2, 5, 33))
+        new = np.array([rng.choice((1, 1, 3, 9, 16, 17, 100, 480, 1536, 2048)) for _ in range(rows)], np.int32)
+        cached = np.array([rng.choice((0, 0, 16, 900, 5000)) for _ in range(rows)], np.int32)
+        hidden = model(mixed_step(new, layout, cached=np.where(new == 1, cached + 1, cached)), caches)
+        model.logits(hidden[:rows])
+
+
+def missing(config: dict[str, object]) -> list[str]:
+    """Variants that random steps of a model need and its dry runs do not."""
+    hf = HFConfig.from_dict(config)
+    spec = ModelRegistry.resolve(hf.architectures).decoder(hf)
+    run = DryRun(spec, torch.bfloat16, 8192, 16, torch.bfloat16, 64, GRAPHS)
+    collector = _Collector()
+    original, JITFunction.run = JITFunction.run, lambda self, *a, **k: collector(self, *a, **k)
+    try:
+        with torch.inference_mode():
+            for dry_run in (run.first, run.larger, run.sampling):
+                dry_run()
+            collector.take()
+            random_steps(run, random.Random(0))
+        return sorted(f"{job[0].__name__} {job[2]}" for job in collector.take())
+    finally:
+        JITFunction.run = original
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(_NoDevice(90))
+    kernels.register("meta")
+    for config in CONFIGS:
+        for variant in missing({**COMMON, **config}):
+            print(config["model_type"], variant)
+
+
+if __name__ == "__main__":
+    main()
