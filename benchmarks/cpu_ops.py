@@ -32,6 +32,8 @@ from vllm.ops.cpu import library, onednn
 from vllm.ops.cpu.native import NativeKernels
 from vllm.ops.norm import add_rms_norm
 from vllm.ops.rotary import rotate_and_write_kv
+from vllm.worker.sample.draw import DrawParams, draw
+from vllm.worker.sample.greedy import finite_rows, greedy
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 # Qwen2.5-0.5B
@@ -194,6 +196,39 @@ def small_cases(kernels: NativeKernels, dtype: torch.dtype) -> list[Case]:
     return cases
 
 
+def sampling_cases(kernels: NativeKernels) -> list[Case]:
+    """From logits to tokens; the floor is reading them once."""
+    cases = []
+    for rows in (1, 8, 32):
+        logits = torch.randn(rows, VOCAB) * 2
+        cases.append(
+            Case(
+                f"greedy x{rows}",
+                {
+                    "ours": lambda x=logits: kernels.greedy_and_finite(x),  # type: ignore[misc]
+                    "torch": lambda x=logits: (greedy.reference(x), finite_rows.reference(x)),  # type: ignore[misc]
+                },
+                bytes=logits.nbytes,
+            )
+        )
+        for name, top_k, top_p in (("top_k 50, top_p 0.95", 50, 0.95), ("top_p 0.95", 0, 0.95), ("no filter", 0, 1.0)):
+            k, p, ones = np.full(rows, top_k, np.int32), np.full(rows, top_p, np.float32), torch.ones(rows)
+            params = DrawParams(
+                ones * 0.8, ones * 0, torch.from_numpy(k), torch.from_numpy(p), torch.rand(rows), k, p
+            )  # fmt: skip
+            cases.append(
+                Case(
+                    f"draw x{rows}, {name}",
+                    {
+                        "ours": lambda x=logits, p=params: kernels.draw_and_finite(x, p),  # type: ignore[misc]
+                        "torch": lambda x=logits, p=params: (draw.reference(x, p), finite_rows.reference(x)),  # type: ignore[misc]
+                    },
+                    bytes=logits.nbytes,
+                )
+            )
+    return cases
+
+
 def run(cases: list[Case], rounds: int, shortest: float) -> None:
     """Fill `seconds`, round by round. Fast candidates are repeated until a measurement takes `shortest` seconds."""
     repeats = {}
@@ -272,6 +307,7 @@ def main() -> None:
         *product_cases(kernels, dtype, options.rows),
         *attention_cases(kernels, dtype),
         *small_cases(kernels, dtype),
+        *sampling_cases(kernels),
     ]
     with torch.inference_mode():
         run(cases, options.rounds, options.shortest)

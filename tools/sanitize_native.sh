@@ -33,5 +33,5 @@ compiler=${CXX:-c++}
 # Python is not instrumented: the runtimes come first, and its own leaks are none of ours.
 LD_PRELOAD="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-    $python -m pytest -q -x -p no:cacheprovider tests/ops/test_native.py --native-dir "$out" \
+    $python -m pytest -q -x -p no:cacheprovider tests/ops/test_native.py tests/ops/cpu --native-dir "$out" \
     --hypothesis-profile=$profile "$@"

@@ -9,58 +9,62 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // the maximum is found block by block, its place in one block
 
-float max_of(const float* x, int64_t count) {
-    vf top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+struct Survey {
+    float top, sum;
+};
+
+Survey survey(const float* x, int64_t count) {
+    vf top[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)}, sums[4] = {};
     int64_t i = 0;
     for (; i + 4 * W <= count; i += 4 * W) {
-        for (int j = 0; j < 4; j++) top[j] = vmax(top[j], load(x + i + j * W));
+        for (int j = 0; j < 4; j++) {
+            const vf v = load(x + i + j * W);
+            top[j] = vmax(top[j], v);
+            sums[j] += v;
+        }
     }
     float best = max_lanes(vmax(vmax(top[0], top[1]), vmax(top[2], top[3])));
-    for (; i < count; i++) best = std::max(best, x[i]);
-    return best;
+    float sum = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < count; i++) best = std::max(best, x[i]), sum += x[i];
+    return {best, sum};
 }
 
-// The lowest index of the maximum of x; some index if x holds NaN.
-int64_t place_of_max(const float* x, int64_t count) {
-    float best = -INFINITY;
+// The lowest index of the maximum of x; some index if x holds NaN. finite: null, or whether the sum of x is.
+int64_t place_of_max(const float* x, int64_t count, uint8_t* finite) {
+    float best = -INFINITY, sum = 0;
     int64_t block = 0;
     for (int64_t begin = 0; begin < count; begin += kBlock) {
-        const float top = max_of(x + begin, std::min(kBlock, count - begin));
-        if (top > best) best = top, block = begin;
+        const Survey found = survey(x + begin, std::min(kBlock, count - begin));
+        if (found.top > best) best = found.top, block = begin;
+        sum += found.sum;
     }
+    if (finite) *finite = std::isfinite(sum);
     const int64_t end = std::min(count, block + kBlock);
     const int64_t place = std::find(x + block, x + end, best) - x;
     return place < end ? place : block;
 }
 
-float sum(const float* x, int64_t count) {
-    vf sums[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * W <= count; i += 4 * W) {
-        for (int j = 0; j < 4; j++) sums[j] += load(x + i + j * W);
-    }
-    for_each_vector(count - i, [&](int64_t j, int64_t n) { sums[0] += load_some(x + i + j, n); });
-    return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
-}
-
 }  // namespace
 
-// logits: [rows, vocab], rows `stride` apart. ids: [rows], the lowest index of each maximum. Returns kOk or kOutOfMemory.
-VLLM_API int vllm_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride, int64_t* ids) {
+// logits: [rows, vocab], rows `stride` apart. ids: [rows], the lowest index of each maximum. finite: null, or [rows], 0 where a row
+// holds an infinity or NaN: where its sum is not finite, as logits are nowhere near fp32's range. Returns kOk or kOutOfMemory.
+VLLM_API int vllm_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride, int64_t* ids, uint8_t* finite) {
     return guarded([&] {
         return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 1, [&](Team& team) {
-            team.share(rows, 1, [&](int64_t row, int64_t) { ids[row] = place_of_max(logits + row * stride, vocab); });
+            team.share(rows, 1, [&](int64_t row, int64_t) {
+                ids[row] = place_of_max(logits + row * stride, vocab, finite ? finite + row : nullptr);
+            });
             return true;
         });
     });
 }
 
-// finite: [rows], 0 where a row holds an infinity or NaN: where its sum is not finite, as logits are nowhere near fp32's range.
+// finite: [rows], as above.
 VLLM_API int vllm_finite_rows(const float* logits, int64_t rows, int64_t vocab, int64_t stride, uint8_t* finite) {
     return guarded([&] {
         return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 1, [&](Team& team) {
             team.share(rows, 1, [&](int64_t row, int64_t) {
-                finite[row] = std::isfinite(sum(logits + row * stride, vocab));
+                finite[row] = std::isfinite(survey(logits + row * stride, vocab).sum);
             });
             return true;
         });

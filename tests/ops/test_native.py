@@ -328,6 +328,10 @@ def test_greedy_takes_the_lowest_index_of_the_maximum(native, rows, vocab, ties)
     logits = (logits.round() if ties else logits)[:, :vocab]  # rows with a gap
     expected = [min(i for i in range(vocab) if row[i] == max(row)) for row in logits.tolist()]
     assert native.greedy(logits).tolist() == expected
+    logits[-1, -1] = math.inf
+    ids, finite = native.greedy_and_finite(logits)
+    assert ids.tolist() == [*expected[:-1], vocab - 1]
+    assert finite.tolist() == [True] * (rows - 1) + [False]
 
 
 def test_rows_without_a_finite_maximum_still_give_an_id(native):

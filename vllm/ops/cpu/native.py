@@ -17,7 +17,8 @@ from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.linear import linear, pack_weight
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
-from vllm.worker.sample.greedy import finite_rows, greedy
+from vllm.worker.sample.draw import DrawParams, draw, draw_and_finite
+from vllm.worker.sample.greedy import finite_rows, greedy, greedy_and_finite
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
@@ -63,6 +64,9 @@ class NativeKernels:
             (attend, self.attend),
             (greedy, self.greedy),
             (finite_rows, self.finite_rows),
+            (greedy_and_finite, self.greedy_and_finite),
+            (draw, self.draw),
+            (draw_and_finite, self.draw_and_finite),
         ):
             operation.register("cpu", kernel)
 
@@ -323,20 +327,64 @@ class NativeKernels:
     # ---- sampling
 
     def greedy(self, logits: Tensor) -> Tensor:
+        return self._greedy(logits, None) if _rows_cover(logits) else greedy.reference(logits)
+
+    def greedy_and_finite(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if not _rows_cover(logits):
+            return greedy_and_finite.reference(logits)
+        finite = torch.empty(len(logits), dtype=torch.bool)
+        return self._greedy(logits, finite.data_ptr()), finite
+
+    def _greedy(self, logits: Tensor, finite: int | None) -> Tensor:
         rows, vocab = logits.shape
-        if logits.dtype != torch.float32 or logits.stride(1) != 1 or vocab == 0:
-            return greedy.reference(logits)
         ids = torch.empty(rows, dtype=torch.int64)
-        self.library.vllm_greedy(logits.data_ptr(), rows, vocab, logits.stride(0), ids.data_ptr())
+        self.library.vllm_greedy(logits.data_ptr(), rows, vocab, logits.stride(0), ids.data_ptr(), finite)
+        return ids
+
+    def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
+        return self._draw(logits, params, None) if _draw_covers(logits, params) else draw.reference(logits, params)
+
+    def draw_and_finite(self, logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+        if not _draw_covers(logits, params):
+            return draw_and_finite.reference(logits, params)
+        finite = torch.empty(len(logits), dtype=torch.bool)
+        return self._draw(logits, params, finite.data_ptr()), finite
+
+    def _draw(self, logits: Tensor, p: DrawParams, finite: int | None) -> Tensor:
+        rows, vocab = logits.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        status = self.library.vllm_draw(
+            logits.data_ptr(), rows, vocab, logits.stride(0), p.temperature.data_ptr(), p.min_p.data_ptr(),
+            p.top_k.data_ptr(), p.top_p.data_ptr(), p.uniform.data_ptr(), ids.data_ptr(), finite,
+            DTYPE_CODES[logits.dtype],
+        )  # fmt: skip
+        if status:
+            raise MemoryError("draw: no memory for the tokens to draw from")
         return ids
 
     def finite_rows(self, logits: Tensor) -> Tensor:
-        rows, vocab = logits.shape
-        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        if not _rows_cover(logits):
             return finite_rows.reference(logits)
+        rows, vocab = logits.shape
         finite = torch.empty(rows, dtype=torch.bool)
         self.library.vllm_finite_rows(logits.data_ptr(), rows, vocab, logits.stride(0), finite.data_ptr())
         return finite
+
+
+def _rows_cover(logits: Tensor) -> bool:
+    return logits.dtype == torch.float32 and logits.stride(1) == 1 and logits.shape[1] > 0
+
+
+def _draw_covers(logits: Tensor, p: DrawParams) -> bool:
+    vectors = (p.temperature, p.min_p, p.top_p, p.uniform)
+    return (
+        logits.dtype in DTYPE_CODES
+        and logits.stride(1) == 1
+        and logits.shape[1] > 0
+        and all(v.dtype == torch.float32 and v.is_contiguous() for v in vectors)
+        and p.top_k.dtype == torch.int32
+        and p.top_k.is_contiguous()
+    )
 
 
 def _alike(x: Tensor, residual: Tensor) -> bool:

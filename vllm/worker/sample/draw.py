@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.registry import op
+from vllm.worker.sample.greedy import finite_rows
 
 _UNIT = float(2**40)  # mass of the most likely token
 _CANDIDATES = 1024  # a nucleus up to this size is found without looking at the order of the whole row
@@ -80,6 +81,12 @@ def draw(logits: Tensor, params: DrawParams) -> Tensor:
             else:
                 out[index] = _invert(_masses(x, x.amax(-1, keepdim=True), p.min_p[:, None]), p.uniform)
     return out.clamp_(0, vocab - 1)
+
+
+@op
+def draw_and_finite(logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+    """`draw` and `finite_rows` of the same logits; a kernel may read them once for both."""
+    return draw(logits, params), finite_rows(logits)
 
 
 def mass(x: Tensor, peak: Tensor) -> Tensor:

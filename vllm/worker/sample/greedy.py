@@ -39,3 +39,9 @@ def greedy(logits: Tensor) -> Tensor:
         return index
     tail = logits[:, whole:]
     return torch.where(tail.amax(-1) > best.amax(-1), whole + tail.argmax(-1), index)
+
+
+@op
+def greedy_and_finite(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`greedy` and `finite_rows` of the same logits; a kernel may read them once for both."""
+    return greedy(logits), finite_rows(logits)

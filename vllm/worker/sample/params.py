@@ -64,6 +64,9 @@ class ParamsTable:
             self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else 0
             self.min_p[slot] = params.min_p
             self.seed[slot] = init.seed
+        else:  # what greedy decoding is among rows that draw
+            self.temperature[slot], self.top_p[slot], self.min_p[slot] = 1.0, 1.0, 0.0
+            self.top_k[slot] = 1
         self.logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         if params.logprobs is not None:
             needs |= Needs.LOGPROBS

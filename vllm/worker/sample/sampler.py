@@ -22,8 +22,8 @@ from vllm.core.plan import SlotInit
 from vllm.core.rng import uniform
 from vllm.worker.device import DeviceContext
 from vllm.worker.sample.constraints import apply_bad_words, apply_constraints, forbid
-from vllm.worker.sample.draw import DrawParams, draw
-from vllm.worker.sample.greedy import finite_rows, greedy
+from vllm.worker.sample.draw import DrawParams, draw_and_finite
+from vllm.worker.sample.greedy import finite_rows, greedy_and_finite
 from vllm.worker.sample.logprobs import top_logprobs
 from vllm.worker.sample.params import CHANGES, Needs, ParamsTable
 from vllm.worker.sample.penalties import OutputCounts, penalize_output, penalize_repetition
@@ -78,19 +78,21 @@ class Sampler:
 
     def sample(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Sampled:
         """One token per row. logits: [rows, vocab] fp32, changed in place; slots, lengths (tokens so far): [rows]."""
-        finite = finite_rows(logits)
         needs = self.params.needs[slots]
         union = Needs(int(np.bitwise_or.reduce(needs)))
         if not union:
-            return Sampled(greedy(logits), finite)
+            return Sampled(*greedy_and_finite(logits))
         wanting = np.flatnonzero(needs & Needs.LOGPROBS) if union & Needs.LOGPROBS else np.zeros(0, np.int64)
         raw = self._raw_logits(logits, wanting, bool(union & CHANGES))
         possible, errors = None, {}
         if union & CHANGES:
+            finite = finite_rows(logits)
             logits = logits.contiguous()  # those of a padded head are a slice, which has no flat view
             errors = self._change(logits, slots, lengths, needs)
             possible = torch.isfinite(logits.amax(-1))
-        token_ids = self._choose(logits, slots, lengths, needs)
+            token_ids, _ = self._choose(logits, slots, lengths, needs)
+        else:
+            token_ids, finite = self._choose(logits, slots, lengths, needs)
         if union & Needs.COUNTS:
             counted = np.flatnonzero(needs & Needs.COUNTS)
             self._counts.add(slots[counted], self._pick(token_ids, counted))
@@ -142,20 +144,19 @@ class Sampler:
         prompt = int(self._table.num_prompt[slot])
         logits[row] = self.params.processors[slot](tokens[:prompt], tokens[prompt:], logits[row].clone())
 
-    def _choose(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray) -> Tensor:
-        drawn = np.flatnonzero(needs & Needs.DRAW)
-        if not len(drawn):
-            return greedy(logits)
-        params, chosen = self.params, slots[drawn]
-        top_k, top_p = params.top_k[chosen], params.top_p[chosen]
-        numbers = uniform(params.seed[chosen], lengths[drawn])
-        index, temperature, min_p, d_top_k, d_top_p, u = self._context.upload(
-            [drawn, params.temperature[chosen], params.min_p[chosen], top_k, top_p, numbers]
+    def _choose(
+        self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids, and which rows are finite. Greedy rows among drawn ones are drawn too, with top_k = 1."""
+        if not (needs & Needs.DRAW).any():
+            return greedy_and_finite(logits)
+        params = self.params
+        top_k, top_p = params.top_k[slots], params.top_p[slots]
+        numbers = uniform(params.seed[slots], lengths)
+        temperature, min_p, d_top_k, d_top_p, u = self._context.upload(
+            [params.temperature[slots], params.min_p[slots], top_k, top_p, numbers]
         )
-        p = DrawParams(temperature, min_p, d_top_k, d_top_p, u, top_k, top_p)
-        if len(drawn) == len(slots):
-            return draw(logits, p)
-        return greedy(logits).index_copy_(0, index, draw(logits.index_select(0, index), p))
+        return draw_and_finite(logits, DrawParams(temperature, min_p, d_top_k, d_top_p, u, top_k, top_p))
 
     def _logprobs(
         self, raw: Tensor, rows: np.ndarray, token_ids: Tensor, slots: np.ndarray
