@@ -38,7 +38,7 @@ def _wrong_type(name: str, value: object, expected: str) -> VLLMValidationError:
 
 def integer(name: str, value: Any) -> int:
     """A whole number; bool is none."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise _wrong_type(name, value, "an int")
     return int(value)
 
@@ -61,7 +61,7 @@ def integer_in(low: int, high: int, too_low: str = "", too_high: str = "") -> Ch
 
 def finite(name: str, value: Any) -> float:
     """A real number that is neither NaN nor infinite, also in single precision; bool is none."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise _wrong_type(name, value, "a number")
     try:
         number = float(value)

@@ -32,6 +32,7 @@ class KVManager:
         self._single = self.num_groups == 1 and self._windows[0] is None
         self._group_suffix = [bytes([g]) for g in range(self.num_groups)]
         self._to_register: list[tuple[Request, int]] = []
+        self._roots: set[bytes] = set()  # hashes of the first blocks of those requests
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -60,9 +61,10 @@ class KVManager:
         """
         if not self.looks_up(request):
             return 0
-        self.settle()
         size = self.block_size
         limit = (len(request.tokens) - 1) // size
+        if limit and self._roots and self._root(request) in self._roots:  # else nothing put off can be a prefix of it
+            self.settle()
         hits = [self._longest_match(request, limit)] if self._single else self._matching_blocks(request, limit)
         if not hits[0]:
             return 0
@@ -137,12 +139,15 @@ class KVManager:
         The work is done when it first matters, or in `settle()`.
         """
         self._to_register.append((request, num_tokens))
+        if self.enable_prefix_caching and num_tokens >= self.block_size:
+            self._roots.add(self._root(request))
 
     def settle(self) -> None:
         """Do what was put off so that a step could be on its way sooner."""
         for request, num_tokens in self._to_register:
             self._register(request, num_tokens // self.block_size)
         self._to_register.clear()
+        self._roots.clear()
 
     def reset_cache(self) -> None:
         """Forget the content of all blocks; requests keep theirs."""
@@ -196,6 +201,12 @@ class KVManager:
                 parent = hashlib.sha256(b"%d:%d:" % (request.lora_id, len(salt)) + salt).digest()
             hashes.append(hashlib.sha256(parent + content).digest())
         return hashes[index]
+
+    def _root(self, request: Request) -> bytes:
+        """The hash of the request's first block, which must be full."""
+        if not request.hashes:
+            self._extend_hashes(request, 1)
+        return request.hashes[0]
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         for i, content in request.block_contents(len(request.hashes), count, self.block_size):

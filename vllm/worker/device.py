@@ -110,47 +110,30 @@ class _Pinned:
 
 
 class CudaContext:
-    """A CUDA device. What one call uploads is packed into a pinned buffer of a small ring and sent asynchronously.
+    """A CUDA device. What one call uploads is packed into a pinned buffer and sent asynchronously.
 
-    A ring entry is used again only when the copy from it is done; the ring is longer than the number of uploads in
-    flight (a few per step, two steps), so that this hardly ever waits.
+    PyTorch's allocator of pinned memory keeps buffers for the next call, and gives none out that a copy still reads.
     """
 
     is_async = True
-    _RING = 16
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: list[Tensor | None] = [None] * self._RING
-        self._copied = [torch.cuda.Event() for _ in range(self._RING)]
-        self._next = 0
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         offsets, total = [], 0
         for a in arrays:
             offsets.append(total)
             total += -(-a.nbytes // _ALIGN) * _ALIGN
-        staging = self._staging(total)
+        staging = torch.empty(total, dtype=torch.uint8, pin_memory=True)
         host = staging.numpy()
         for a, offset in zip(arrays, offsets, strict=True):
             host[offset : offset + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
-        sent = staging[:total].to(self.device, non_blocking=True)
-        self._copied[self._next].record()
-        self._next = (self._next + 1) % self._RING
+        sent = staging.to(self.device, non_blocking=True)
         return [
             sent[offset : offset + a.nbytes].view(_TORCH_DTYPE[a.dtype]).view(a.shape)
             for a, offset in zip(arrays, offsets, strict=True)
         ]
-
-    def _staging(self, size: int) -> Tensor:
-        """A pinned buffer of at least `size` bytes that no copy reads any more."""
-        i = self._next
-        self._copied[i].synchronize()
-        buffer = self._buffers[i]
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(max(1 << 16, 1 << (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
-            self._buffers[i] = buffer
-        return buffer
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _Pinned(tensors)

@@ -66,8 +66,13 @@ class InputBuilder:
         else:
             shift: np.ndarray = np.repeat((plan.num_computed - starts[:-1]).astype(np.int64), plan.num_tokens)
             positions, token_slots = np.arange(num_tokens, dtype=np.int64) + shift, np.repeat(slots, plan.num_tokens)
-        block, offset = np.divmod(positions, table.block_size)
-        mappings = [t[token_slots, block] * np.int64(table.block_size) + offset for t in table.host_tables]
+        block = positions // table.block_size
+        offset = positions - block * table.block_size
+        token_slots = token_slots.astype(np.int64)
+        mappings = [
+            t.reshape(-1).take(token_slots * t.shape[1] + block) * np.int64(table.block_size) + offset
+            for t in table.host_tables
+        ]
         sample_rows = np.flatnonzero(plan.sample)
         logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
         prompt_rows: tuple[PromptRows, ...] = ()
