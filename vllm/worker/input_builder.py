@@ -66,7 +66,7 @@ class InputBuilder:
         else:
             shift: np.ndarray = np.repeat((plan.num_computed - starts[:-1]).astype(np.int64), plan.num_tokens)
             positions, token_slots = np.arange(num_tokens, dtype=np.int64) + shift, np.repeat(slots, plan.num_tokens)
-        block = positions // table.block_size
+        block: np.ndarray = positions // table.block_size
         offset = positions - block * table.block_size
         token_slots = token_slots.astype(np.int64)
         mappings = [
