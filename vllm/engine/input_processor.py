@@ -113,9 +113,10 @@ class InputProcessor:
             parsed.append(self._parse(request.prompt))
         tokenized = self._tokenize(requests, parsed)
         state = self._random.getstate()
+        checked: dict[int, SamplingParams] = {}
         try:
             return [
-                self._build(request, prompt, ids)
+                self._build(request, prompt, ids, checked)
                 for request, prompt, ids in zip(requests, parsed, tokenized, strict=True)
             ]
         except Exception:
@@ -227,8 +228,8 @@ class InputProcessor:
         if _priority("priority", request.priority) != 0 and self._config.scheduler_config.policy != "priority":
             raise ValueError(f"Got priority {request.priority} but Priority scheduling is not enabled.")
 
-    def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Our own copy of the parameters, checked against the model, with nothing left open."""
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
         params = params.clone()
         params.verify()  # fields may have been changed since
         width = self._model.logits_width
@@ -249,8 +250,6 @@ class InputProcessor:
         params.update_from_generation_config(self._generation_config, eos)
         # The tokenizer and the generation config may name tokens that this model cannot produce.
         params.stop_token_ids = [i for i in params.stop_token_ids or () if 0 <= i < width]
-        if params.max_tokens is None:
-            params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
         if params.logprobs == -1:
             params.logprobs = width
         if params.prompt_logprobs == -1:
@@ -263,9 +262,24 @@ class InputProcessor:
         eos = self.tokenizer.eos_token_id
         return eos if eos is not None and eos < self._model.logits_width else None
 
+    def _resolve(
+        self, request: RequestInput, given: SamplingParams, num_prompt_tokens: int, checked: dict[int, SamplingParams]
+    ) -> SamplingParams:
+        """The request's own parameters, with nothing left open."""
+        found = checked.get(id(request.params))
+        if found is None:
+            found = checked[id(request.params)] = self._checked(given)
+        params = found.clone()
+        if params.max_tokens is None:
+            params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
+        return params
+
     # -- the result ----------------------------------------------------------------------------------------------------
 
-    def _build(self, request: RequestInput, prompt: _Parsed, token_ids: list[int]) -> ProcessedRequest:
+    def _build(
+        self, request: RequestInput, prompt: _Parsed, token_ids: list[int], checked: dict[int, SamplingParams]
+    ) -> ProcessedRequest:
+        """checked: parameters that other requests of the batch have in common with this one, by their identity."""
         assert not isinstance(request.params, PoolingParams)  # refused by _check_options
         given, beams = _sampling_and_beams(request.params)
         if given.truncate_prompt_tokens is not None:
@@ -274,7 +288,7 @@ class InputProcessor:
         if self._hook is not None:
             text, token_ids = _after_hook(self._hook, text, token_ids)
         self._check_prompt(token_ids, prompt)
-        params = self._resolve(given, len(token_ids))
+        params = self._resolve(request, given, len(token_ids), checked)
         arrival = time.time() if request.arrival_time is None else request.arrival_time
         made = ProcessedRequest(
             request_id=request.request_id,

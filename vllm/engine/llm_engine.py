@@ -33,6 +33,7 @@ from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import RequestOutput
 from vllm.platforms import cuda_early
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.collector import collector_paused
 from vllm.version import __version__
 
 if TYPE_CHECKING:
@@ -157,9 +158,10 @@ class LLMEngine:
             if request.request_id in ids or request.request_id in self.output_processor:
                 raise ValueError(f"Request {request.request_id} already exists.")
             ids.add(request.request_id)
-        messages = self.input_processor.process_batch(requests)
-        children = [child for message in messages for child in self.output_processor.add(message)]
-        rejected = self._client.add_requests(children)
+        with collector_paused():
+            messages = self.input_processor.process_batch(requests)
+            children = [child for message in messages for child in self.output_processor.add(message)]
+            rejected = self._client.add_requests(children)
         if rejected:
             self.abort_request(ids)
             raise ValueError(rejected[0].error)

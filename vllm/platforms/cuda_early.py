@@ -1,8 +1,9 @@
 """What a CUDA engine waits for and needs no PyTorch for, done in a thread while PyTorch is imported.
 
-The device's context (about 0.4 s) is the process's primary one, which PyTorch's runtime then finds in place. Triton's
-keys for its cache (about 0.7 s: hashes of its own files, the version of ptxas) are remembered by Triton, also in the
-processes forked later to compile kernels. Whatever fails here is done again by whoever needs it, and reported there.
+The device's context (about 0.4 s) is the process's primary one, which PyTorch's runtime then finds in place. What
+Triton makes once per process (about 1 s: keys of its cache from its own files and the version of ptxas, a compiled
+helper) it remembers, also in the processes forked later to compile kernels. Whatever fails here is done again by
+whoever needs it, and reported there.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
+_thread: threading.Thread | None = None
 _CONTROL_DEVICE = "/dev/nvidiactl"
 _MAJOR, _MINOR = 75, 76  # CUdevice_attribute: compute capability
 
 
-def begin(device: str) -> threading.Thread | None:
-    """Start, if an engine on `device` ("auto", "cuda", ...) in this process will need it. Returns the thread."""
+def begin(device: str) -> None:
+    """Start, if an engine on `device` ("auto", "cuda", ...) in this process will need it."""
+    global _thread
     if device not in ("auto", "cuda") or "torch" in sys.modules or not _has_cuda():
-        return None
-    thread = threading.Thread(target=_prepare, name="cuda-early", daemon=True)
-    thread.start()
-    return thread
+        return
+    _thread = threading.Thread(target=_prepare, name="cuda-early", daemon=True)
+    _thread.start()
+
+
+def finish() -> None:
+    """Wait until all that was started is done. A process forked earlier could find an import half done, for ever."""
+    if _thread is not None:
+        _thread.join()
 
 
 def _has_cuda() -> bool:
@@ -65,8 +73,10 @@ def _open_first_device() -> int:
 
 def _prepare_triton(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaUtils
     from triton.compiler.compiler import make_backend
     from triton.runtime.cache import triton_key
 
     triton_key()
     make_backend(GPUTarget("cuda", capability, 32)).hash()
+    CudaUtils()

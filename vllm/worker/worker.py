@@ -17,6 +17,7 @@ from vllm.core.plan import StepPlan
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.logger import init_logger
 from vllm.ops import attention_backends
+from vllm.platforms import cuda_early
 from vllm.worker import kv_memory
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import DeviceContext, create_context
@@ -76,6 +77,7 @@ class Worker:
             return None
         from vllm.worker.cuda_precompile import start
 
+        cuda_early.finish()
         return start(self.config, torch.cuda.get_device_capability(self.device), self.tp)
 
     def _load(self) -> Any:
