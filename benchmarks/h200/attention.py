@@ -2,6 +2,10 @@
 
     python -m benchmarks.h200.attention --out attention.json
 
+Prefill in three forms: `own`, a prompt without anything cached, whose keys are read where the step has them;
+`gathered`, 2048 new tokens behind a cached prefix, whose keys are copied out of their blocks first (part of the time);
+`paged`, through the block table, which is left for what the others do not cover (windows, soft-caps, few queries).
+
 Inputs are random, caches larger than the L2, block tables shuffled; times are medians of device events around CUDA
 graph replays of several calls on different caches.
 """
@@ -10,16 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from benchmarks.h200.timing import ceilings, graph_ms
-from vllm.ops.attention import AttentionParams
+from vllm.ops.attention import AttentionParams, dense_runs, plan_gathering
 from vllm.ops.triton.attention import attend
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 HEADS, KV_HEADS = 32, 8
+NEW_TOKENS = 2048  # of a prompt behind a cached prefix
 
 
 def batch(requests: int, query: int, context: int, block: int) -> tuple[StepInputs, int]:
@@ -43,21 +49,38 @@ def batch(requests: int, query: int, context: int, block: int) -> tuple[StepInpu
     return step, requests * per + 1
 
 
-def measure(requests: int, query: int, context: int, head_dim: int, block: int, dtype: torch.dtype) -> float:
+def gather_plan(step: StepInputs, own: bool) -> object:
+    """The plan that the engine makes for this step."""
+    lens = step.host_seq_lens
+    queries = np.diff(step.host_query_starts).astype(np.int32)
+    found = plan_gathering(queries, lens)
+    if found is None:
+        raise ValueError("The engine would not gather here.")
+    pieces, requests = torch.from_numpy(found.pieces).cuda(), torch.from_numpy(found.requests).cuda()
+    return found.on_device(pieces, requests, dense_runs(queries, lens) if own else ())
+
+
+def measure(
+    requests: int, query: int, context: int, head_dim: int, block: int, dtype: torch.dtype, form: str = "paged"
+) -> float:
     """Milliseconds of one call."""
     step, blocks = batch(requests, query, context, block)
+    group = step.groups[0]
+    if form != "paged":
+        group = replace(group, plan=gather_plan(step, own=form == "own"))
     size = 2 * blocks * KV_HEADS * block * head_dim
     copies = max(1, min(8, int(4e8 // (2 * size))))
     caches = [
         torch.randn(2, blocks, KV_HEADS, block, head_dim, device="cuda", dtype=torch.bfloat16).to(dtype)
         for _ in range(copies)
     ]
-    q = torch.randn(requests * query, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
+    fused = torch.randn(requests * query, HEADS + 2 * KV_HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = fused.split([HEADS, KV_HEADS, KV_HEADS], 1)
     params = AttentionParams(scale=head_dim**-0.5)
 
     def run() -> None:
         for cache in caches:
-            attend(q, cache, params, step, step.groups[0])
+            attend(q, cache, params, step, group, (k, v) if form == "own" else None)
 
     return graph_ms(run, reps=7) / copies
 
@@ -72,13 +95,18 @@ def main() -> None:
     result: dict = {"ceilings": top, "block_size": args.block, "prefill": {}, "decode": {}}
     for head_dim in (64, 128):
         for tokens in (1024, 8192) if args.quick else (1024, 2048, 4096, 8192, 16384, 32768):
-            ms = measure(1, tokens, tokens, head_dim, args.block, torch.bfloat16)
-            rate = 4 * HEADS * head_dim * tokens * (tokens + 1) / 2 / ms / 1e9
-            result["prefill"][f"d{head_dim}/1x{tokens}"] = {
-                "ms": ms,
-                "tflops": rate,
-                "of_ceiling": rate / top["matmul_TFLOPs"],
-            }
+            for form in ("own", "gathered", "paged"):
+                new = min(tokens, NEW_TOKENS) if form == "gathered" else tokens
+                if form == "gathered" and (tokens == new or tokens > 4 * new):
+                    continue  # nothing is cached, or so much that the engine would not gather
+                ms = measure(1, new, tokens, head_dim, args.block, torch.bfloat16, form)
+                pairs = new * (tokens - new) + new * (new + 1) / 2
+                rate = 4 * HEADS * head_dim * pairs / ms / 1e9
+                result["prefill"][f"d{head_dim}/{form}/{new} of {tokens}"] = {
+                    "ms": ms,
+                    "tflops": rate,
+                    "of_ceiling": rate / top["matmul_TFLOPs"],
+                }
     for requests in (1, 32, 256):
         for context in (1024, 4096) if args.quick else (1024, 4096, 16384, 65536):
             if requests * context > 4e6:
@@ -90,7 +118,7 @@ def main() -> None:
                 result["decode"][name] = {"ms": ms, "gbs": rate, "of_ceiling": rate / top["read_GBs"]}
     for part in ("prefill", "decode"):
         for name, row in result[part].items():
-            print(f"{part:8} {name:16} " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
+            print(f"{part:8} {name:28} " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
     with open(args.out, "w") as f:
         json.dump(result, f, indent=1)
 
