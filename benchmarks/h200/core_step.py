@@ -25,9 +25,8 @@ class Core:
 
     def __init__(self, model: str, **args: object) -> None:
         start = time.perf_counter()
-        config = EngineArgs(
-            model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=10240, **args
-        ).create_engine_config()
+        settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 10240}
+        config = EngineArgs(model=model, **{**settings, **args}).create_engine_config()
         self.core = EngineCore(config)
         self.start_seconds = time.perf_counter() - start
         self.vocab = config.model_config.logits_width
