@@ -22,36 +22,29 @@ from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops.triton.decode_linear import Tiling
 from vllm.ops.triton.precompile import precompile
-from vllm.worker.decode_program import DecodeProgram, ProgramWeights, StepTiling, choose_step_tiling, read_weights
+from vllm.ops.triton.wide_linear import WideTiling
+from vllm.worker.decode_program import (
+    MAX_ROWS,
+    DecodeProgram,
+    ProgramWeights,
+    StepTiling,
+    choose_step_tiling,
+    read_weights,
+)
 
 BLOCK = 16
 
 
 def vectors() -> list[Tiling]:
     return [
-        Tiling(True, rows, depth, warps, unroll=unroll)
+        Tiling(True, rows, depth, warps, unroll=unroll, whole=whole)
         for rows, depth, warps, unroll in (
-            (2, 512, 4, 1),
-            (2, 512, 4, 2),
-            (2, 1024, 4, 1),
-            (2, 1024, 4, 2),
-            (2, 2048, 4, 2),
-            (4, 512, 4, 1),
-            (4, 512, 4, 2),
-            (4, 1024, 4, 1),
-            (4, 1024, 4, 2),
-            (4, 1024, 8, 1),
-            (4, 2048, 8, 1),
-            (8, 512, 4, 1),
-            (8, 512, 4, 2),
-            (8, 1024, 4, 1),
-            (8, 1024, 8, 1),
-            (8, 1024, 8, 2),
-            (16, 512, 4, 1),
-            (16, 512, 8, 1),
-            (16, 1024, 8, 1),
-        )  # fmt: skip
-    ]
+            (1, 2048, 4, 2), (2, 512, 4, 2), (2, 1024, 4, 1), (2, 1024, 4, 2), (2, 2048, 4, 2), (4, 512, 4, 2),
+            (4, 1024, 4, 1), (4, 1024, 4, 2), (4, 1024, 8, 1), (4, 2048, 8, 1), (8, 512, 4, 1), (8, 512, 4, 2),
+            (8, 1024, 4, 1), (8, 1024, 8, 1), (8, 1024, 8, 2), (16, 512, 8, 1), (16, 1024, 8, 1), (32, 256, 8, 1),
+        )
+        for whole in (False, True)
+    ]  # fmt: skip
 
 
 def skinnies(splits: tuple[int, ...]) -> list[Tiling]:
@@ -69,7 +62,7 @@ def skinnies(splits: tuple[int, ...]) -> list[Tiling]:
         for stages in (3, 4, 6):
             if (rows + 16) * depth * 2 * stages > 200_000:
                 continue
-            found += [Tiling(False, rows, depth, warps, split, stages) for split in splits]
+            found += [Tiling(False, rows, depth, warps, split, stages, ahead=a) for split in splits for a in (0, 512)]
     return found
 
 
@@ -88,10 +81,19 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
 
 
 ATTENTION = [
-    {"splits": s, "tile": t, "warps": n, "stages": g}
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e}
     for s in (1, 2, 4, 8, 16, 32, 64)
-    for t, n, g in ((32, 1, 2), (32, 1, 3), (32, 2, 3), (64, 4, 2), (64, 2, 2))
+    for t, n, g, e in ((32, 1, 2, False), (32, 1, 3, False), (64, 4, 2, False), (64, 2, 2, False), (64, 4, 2, True))
 ]
+WIDE = [
+    WideTiling(*tile)
+    for tile in (
+        (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3),
+        (256, 64, 64, 8, 3),
+    )
+]  # fmt: skip
+FEW = ("gate_up", "down", "o", "qkv", "attention", "head")
+MANY = ("wide_gate", "wide_head", "attention")
 
 
 class Table:
@@ -139,12 +141,21 @@ class Bench:
         return device_ms(graph.replay, reps=reps, warm=2)
 
 
+def changes(name: str, rows: int, w: ProgramWeights) -> list[dict[str, Any]]:
+    """What to try for one part of the step."""
+    if name == "attention":
+        return ATTENTION
+    if name in MANY:
+        outputs = w.layers[0].gate_up.shape[0] // 2 if name == "wide_gate" else 0
+        fitting = [t for t in WIDE if outputs % t.outputs == 0 and not (outputs and t.outputs > 128)]
+        return [{name: t} for t in (None, *fitting)]
+    return [{name: t} for t in candidates(name, rows, w)]
+
+
 def all_tilings(w: ProgramWeights, rows: int) -> list[StepTiling]:
     start = choose_step_tiling(w, rows, 4096)
-    found = [start]
-    for name in ("qkv", "o", "gate_up", "down", "head"):
-        found += [replace(start, **{name: t}) for t in candidates(name, rows, w)]
-    return found + [replace(start, **a) for a in ATTENTION]
+    parts = FEW if rows <= MAX_ROWS else MANY
+    return [start] + [replace(start, **change) for name in parts for change in changes(name, rows, w)]
 
 
 def dry(folder: str, rows: int, context: int) -> None:
@@ -159,12 +170,8 @@ def tune(folder: str, rows: int, context: int, seconds: float) -> dict:
     first = least = bench.milliseconds(best, 20)
     end = time.perf_counter() + seconds
     print(f"{folder} rows {rows} context {context}: default {first:.4f} ms", flush=True)
-    for name in ("gate_up", "down", "o", "qkv", "attention", "head"):
-        tried = (
-            [replace(best, **a) for a in ATTENTION]
-            if name == "attention"
-            else [replace(best, **{name: t}) for t in candidates(name, rows, bench.weights)]
-        )
+    for name in FEW if rows <= MAX_ROWS else MANY:
+        tried = [replace(best, **change) for change in changes(name, rows, bench.weights)]
         times = []
         for tiling in tried:
             if time.perf_counter() > end:
@@ -175,7 +182,7 @@ def tune(folder: str, rows: int, context: int, seconds: float) -> dict:
         if top and min(top, key=lambda pair: pair[0])[0] < least:
             least, best = min(top, key=lambda pair: pair[0])
         short = [
-            (round(ms, 4), getattr(t, name) if name != "attention" else (t.splits, t.tile, t.warps, t.stages))
+            (round(ms, 4), getattr(t, name) if name != "attention" else (t.splits, t.tile, t.warps, t.stages, t.early))
             for ms, t in top
         ]
         print(f"  {name:9} {len(times)} tried -> {least:.4f}   {short}", flush=True)

@@ -209,3 +209,32 @@ def test_seeded_samples_do_not_depend_on_the_batch(model):
     for i, p in enumerate(prompts()):
         engine.add_requests([request(i, p, **sampling)])
         assert finish(engine)[0] == {str(i): tokens[str(i)]}
+
+
+def test_replayed_steps_give_the_tokens_of_eager_ones(model):
+    """Greedy rows, drawn ones and such that want logprobs; batches that shrink while requests end, and grow again."""
+    folder, _ = model
+    drawn, wanting = {"temperature": 0.9, "top_p": 0.9, "seed": 3}, {"temperature": 1.1, "logprobs": 2}
+    kinds = ([{}], [drawn], [{}, drawn], [{}, drawn, wanting], [{}])
+    found = []
+    for eager in (False, True):
+        engine = core(folder, enforce_eager=eager)
+        found.append([])
+        for kind in kinds:
+            batch = [request(i, p, 10 + 7 * i, **kind[i % len(kind)]) for i, p in enumerate(prompts())]
+            engine.add_requests(batch[:4])
+            tokens: dict = {}
+            for step in range(1000):
+                if step == 12:
+                    engine.add_requests(batch[4:])
+                if not engine.has_unfinished():
+                    break
+                for out in engine.step():
+                    assert out.error is None
+                    tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
+            found[-1].append(tokens)
+            assert [len(tokens[str(i)]) for i in range(len(batch))] == [10 + 7 * i for i in range(len(batch))]
+        if not eager:
+            graphs = engine._executor.worker.runner.decode_steps._graphs
+            assert {key[1].name for key, entry in graphs.items() if entry.graph} == {"GREEDY", "DRAWN", "HIDDEN"}
+    assert found[0] == found[1]

@@ -19,6 +19,11 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return mixed
 
 
+def stream_start(seed: np.ndarray) -> np.ndarray:
+    """Where the SplitMix64 streams of some seeds start. seed: uint64 array -> uint64 array."""
+    return _mix(np.asarray(seed, np.uint64) + _GOLDEN)
+
+
 def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
     """One number in [0, 1) per (seed, position), a multiple of 2**-24.
 
@@ -26,7 +31,6 @@ def uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
     The seed is mixed first, so that neighbouring seeds have unrelated streams; then it is the start of a SplitMix64
     stream of which `position` picks the element.
     """
-    start = _mix(np.asarray(seed, np.uint64) + _GOLDEN)
-    z = _mix(start + (np.asarray(position).astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    z = _mix(stream_start(seed) + (np.asarray(position).astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     numbers: np.ndarray = (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
     return numbers

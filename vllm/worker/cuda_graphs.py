@@ -1,13 +1,16 @@
 """Replays whole decode steps as CUDA graphs: batches in which every request computes one token and samples the next.
 
-A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and for greedy
-batches the choice of the token. The host uploads two numbers per row, launches the graph and fetches the ids.
+A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and the choice of the
+tokens, greedy or drawn. Its last kernel writes the ids into the host's memory and moves each row on to its next
+position: while a batch stays together, the host launches graphs and uploads nothing. Where rows want more (penalties,
+logprobs), a graph ends with the hidden states.
 Batches are padded up to one of a few sizes; a size gets its graph when it has been used a few times, and all graphs
 share one memory pool. The usual model runs the fused program (`decode_program`), every other its own forward pass.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -19,14 +22,16 @@ import torch
 from torch import Tensor
 
 from vllm.core.plan import StepPlan, StepResult
+from vllm.core.rng import stream_start
 from vllm.logger import init_logger
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.ops.shared_prefix import SharedPlan
-from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
+from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.device import passed
 from vllm.worker.input_builder import Batch
 from vllm.worker.prefix_sharing import Heads, PrefixSharing
+from vllm.worker.sample.params import Needs, ParamsTable
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
@@ -40,6 +45,19 @@ _EAGER_USES = 3  # so often a step runs before it is captured: sizes that batche
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
 
 
+class _Kind(enum.Enum):
+    """How a step ends."""
+
+    GREEDY = enum.auto()  # with the most likely tokens
+    DRAWN = enum.auto()  # with tokens drawn by temperature, min_p, top_k and top_p
+    HIDDEN = enum.auto()  # with hidden states, for the sampler
+
+
+def buffer_width(sizes: Sequence[int]) -> int:
+    """Columns of the buffers that steps of these sizes share: their rows begin at multiples of 16 bytes."""
+    return -(-sizes[-1] // 4) * 4
+
+
 @dataclass(slots=True)
 class _Entry:
     """A step over static buffers, and its graph once it has been used often enough to be worth one."""
@@ -51,8 +69,8 @@ class _Entry:
     uses: int = 0
 
 
-class GreedyHandle:
-    """A replayed greedy step whose ids are on their way to the host."""
+class ReplayHandle:
+    """A replayed step whose ids are on their way to the host."""
 
     def __init__(self, plan: StepPlan, ids: Tensor, done: torch.cuda.Event, begun: float, not_finite: str) -> None:
         self._plan, self._ids, self._done, self._begun, self._not_finite = plan, ids, done, begun, not_finite
@@ -68,6 +86,66 @@ class GreedyHandle:
         errors = {i: self._not_finite for i, token in enumerate(token_ids) if token < 0} if min(token_ids) < 0 else {}
         seconds = time.perf_counter() - self._begun
         return StepResult(self._plan.step_id, token_ids, {}, {}, errors, seconds)
+
+
+class _Inputs:
+    """What stands in the static inputs on the device, as far as the host can tell."""
+
+    def __init__(self, device: Tensor) -> None:
+        """device: [3, largest size] int32: slots (-1 for padding), positions, turns."""
+        self._device = device
+        self._uploads = [torch.empty(device.shape, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._arrays = [t.numpy() for t in self._uploads]
+        self._known: tuple[np.ndarray, np.ndarray, int] | None = None  # slots, positions, turn
+        self._next: tuple[np.ndarray, np.ndarray, int] | None = None
+
+    def require(self, slots: np.ndarray, positions: np.ndarray, turn: int, size: int) -> None:
+        """Upload a step's inputs, unless they are there."""
+        known, self._known = self._known, None  # whatever the step does to them, or whether it fails
+        self._next = slots.copy(), positions + 1, (turn + 1) % _RING
+        if known is not None and known[2] == turn and all(map(np.array_equal, known[:2], (slots, positions))):
+            return
+        host, rows = self._arrays[turn], len(slots)
+        host[0, :rows], host[0, rows:size] = slots, -1
+        host[1, :rows], host[2, :rows] = positions, turn
+        self._device.copy_(self._uploads[turn], non_blocking=True)
+
+    def advance(self) -> None:
+        """The step that has been queued leaves each row's next position and turn."""
+        self._known = self._next
+
+
+class _DrawingInputs:
+    """The rows' sampling parameters at fixed addresses on the device, uploaded when they have changed."""
+
+    def __init__(self, largest: int, device: torch.device) -> None:
+        """largest: rows, an even number."""
+        self._device = torch.zeros((6, largest), dtype=torch.int32, device=device)
+        self._uploads = [torch.empty((6, largest), dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._there: np.ndarray = np.zeros((6, 0), np.int32)
+
+    def rows(self, size: int) -> Drawing:
+        """Where the parameters of the first `size` rows stand."""
+        temperature, min_p, top_p = (self._device[i, :size].view(torch.float32) for i in range(3))
+        starts = self._device[4:].view(-1).view(torch.int64)[:size]
+        return Drawing(temperature, min_p, self._device[3, :size], top_p, starts)
+
+    def require(self, params: ParamsTable, slots: np.ndarray, turn: int, size: int) -> None:
+        """Upload the parameters of some slots, unless they are there. Of padding nothing is drawn."""
+        rows = len(slots)
+        wanted: np.ndarray = np.zeros((6, size), np.int32)
+        for i, values in enumerate((params.temperature, params.min_p, params.top_p)):
+            wanted[i, :rows] = values[slots].view(np.int32)
+        wanted[0, rows:] = np.float32(1.0).view(np.int32)  # temperature
+        wanted[3, :rows], wanted[3, rows:] = params.top_k[slots], -1
+        wanted[4:].reshape(-1)[: 2 * rows] = stream_start(params.seed[slots]).view(np.int32)
+        if np.array_equal(wanted, self._there):
+            return
+        host = self._uploads[turn].numpy()
+        host[:4, :size] = wanted[:4]
+        host[4:].reshape(-1)[: 2 * size] = wanted[4:].reshape(-1)
+        self._device.copy_(self._uploads[turn], non_blocking=True)
+        self._there = wanted
 
 
 @functools.cache
@@ -98,18 +176,17 @@ class DecodeGraphs:
         model: Any = runner.model
         self._weights: ProgramWeights | None = read_weights(model, runner.kv_caches)
         self._sharing = self._prefix_sharing()
-        self._graphs: dict[tuple[int, bool, int, bool], _Entry] = {}  # by size, greedy, span, shared prefix
+        self._graphs: dict[tuple[int, _Kind, int, bool], _Entry] = {}  # by size, kind, span, shared prefix
         self._width = self._table.width
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(runner.context.device)
-        device, largest = runner.context.device, self._sizes[-1]
-        # one row of slots and one of positions: a step's upload is one copy
-        self._inputs = torch.full((2, largest), -1, dtype=torch.int32, device=device)
-        self._ids = torch.empty(largest, dtype=torch.int32, device=device)
+        device, largest = runner.context.device, buffer_width(self._sizes)
+        # slots, positions, and the vector of `_ids` that a row's id goes to: a step's upload is one copy
+        self._inputs = torch.full((3, largest), -1, dtype=torch.int32, device=device)
+        self._there = _Inputs(self._inputs)
+        self._drawing = _DrawingInputs(largest, device)
         self._hidden: Tensor | None = None
-        self._uploads = [torch.empty((2, largest), dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
-        self._upload_arrays = [t.numpy() for t in self._uploads]
-        self._downloads = [torch.empty(largest, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._ids = torch.empty((_RING, largest), dtype=torch.int32, pin_memory=True)
         self._events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
         with torch.cuda.stream(self._stream):  # its cuBLAS workspace must not come to lie in a graph's memory
@@ -146,19 +223,18 @@ class DecodeGraphs:
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
             self._width = self._table.width
-        greedy = not self._params.needs[plan.slots].any()
+        kind = self._kind(plan.slots)
         size = next(s for s in self._sizes if s >= rows)
         turn = self._turn
         self._turn = (turn + 1) % _RING
-        host = self._upload_arrays[turn]
-        host[0, :rows], host[0, rows:size] = plan.slots, -1
-        host[1, :rows] = plan.num_computed
-        self._inputs.copy_(self._uploads[turn], non_blocking=True)
+        self._there.require(plan.slots, plan.num_computed, turn, size)
+        if kind is _Kind.DRAWN:
+            self._drawing.require(self._params, plan.slots, turn, size)
         span = next((s for s in SPANS if s >= longest), self._width)
         shared = self._sharing is not None and self._sharing.find(plan.slots, plan.num_computed, size)
-        entry = self._graphs.get((size, greedy, span, shared))
+        entry = self._graphs.get((size, kind, span, shared))
         if entry is None:
-            entry = self._graphs[size, greedy, span, shared] = self._prepare(size, greedy, span, shared)
+            entry = self._graphs[size, kind, span, shared] = self._prepare(size, kind, span, shared)
         entry.uses += 1
         if entry.graph is None and entry.uses > _EAGER_USES:
             self._capture(entry)
@@ -166,12 +242,19 @@ class DecodeGraphs:
             entry.run()
         else:
             entry.graph.replay()
-        if greedy:
-            ids, done = self._downloads[turn], self._events[turn]
-            ids.copy_(self._ids, non_blocking=True)
+        if kind is not _Kind.HIDDEN:
+            self._there.advance()
+            done = self._events[turn]
             done.record()
-            return GreedyHandle(plan, ids, done, begun, self._not_finite)
+            return ReplayHandle(plan, self._ids[turn], done, begun, self._not_finite)
         return self._sample(plan, size, entry)
+
+    def _kind(self, slots: np.ndarray) -> _Kind:
+        """How the step of a batch ends."""
+        needs = Needs(int(np.bitwise_or.reduce(self._params.needs[slots])))
+        if not needs:
+            return _Kind.GREEDY
+        return _Kind.DRAWN if needs == Needs.DRAW and self._runner.tp.world == 1 else _Kind.HIDDEN
 
     def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Handle:
         """Logits and sampling of a batch whose hidden states a graph has computed."""
@@ -190,17 +273,17 @@ class DecodeGraphs:
             return None
         return PrefixSharing(self._table, 0, heads, self._sizes[-1], runner.context)
 
-    def _prepare(self, size: int, greedy: bool, span: int, shared: bool) -> _Entry:
+    def _prepare(self, size: int, kind: _Kind, span: int, shared: bool) -> _Entry:
         """The step of one size and kind, not captured yet."""
         if self._compiling is not None and size > self._sizes[0]:
             self._compiling.finish()
             self._compiling = None
-        if not greedy and self._hidden is None:
+        if kind is _Kind.HIDDEN and self._hidden is None:
             self._hidden = self._hidden_buffer()
         plan = self._sharing.plan(size) if shared and self._sharing is not None else None
         if self._weights is not None:
-            return _Entry(*self._fused(size, greedy, span, plan))
-        return _Entry(*self._general(size, greedy, span, plan))
+            return _Entry(*self._fused(size, kind, span, plan))
+        return _Entry(*self._general(size, kind, span, plan))
 
     def _capture(self, entry: _Entry) -> None:
         """Capture a step that has run before, so that its kernels exist."""
@@ -227,19 +310,21 @@ class DecodeGraphs:
         return torch.empty(self._sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
 
     def _fused(
-        self, size: int, greedy: bool, span: int, shared: SharedPlan | None
+        self, size: int, kind: _Kind, span: int, shared: SharedPlan | None
     ) -> tuple[Callable[[], None], StepInputs | None, tuple[Any, ...]]:
         if self._weights is None:
             raise RuntimeError("This model has no fused step.")
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
         program = DecodeProgram(self._weights, size, span, slots, positions, shared=shared)
-        outputs = (
-            {"token_ids": self._ids} if greedy else {"hidden": None if self._hidden is None else self._hidden[:size]}
-        )
+        outputs: dict[str, Any] = {"token_ids": self._ids, "turns": self._inputs[2, :size]}
+        if kind is _Kind.DRAWN:
+            outputs["drawing"] = self._drawing.rows(size)
+        elif kind is _Kind.HIDDEN:
+            outputs = {"hidden": None if self._hidden is None else self._hidden[:size]}
         return lambda: program.run(self._table, **outputs), None, (program,)
 
     def _general(
-        self, size: int, greedy: bool, span: int, plan: SharedPlan | None
+        self, size: int, kind: _Kind, span: int, plan: SharedPlan | None
     ) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
         """The model's own forward pass over static inputs."""
         runner, table = self._runner, self._table
@@ -250,16 +335,20 @@ class DecodeGraphs:
         device = runner.context.device
         best, sums = (torch.empty(size, tiles, dtype=torch.float32, device=device) for _ in range(2))
         best_at = torch.empty(size, tiles, dtype=torch.int32, device=device)
-        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+        slots, positions, turns = (self._inputs[i, :size] for i in range(3))
+        drawing = self._drawing.rows(size)
 
         def run() -> None:
             fill()
             hidden = model(step, runner.kv_caches)
-            if self._hidden is not None and not greedy:
+            if self._hidden is not None and kind is _Kind.HIDDEN:
                 self._hidden[:size].copy_(hidden)
                 return
+            if kind is _Kind.DRAWN:
+                draw_tokens(model.logits(hidden), slots, positions, drawing, table.tokens, self._ids, turns)
+                return
             count = argmax_tiles(model.logits(hidden), best, best_at, sums)
-            choose_tokens(slots, positions, best, best_at, sums, count, vocab, table.tokens, self._ids)
+            choose_tokens(slots, positions, best, best_at, sums, count, vocab, table.tokens, self._ids, turns)
 
         return run, step, (step, best, best_at, sums)
 

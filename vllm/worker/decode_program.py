@@ -1,4 +1,4 @@
-"""The fused decode step of the common decoder: five kernels a layer for a few rows, eight for many.
+"""The fused decode step of the common decoder: five kernels a layer for a few rows, seven for many.
 
 It computes what `DecoderModel.forward` and `.logits` compute for one new token per row, for models of the usual shape:
 pre-norm blocks with RMS norms, rotary attention over one KV group, a gated SiLU MLP, bf16, plain weights.
@@ -21,7 +21,7 @@ from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Norm
 from vllm.ops.activation import activate_gated
 from vllm.ops.linear import linear
-from vllm.ops.norm import add_rms_norm, rms_norm
+from vllm.ops.norm import rms_norm
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.attention import choose_splits
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
@@ -38,13 +38,23 @@ from vllm.ops.triton.decode_linear import (
     supports,
 )
 from vllm.ops.triton.decode_step import (
+    Drawing,
     argmax_tiles,
     choose_tokens,
+    draw_tokens,
     elect,
     embed_rows,
     embed_share,
     nominate,
     normalize_rows,
+)
+from vllm.ops.triton.norm import add_rms_norm
+from vllm.ops.triton.wide_linear import (
+    WideTiling,
+    argmax_product,
+    choose_wide_gate,
+    choose_wide_head,
+    gated_product,
 )
 from vllm.worker.slot_table import SlotTable
 
@@ -169,7 +179,10 @@ def _norm_factor(norm: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepTiling:
-    """How every kernel of a step is cut: its products, and the attention's splits, keys at a time, warps and stages."""
+    """How every kernel of a step is cut: its products, and the attention's splits, keys at a time, warps and stages.
+
+    early: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
+    """
 
     qkv: Tiling
     o: Tiling
@@ -180,6 +193,9 @@ class StepTiling:
     tile: int
     warps: int
     stages: int
+    early: bool = False
+    wide_gate: WideTiling | None = None
+    wide_head: WideTiling | None = None
 
 
 def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
@@ -189,9 +205,14 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
     def product(weight: Tensor, mode: int) -> Tiling:
         return choose_tiling(rows, weight.shape[0] // (2 if mode == SILU else 1), weight.shape[1], mode)
 
-    # few rows: several warps a program, and fewer programs than there is room for, because somebody has to merge them
+    # Few rows: several warps a program, and fewer programs than there is room for, because somebody has to merge them.
+    # Programs without keys cost less than nothing: they keep the next product's from reading weights at the same time.
     few = rows * kv_heads <= 64
-    splits = choose_splits(rows * kv_heads, width // 2 if few else width, None)
+    # with more warps and a tile in registers attention is faster, but the programs of the next product have less room:
+    # that pays where they need little
+    light = layer.o.numel() <= 1 << 22
+    alone = w.tp.world == 1
+    splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
     return StepTiling(
         product(layer.qkv, STORE),
         product(layer.o, RESIDUAL),
@@ -200,8 +221,11 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
         product(w.head, ARGMAX),
         splits,
         tile=64 if few else 32,
-        warps=2 if few else 1,
+        warps=(4 if light else 2) if few else 1,
         stages=2,
+        early=few and light,
+        wide_gate=choose_wide_gate(rows, *layer.gate_up.shape) if alone else None,
+        wide_head=choose_wide_head(rows) if alone else None,
     )
 
 
@@ -242,6 +266,8 @@ class DecodeProgram:
         tile_rows = max(16, 1 << (rows - 1).bit_length())
         part = max(p.tiling.split * tile_rows * p.outputs if p.tiling.split > 1 else 1 for p in products)
         tiles = max(p.tiles for p in products)
+        if t.wide_head is not None:
+            tiles = max(tiles, -(-weights.head.shape[0] // t.wide_head.outputs))
         self._stream = Stream(
             rows, hidden, weights.eps, empty(rows, hidden), empty(part, dtype=fp32),
             torch.zeros(tiles, dtype=int32, device=device), empty(rows, tiles, dtype=fp32),
@@ -257,46 +283,71 @@ class DecodeProgram:
         self._part = empty(rows * attn.heads * t.splits, head_dim, dtype=fp32)
         self._lse = empty(rows * attn.heads * t.splits, dtype=fp32)
         self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
+        self._final = empty(rows, hidden)
         self._nominees = empty(rows, 3, dtype=fp32)
 
-    def run(self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None) -> None:
+    def run(
+        self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None,
+        turns: Tensor | None = None, drawing: Drawing | None = None,
+    ) -> None:  # fmt: skip
         """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden:
-        [rows, hidden] receives the normalised last hidden states."""
+        [rows, hidden] receives the normalised last hidden states.
+
+        turns: as for `choose_tokens`; `token_ids` is a ring then.   drawing: the ids are drawn instead, by one rank.
+        """
+        if drawing is not None and self.weights.tp.world > 1:
+            raise ValueError("Tokens are drawn in the step by a single rank only.")
+        if drawing is not None and hidden is None:
+            hidden = self._final
+        greedy = None if drawing is not None else token_ids
         if self.weights.tp.world > 1:
             run = self._run_ranks
         else:
             run = self._run_few if self.rows <= MAX_ROWS else self._run_many
-        run(table, token_ids, hidden)
+        run(table, greedy, hidden, turns)
+        if drawing is not None and token_ids is not None and hidden is not None:
+            logits = linear(hidden, self.weights.head, None, torch.float32)
+            draw_tokens(logits, self._slots, self._positions, drawing, table.tokens, token_ids, turns)
 
     def _attention_rows(self, table: SlotTable) -> DecodeRows:
         t = self._tiling
         return DecodeRows(
             self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived,
-            t.splits, t.tile, t.warps, t.stages, self._shared,
+            t.splits, t.tile, t.warps, t.stages, t.early, self._shared,
         )  # fmt: skip
 
-    def _run_many(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None) -> None:
-        """Products by cuBLAS; norms and the activation are kernels of their own, attention is one."""
-        w, h, rows, tokens = self.weights, self._stream.h, self._attention_rows(table), table.tokens
-        scaled, squares = self._scaled[0], self._squares[0]
+    def _run_many(
+        self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None, turns: Tensor | None
+    ) -> None:
+        """Norms are kernels of their own; cuBLAS multiplies where nothing can be folded into the product."""
+        w, h, rows, tokens, t = self.weights, self._stream.h, self._attention_rows(table), table.tokens, self._tiling
+        scaled, squares, s, pdl = self._scaled[0], self._squares[0], self._stream, self._pdl
         embed_rows(self._slots, self._positions, tokens, w.embedding, w.layers[0].attn_norm, h, scaled, squares, 1)
         x = rms_norm(h, w.layers[0].attn_norm, w.eps)
         for i, layer in enumerate(w.layers):
             after = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.final_norm
             qkv = linear(x, layer.qkv, layer.qkv_bias)
-            decode_attention(qkv, self._context, layer.attention, rows)
-            x, h = add_rms_norm(linear(self._context, layer.o), h, layer.ffn_norm, w.eps)
-            x, h = add_rms_norm(linear(activate_gated(linear(x, layer.gate_up), "silu"), layer.down), h, after, w.eps)
+            decode_attention(qkv, self._context, layer.attention, rows, pdl=pdl)
+            x, h = add_rms_norm(linear(self._context, layer.o), h, layer.ffn_norm, w.eps, pdl=pdl)
+            if t.wide_gate is None:
+                mlp = activate_gated(linear(x, layer.gate_up), "silu")
+            else:
+                mlp = self._mlp
+                gated_product(x, layer.gate_up, mlp, t.wide_gate, pdl=pdl)
+            x, h = add_rms_norm(linear(mlp, layer.down), h, after, w.eps, pdl=pdl)
         if hidden is not None:
             hidden.copy_(x)
-        if token_ids is not None:
-            s, logits = self._stream, linear(x, w.head, None, torch.float32)
-            tiles = argmax_tiles(logits, s.best, s.best_at, s.sums)
-            choose_tokens(
-                self._slots, self._positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, tokens, token_ids
-            )
+        if token_ids is None:
+            return
+        if t.wide_head is None:
+            tiles = argmax_tiles(linear(x, w.head, None, torch.float32), s.best, s.best_at, s.sums)
+        else:
+            tiles = argmax_product(x, w.head, s.best, s.best_at, s.sums, t.wide_head, pdl=pdl)
+        choose_tokens(
+            self._slots, self._positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, tokens, token_ids, turns
+        )
 
-    def _run_few(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None) -> None:
+    def _run_few(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None, turns: Tensor | None) -> None:
         """Norms, activation and argmax folded into our own products."""
         w, s, pdl = self.weights, self._stream, self._pdl
         attn_in, mlp_in = self._scaled
@@ -327,11 +378,12 @@ class DecodeProgram:
             run_product(self._head, s, attn_in, attn_in, squares_in=(before_attn, down_tiles), pdl=pdl)
             choose_tokens(
                 self._slots, self._positions, s.best, s.best_at, s.sums, self._head.tiles, w.vocab_size, tokens,
-                token_ids,
-                pdl=pdl,
+                token_ids, turns, pdl=pdl,
             )  # fmt: skip
 
-    def _run_ranks(self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None) -> None:
+    def _run_ranks(
+        self, table: SlotTable, token_ids: Tensor | None, hidden: Tensor | None, turns: Tensor | None
+    ) -> None:
         """One of several ranks: the ranks' sums are made after attention, after the MLP and of the embedding."""
         w, s, tp, rows = self.weights, self._stream, self.weights.tp, self._attention_rows(table)
         embed_share(self._slots, self._positions, table.tokens, w.embedding, w.first_row, s.h)
@@ -347,7 +399,7 @@ class DecodeProgram:
         if hidden is not None:
             hidden.copy_(x)
         if token_ids is not None:
-            self._vote(x, table.tokens, token_ids)
+            self._vote(x, table.tokens, token_ids, turns)
 
     def _product(self, p: Product, x: Tensor, out: Tensor) -> Tensor:
         """One product by our own kernel, into `out`, or by cuBLAS where there are many rows."""
@@ -357,7 +409,7 @@ class DecodeProgram:
         y: Tensor = linear(x, p.weight, p.bias)
         return activate_gated(y, "silu") if p.mode == SILU else y
 
-    def _vote(self, x: Tensor, tokens: Tensor, token_ids: Tensor) -> None:
+    def _vote(self, x: Tensor, tokens: Tensor, token_ids: Tensor, turns: Tensor | None) -> None:
         """Each rank finds the most likely token of its part of the vocabulary; all choose among these."""
         w, s = self.weights, self._stream
         if self.rows <= MAX_ROWS:
@@ -367,4 +419,4 @@ class DecodeProgram:
             tiles = argmax_tiles(linear(x, w.head, None, torch.float32), s.best, s.best_at, s.sums)
         nominate(s.best, s.best_at, s.sums, tiles, w.first_row, self._nominees)
         nominees = w.tp.all_gather(self._nominees, 0)
-        elect(self._slots, self._positions, nominees, w.tp.world, w.vocab_size, tokens, token_ids)
+        elect(self._slots, self._positions, nominees, w.tp.world, w.vocab_size, tokens, token_ids, turns)

@@ -1,9 +1,11 @@
 """The kernels of the fused decode step against plain torch."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from vllm.core.rng import stream_start, uniform
 from vllm.ops import rotary as rotary_ops
 from vllm.ops.attention import AttentionParams, attend
 from vllm.ops.norm import rms_norm
@@ -20,8 +22,10 @@ from vllm.ops.triton.decode_linear import (
     run_product,
 )
 from vllm.ops.triton.decode_step import (
+    Drawing,
     argmax_tiles,
     choose_tokens,
+    draw_tokens,
     elect,
     embed_rows,
     embed_share,
@@ -29,6 +33,8 @@ from vllm.ops.triton.decode_step import (
     nominate,
     normalize_rows,
 )
+from vllm.ops.triton.wide_linear import WideTiling, argmax_product, gated_product
+from vllm.worker.sample.draw import DrawParams, draw
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 EPS = 1e-5
@@ -107,6 +113,48 @@ def test_greedy_token_goes_to_the_slot_table(tiling):
     assert tokens.count_nonzero() == (tokens == tokens[4, 8]).sum() + (rows == 3 and want[2] != want[0])
 
 
+def test_rows_go_on_by_themselves_and_fill_the_ring():
+    best, sums = torch.tensor([[1.0, 3.0], [5.0, 2.0], [1.0, 4.0]]), torch.zeros(3, 2)
+    sums[2, 1] = float("nan")
+    best_at = torch.tensor([[4, 9], [3, 8], [1, 7]], dtype=torch.int32)
+    slots, positions = torch.tensor([1, -1, 0], dtype=torch.int32), torch.tensor([5, 2, 0], dtype=torch.int32)
+    turns, ring = torch.tensor([2, 0, 1], dtype=torch.int32), torch.full((3, 4), -9, dtype=torch.int32)
+    tokens = torch.zeros(2, 9, dtype=torch.int32)
+    for _ in range(2):
+        choose_tokens(slots, positions, best, best_at, sums, 2, 20, tokens, ring, turns)
+    assert positions.tolist() == [7, 2, 2]
+    assert turns.tolist() == [1, 0, 0]
+    assert ring.tolist() == [[9, -9, -9, -9], [-9, -9, -1, -9], [9, -9, -1, -9]]
+    assert tokens.tolist() == [[0, 7, 7, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 9, 9, 0]]
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(70, 96), (33, 64)])
+def test_wide_products_gate_and_find_the_maximum(rows, outputs):
+    t = WideTiling(64, 32, 32, 4, 2)
+    x, w, out = torch.randn(rows, 128), torch.randn(2 * outputs, 128), torch.full((rows, outputs), float("nan"))
+    gated_product(x, w, out, t)
+    gate, up = F.linear(x, w).chunk(2, -1)
+    torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="not a multiple"):
+        gated_product(x, w[:100], out, t)
+    vocab = 2 * outputs - 5
+    w = w[:vocab]
+    w[40] = w[7]  # a tie: the lower id wins
+    x[3] = 100 * w[7]
+    x[5, 0] = float("inf")
+    best, sums = torch.empty(rows, 9), torch.empty(rows, 9)
+    best_at = torch.empty(rows, 9, dtype=torch.int32)
+    tiles = argmax_product(x, w, best, best_at, sums, t)
+    ids, tokens = torch.empty(rows, dtype=torch.int32), torch.zeros(rows, 4, dtype=torch.int32)
+    slots, positions = torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    choose_tokens(slots, positions, best, best_at, sums, tiles, vocab, tokens, ids)
+    logits = F.linear(x, w)
+    want = logits.argmax(-1).int()
+    want[5] = -1
+    assert want[3] == 7
+    assert torch.equal(ids, want)
+
+
 def test_argmax_of_logits_marks_what_is_not_finite():
     logits = torch.randn(3, 5000)
     logits[0, 4500] = logits[0, 4200] = 50.0
@@ -181,11 +229,11 @@ def test_ranks_elect_the_best_token_of_all():
     assert tokens[2, 4] == want[3] and tokens[3, 1] == 700 and 0 <= int(tokens[0, 2]) < world * share
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "early"), [(1, False), (4, False), (1, True), (4, True)])
 @pytest.mark.parametrize("norm", [False, True])
-def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits):
+def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits, early):
     heads, kv_heads, dim, block = 6, 2, 16, 8
-    lengths = torch.tensor([1, 40, 150])  # tokens in the cache before this step
+    lengths = torch.tensor([0 if early else 1, 40, 150])  # tokens in the cache before this step
     slots = torch.tensor([3, 0, 2], dtype=torch.int32)
     table = (torch.randperm(100) + 1)[:80].view(4, 20).to(torch.int32)
     cache = torch.randn(2, 101, kv_heads, block, dim)
@@ -209,7 +257,7 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits):
     )  # fmt: skip
     rows = DecodeRows(
         slots, lengths.to(torch.int32), table, torch.empty(3 * heads * splits, dim), torch.empty(3 * heads * splits),
-        torch.zeros(3 * kv_heads, dtype=torch.int32), splits,
+        torch.zeros(3 * kv_heads, dtype=torch.int32), splits, early=early,
     )  # fmt: skip
     out = torch.empty(3, heads * dim)
     decode_attention(qkv, out, a, rows)
@@ -228,3 +276,30 @@ def test_chosen_tilings_divide_the_product(rows, inputs):
                 assert inputs % (t.depth * t.split) == 0
             if mode == SILU:
                 assert outputs % t.rows == 0
+
+
+def test_drawn_tokens_are_those_of_the_sampler():
+    rows, vocab = 6, 700
+    rng = np.random.default_rng(0)
+    logits = torch.randn(rows, vocab) * 3
+    seeds = rng.integers(0, 2**64, rows, dtype=np.uint64)
+    top_k, top_p = np.array([0, 5, 0, 40, 0, 1], np.int32), np.array([1, 1, 0.9, 0.8, 1, 1], np.float32)
+    temperature, min_p = torch.rand(rows) + 0.5, torch.tensor([0.0, 0.0, 0.0, 0.1, 0.2, 0.0])
+    slots = torch.tensor([2, 0, 1, -1, 5, 4], dtype=torch.int32)
+    positions = torch.tensor([0, 9, 3, 4, 2**20, 77], dtype=torch.int32)
+    tokens = torch.zeros(6, 2**20 + 3, dtype=torch.int32)
+    starts = torch.from_numpy(stream_start(seeds).view(np.int64))
+    drawing = Drawing(temperature, min_p, torch.from_numpy(top_k), torch.from_numpy(top_p), starts)
+    ring, turns = torch.full((2, rows), -9, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    at = positions.numpy() + 1
+    numbers = uniform(seeds, at)
+    want = draw.reference(logits, DrawParams(temperature, min_p, drawing.top_k, drawing.top_p,
+        torch.from_numpy(numbers), top_k, top_p)).int()  # fmt: skip
+    logits[4, 650] = float("nan")
+    draw_tokens(logits, slots, positions, drawing, tokens, ring, turns)
+    want[3], want[4] = -9, -1
+    assert torch.equal(ring[1], want)
+    assert (ring[0] == -9).all()
+    assert turns.tolist() == [0, 0, 0, 1, 0, 0]
+    assert positions.tolist() == [1, 10, 4, 4, 2**20 + 1, 78]
+    assert [int(tokens[s, p]) for s, p in zip(slots[:3].tolist(), at[:3].tolist(), strict=True)] == want[:3].tolist()

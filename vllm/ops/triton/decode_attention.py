@@ -20,6 +20,33 @@ from vllm.ops.triton.attention import merge_parts, walk
 SHARED_TILE, SHARED_STAGES, SHARED_WARPS = 64, 3, {64: 4, 128: 8}
 
 
+@triton.jit
+def _load_tile(heads_at, v_offset, table, key, live, stride_block, BS: tl.constexpr, D: tl.constexpr):
+    """Keys `key` [TILE] of one head through a block table: both halves of the keys, transposed, and the values."""
+    HALF: tl.constexpr = D // 2
+    c = tl.arange(0, HALF)
+    block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
+    base = block * stride_block + (key % BS) * D
+    k_a = tl.load(heads_at + base[None, :] + c[:, None], mask=live[None, :], other=0.0)
+    k_b = tl.load(heads_at + base[None, :] + HALF + c[:, None], mask=live[None, :], other=0.0)
+    v = tl.load(heads_at + v_offset + base[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
+    return k_a, k_b, v
+
+
+@triton.jit
+def _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2):
+    """One tile of keys into the running maximum, sum and result."""
+    s = tl.dot(qa, k_a)
+    s = tl.dot(qb, k_b, s) * scale_log2
+    s = tl.where(live[None, :], s, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(s - m_new[:, None])
+    z = z * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return m_new, z, acc
+
+
 @triton.jit(do_not_specialize=["num_blocks", "stride_table", "splits", "tile_rows"])
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
@@ -28,11 +55,13 @@ def _decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr,
     MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head,
     padded.
 
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
+    EARLY: the first tile is loaded before the kernel that computes the queries is waited for.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
@@ -41,12 +70,9 @@ def _decode_kernel(
     row = tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+    # nothing of this comes from the kernel before: slots, positions and block tables, older keys and values
     slot = tl.load(slots_ptr + row)
-    if slot < 0:
-        return
-    v_offset = num_blocks.to(tl.int64) * stride_block
-    position = tl.load(positions_ptr + row)
+    position = tl.load(positions_ptr + row, mask=slot >= 0, other=0)
     begin = 0
     if SHARED:
         begin = tl.load(shared_rows + row * 4)
@@ -54,22 +80,30 @@ def _decode_kernel(
     if SHARED:
         share = tl.maximum(share, 8 * TILE)  # what is left is short, and merging costs as much as a few tiles
     active = tl.cdiv(position + 1 - begin, share)
-    if split >= active:
-        return
     lo = begin + split * share
     hi = tl.minimum(lo + share, position)
-    table = table_ptr + slot.to(tl.int64) * stride_table
-
+    table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_table
+    v_offset = num_blocks.to(tl.int64) * stride_block
+    heads_at = cache + kv_head * (BS * D)
     g = tl.arange(0, GP)
     d = tl.arange(0, D)
     c = tl.arange(0, HALF)
+    t = tl.arange(0, TILE)
     in_g = g[:, None] < GROUP
+    cos = tl.load(cos_sin + position * D + c)
+    sin = tl.load(cos_sin + position * D + HALF + c)
+    if EARLY:
+        live = lo + t < hi
+        k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D)
+    if PDL:
+        gdc_wait()
+    if (slot < 0) | (split >= active):
+        return
+
     fused = qkv + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
     q_at = fused + (kv_head * GROUP + g[:, None]) * D + c[None, :]
     q1 = tl.load(q_at, mask=in_g, other=0.0).to(tl.float32)
     q2 = tl.load(q_at + HALF, mask=in_g, other=0.0).to(tl.float32)
-    cos = tl.load(cos_sin + position * D + c)
-    sin = tl.load(cos_sin + position * D + HALF + c)
     if NORM:
         rstd = tl.rsqrt((tl.sum(q1 * q1, 1) + tl.sum(q2 * q2, 1)) / D + eps)[:, None]
         q1 = q1 * rstd * (tl.load(q_weight + c).to(tl.float32) + offset)[None, :]
@@ -105,24 +139,13 @@ def _decode_kernel(
             m, z, acc = merge_parts(
                 m, z, acc, shared_part, shared_lse, shared_rows + row * 4, tile_rows, kv_head, g, KV_HEADS, GROUP, D, D
             )
-    t = tl.arange(0, TILE)
+    if EARLY:
+        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2)
+        lo += TILE
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
-        key = start + t
-        live = key < hi
-        block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
-        base = block * stride_block + kv_head * (BS * D) + (key % BS) * D
-        k_a = tl.load(cache + base[None, :] + c[:, None], mask=live[None, :], other=0.0)
-        k_b = tl.load(cache + base[None, :] + HALF + c[:, None], mask=live[None, :], other=0.0)
-        v = tl.load(cache + v_offset + base[:, None] + d[None, :], mask=live[:, None], other=0.0)
-        s = tl.dot(qa, k_a)
-        s = tl.dot(qb, k_b, s) * scale_log2
-        s = tl.where(live[None, :], s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s - m_new[:, None])
-        z = z * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-        m = m_new
+        live = start + t < hi
+        k_a, k_b, v = _load_tile(heads_at, v_offset, table, start + t, live, stride_block, BS, D)
+        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2)
     head_out = out + row.to(tl.int64) * (HEADS * D) + kv_head * GROUP * D
     if active == 1:
         tl.store(head_out + g[:, None] * D + d[None, :], (acc / z[:, None]).to(out.dtype.element_ty), mask=in_g)
@@ -239,6 +262,7 @@ class DecodeRows:
     [slots, blocks].
 
     part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
+    early: load the first of them before waiting for the queries.
     """
 
     slots: Tensor
@@ -251,6 +275,7 @@ class DecodeRows:
     tile: int = 32
     warps: int = 1
     stages: int = 2
+    early: bool = False
     shared: SharedPlan | None = None
 
 
@@ -274,7 +299,7 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         a.cache.shape[1], a.cache.stride(1), rows.table.stride(0), rows.splits, *before,
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
         GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, MERGE=8,
-        STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, SHARED=shared is not None,
+        STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, SHARED=shared is not None, EARLY=rows.early,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 

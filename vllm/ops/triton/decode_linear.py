@@ -23,9 +23,29 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 STORE, SILU, RESIDUAL, ARGMAX = range(4)
+
+
+@triton.jit
+def _prefetch(rows, first, COLUMNS: tl.constexpr, BN: tl.constexpr):
+    """Bring columns [first, first + COLUMNS) of BN rows of a bf16 weight into the L2. One piece a thread, so that each
+    is asked for once.
+
+    rows: [BN] pointers to the beginnings of the rows.
+    """
+    PIECES: tl.constexpr = num_threads() // BN
+    SIZE: tl.constexpr = COLUMNS // PIECES  # numbers in a piece
+    at = rows[:, None] + first + tl.arange(0, PIECES)[None, :] * SIZE
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at, tl.full([BN, PIECES], SIZE * 2, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -43,13 +63,33 @@ def _inverse_rms(squares, rows, keep, tiles, width, eps):
     return tl.rsqrt(total / width + eps)
 
 
+@triton.jit
+def _weights(rows, k, in_n, K: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns k of some rows of a weight, which nobody will read again in this step."""
+    if WHOLE:
+        a = tl.load(rows + k[None, :], eviction_policy="evict_first")
+    else:
+        a = tl.load(rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    return a
+
+
+@triton.jit
+def _inputs(x, k, K: tl.constexpr, WHOLE: tl.constexpr):
+    xv = tl.load(x + k) if WHOLE else tl.load(x + k, mask=k < K, other=0.0)
+    return xv.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["tiles_in"])
 def _gemv_kernel(
     x, w, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
     MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end."""
+    """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end.
+
+    WHOLE: the tiles divide N and K, and the compiler has no masks to keep.
+    """
     pid = tl.program_id(0)
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
@@ -57,28 +97,22 @@ def _gemv_kernel(
     if PDL:
         gdc_launch_dependents()
     rows = w + n[:, None].to(tl.int64) * K
-    a = tl.load(rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first")
+    a = _weights(rows, k, in_n, K, WHOLE)
     if MODE == 1:
         up_rows = rows + N * K
-        b = tl.load(
-            up_rows + k[None, :], mask=in_n[:, None] & (k[None, :] < K), other=0.0, eviction_policy="evict_first"
-        )
+        b = _weights(up_rows, k, in_n, K, WHOLE)
     if PDL:
         gdc_wait()
-    xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    xv = _inputs(x, k, K, WHOLE)
     acc = a.to(tl.float32) * xv[None, :]
     if MODE == 1:
         up = b.to(tl.float32) * xv[None, :]
     for start in tl.range(BK, K, BK, loop_unroll_factor=UNROLL):
         at = start + k
-        a = tl.load(
-            rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first"
-        )
+        a = _weights(rows, at, in_n, K, WHOLE)
         if MODE == 1:
-            b = tl.load(
-                up_rows + at[None, :], mask=in_n[:, None] & (at[None, :] < K), other=0.0, eviction_policy="evict_first"
-            )
-        xv = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+            b = _weights(up_rows, at, in_n, K, WHOLE)
+        xv = _inputs(x, at, K, WHOLE)
         acc += a.to(tl.float32) * xv[None, :]
         if MODE == 1:
             up += b.to(tl.float32) * xv[None, :]
@@ -118,7 +152,7 @@ def _skinny_kernel(
     sums, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
@@ -135,6 +169,10 @@ def _skinny_kernel(
     rows = w + n[:, None].to(tl.int64) * K
     if PDL:
         gdc_launch_dependents()
+        if AHEAD > 0:
+            _prefetch(w + n.to(tl.int64) * K, share * SHARE, AHEAD, BN)
+            if MODE == 1:
+                _prefetch(w + (n + N).to(tl.int64) * K, share * SHARE, AHEAD, BN)
         gdc_wait()
     acc = tl.zeros([BN, BM], tl.float32)
     if MODE == 1:
@@ -187,8 +225,8 @@ def _skinny_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut. `vector`: the kernel for one row; `split` and `stages` belong to the other, `unroll` to
-    it.
+    """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`
+    belong to the other.
     """
 
     vector: bool
@@ -198,6 +236,8 @@ class Tiling:
     split: int = 1
     stages: int = 3
     unroll: int = 1
+    whole: bool = False  # without masks, if the tiles divide the product
+    ahead: int = 0  # columns of its weights that a program asks for before it waits for its predecessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +303,27 @@ def run_product(
     if t.vector:
         _gemv_kernel[(p.tiles,)](
             x, p.weight, bias, out, squares, tiles, s.eps, *rest,
-            UNROLL=t.unroll, SQUARES=triton.next_power_of_2(max(tiles, 2)), **const, **extra,
+            UNROLL=t.unroll, SQUARES=triton.next_power_of_2(max(tiles, 2)), WHOLE=_whole(p), **const, **extra,
         )  # fmt: skip
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
     _skinny_kernel[(p.tiles, t.split)](
         x, p.weight, bias, out, s.part, s.arrived, squares, tiles, s.eps, *rest, s.rows,
-        BM=tile_rows, SPLIT=t.split, STAGES=t.stages, **const, **extra,
+        BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, **const, **extra,
     )  # fmt: skip
+
+
+def _whole(p: Product) -> bool:
+    """Whether the kernel for one row does without masks."""
+    return p.tiling.whole and p.outputs % p.tiling.rows == 0 and p.weight.shape[1] % p.tiling.depth == 0
+
+
+def _columns_ahead(p: Product) -> int:
+    """As many columns as the tiling asks for, are there, and can be cut into pieces of 16 bytes, one a thread."""
+    t = p.tiling
+    piece = 8 * max(1, 32 * t.warps // t.rows)
+    whole = p.outputs % t.rows == 0  # nothing is asked for that is not there
+    return min(t.ahead, p.weight.shape[1] // t.split) // piece * piece if whole else 0
 
 
 def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
@@ -278,11 +331,11 @@ def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     if rows == 1:
         return _vector_tiling(outputs, inputs, mode)
     if mode == RESIDUAL and outputs <= 2048:  # narrow tiles, or the device is not filled
-        return _fitting(Tiling(False, 16, 256, 4, split=2, stages=6 if rows <= 32 else 4), inputs)
+        return _fitting(Tiling(False, 16, 256, 4, split=2, stages=6 if rows <= 32 else 4, ahead=512), inputs)
     if mode == RESIDUAL:
-        return _fitting(Tiling(False, 64, 128, 4, split=2, stages=6), inputs)
+        return _fitting(Tiling(False, 64, 128, 4, split=2, stages=6, ahead=512), inputs)
     if mode == STORE:
-        return _fitting(Tiling(False, 64, 128, 4, stages=6), inputs)
+        return _fitting(Tiling(False, 64, 128, 4, stages=6, ahead=256 if inputs <= 2048 else 1024), inputs)
     if mode == SILU:
         small = outputs <= 8192
         return _fitting(Tiling(False, 32 if small else 64, 128, 4, stages=6 if small else 4), inputs)
@@ -301,14 +354,15 @@ def _fitting(t: Tiling, inputs: int) -> Tiling:
 def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     limit = triton.next_power_of_2(inputs)
     if mode == ARGMAX:
-        return Tiling(True, 16, min(1024 if inputs <= 2048 else 512, limit), 8)
+        return Tiling(True, 16, min(1024, limit), 8) if inputs <= 2048 else Tiling(True, 32, 256, 8, whole=True)
     if mode == SILU:
         return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
+    if mode == RESIDUAL and outputs <= 2048:
+        return Tiling(True, 4, min(2048, limit), 8)
     if mode == RESIDUAL:
-        return (
-            Tiling(True, 4, min(2048, limit), 8) if outputs <= 2048 else Tiling(True, 8, min(512, limit), 4, unroll=2)
-        )
-    return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 2, 2048, 4, unroll=2)
+        wide = inputs >= 8192
+        return Tiling(True, 16 if wide else 8, min(1024, limit), 8 if wide else 4, whole=True)
+    return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 4, 2048, 8, whole=True)
 
 
 def supports(weight: Tensor, mode: int) -> bool:

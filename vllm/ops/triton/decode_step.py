@@ -7,10 +7,15 @@ where the step before wrote it, perhaps while the host was planning this one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from vllm.ops.triton.draw import draw_rows
 
 _ARGMAX_BLOCK = 4096
 
@@ -149,14 +154,28 @@ def argmax_tiles(logits: Tensor, best: Tensor, best_at: Tensor, sums: Tensor) ->
     return tiles
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "tiles", "vocab"])
-def _choose_kernel(
-    slots_ptr, positions_ptr, best, best_at, sums, tokens, out, stride_tokens, tiles, vocab, TP: tl.constexpr,
-    PDL: tl.constexpr
+@triton.jit
+def _deliver(
+    row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count
 ):  # fmt: skip
-    """Grid (rows,): the lowest index of the maximum goes to the slot table and to `out`; -1 if the logits are not
-    finite.
-    """
+    """The end of a row's step: its token (or -1) to the slot table and to `out`. With turn_count > 0, `out` is a ring
+    of so many vectors, and the row's position and turn go on by one for the next step."""
+    position = tl.load(positions_ptr + row)
+    tl.store(tokens + slot.to(tl.int64) * stride_tokens + position + 1, token)
+    turn = 0
+    if turn_count > 0:
+        turn = tl.load(turns + row)
+        tl.store(positions_ptr + row, position + 1)
+        tl.store(turns + row, (turn + 1) % turn_count)
+    tl.store(out + turn * stride_out + row, tl.where(finite, token, -1))
+
+
+@triton.jit(do_not_specialize=["stride_tokens", "tiles", "vocab", "stride_out", "turn_count"])
+def _choose_kernel(
+    slots_ptr, positions_ptr, best, best_at, sums, tokens, out, turns, stride_tokens, tiles, vocab, stride_out,
+    turn_count, TP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): the lowest index of the maximum is delivered; -1 if the logits are not finite."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -172,20 +191,87 @@ def _choose_kernel(
     token = tl.min(tl.where(live & (value == tl.max(value, 0)), where, 2147483647), 0)
     token = tl.minimum(token, vocab - 1)  # NaN equals nothing; the id must stay inside the vocabulary all the same
     finite = tl.abs(total) < float("inf")
-    tl.store(tokens + slot.to(tl.int64) * stride_tokens + tl.load(positions_ptr + row) + 1, token)
-    tl.store(out + row, tl.where(finite, token, -1))
+    _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
 
 
 def choose_tokens(
-    slots: Tensor, positions: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, vocab: int, tokens:
-    Tensor,
-    out: Tensor, pdl: bool = False,
+    slots: Tensor, positions: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, vocab: int,
+    tokens: Tensor, out: Tensor, turns: Tensor | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Second half of the argmax. out: [rows] int32, the id or -1; the id is also written behind each row's tokens."""
+    """Second half of the argmax. out: [rows] int32, the id or -1; the id is also written behind each row's tokens.
+
+    turns: [rows] int32. If given, `out` is a ring [n, rows or more] (it may be pinned host memory), a row's id goes to
+    the vector that its turn names, and turns and positions are left as the next step will need them.
+    """
     extra = {"launch_pdl": True} if pdl else {}
+    width = triton.next_power_of_2(tiles)
     _choose_kernel[(slots.shape[0],)](
-        slots, positions, best, best_at, sums, tokens, out, tokens.stride(0), tiles, vocab,
-        TP=triton.next_power_of_2(tiles), PDL=pdl, num_warps=4, **extra,
+        slots, positions, best, best_at, sums, tokens, out, positions if turns is None else turns, tokens.stride(0),
+        tiles, vocab, *_ring(turns, out), TP=width, PDL=pdl, num_warps=min(16, max(4, width // 512)), **extra,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How each row's token is drawn, at fixed addresses: as in `DrawParams`, but for the numbers, which the device
+    makes from the starts [rows] int64 of the rows' streams (`core.rng.stream_start`) and their positions.
+    """
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    starts: Tensor
+
+
+@triton.jit
+def _mix(z):
+    """As in `core.rng`."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _uniform_kernel(positions_ptr, starts, out, rows, BLOCK: tl.constexpr):
+    """`core.rng.uniform` for the token behind each row's position."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(starts + i, mask=i < rows, other=0).to(tl.uint64, bitcast=True)
+    index = (tl.load(positions_ptr + i, mask=i < rows, other=0) + 2).to(tl.uint64)
+    z = _mix(start + index * 0x9E3779B97F4A7C15)
+    tl.store(out + i, (z >> 40).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08, mask=i < rows)
+
+
+@triton.jit(do_not_specialize=["stride_tokens", "tiles", "stride_out", "turn_count"])
+def _deliver_kernel(
+    slots_ptr, positions_ptr, drawn, sums, tokens, out, turns, stride_tokens, tiles, stride_out, turn_count,
+    TP: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): delivers what was drawn; -1 if the logits are not finite."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    t = tl.arange(0, TP)
+    total = tl.sum(tl.load(sums + row * tiles + t, mask=t < tiles, other=0.0), 0)
+    token = tl.load(drawn + row).to(tl.int32)
+    finite = tl.abs(total) < float("inf")
+    _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
+
+
+def draw_tokens(
+    logits: Tensor, slots: Tensor, positions: Tensor, drawing: Drawing, tokens: Tensor, out: Tensor,
+    turns: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Draw each row's token from its logits [rows, vocab] fp32 and deliver it as `choose_tokens` does."""
+    rows = slots.shape[0]
+    d, uniform = drawing, torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _uniform_kernel[(triton.cdiv(rows, 128),)](positions, d.starts, uniform, rows, BLOCK=128, num_warps=4)
+    drawn, sums = draw_rows(logits, d.temperature, d.min_p, d.top_k, d.top_p, uniform)
+    tiles = sums.shape[1]
+    _deliver_kernel[(rows,)](
+        slots, positions, drawn, sums, tokens, out, positions if turns is None else turns, tokens.stride(0), tiles,
+        *_ring(turns, out), TP=triton.next_power_of_2(tiles), num_warps=1,
     )  # fmt: skip
 
 
@@ -240,10 +326,11 @@ def nominate(best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, first_row:
     )
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "rows", "vocab"])
+@triton.jit(do_not_specialize=["stride_tokens", "rows", "vocab", "stride_out", "turn_count"])
 def _elect_kernel(
-    slots_ptr, positions_ptr, nominees, tokens, out, stride_tokens, rows, vocab, WORLD: tl.constexpr, WP: tl.constexpr
-):
+    slots_ptr, positions_ptr, nominees, tokens, out, turns, stride_tokens, rows, vocab, stride_out, turn_count,
+    WORLD: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
     """Grid (rows,): as `_choose_kernel`, from what the ranks nominated."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
@@ -258,16 +345,21 @@ def _elect_kernel(
     token = tl.min(tl.where(live & (value == tl.max(value, 0)), where, 2147483647), 0)
     token = tl.minimum(token, vocab - 1)
     finite = tl.abs(total) < float("inf")
-    tl.store(tokens + slot.to(tl.int64) * stride_tokens + tl.load(positions_ptr + row) + 1, token)
-    tl.store(out + row, tl.where(finite, token, -1))
+    _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
 
 
 def elect(
-    slots: Tensor, positions: Tensor, nominees: Tensor, world: int, vocab: int, tokens: Tensor, out: Tensor
-) -> None:
+    slots: Tensor, positions: Tensor, nominees: Tensor, world: int, vocab: int, tokens: Tensor, out: Tensor,
+    turns: Tensor | None = None,
+) -> None:  # fmt: skip
     """As `choose_tokens`, from [world * rows, 3] of `nominate`: every rank comes to the same token."""
     rows = slots.shape[0]
     _elect_kernel[(rows,)](
-        slots, positions, nominees, tokens, out, tokens.stride(0), rows, vocab,
-        WORLD=world, WP=max(2, triton.next_power_of_2(world)), num_warps=1,
+        slots, positions, nominees, tokens, out, positions if turns is None else turns, tokens.stride(0), rows, vocab,
+        *_ring(turns, out), WORLD=world, WP=max(2, triton.next_power_of_2(world)), num_warps=1,
     )  # fmt: skip
+
+
+def _ring(turns: Tensor | None, out: Tensor) -> tuple[int, int]:
+    """The stride and the number of the vectors that ids go to in turn; 0 and 0 if there is only one."""
+    return (0, 0) if turns is None else (out.stride(0), out.shape[0])

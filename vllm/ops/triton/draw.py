@@ -22,6 +22,7 @@ from vllm.worker.sample.draw import DrawParams
 
 _GROUP = 64
 _GROUPS = 64  # groups that one program holds
+_TILE = 64  # groups of one program of the first kernel
 _CHUNK = 4096
 
 
@@ -216,12 +217,17 @@ def _draw_many(logits, vocab, temperature, peak, min_p, k, top_p, u, CHUNK: tl.c
 
 
 @triton.jit(do_not_specialize=["groups"])
-def _maxima_kernel(logits, temperatures, maxima, groups, VOCAB: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Grid (rows, tiles): the maxima of TILE groups."""
+def _maxima_kernel(
+    logits, temperatures, maxima, sums, groups, VOCAB: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
+    """Grid (rows, tiles): the maxima of TILE groups, and the sum of their logits."""
     row = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * TILE + tl.arange(0, TILE)
     at = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = _load(logits + row * VOCAB, at, VOCAB, tl.load(temperatures + row))
+    x = tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=-float("inf"))
+    total = tl.sum(tl.sum(tl.where(at < VOCAB, x, 0.0), 1), 0)
+    tl.store(sums + row * tl.num_programs(1) + tl.program_id(1), total)
+    x = tl.div_rn(x, tl.load(temperatures + row))
     tl.store(maxima + row * groups + g, tl.max(x, 1), mask=g < groups)
 
 
@@ -230,11 +236,14 @@ def _draw_kernel(
     logits, maxima, scratch, temperatures, min_ps, top_ks, top_ps, uniforms, out, groups,
     VOCAB: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,)."""
+    """Grid (rows,). A top_k below 0 marks a row of which nothing is wanted."""
     row = tl.program_id(0).to(tl.int64)
+    k = tl.load(top_ks + row)
+    if k < 0:
+        tl.store(out + row, 0)
+        return
     temperature = tl.load(temperatures + row)
     min_p = tl.load(min_ps + row)
-    k = tl.load(top_ks + row)
     k = tl.where(k >= VOCAB, 0, k)
     top_p = tl.load(top_ps + row)
     u = tl.load(uniforms + row)
@@ -258,26 +267,46 @@ def _draw_kernel(
 
 def draw(logits: Tensor, params: DrawParams) -> Tensor:
     """`vllm.worker.sample.draw.draw` for CUDA."""
+    p = params
+    return draw_rows(logits, p.temperature, p.min_p, p.top_k, p.top_p, p.uniform)[0]
+
+
+def draw_and_finite(logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+    """`vllm.worker.sample.draw.draw_and_finite` for CUDA."""
+    p = params
+    drawn, sums = draw_rows(logits, p.temperature, p.min_p, p.top_k, p.top_p, p.uniform)
+    return drawn, torch.isfinite(sums.sum(-1))
+
+
+def draw_rows(
+    logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tokens [rows] int64, and sums of the logits in parts [rows, tiles]: finite if all of a row's logits are.
+
+    The parameters are those of `DrawParams`; a top_k below 0 marks a row of which nothing is wanted (what stands there
+    may be anything, and take long). Asks the host for nothing, so that it can be captured.
+    """
     rows, vocab = logits.shape
     logits = logits.contiguous()
     groups = triton.cdiv(vocab, _GROUP)
-    maxima = torch.empty(rows, groups, dtype=torch.float32, device=logits.device)
+    tiles = triton.cdiv(groups, _TILE)
+    maxima, sums = (torch.empty(rows, n, dtype=torch.float32, device=logits.device) for n in (groups, tiles))
     scratch = torch.empty(rows, _GROUPS, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
-        return out
+        return out, sums
     # always less than the vocabulary: Triton 3.6 fails on loops that it sees to run just once
     chunk = min(_CHUNK, triton.next_power_of_2(vocab) // 2)
-    _maxima_kernel[(rows, triton.cdiv(groups, 64))](
-        logits, params.temperature, maxima, groups, VOCAB=vocab, GROUP=_GROUP, TILE=64, num_warps=4
+    _maxima_kernel[(rows, tiles)](
+        logits, temperature, maxima, sums, groups, VOCAB=vocab, GROUP=_GROUP, TILE=_TILE, num_warps=4
     )
     _draw_kernel[(rows,)](
-        logits, maxima, scratch, params.temperature, params.min_p, params.top_k, params.top_p, params.uniform, out,
-        groups,
+        logits, maxima, scratch, temperature, min_p, top_k, top_p, uniform, out, groups,
         VOCAB=vocab, NP=triton.next_power_of_2(groups), CHUNK=chunk, GROUP=_GROUP, GROUPS=_GROUPS, num_warps=8,
     )  # fmt: skip
-    return out
+    return out, sums
 
 
 def register(device_type: str) -> None:
     ops.draw.register(device_type, draw)
+    ops.draw_and_finite.register(device_type, draw_and_finite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops import norm as ops
 
@@ -15,11 +16,14 @@ _MAX_DIM = 65536  # one program holds a whole row
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, rows, inner, stride_outer, stride_inner, eps, offset,
     DIM: tl.constexpr, DP: tl.constexpr, RP: tl.constexpr, ADD: tl.constexpr, CENTER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """RP rows a program. Row i of x starts at (i // inner) * stride_outer + (i % inner) * stride_inner; the rest is
     dense.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * RP + tl.arange(0, RP)[:, None]
     d = tl.arange(0, DP)[None, :]
     keep = (row < rows) & (d < DIM)
@@ -50,6 +54,7 @@ def _run(
     eps: float,
     offset: float,
     center: bool,
+    pdl: bool = False,
 ) -> Tensor:
     dim = x.shape[-1]
     # a view of a fused projection, [tokens, heads, head_dim], is read where it lies
@@ -69,7 +74,8 @@ def _run(
         x, residual if residual is not None else out, weight if weight is not None else out,
         bias if bias is not None else out, out, rows, inner, outer, x.stride(1) if x.dim() == 3 else 0, eps, offset,
         DIM=dim, DP=width, RP=per_program, ADD=residual is not None, CENTER=center,
-        WEIGHT=weight is not None, BIAS=bias is not None, num_warps=4 if width <= 2048 else 8,
+        WEIGHT=weight is not None, BIAS=bias is not None, PDL=pdl, num_warps=4 if width <= 2048 else 8,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
@@ -93,12 +99,15 @@ def _fits(x: Tensor, residual: Tensor) -> bool:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`vllm.ops.norm.add_rms_norm` for CUDA; the sum is left in `residual`."""
+    """`vllm.ops.norm.add_rms_norm` for CUDA; the sum is left in `residual`.
+
+    pdl: start before the kernel that computes x is quite done, and wait for it then (see `decode_linear`).
+    """
     if not _fits(x, residual):
         return ops.add_rms_norm.reference(x, residual, weight, eps, offset)
-    return _run(x, residual, weight, None, eps, offset, center=False), residual
+    return _run(x, residual, weight, None, eps, offset, center=False, pdl=pdl), residual
 
 
 def add_layer_norm(
