@@ -159,9 +159,9 @@ class Walk {
             if (narrow && !c_.num_rows) break;
             const char* context = attention(b, shared_.plan(i));
             if (narrow) context = keep_rows(b, context);
-            multiply(c_.out, context, b.o, rows_);
+            multiply(c_.out, context, b.o, rows_, &b.up);
             normalise(b.norm2, stream_, c_.out);
-            feed_forward(b);
+            feed_forward(b, i + 1 < c_.count ? &c_.layers[i + 1].qkv : nullptr);
         }
         return known_;
     }
@@ -174,13 +174,16 @@ class Walk {
                    c_.dtype));
     }
 
-    void multiply(void* out, const void* x, const LinearWeights& w, int64_t rows) {
-        check(linear(team_, {out, x, w.packed, w.bias, rows, w.out, w.in, w.in, w.out}, shared_.scratch, c_.dtype, c_.dtype));
+    // next: the weights of the product after this one, or null.
+    void multiply(void* out, const void* x, const LinearWeights& w, int64_t rows, const LinearWeights* next) {
+        Product product = {out, x, w.packed, w.bias, rows, w.out, w.in, w.in, w.out, {}};
+        if (next) product.next = {next->packed, next->out, next->in};
+        check(linear(team_, product, shared_.scratch, c_.dtype, c_.dtype));
     }
 
     void write_keys(const BlockWeights& b) {
         char* qkv = shared_.first;
-        multiply(qkv, c_.out, b.qkv, c_.tokens);
+        multiply(qkv, c_.out, b.qkv, c_.tokens, &b.o);
         check(rotate_and_write(team_, {qkv, c_.tokens, b.qkv.out, b.heads, b.kv_heads, b.head_dim,
                                        b.cos_sin ? c_.positions : nullptr, b.cos_sin, b.rotary_dim, b.interleaved != 0, b.cache,
                                        c_.blocks, c_.block_size, c_.groups[b.group].slots, b.q_norm, b.k_norm, b.qk_eps,
@@ -210,13 +213,13 @@ class Walk {
         return shared_.first;
     }
 
-    void feed_forward(const BlockWeights& b) {
+    void feed_forward(const BlockWeights& b, const LinearWeights* next) {
         for (int64_t token = 0; token < rows_; token += kFeedForwardTokens) {
             const int64_t rows = std::min(kFeedForwardTokens, rows_ - token);
             char* x = (char*)c_.out + token * c_.hidden * element_;
-            multiply(shared_.first, x, b.up, rows);
+            multiply(shared_.first, x, b.up, rows, &b.down);
             check(activate(team_, {shared_.activated, shared_.first, rows, b.down.in, b.up.out, b.gated, b.activation}, c_.dtype));
-            multiply(x, shared_.activated, b.down, rows);
+            multiply(x, shared_.activated, b.down, rows, next);
         }
     }
 

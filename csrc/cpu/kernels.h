@@ -76,6 +76,12 @@ bool rotate_and_write(Team& team, const WriteArguments& a, int32_t dtype, int32_
 
 // ---- linear.cpp: two phases
 
+// Weights that a later product of the same format will read.
+struct NextWeights {
+    const void* packed;  // or null
+    int64_t n, k;
+};
+
 struct Product {
     void* out;  // may be x: all of x is copied before the first result is written
     const void* x;
@@ -83,6 +89,7 @@ struct Product {
     const void* bias;  // or null
     int64_t m, n, k;
     int64_t x_stride, out_stride;
+    NextWeights next = {};
 };
 bool linear(Team& team, const Product& a, void* scratch, int32_t dtype, int32_t out_dtype);
 size_t linear_scratch_bytes(int64_t m, int64_t k);

@@ -164,7 +164,7 @@ bool linear(Team& team, const Product& a, void* scratch, int32_t dtype, int32_t 
 VLLM_API int vllm_linear(void* out, const void* x, const void* packed, const void* bias, int64_t m, int64_t n, int64_t k,
                          int64_t x_stride, int64_t out_stride, int32_t dtype, int32_t out_dtype) {
     if (out_dtype != dtype && out_dtype != kFloat32) return kUnknownType;
-    const Product a = {out, x, packed, bias, m, n, k, x_stride, out_stride};
+    const Product a = {out, x, packed, bias, m, n, k, x_stride, out_stride, {}};
     return guarded([&] {
         thread_local Scratch scratch;
         void* memory = scratch.reserve(linear_scratch_bytes(m, k));

@@ -140,7 +140,7 @@ VLLM_API int vllm_quantize_rows(uint8_t* out, float* scales, const void* x, int6
 // x: [m, k] as vllm_quantize_rows gives it; out [m, n] and bias [n] have `dtype`. Returns kOk, kUnknownType or kOutOfMemory.
 VLLM_API int vllm_linear_int8(void* out, const uint8_t* x, const float* x_scales, const void* packed, const float* scales,
                               const void* bias, int64_t m, int64_t n, int64_t k, int32_t dtype) {
-    const Product a = {out, x, packed, bias, m, n, k, k, n};
+    const Product a = {out, x, packed, bias, m, n, k, k, n, {}};
     return guarded([&] {
         thread_local Scratch scratch;
         void* memory = scratch.reserve(linear_scratch_bytes(m, k));

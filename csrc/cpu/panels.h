@@ -29,6 +29,9 @@ constexpr int64_t kBlockTiles = 16;                       // tiles of one task: 
 constexpr int64_t kBlockRows = kBlockTiles * kTileRows;
 constexpr int64_t kGroupPanels = 4;            // panels of one task, if its rows do not stay there
 constexpr int64_t kCachedBytes = 512 << 10;    // what does
+constexpr int64_t kTileSliceBytes = 16 << 10;  // of a panel that meets one tile only: as far as is asked ahead
+constexpr int kPrefetchRows = 6;               // of a tile
+constexpr int64_t kForeseenBytes = 128 << 10;  // of the next product, while a thread waits
 
 // A weight format F says how many k one step takes, how a step of x and of the weights is stored, and how they are multiplied. A
 // "step" is the unit along k of both packed operands. Sums are 32 bits wide: floats, or integers in their place.
@@ -49,28 +52,32 @@ ALWAYS_INLINE inline void unrolled(std::integer_sequence<int, I...>, Body&& body
     (body(std::integral_constant<int, I>{}), ...);
 }
 
+// What is asked for while a tile is multiplied: its part of what will be read next, so many bytes a step. Asking far ahead and
+// evenly keeps memory busy all the time; the processor's own prefetcher stops where arithmetic takes long.
+struct Ahead {
+    const char* at;
+    int64_t stride;
+};
+
 // The inner loop: sums[row][...] (+)= x tile times columns [0, Vectors * W) of a panel.
 // x: [steps][kXPerStep][Rows]; b: [steps][kPanel]; sums: Rows rows of kPanel.
 template <class F, int Rows, int Vectors>
-void multiply_tile(const typename F::X* x, const typename F::B* b, int64_t steps, float* sums, bool fresh) {
+void multiply_tile(const typename F::X* x, const typename F::B* b, int64_t steps, float* sums, bool fresh, Ahead ahead) {
     vf sum[Rows * Vectors] = {};
     // Indices that are constants from the start let the compiler keep every sum in a register.
     const auto each_sum = [](auto&& body) ALWAYS_INLINE { unrolled(std::make_integer_sequence<int, Rows * Vectors>(), body); };
     if (!fresh) {
         each_sum([&](auto i) ALWAYS_INLINE { sum[i] = load(sums + i / Vectors * kPanel + i % Vectors * W); });
     }
-    // With few rows the processor's own prefetcher keeps up and asking is in its way; with more, arithmetic takes its place and the
-    // panel must be asked for: far ahead into the second-level cache, near into the first. What lies past a panel is the next one.
-    constexpr bool kPrefetch = Rows > 5;
-    constexpr int64_t kFar = 8192, kNear = 1024;
+    // With few rows the processor's own prefetcher keeps up and asking is in its way.
+    constexpr bool kPrefetch = Rows >= kPrefetchRows;
     for (int64_t s = 0; s < steps; s++) {
         typename F::Loaded loaded[Vectors];
         for (int v = 0; v < Vectors; v++) loaded[v] = F::load_b(b + v * W);
         if constexpr (kPrefetch) {
-            for (int64_t line = 0; line < int64_t(Vectors * W * sizeof(typename F::B)); line += 64) {
-                __builtin_prefetch((const char*)b + kNear + line);
-                __builtin_prefetch((const char*)b + kFar + line, 0, 2);
-            }
+            __builtin_prefetch(ahead.at, 0, 2);
+            if (ahead.stride > 64) __builtin_prefetch(ahead.at + 64, 0, 2);
+            ahead.at += ahead.stride;
         }
         each_sum([&](auto i) ALWAYS_INLINE { sum[i] = F::multiply(sum[i], loaded[i % Vectors], x + i / Vectors, Rows); });
         x += F::kXPerStep * Rows;
@@ -79,20 +86,28 @@ void multiply_tile(const typename F::X* x, const typename F::B* b, int64_t steps
     each_sum([&](auto i) ALWAYS_INLINE { store(sums + i / Vectors * kPanel + i % Vectors * W, sum[i]); });
 }
 
-// A panel times a tile of `rows` rows. With one or two rows memory is the limit: the panel is read in one go.
+// A panel's slice times a tile of `rows` rows, while part `part` of `parts` of the slice at `next` is asked for. With one or two
+// rows memory is the limit: the panel is read in one go.
 template <class F, int Rows = kTileRows>
-void multiply_panel(int64_t rows, const typename F::X* x, const typename F::B* b, int64_t steps, float* sums, bool fresh) {
+void multiply_panel(int64_t rows, const typename F::X* x, const typename F::B* b, int64_t steps, float* sums, bool fresh,
+                    const typename F::B* next, int64_t part, int64_t parts) {
     if constexpr (Rows > 0) {
         if (rows == Rows) {
-            constexpr int kTogether = Rows <= 2 ? kVectors : kTileVectors;
-            for (int v = 0; v < kVectors; v += kTogether) {
-                multiply_tile<F, Rows, kTogether>(x, b + v * W, steps, sums + v * W, fresh);
+            constexpr int kTogether = Rows <= 2 ? kVectors : kTileVectors, kPasses = kVectors / kTogether;
+            constexpr int64_t kStepBytes = kPanel * sizeof(typename F::B);
+            const int64_t stride = (kStepBytes + parts * kPasses - 1) / (parts * kPasses);
+            for (int pass = 0; pass < kPasses; pass++) {
+                const int v = pass * kTogether;
+                const Ahead ahead = {(const char*)next + (part * kPasses + pass) * stride * steps, stride};
+                multiply_tile<F, Rows, kTogether>(x, b + v * W, steps, sums + v * W, fresh, ahead);
             }
         } else {
-            multiply_panel<F, Rows - 1>(rows, x, b, steps, sums, fresh);
+            multiply_panel<F, Rows - 1>(rows, x, b, steps, sums, fresh, next, part, parts);
         }
     }
 }
+
+int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
 int64_t tiles_of(const Product& a) { return (a.m + kTileRows - 1) / kTileRows; }
 
@@ -132,20 +147,26 @@ void pack_tile(const Product& a, typename F::X* packed, int64_t tile, int64_t do
 }
 
 // The panels [panel, panel_end) times one block of tiles, slice by slice along k: the slice of a panel is reused from cache by all
-// tiles, the slice of the tiles by all panels. sums: kBlockRows rows of each panel.
+// tiles, the slice of the tiles by all panels. While one slice is multiplied, the next is asked for. sums: kBlockRows rows of each
+// panel.
 template <class F, class Write>
 void panels_task(const Product& a, const typename F::X* x, int64_t first_tile, int64_t last_tile, int64_t panel,
                  int64_t panel_end, float* sums, Write&& write) {
-    const int64_t steps = steps_of<F>(a.k), first_row = tile_row(a, first_tile);
+    const int64_t steps = steps_of<F>(a.k), first_row = tile_row(a, first_tile), tiles = last_tile - first_tile;
+    const int64_t longest = tiles == 1 ? kTileSliceBytes / int64_t(kPanel * sizeof(typename F::B)) : F::kSliceSteps;
+    const int64_t slices = std::max<int64_t>(1, (steps + longest - 1) / longest), panels = panel_end - panel;
     const auto* b = (const typename F::B*)a.packed + panel * steps * kPanel;
-    for (int64_t s = 0; s == 0 || s < steps; s += F::kSliceSteps) {
-        const int64_t slice = std::min(F::kSliceSteps, steps - s);
-        for (int64_t p = 0; p < panel_end - panel; p++) {
+    for (int64_t i = 0; i < slices; i++) {
+        const int64_t s = steps * i / slices, end = steps * (i + 1) / slices;
+        for (int64_t p = 0; p < panels; p++) {
+            // The same slice of the next panel, the next slice of the first, or what follows the last.
+            const int64_t next = p + 1 < panels ? (p + 1) * steps + s : i + 1 < slices ? end : panels * steps;
             for (int64_t tile = first_tile; tile < last_tile; tile++) {
                 const int64_t row = tile_row(a, tile), rows = tile_row(a, tile + 1) - row;
                 const typename F::X* tile_x = x + (row * steps + s * rows) * F::kXPerStep;
-                multiply_panel<F>(rows, tile_x, b + (p * steps + s) * kPanel, slice,
-                                  sums + (p * kBlockRows + row - first_row) * kPanel, s == 0);
+                multiply_panel<F>(rows, tile_x, b + (p * steps + s) * kPanel, end - s,
+                                  sums + (p * kBlockRows + row - first_row) * kPanel, i == 0, b + next * kPanel,
+                                  tile - first_tile, tiles);
             }
         }
     }
@@ -158,7 +179,7 @@ void panels_task(const Product& a, const typename F::X* x, int64_t first_tile, i
 template <class F, class T, class Write>
 void product(Team& team, const Product& a, void* scratch, Write&& write) {
     if (a.m == 0) return;
-    const int64_t tiles = tiles_of(a), panels = (a.n + kPanel - 1) / kPanel, steps = steps_of<F>(a.k);
+    const int64_t tiles = tiles_of(a), panels = panels_of(a.n), steps = steps_of<F>(a.k);
     const int64_t blocks = (tiles + kBlockTiles - 1) / kBlockTiles, slices = (steps + F::kSliceSteps - 1) / F::kSliceSteps;
     auto* x = (typename F::X*)scratch;
     team.share(tiles * slices, team.grain(tiles * slices, 1), [&](int64_t task, int64_t end) {
@@ -167,19 +188,27 @@ void product(Team& team, const Product& a, void* scratch, Write&& write) {
             pack_tile<F, T>(a, x, task / slices, s, std::min(steps, s + F::kSliceSteps));
         }
     });
-    // Block by block: the panels of one are read by all threads at about the same time. Pieces are long enough to be streams.
-    const int64_t grain = blocks == 1 ? std::min<int64_t>(16, team.grain(panels, 1)) : kGroupPanels;
     // A block that does not stay in the second-level cache is worth several panels each time its slices come by.
     const bool large = a.m / blocks * steps * F::kXPerStep * int64_t(sizeof(typename F::X)) > kCachedBytes;
     alignas(64) float sums[kGroupPanels * kBlockRows * kPanel];
-    team.share(blocks * panels, grain, [&](int64_t task, int64_t end) {
+    const auto body = [&](int64_t task, int64_t end) {
         while (task < end) {
             const int64_t block = task / panels, panel = task % panels;
             const int64_t count = std::min({large ? kGroupPanels : 1, end - task, panels - panel});
             panels_task<F>(a, x, tiles * block / blocks, tiles * (block + 1) / blocks, panel, panel + count, sums, write);
             task += count;
         }
-    });
+    };
+    if (blocks > 1) {
+        // Block by block: the panels of one are read by all threads at about the same time.
+        team.share(blocks * panels, kGroupPanels, body);
+        return;
+    }
+    const int64_t next_panels = panels_of(a.next.n), first = team.range_begin(next_panels, team.thread());
+    const int64_t panel_bytes = steps_of<F>(a.next.k) * kPanel * int64_t(sizeof(typename F::B));
+    team.foresee((const char*)a.next.packed + first * panel_bytes,
+                 std::min(kForeseenBytes, (team.range_begin(next_panels, team.thread() + 1) - first) * panel_bytes));
+    team.share_ranges(panels, std::min<int64_t>(16, team.grain(panels, 1)), body);
 }
 
 template <class Stored, class F>

@@ -53,17 +53,18 @@ def test_linear_agrees_with_float64(native, m, n, k, dtype, biased, wide):
     check(got, expected, torch.float32 if wide else dtype, scale=math.sqrt(k) + 1)
 
 
-def test_linear_gives_a_row_the_same_bits_in_any_batch_and_with_any_threads(native):
-    n, k = 200, 2600
+@pytest.mark.parametrize(("n", "k"), [(200, 2600), (33, 1027)])  # more panels than threads, and fewer
+def test_linear_gives_a_row_the_same_bits_in_any_batch_and_with_any_threads(native, n, k):
     for dtype in DTYPES:
         weight, x, bias = torch.randn(n, k).to(dtype), torch.randn(230, k).to(dtype), torch.randn(n).to(dtype)
         packed = native.pack_weight(weight)
         whole = native.linear(x, packed, bias)
-        for rows in (1, 2, 3, 5, 8, 13, 32, 100):
+        for rows in (1, 2, 3, 5, 6, 8, 12, 13, 32, 100):
             assert torch.equal(native.linear(x[7 : 7 + rows], packed, bias), whole[7 : 7 + rows]), (dtype, rows)
-        with threads(2 if torch.get_num_threads() == 1 else 1):
-            assert torch.equal(native.linear(x, packed, bias), whole)
-            assert torch.equal(native.linear(x[:1], packed, bias), whole[:1])
+        for count in (1, 2, 3):
+            with threads(count):
+                for rows in (1, 8, 25, 230):
+                    assert torch.equal(native.linear(x[:rows], packed, bias), whole[:rows]), (dtype, rows, count)
 
 
 def test_linear_flattens_leading_dimensions_and_accepts_no_rows(native):
