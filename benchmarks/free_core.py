@@ -43,6 +43,9 @@ class FreeCore:
     def has_unfinished(self) -> bool:
         return bool(self._left)
 
+    def has_waiting(self) -> bool:
+        return False
+
     def step(self) -> list[CoreOutput]:
         wait = self._next - time.perf_counter()
         if wait > 0:
@@ -55,11 +58,12 @@ class FreeCore:
                 del self._left[request_id]
             else:
                 self._left[request_id] = left - 1
-        self._made = len(outputs)
+        self._made += len(outputs)
         return outputs
 
     def stats(self) -> CoreStats:
-        return CoreStats(num_running=len(self._left), kv_blocks_total=999, generation_tokens=self._made)
+        made, self._made = self._made, 0
+        return CoreStats(num_running=len(self._left), kv_blocks_total=999, generation_tokens=made)
 
     def check_idle(self) -> None: ...
 

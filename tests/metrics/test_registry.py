@@ -82,10 +82,11 @@ def test_counts_and_histograms() -> None:
     metrics = make()
     metrics.on_step(CoreStats(2, 1, 100, 75, 50, 20, 3, prompt_tokens=30, generation_tokens=2))
     metrics.on_step(CoreStats(2, 0, 100, 50, 50, 20, 3, prompt_tokens=0, generation_tokens=2))
+    metrics.on_step(CoreStats(2, 0, 100, 50, 50, 20, 3, generation_tokens=30, steps=3))
     finish(metrics)
     finish(metrics, "length")
     got = samples(metrics)
-    assert got["vllm:prompt_tokens_total", ""] == 30 and got["vllm:generation_tokens_total", ""] == 4
+    assert got["vllm:prompt_tokens_total", ""] == 30 and got["vllm:generation_tokens_total", ""] == 34
     assert got["vllm:gpu_cache_usage_perc", ""] == got["vllm:kv_cache_usage_perc", ""] == 0.5
     assert got["vllm:gpu_prefix_cache_hit_rate", ""] == 0.4
     assert got["vllm:request_success_total", "stop"] == got["vllm:request_success_total", "length"] == 1
@@ -94,7 +95,10 @@ def test_counts_and_histograms() -> None:
     assert got["vllm:e2e_request_latency_seconds_sum", ""] == 6
     assert got["vllm:request_generation_tokens_bucket", "50.0"] == 2
     assert got["vllm:request_params_best_of_bucket", "2.0"] == 0
-    assert got["vllm:iteration_tokens_total_count", ""] == 2
+    assert got["vllm:iteration_tokens_total_count", ""] == 5
+    assert got["vllm:iteration_tokens_total_sum", ""] == 64
+    assert got["vllm:iteration_tokens_total_bucket", "8.0"] == 1
+    assert got["vllm:iteration_tokens_total_bucket", "16.0"] == 4
 
 
 def test_series_count_does_not_depend_on_traffic() -> None:

@@ -309,6 +309,75 @@ def test_outputs_survive_the_wire():
     assert wire.decode_from_core(wire.frame(sent)[4:]) == sent
 
 
+def test_tokens_of_short_steps_travel_together():
+    from tests.engine.test_core import new_core
+    from vllm.core.plan import TokenLogprobs
+    from vllm.engine.core_process import CoreServer
+
+    ours, theirs = socket.socketpair()
+    reader = wire.FrameReader()
+
+    def received() -> list[list[CoreOutput]]:
+        ours.setblocking(False)
+        try:
+            return [wire.decode_from_core(body).outputs for body in wire.read_frames(ours, reader)]
+        except BlockingIOError:
+            return []
+
+    def logprobs(token: int) -> list[TokenLogprobs]:
+        return [TokenLogprobs([token], [-1.0], 1)]
+
+    with ours, theirs:
+        server = CoreServer(theirs, new_core()[0])
+        first = CoreOutput("a", [1], num_cached_tokens=0, first_scheduled_time=5.0)
+        server._report([first])
+        assert received() == [[first]]  # the first token waits for nothing
+        server._hold_until = float("inf")
+        server._report([CoreOutput("a", [2], logprobs=logprobs(2)), CoreOutput("b", [7])])
+        server._report([CoreOutput("a", [3], logprobs=logprobs(3))])
+        assert received() == []
+        server._report([CoreOutput("a", [4], "stop", 4, logprobs(4)), CoreOutput("b", [8])])
+        every = [p for t in (2, 3, 4) for p in logprobs(t)]
+        assert received() == [[CoreOutput("a", [2, 3, 4], "stop", 4, every), CoreOutput("b", [7, 8])]]
+        server._hold_until = 0.0
+        server._report([CoreOutput("b", [9])])
+        assert received() == [[CoreOutput("b", [9])]]
+        server._hold_until = float("inf")
+        server._report([CoreOutput("b", [10])])
+        server._send_held()  # as before what may take long, and before the core sleeps
+        assert received() == [[CoreOutput("b", [10])]]
+        server._report([])
+        server._send_held()
+        assert received() == []
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_held_tokens_wait_for_no_prompt(prompt):
+    """A step with a new prompt in it may be a long one: what is held goes out before."""
+    from tests.engine.test_core import new_core, request
+    from vllm.engine.core_process import CoreServer
+
+    core, _ = new_core()
+    core.add_requests([request("a")])
+    if not prompt:
+        core.step()
+    held = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = CoreServer(theirs, core)
+        server._held = {"x": CoreOutput("x", [1])}
+        server._hold_until = float("inf")
+
+        def step() -> list[CoreOutput]:
+            held.extend(server._held)
+            server._stopping = True
+            return [CoreOutput("a", [2])]
+
+        core.step = step
+        server.serve()
+    assert held == ([] if prompt else ["x"])
+
+
 def test_strict_core_stops_with_a_report():
     """With VLLM_STRICT an idle core that holds a block ends with what it knows, as JSON."""
     from tests.engine.test_core import new_core, request

@@ -84,6 +84,10 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return bool(self._left_over) or self.scheduler.has_unfinished()
 
+    def has_waiting(self) -> bool:
+        """Whether a request waits for its first step, or for its next after a preemption."""
+        return self.scheduler.num_waiting > 0
+
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[CoreOutput]:

@@ -36,6 +36,9 @@ logger = init_logger(__name__)
 
 PULSE_SECONDS = 0.2
 IDLE_CHECK_SECONDS = 1.0
+# To wake the front end and its clients costs about as much as a step of a small model: tokens that come closer together
+# than this travel together.
+HOLD_SECONDS = 0.001
 _PR_SET_PDEATHSIG = 1
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
@@ -69,6 +72,9 @@ class CoreServer:
         self._frames = wire.FrameReader()
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
+        self._held: dict[str, CoreOutput] = {}  # outputs that were not sent yet, by request
+        self._hold_until = 0.0
+        self._steps = 0  # since the last statistics
         self._send_lock = threading.Lock()
         self._heart = Heart()
         self._stopping = False
@@ -88,9 +94,13 @@ class CoreServer:
         while not self._stopping:
             busy = core.has_unfinished()
             self._heart.beat(busy)
+            if not busy:
+                self._send_held()
             self._take_in(0.0 if busy else IDLE_CHECK_SECONDS)
             if self._stopping:
                 return
+            if core.has_waiting():  # the next step may be a long one
+                self._send_held()
             if core.has_unfinished():
                 self._heart.beat(True)
                 self._report(core.step())
@@ -99,12 +109,30 @@ class CoreServer:
                     core.check_idle()
 
     def _report(self, outputs: list[CoreOutput]) -> None:
-        """Send what a step brought: outputs, or at least the news that a part of a prompt was computed."""
-        stats = self._core.stats()
-        if outputs or stats.prompt_tokens:
+        """Send what a step brought; soon, or now if a request has begun or ended or the last news were long ago."""
+        held, urgent = self._held, not outputs
+        for output in outputs:
+            urgent = urgent or output.num_cached_tokens is not None or output.finish_reason is not None
+            before = held.setdefault(output.request_id, output)
+            if before is not output:
+                before.extend(output)
+        self._steps += 1
+        if urgent or time.monotonic() > self._hold_until:
+            self._send_held(self._stats())
+
+    def _send_held(self, stats: CoreStats | None = None) -> None:
+        """Send the outputs that were held back; without any, the news that a part of a prompt was computed."""
+        if self._held or (stats is not None and stats.prompt_tokens):
             if self._faults and self._faults.due("ipc.drop") is not None:
                 os._exit(1)
-            self.send(wire.StepOutputs(outputs, stats))
+            self.send(wire.StepOutputs(list(self._held.values()), stats or self._stats()))
+            self._held.clear()
+            self._hold_until = time.monotonic() + HOLD_SECONDS
+
+    def _stats(self) -> CoreStats:
+        stats = self._core.stats()
+        stats.steps, self._steps = max(1, self._steps), 0
+        return stats
 
     def _take_in(self, patience: float) -> None:
         """Handle what the front end has sent; wait for it for at most `patience` seconds.
@@ -127,12 +155,12 @@ class CoreServer:
         if isinstance(message, wire.AddRequests):
             rejected = self._core.add_requests(message.requests)
             if rejected:
-                self.send(wire.StepOutputs(rejected, self._core.stats()))
+                self.send(wire.StepOutputs(rejected, self._stats()))
         elif isinstance(message, wire.StepOutputs):
-            self.send(wire.StepOutputs(message.outputs, self._core.stats()))
+            self.send(wire.StepOutputs(message.outputs, self._stats()))
         elif isinstance(message, wire.Abort):
             self._core.abort(message.request_ids)
-            self.send(wire.StepOutputs([], self._core.stats()))
+            self.send(wire.StepOutputs([], self._stats()))
         elif isinstance(message, wire.Call):
             self.send(self._call(message))
         else:
@@ -161,7 +189,8 @@ class CoreServer:
 def _decoded(body: bytes) -> wire.ToCore | wire.StepOutputs:
     """A message of the front end, or the ends of its requests if they cannot be read. Raises for any other."""
     try:
-        return wire.decode_to_core(body)
+        message: wire.ToCore = wire.decode_to_core(body)
+        return message
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return _refusal(body, error)
 

@@ -32,7 +32,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step brought for one request.
+    """What one step brought for one request; or a few short ones, see `extend`.
 
     `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token
     id, None for eos.
@@ -52,6 +52,18 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     first_scheduled_time: float = 0.0
     num_preemptions: int = 0
 
+    def extend(self, later: CoreOutput) -> None:
+        """Add what the step after this one brought for the same request."""
+        self.new_token_ids += later.new_token_ids
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = [*(self.prompt_logprobs or ()), *later.prompt_logprobs]
+        if later.num_cached_tokens is not None:
+            self.num_cached_tokens, self.first_scheduled_time = later.num_cached_tokens, later.first_scheduled_time
+        self.num_preemptions = later.num_preemptions
+
 
 class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A snapshot of the core after a step, for the log line and /metrics."""
@@ -66,3 +78,4 @@ class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     prompt_tokens: int = 0  # computed since the snapshot before
     generation_tokens: int = 0  # sampled since the snapshot before
     step_time_s: float = 0.0
+    steps: int = 1  # since the snapshot before, if the core counts them

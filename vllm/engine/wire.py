@@ -53,7 +53,7 @@ class Ready(msgspec.Struct, tag="ready", gc=False):
 
 
 class StepOutputs(msgspec.Struct, tag="step", gc=False):
-    """Everything one step brought."""
+    """Everything one step brought, or a few short ones."""
 
     outputs: list[CoreOutput]
     stats: CoreStats

@@ -55,9 +55,9 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += times * value
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Pairs (upper bound as text, observations at most that large), as Prometheus wants them."""
@@ -107,7 +107,7 @@ class EngineMetrics:
         if tokens:
             self.prompt_tokens += stats.prompt_tokens
             self.generation_tokens += stats.generation_tokens
-            self.iteration_tokens.observe(tokens)
+            self.iteration_tokens.observe(tokens / stats.steps, stats.steps)
 
     def on_finished(
         self,
