@@ -28,6 +28,7 @@ from vllm.engine import wire
 from vllm.engine.messages import CoreOutput, CoreStats
 from vllm.faults import Faults
 from vllm.logger import init_logger
+from vllm.platforms import cuda_early
 
 if TYPE_CHECKING:
     from vllm.engine.core import EngineCore
@@ -242,6 +243,7 @@ def _first_frame(connection: socket.socket) -> dict[str, Any]:
 
 def make_core(document: dict[str, Any]) -> EngineCore:
     """The core that the front end's document describes; loads the model."""
+    cuda_early.begin(document["device_config"]["device"])
     from vllm.config import VllmConfig
     from vllm.engine.core import EngineCore
     from vllm.model_executor.models.registry import ModelRegistry
