@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,6 +121,8 @@ def test_routes_of_later_features_say_so(server: Server, path: str) -> None:
         "/v1/files",
         "/v1/images/generations",
         "/invocations",
+        "/v1/models/",
+        "/v1/completions/",
         "/ui/x",
         "/%00",
     ],
@@ -205,6 +208,20 @@ def test_templates_of_requests_when_trusted(flagged: Server) -> None:
         assert flagged.post("/detokenize", {"tokens": tokens}).json["prompt"] == path
     info = flagged.get("/tokenizer_info").json
     assert info["vocab_size"] == 320
+
+
+def test_the_load_counts_a_stream_until_its_end(flagged: Server) -> None:
+    body = {"prompt": ["Hi"] * 48, "max_tokens": 500, "n": 4, "ignore_eos": True, "stream": True}
+    assert flagged.get("/load").json == {"server_load": 0}
+    asked = urllib.request.Request(
+        flagged.url + COMPLETIONS, json.dumps(body).encode(), headers={"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=60) as reply:
+        reply.readline()
+        assert flagged.get("/load").json == {"server_load": 1}
+        reply.read()
+    assert flagged.post(COMPLETIONS, {**body, "n": 0}).status == 400  # and one that is refused leaves nothing
+    assert flagged.get("/load").json == {"server_load": 0}
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(flagged: Server) -> None:

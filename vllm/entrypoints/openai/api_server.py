@@ -56,7 +56,9 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
         if args.disable_fastapi_docs
         else {"docs_url": None, "redoc_url": None}
     )
-    app = FastAPI(title="vllm", version=__version__, root_path=(args.root_path or "").rstrip("/"), **docs)
+    # A redirect to the same path without its slash would name a host, and the only one known is what the client says.
+    root = (args.root_path or "").rstrip("/")
+    app = FastAPI(title="vllm", version=__version__, root_path=root, redirect_slashes=False, **docs)
     app.state.args = args
     app.state.context = make_context(args, engine)
     app.include_router(router)

@@ -144,6 +144,13 @@ async def _gone(request: Request) -> None:
 
 async def stream(request: Request, events: EventStream) -> Response:
     """Start a stream; errors before its first event are plain HTTP errors."""
+    context = context_of(request)
+
+    def on_close() -> None:
+        context.load -= 1
+
+    context.load += 1
+    events.on_close = on_close
     try:
         await events.start()
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,6 +58,7 @@ class EventStream(Response):
         self._ready = b""  # events that were not sent yet
         self._complete = False  # and none will come after them
         self._begun = False  # the status was decided
+        self.on_close: Callable[[], None] | None = None  # called once, when nothing more will be sent
 
     async def start(self) -> None:
         """Begin the requests and wait for the first event; what is raised until then is raised here, in time for the
@@ -95,6 +96,8 @@ class EventStream(Response):
         self._complete = True
         for stream in self._streams:
             stream.close()
+        if self.on_close is not None:
+            self.on_close()
 
     async def _send_all(self, scope: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra})
