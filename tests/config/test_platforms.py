@@ -51,6 +51,20 @@ def test_the_current_platform_is_the_one_that_is_found() -> None:
     assert reason
 
 
+@pytest.mark.parametrize("torch_first", [False, True])
+def test_a_torch_without_cuda_is_known_by_its_version(torch_first: bool) -> None:
+    code = f"""
+import sys
+from importlib import metadata
+{"import torch" if torch_first else ""}
+from vllm import platforms
+metadata.version = lambda name: "2.9.0+cpu"
+print(platforms.detect_device()[0], "torch" in sys.modules)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert printed == (["cpu", "False"] if not torch_first else [platforms.detect_device()[0], "True"])
+
+
 def test_capabilities_compare() -> None:
     assert DeviceCapability(8, 6).to_int() == 86
     assert DeviceCapability(9, 0).as_version_str() == "9.0"

@@ -68,3 +68,24 @@ def test_what_must_be_cast_or_cut_is_copied(dtype: torch.dtype, world: int) -> N
     module = filled(tensor, whole(4), keeps=False, world=world)
     assert module.place != tensor.data_ptr()
     assert torch.equal(module.packed, tensor[: 4 // world].float())
+
+
+def fused(*names: str) -> Repacker:
+    return Repacker(*(whole(2, name) for name in names), keeps=False)
+
+
+def test_weights_that_are_put_together_and_repacked_use_the_same_memory_in_turn() -> None:
+    with torch.device("meta"):
+        layers = nn.ModuleDict({str(i): nn.ModuleDict({"ab": fused("a", "b")}) for i in range(3)})
+        layers["3"] = nn.ModuleDict({"ab": Repacker(whole(2, "a"), whole(2, "b"), keeps=True)})
+    filler = WeightFiller(layers, CPU)
+    parts = torch.randn(4, 2, 2, 3)
+    # the first two layers are filled at the same time, the others one after the other
+    for i, part in ((0, 0), (1, 1), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)):
+        filler.fill(f"{i}.{'ab'[part]}.weight", parts[i, part])
+    modules = [layers[str(i)]["ab"] for i in range(4)]
+    for module, expected in zip(modules[:3], parts, strict=False):
+        assert torch.equal(module.packed, expected.reshape(4, 3))
+    assert modules[0].place != modules[1].place
+    assert modules[2].place in (modules[0].place, modules[1].place)
+    assert torch.equal(modules[3].weight.data, parts[3].reshape(4, 3))

@@ -24,6 +24,7 @@ from vllm.engine.token_streams import (
     byte_level_piece,
 )
 from vllm.logger import init_logger
+from vllm.utils.allocator import give_back_freed_memory
 
 if TYPE_CHECKING:
     import tokenizers
@@ -454,6 +455,7 @@ def _load_light(path: Path, trust_remote_code: bool) -> Tokenizer | None:
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path / 'tokenizer.json'} is not a tokenizer that can be read: {error}") from error
+    give_back_freed_memory()  # reading a large vocabulary takes several times its size
     named = _named_special_tokens(settings)
     _add_tokens(backend, settings, named)
     return FastTokenizer(

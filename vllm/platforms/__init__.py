@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from functools import lru_cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.interface import DeviceCapability, Platform
@@ -24,7 +27,10 @@ _MISSING_DEVICES = {
 
 
 def detect_device() -> tuple[str, str]:
-    """The best device of this machine, and why: ("cuda" | "cpu", reason). Imports torch."""
+    """The best device of this machine, and why: ("cuda" | "cpu", reason). Imports torch unless its name says enough."""
+    with suppress(metadata.PackageNotFoundError):
+        if "torch" not in sys.modules and metadata.version("torch").endswith("+cpu"):
+            return "cpu", "PyTorch is built without CUDA"
     import torch
 
     if torch.version.hip is not None:

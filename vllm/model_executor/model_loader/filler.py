@@ -61,6 +61,7 @@ class WeightFiller:
         self._slots: dict[int, _Slot] = {}
         self._unfilled: dict[nn.Module, int] = {}
         self._targets: dict[str, _Target] = {}
+        self._spare: dict[int, list[Tensor]] = {}  # memory of parameters that were repacked, by size in bytes
         self.filled_bytes = 0
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -105,7 +106,7 @@ class WeightFiller:
         borrowed = self._can_borrow(slot, target, tensor)
         if slot.parameter.is_meta:
             self.filled_bytes += slot.parameter.numel() * slot.parameter.element_size()
-            self._use(slot, slot.blank.over(tensor) if borrowed else slot.blank.materialized(self._device))
+            self._use(slot, slot.blank.over(tensor) if borrowed else self._materialized(slot))
         if not borrowed:
             load_weight(slot.parameter, tensor, target.part, target.expert)
         slot.missing -= target.atoms
@@ -113,12 +114,29 @@ class WeightFiller:
             self._finish(slot)
             if borrowed:
                 self._keep_copy(slot, tensor)
+            else:
+                self._reclaim(slot)
             slot.parameter = slot.blank  # the modules own the weight now, and may have freed it
 
     def _use(self, slot: _Slot, parameter: ShardedParameter) -> None:
         slot.parameter = parameter
         for module, name in slot.owners:
             setattr(module, name, parameter)
+
+    def _materialized(self, slot: _Slot) -> ShardedParameter:
+        """The slot's parameter in real memory, that of one which was repacked before if there is one of its size."""
+        blank = slot.blank
+        spare = self._spare.get(blank.numel() * blank.element_size())
+        if not spare:
+            return blank.materialized(self._device)
+        return blank.over(spare.pop().view(blank.dtype).view(blank.shape))
+
+    def _reclaim(self, slot: _Slot) -> None:
+        """Keep the memory of a parameter that its modules have repacked and dropped, for the next of its size."""
+        parameter = slot.parameter
+        if all(_repacks_whole(module) and getattr(module, name) is not parameter for module, name in slot.owners):
+            data = parameter.data.view(-1).view(torch.uint8)
+            self._spare.setdefault(data.numel(), []).append(data)
 
     def _can_borrow(self, slot: _Slot, target: _Target, tensor: Tensor) -> bool:
         """Whether `tensor` is the parameter as it stands, and a module will repack it as soon as it is there."""
