@@ -109,6 +109,33 @@ class _Pinned:
         return passed(self._done, seconds)
 
 
+def _offsets(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """Where each array begins in a buffer that holds all of them, and its size."""
+    offsets, total = [], 0
+    for a in arrays:
+        offsets.append(total)
+        total += -(-a.nbytes // _ALIGN) * _ALIGN
+    return offsets, total
+
+
+def _packed(arrays: Sequence[np.ndarray]) -> Tensor:
+    """The arrays, one behind the other in pinned memory."""
+    offsets, total = _offsets(arrays)
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    host = packed.numpy()
+    for a, offset in zip(arrays, offsets, strict=True):
+        host[offset : offset + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+    return packed
+
+
+def _unpacked(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Views of the arrays in a copy of what `_packed` made of them."""
+    return [
+        packed[offset : offset + a.nbytes].view(_TORCH_DTYPE[a.dtype]).view(a.shape)
+        for a, offset in zip(arrays, _offsets(arrays)[0], strict=True)
+    ]
+
+
 class CudaContext:
     """A CUDA device. What one call uploads is packed into a pinned buffer and sent asynchronously.
 
@@ -121,19 +148,16 @@ class CudaContext:
         self.device = device
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        offsets, total = [], 0
-        for a in arrays:
-            offsets.append(total)
-            total += -(-a.nbytes // _ALIGN) * _ALIGN
-        staging = torch.empty(total, dtype=torch.uint8, pin_memory=True)
-        host = staging.numpy()
-        for a, offset in zip(arrays, offsets, strict=True):
-            host[offset : offset + a.nbytes] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
-        sent = staging.to(self.device, non_blocking=True)
-        return [
-            sent[offset : offset + a.nbytes].view(_TORCH_DTYPE[a.dtype]).view(a.shape)
-            for a, offset in zip(arrays, offsets, strict=True)
-        ]
+        return _unpacked(_packed(arrays).to(self.device, non_blocking=True), arrays)
+
+    def keep(self, arrays: Sequence[np.ndarray]) -> tuple[Tensor, list[Tensor]]:
+        """As `upload`, and the memory that holds all of them, where `replace` puts others of the same shapes."""
+        sent = _packed(arrays).to(self.device, non_blocking=True)
+        return sent, _unpacked(sent, arrays)
+
+    def replace(self, kept: Tensor, arrays: Sequence[np.ndarray]) -> None:
+        """Upload `arrays` to where others were kept."""
+        kept.copy_(_packed(arrays), non_blocking=True)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _Pinned(tensors)

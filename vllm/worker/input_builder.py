@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from vllm.core.plan import StepPlan
-from vllm.ops.attention import GATHERED_ABOVE, Gathering, dense_runs, plan_gathering
+from vllm.ops.attention import GATHERED_ABOVE, Gathering, GatherPlan, dense_runs, plan_gathering
 from vllm.ops.shared_prefix import Group, find_groups
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
@@ -44,6 +46,56 @@ class Batch:
     prompt_rows: tuple[PromptRows, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A plan as the host's numbers, before anything is uploaded.
+
+    index, positions: [tokens] int64, where tokens stand in the slot table and in their sequences.
+    starts: [requests + 1], lens: [requests] int32.   logits_rows: [rows] int64.   slots: [requests] int64.
+    mappings: [tokens] int64 per KV group.
+    """
+
+    index: np.ndarray
+    positions: np.ndarray
+    starts: np.ndarray
+    lens: np.ndarray
+    logits_rows: np.ndarray
+    slots: np.ndarray
+    mappings: tuple[np.ndarray, ...]
+    sample_rows: np.ndarray
+    prompt_rows: tuple[PromptRows, ...]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """What is uploaded."""
+        return [self.index, self.positions, self.starts, self.lens, self.logits_rows, self.slots, *self.mappings]
+
+    def padded(self, tokens: int, requests: int) -> Laid:
+        """The same, up to so many tokens and requests, of which there must be more than now.
+
+        The last request owns all new tokens, and their keys go to the null block; requests before it are empty.
+        """
+
+        def longer(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+            padded: np.ndarray = np.full(size, value, array.dtype)
+            padded[: len(array)] = array
+            return padded
+
+        starts, lens = longer(self.starts, requests + 1, int(self.starts[-1])), longer(self.lens, requests)
+        starts[-1], lens[-1] = tokens, tokens - int(self.starts[-1])
+        return Laid(
+            longer(self.index, tokens),
+            longer(self.positions, tokens),
+            starts,
+            lens,
+            longer(self.logits_rows, requests),
+            longer(self.slots, requests),
+            tuple(longer(mapping, tokens) for mapping in self.mappings),
+            self.sample_rows,
+            self.prompt_rows,
+        )
+
+
 class InputBuilder:
     """Builds `Batch`es over one slot table. `wants_prompt`: [slots] bool, owned by the sampler's table."""
 
@@ -52,8 +104,8 @@ class InputBuilder:
         self._context = context
         self._wants_prompt = wants_prompt
 
-    def build(self, plan: StepPlan) -> Batch:
-        """The inputs of `plan`; the slot table must have taken in its new rows and blocks already."""
+    def lay_out(self, plan: StepPlan) -> Laid:
+        """The numbers of `plan`; the slot table must have taken in its new rows and blocks already."""
         table, slots = self._table, plan.slots
         starts: np.ndarray = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(plan.num_tokens, out=starts[1:])
@@ -78,34 +130,54 @@ class InputBuilder:
         prompt_rows: tuple[PromptRows, ...] = ()
         if self._wants_prompt[slots].any():
             prompt_rows, logits_rows = self._prompt_rows(plan, starts, logits_rows)
-        index = table.token_index(token_slots, positions)
-        gathered = self._gathering(plan, lens) if self._context.is_async else None
-        arrays = [index, positions, starts, lens, logits_rows, slots.astype(np.int64), *mappings]
-        device_index, device_positions, device_starts, device_lens, device_rows, device_slots, *rest = (
-            self._context.upload(arrays if gathered is None else [*arrays, gathered.pieces, gathered.requests])
-        )
+        return Laid(
+            table.token_index(token_slots, positions), positions, starts, lens, logits_rows, slots.astype(np.int64),
+            tuple(mappings), sample_rows, prompt_rows,
+        )  # fmt: skip
+
+    def build(self, plan: StepPlan, laid: Laid | None = None) -> Batch:
+        """The inputs of `plan`, on the device. laid: what `lay_out` has made of it, if that was called already."""
+        laid = self.lay_out(plan) if laid is None else laid
+        gathered = self._gathering(plan, laid.lens) if self._context.is_async else None
+        arrays = laid.arrays if gathered is None else [*laid.arrays, gathered.pieces, gathered.requests]
+        device = self._context.upload(arrays)
         attention_plan = None
         if gathered is not None:
-            runs = () if gathered.shared else dense_runs(plan.num_tokens, lens)
-            attention_plan = gathered.on_device(rest[-2], rest[-1], runs)
-        device_mappings = rest[: len(mappings)]
-        max_blocks = -(-max_len // table.block_size)
-        step = StepInputs(
-            token_ids=table.read_tokens(device_index),
-            positions=device_positions,
-            query_starts=device_starts,
-            seq_lens=device_lens,
-            logits_rows=device_rows,
+            runs = () if gathered.shared else dense_runs(plan.num_tokens, laid.lens)
+            attention_plan = gathered.on_device(device[-2], device[-1], runs)
+        step = self.inputs(laid, device[: len(laid.arrays)], int(laid.lens.max()), attention_plan)
+        return self.batch(plan, laid, step)
+
+    def inputs(
+        self, laid: Laid, device: Sequence[Tensor], longest: int, attention_plan: GatherPlan | None = None
+    ) -> StepInputs:
+        """A step over `laid`, whose arrays are on the device, and over what it reads out of the slot table there.
+
+        longest: no sequence has more tokens.
+        """
+        table = self._table
+        index, positions, starts, lens, rows, slots, *mappings = device
+        blocks = -(-longest // table.block_size)
+        return StepInputs(
+            token_ids=table.read_tokens(index),
+            positions=positions,
+            query_starts=starts,
+            seq_lens=lens,
+            logits_rows=rows,
             groups=tuple(
-                GroupInputs(mapping, table.block_rows(g, slots, device_slots, max_blocks), attention_plan)
-                for g, mapping in enumerate(device_mappings)
+                GroupInputs(mapping, table.block_rows(g, laid.slots, slots, blocks), attention_plan)
+                for g, mapping in enumerate(mappings)
             ),
-            max_query_len=max_query,
-            max_seq_len=max_len,
-            host_query_starts=starts,
-            host_seq_lens=lens,
+            max_query_len=int(np.diff(laid.starts).max()),
+            max_seq_len=longest,
+            host_query_starts=laid.starts,
+            host_seq_lens=laid.lens,
         )
-        return Batch(step, slots, sample_rows, slots[sample_rows], lens[sample_rows], prompt_rows)
+
+    def batch(self, plan: StepPlan, laid: Laid, step: StepInputs) -> Batch:
+        """`step`, with what the host knows about the rows of `plan`."""
+        rows = laid.sample_rows
+        return Batch(step, plan.slots, rows, plan.slots[rows], laid.lens[rows], laid.prompt_rows)
 
     def _gathering(self, plan: StepPlan, lens: np.ndarray) -> Gathering | None:
         """What the step's long queries gather; with one KV group also which of them share cached keys."""

@@ -19,6 +19,7 @@ GIB = 1 << 30
 _CPU_DEFAULT = 4 * GIB
 _CPU_SHARE = 0.4  # of the memory that is free at start, when VLLM_CPU_KVCACHE_SPACE is not set
 _HUGE_PAGE = 2 << 20
+_GRAPHS = 128 << 20  # bytes that graphs take beside the tensors in them
 _CACHE_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -130,10 +131,13 @@ def _free_host_memory() -> int:
     return max(free, 0)
 
 
-def cuda_available(device: torch.device, utilization: float, profile: Callable[[], None]) -> tuple[int, str]:
+def cuda_available(
+    device: torch.device, utilization: float, profile: Callable[[], None], captured: float = 0.0
+) -> tuple[int, str]:
     """Bytes that the cache may take so that the device never holds more than `utilization` of its memory, and a table.
 
-    profile: runs the largest step once. What other processes hold counts as used. Call it when weights are loaded.
+    profile: runs the largest step once.   captured: the largest captured step, as a share of that one; graphs keep
+    their memory, 0 if there will be none. What other processes hold counts as used. Call it when weights are loaded.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -147,10 +151,11 @@ def cuda_available(device: torch.device, utilization: float, profile: Callable[[
     torch.cuda.empty_cache()
     free_after, _ = torch.cuda.mem_get_info(device)
     used = total - min(free, free_after)
-    available = int(total * utilization) - used - activations
+    graphs = int(activations * captured) + _GRAPHS if captured else 0
+    available = int(total * utilization) - used - activations - graphs
     table = (
         f"Device memory: {total / GIB:.2f} GiB, of which {utilization:.0%} may be used: weights {weights / GIB:.2f}, "
-        f"activations {activations / GIB:.2f}, everything else (context, other processes) "
+        f"activations {activations / GIB:.2f}, graphs {graphs / GIB:.2f}, everything else (context, other processes) "
         f"{(used - weights) / GIB:.2f}, KV cache {available / GIB:.2f} GiB."
     )
     return available, table

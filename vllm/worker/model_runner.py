@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.faults import Faults
 from vllm.ops.attention import copy_blocks
 from vllm.worker.device import DeviceContext, Download
-from vllm.worker.input_builder import Batch, InputBuilder
+from vllm.worker.input_builder import Batch, InputBuilder, Laid
 from vllm.worker.sample.logprobs import to_messages, top_logprobs
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
@@ -59,6 +59,13 @@ class DecodeSteps(Protocol):
     def accepts(self, plan: StepPlan) -> bool: ...
 
     def execute(self, plan: StepPlan) -> Handle: ...
+
+
+class MixedSteps(Protocol):
+    """A faster way through the forward pass of some steps."""
+
+    def forward(self, laid: Laid) -> tuple[StepInputs, Tensor] | None:
+        """The step's inputs, and what the model gives for its first rows of logits; None for steps not covered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,7 @@ class StepHandle:
 class ModelRunner:
     """One rank's share of a model. Plans are executed in order; on an asynchronous device several may be queued.
 
-    `decode_steps`, if set, runs whole steps of the plans that it accepts, by other means (captured graphs).
+    `decode_steps` and `mixed_steps`, if set, run steps that they accept by other means (captured graphs).
     """
 
     def __init__(
@@ -148,8 +155,9 @@ class ModelRunner:
         self.tp = tp
         self.table = SlotTable(num_slots, max_model_len, layout, context)
         self.sampler = Sampler(self.table, vocab_size, context)
-        self._builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt)
+        self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt)
         self.decode_steps: DecodeSteps | None = None
+        self.mixed_steps: MixedSteps | None = None
         self._faults = Faults.from_env()
 
     @torch.inference_mode()
@@ -160,8 +168,14 @@ class ModelRunner:
         self._take_in(plan)
         if self.decode_steps is not None and not self._faults and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
-        batch = self._builder.build(plan)
+        laid = self.builder.lay_out(plan)
         start = self.context.mark()
+        if self.mixed_steps is not None and not self._faults:
+            found = self.mixed_steps.forward(laid)
+            if found is not None:
+                step, hidden = found
+                return self.finish(plan, self.builder.batch(plan, laid, step), hidden, start)
+        batch = self.builder.build(plan, laid)
         hidden = self.model(batch.step, self.kv_caches)
         return self.finish(plan, batch, hidden, start)
 

@@ -20,7 +20,7 @@ from vllm.ops import attention_backends
 from vllm.platforms import cuda_early
 from vllm.worker import kv_memory
 from vllm.worker.cpu_threads import bind_threads
-from vllm.worker.device import DeviceContext, create_context
+from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheRequest
 from vllm.worker.model_runner import Handle, ModelRunner
 from vllm.worker.profiler import WorkerProfiler
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.triton.precompile import Precompilation
     from vllm.worker.cuda_graphs import DecodeGraphs
+    from vllm.worker.mixed_graphs import MixedGraphs
 
 logger = init_logger(__name__)
 
@@ -58,6 +59,7 @@ class Worker:
             attention_backends.check(attention, self.model, self.layout.head_dim, dtype, stored)
         self.runner: ModelRunner | None = None
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._profiler: WorkerProfiler | None = None
 
     def _open_device(self) -> torch.device:
@@ -123,12 +125,22 @@ class Worker:
             return kv_memory.count_blocks(self.layout, request, available, _CPU_HINT, bounded=bounded)
         share = self.config.cache_config.gpu_memory_utilization
         try:
-            available, table = kv_memory.cuda_available(self.device, share, self._run_largest_step)
+            available, table = kv_memory.cuda_available(
+                self.device, share, self._run_largest_step, self._largest_captured_step()
+            )
         except torch.OutOfMemoryError as error:
             remedy = "a smaller max_num_batched_tokens or max_num_seqs, or tensor_parallel_size"
             raise ValueError(self._does_not_fit("The activations of the largest step", remedy)) from error
         logger.info(table)
         return kv_memory.count_blocks(self.layout, request, available, "", bounded=False)
+
+    def _largest_captured_step(self) -> float:
+        """Tokens of the largest step that becomes a graph, as a share of the largest step; 0 without graphs."""
+        from vllm.worker.mixed_graphs import TOKENS
+
+        sizes = self.config.compilation_config.cudagraph_capture_sizes
+        tokens = max([*sizes, *TOKENS]) if sizes else 0
+        return min(1.0, tokens / self.config.scheduler_config.max_num_batched_tokens)
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
@@ -157,20 +169,26 @@ class Worker:
 
     def _use_graphs(self, runner: ModelRunner) -> None:
         """Let captured CUDA graphs run decode steps; each is captured when its batch size is first seen."""
+        from vllm.model_executor.models.decoder import DecoderModel
         from vllm.worker.cuda_graphs import DecodeGraphs
+        from vllm.worker.mixed_graphs import MixedGraphs
         from vllm.worker.model_runner import NOT_FINITE
 
-        sizes = self.config.compilation_config.cudagraph_capture_sizes
+        sizes, context = self.config.compilation_config.cudagraph_capture_sizes, self.context
         longest = self.config.model_config.max_seq_len_to_capture
         self._graphs = runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE, self._compiling)
+        ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
+        if ours and self.tp.world == 1 and isinstance(self.model, DecoderModel) and isinstance(context, CudaContext):
+            self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
 
     def close(self) -> None:
         """Let go of captured graphs, which hold on to the collectives in them. Nothing can be executed afterwards."""
         if self.tp.one_shot is not None:
             self.tp.one_shot.release()
-        if self._graphs is not None:
-            self._graphs.close()
-        self._graphs = self.runner = None
+        for graphs in (self._graphs, self._mixed_graphs):
+            if graphs is not None:
+                graphs.close()
+        self._graphs = self._mixed_graphs = self.runner = None
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""

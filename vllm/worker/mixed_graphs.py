@@ -1,0 +1,145 @@
+"""Replays the forward pass of small mixed steps, prompts among decodes, as CUDA graphs.
+
+Launched one by one, the kernels of such a step take the host longer than the device: a prompt of 20 tokens would hold
+up every answer in progress for 20 ms. A graph is for up to so many tokens, requests and tokens of context; a step is
+padded with empty requests, and with one that owns further tokens, whose keys go to the null block. Long queries take
+the attention kernel that reads through block tables, whatever the step looks like. Sampling follows as for every step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.logger import init_logger
+from vllm.worker.cuda_graphs import _capture_stream
+from vllm.worker.device import CudaContext
+from vllm.worker.input_builder import Laid
+from vllm.worker.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from vllm.worker.model_runner import ModelRunner
+
+logger = init_logger(__name__)
+
+TOKENS = (32, 64, 128, 256, 512)  # with more, the device takes longer than the host
+REQUESTS = (2, 8, 32, 128)
+_LONG_QUERY = 17  # tokens: certainly too many for the attention kernel for short queries
+CONTEXTS = (1024, 4096, 16384)  # longer ones are better gathered
+_EAGER_USES = 2  # so often a kind of step runs one kernel after the other before it is captured
+_MOST_GRAPHS = 48
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A kind of step: its inputs' memory, and its graph once it has been captured."""
+
+    uses: int = 0
+    kept: Tensor | None = None
+    step: StepInputs | None = None
+    hidden: Tensor | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+def bucket(tokens: int, requests: int, longest: int, limit: int) -> tuple[int, int, int] | None:
+    """The smallest (tokens, requests, context) of a graph that covers a step; None if there is none.
+
+    longest: tokens of the longest sequence.   limit: tokens of the longest sequence that graphs may be used for.
+    """
+    if longest > limit:
+        return None
+    rows = _at_least(REQUESTS, requests + 1)  # one for the padding
+    # as it is captured, a step has a long query beside all the others, so that both kernels of attention are launched
+    size = _at_least(TOKENS, max(tokens, rows - 1 + _LONG_QUERY))
+    context = _at_least(CONTEXTS, longest)
+    return (size, rows, context) if size and rows and context else None
+
+
+def _at_least(sizes: tuple[int, ...], wanted: int) -> int:
+    """The smallest size that is enough, 0 if none is."""
+    return next((size for size in sizes if size >= wanted), 0)
+
+
+class MixedGraphs:
+    """The graphs of one runner's model, which must be a `DecoderModel` on this package's own attention kernels."""
+
+    def __init__(self, runner: ModelRunner, context: CudaContext, max_seq_len: int) -> None:
+        """max_seq_len: longer sequences are left to the eager path."""
+        self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
+        self._entries: dict[tuple[int, int, int], _Entry] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._width = runner.table.width
+
+    def close(self) -> None:
+        """Destroy the graphs, without waiting for the device."""
+        for entry in self._entries.values():
+            if entry.graph is not None:
+                entry.graph.reset()
+        self._entries.clear()
+
+    def forward(self, laid: Laid) -> tuple[StepInputs, Tensor] | None:
+        """The step's inputs and [at least its rows of logits, hidden]; None for a step that no graph is there for."""
+        if laid.prompt_rows:
+            return None
+        key = bucket(len(laid.positions), len(laid.slots), int(laid.lens.max()), self._max_seq_len)
+        if key is None:
+            return None
+        if self._runner.table.width != self._width:  # the table moved to other memory
+            self.close()
+            self._pool = torch.cuda.graph_pool_handle()
+            self._width = self._runner.table.width
+        entry = self._entries.get(key)
+        if entry is None:
+            if len(self._entries) >= _MOST_GRAPHS:
+                return None
+            entry = self._entries[key] = _Entry()
+        entry.uses += 1
+        if entry.uses <= _EAGER_USES:
+            return None
+        arrays = laid.padded(key[0], key[1]).arrays
+        if entry.graph is None or entry.kept is None:
+            return self._first(entry, key, laid, arrays)
+        if entry.step is None or entry.hidden is None:
+            raise RuntimeError("A captured step has no result.")
+        self._context.replace(entry.kept, arrays)
+        entry.graph.replay()
+        return entry.step, entry.hidden
+
+    def _first(
+        self, entry: _Entry, key: tuple[int, int, int], laid: Laid, arrays: list[np.ndarray]
+    ) -> tuple[StepInputs, Tensor]:
+        """Run the padded step once, so that all its kernels are there, and capture it for the next time."""
+        begun = time.perf_counter()
+        tokens, requests, context = key
+        entry.kept, device = self._context.keep(arrays)
+        # what the host sees is one long query and single tokens (`bucket`)
+        starts: np.ndarray = np.arange(requests + 1, dtype=np.int32)
+        starts[1:] += tokens - requests
+        shape = Laid(
+            laid.index, laid.positions, starts, np.full(requests, context, np.int32), laid.logits_rows, laid.slots,
+            laid.mappings, laid.sample_rows, laid.prompt_rows,
+        )  # fmt: skip
+        step, result = self._run(shape, device, context)
+        graph = torch.cuda.CUDAGraph()
+        stream, main = _capture_stream(self._context.device), torch.cuda.current_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                entry.step, entry.hidden = self._run(shape, device, context)
+            finally:
+                graph.capture_end()
+        main.wait_stream(stream)
+        entry.graph = graph
+        logger.debug("Captured a step of %s in %.3f s.", key, time.perf_counter() - begun)
+        return step, result
+
+    def _run(self, shape: Laid, device: list[Tensor], context: int) -> tuple[StepInputs, Tensor]:
+        step = self._runner.builder.inputs(shape, device, context)
+        model: Any = self._runner.model
+        return step, model(step, self._runner.kv_caches)
