@@ -71,5 +71,5 @@ def test_requests_that_come_one_by_one_get_the_same_tokens(folder):
     plain, none = staggered(folder, enforce_eager=True)
     assert none == 0
     with_graphs, captured = staggered(folder)
-    assert captured >= 4
+    assert captured >= 2
     assert with_graphs == plain

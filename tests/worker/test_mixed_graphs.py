@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.worker.toy import Driver, Toy
 from vllm.worker.input_builder import Laid
-from vllm.worker.mixed_graphs import CONTEXTS, REQUESTS, TOKENS, bucket
+from vllm.worker.mixed_graphs import CONTEXTS, REQUESTS, TOKENS, bucket, step_sizes
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.step_inputs import StepInputs
 
 LONGEST_SHORT_QUERY = 16  # tokens: what one tile of the attention kernel for short queries holds
 
 
-@given(tokens=st.integers(1, 700), requests=st.integers(1, 200), longest=st.integers(1, 20_000))
+@given(tokens=st.integers(1, 3000), requests=st.integers(1, 200), longest=st.integers(1, 20_000))
 def test_a_bucket_covers_its_step_and_launches_both_kernels_of_attention(
     tokens: int, requests: int, longest: int
 ) -> None:
@@ -28,6 +28,12 @@ def test_a_bucket_covers_its_step_and_launches_both_kernels_of_attention(
         size, rows, context = found
         assert size >= tokens and rows > requests and context >= longest
         assert size - (rows - 1) > LONGEST_SHORT_QUERY
+
+
+def test_large_models_have_graphs_of_small_steps_only() -> None:
+    assert step_sizes(600_000_000)[-1] == 2048
+    assert step_sizes(8_000_000_000)[-1] == 512
+    assert bucket(600, 1, 600, 16384, step_sizes(8_000_000_000)) is None
 
 
 def test_sequences_beyond_the_limit_are_not_covered() -> None:

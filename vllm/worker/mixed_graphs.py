@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-TOKENS = (32, 64, 128, 256, 512)  # with more, the device takes longer than the host
+TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
+_WORK = 5e12  # tokens x parameters: with more, the device takes longer than the host
 REQUESTS = (2, 8, 32, 128)
 _LONG_QUERY = 17  # tokens: certainly too many for the attention kernel for short queries
 CONTEXTS = (1024, 4096, 16384)  # longer ones are better gathered
@@ -46,16 +47,24 @@ class _Entry:
     graph: torch.cuda.CUDAGraph | None = None
 
 
-def bucket(tokens: int, requests: int, longest: int, limit: int) -> tuple[int, int, int] | None:
+def step_sizes(parameters: int) -> tuple[int, ...]:
+    """Tokens of the steps that are worth a graph in a model of so many parameters."""
+    return tuple(size for size in TOKENS if size * parameters <= _WORK)
+
+
+def bucket(
+    tokens: int, requests: int, longest: int, limit: int, sizes: tuple[int, ...] = TOKENS
+) -> tuple[int, int, int] | None:
     """The smallest (tokens, requests, context) of a graph that covers a step; None if there is none.
 
     longest: tokens of the longest sequence.   limit: tokens of the longest sequence that graphs may be used for.
+    sizes: tokens that steps are padded to.
     """
     if longest > limit:
         return None
     rows = _at_least(REQUESTS, requests + 1)  # one for the padding
     # as it is captured, a step has a long query beside all the others, so that both kernels of attention are launched
-    size = _at_least(TOKENS, max(tokens, rows - 1 + _LONG_QUERY))
+    size = _at_least(sizes, max(tokens, rows - 1 + _LONG_QUERY))
     context = _at_least(CONTEXTS, longest)
     return (size, rows, context) if size and rows and context else None
 
@@ -74,6 +83,8 @@ class MixedGraphs:
         self._entries: dict[tuple[int, int, int], _Entry] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._width = runner.table.width
+        model: Any = runner.model
+        self._sizes = step_sizes(sum(p.numel() for p in model.parameters()))
 
     def close(self) -> None:
         """Destroy the graphs, without waiting for the device."""
@@ -86,7 +97,7 @@ class MixedGraphs:
         """The step's inputs and [at least its rows of logits, hidden]; None for a step that no graph is there for."""
         if laid.prompt_rows:
             return None
-        key = bucket(len(laid.positions), len(laid.slots), int(laid.lens.max()), self._max_seq_len)
+        key = bucket(len(laid.positions), len(laid.slots), int(laid.lens.max()), self._max_seq_len, self._sizes)
         if key is None:
             return None
         if self._runner.table.width != self._width:  # the table moved to other memory

@@ -136,10 +136,11 @@ class Worker:
 
     def _largest_captured_step(self) -> float:
         """Tokens of the largest step that becomes a graph, as a share of the largest step; 0 without graphs."""
-        from vllm.worker.mixed_graphs import TOKENS
+        from vllm.worker.mixed_graphs import step_sizes
 
         sizes = self.config.compilation_config.cudagraph_capture_sizes
-        tokens = max([*sizes, *TOKENS]) if sizes else 0
+        parameters = sum(p.numel() for p in self.model.parameters())
+        tokens = max([*sizes, *step_sizes(parameters)]) if sizes else 0
         return min(1.0, tokens / self.config.scheduler_config.max_num_batched_tokens)
 
     def start(self, num_blocks: int) -> None:
