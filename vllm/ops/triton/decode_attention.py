@@ -47,7 +47,10 @@ def _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2):
     return m_new, z, acc
 
 
-@triton.jit(do_not_specialize=["num_blocks", "stride_table", "splits", "tile_rows"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "stride_table", "splits", "tile_rows"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
     eps, offset, scale_log2, num_blocks, stride_block, stride_table, splits,
@@ -183,7 +186,10 @@ def _decode_kernel(
         tl.store(head_out + i * D + d, (merged / total).to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "stride_table"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
 def _shared_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, members, items, part, lse,
     eps, offset, scale_log2, num_blocks, stride_block, stride_table,

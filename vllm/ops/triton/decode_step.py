@@ -1,8 +1,8 @@
 """Triton kernels at both ends of a decode step: tokens in from the slot table, the most likely token out to it.
 
-The rows of a step are given by two vectors that the host uploads: `slots` [rows] int32, below 0 for padding, and
-`positions` [rows] int32, the index of the token that the row computes. That token's id stands in the slot table,
-where the step before wrote it, perhaps while the host was planning this one.
+The rows of a step are given by two vectors: `slots` [rows] int32, below 0 for padding, and `positions` [rows] int32,
+the index of the token that the row computes. The host uploads them, or they are what the step before left. The
+token's id stands in the slot table, where the step before wrote it, perhaps while the host was planning this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from vllm.ops.triton.draw import draw_rows
 _ARGMAX_BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "stride_table", "columns", "stride_out"])
+@triton.jit(
+    do_not_specialize=["stride_tokens", "stride_table", "columns", "stride_out"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
 def _inputs_kernel(
     slots_ptr, positions_ptr, tokens, table, token_ids, positions, seq_lens, mapping, block_table, stride_tokens,
     stride_table, columns, stride_out, BS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
@@ -66,7 +69,7 @@ def gather_inputs(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "tiles"])
+@triton.jit(do_not_specialize=["stride_tokens", "tiles"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _embed_kernel(
     slots_ptr, positions_ptr, tokens, embedding, weight, h, scaled, squares, stride_tokens, tiles,
     WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
@@ -170,7 +173,10 @@ def _deliver(
     tl.store(out + turn * stride_out + row, tl.where(finite, token, -1))
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "tiles", "vocab", "stride_out", "turn_count"])
+@triton.jit(
+    do_not_specialize=["stride_tokens", "tiles", "vocab", "stride_out", "turn_count"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "turns"],
+)
 def _choose_kernel(
     slots_ptr, positions_ptr, best, best_at, sums, tokens, out, turns, stride_tokens, tiles, vocab, stride_out,
     turn_count, TP: tl.constexpr, PDL: tl.constexpr,
@@ -232,7 +238,7 @@ def _mix(z):
     return z ^ (z >> 31)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions_ptr"])
 def _uniform_kernel(positions_ptr, starts, out, rows, BLOCK: tl.constexpr):
     """`core.rng.uniform` for the token behind each row's position."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -242,7 +248,10 @@ def _uniform_kernel(positions_ptr, starts, out, rows, BLOCK: tl.constexpr):
     tl.store(out + i, (z >> 40).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08, mask=i < rows)
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "tiles", "stride_out", "turn_count"])
+@triton.jit(
+    do_not_specialize=["stride_tokens", "tiles", "stride_out", "turn_count"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "turns"],
+)
 def _deliver_kernel(
     slots_ptr, positions_ptr, drawn, sums, tokens, out, turns, stride_tokens, tiles, stride_out, turn_count,
     TP: tl.constexpr,
@@ -275,7 +284,10 @@ def draw_tokens(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "first_row", "local_rows"])
+@triton.jit(
+    do_not_specialize=["stride_tokens", "first_row", "local_rows"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
 def _embed_share_kernel(
     slots_ptr, positions_ptr, tokens, embedding, h, stride_tokens, first_row, local_rows, WIDTH: tl.constexpr,
     WP: tl.constexpr,
@@ -326,7 +338,10 @@ def nominate(best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, first_row:
     )
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "rows", "vocab", "stride_out", "turn_count"])
+@triton.jit(
+    do_not_specialize=["stride_tokens", "rows", "vocab", "stride_out", "turn_count"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "turns"],
+)
 def _elect_kernel(
     slots_ptr, positions_ptr, nominees, tokens, out, turns, stride_tokens, rows, vocab, stride_out, turn_count,
     WORLD: tl.constexpr, WP: tl.constexpr,
