@@ -114,7 +114,7 @@ class _Sequence:
         if self.last_token_time is None:
             metrics.time_to_first_token.observe(now - request.metrics.arrival_time)
         else:
-            metrics.time_per_output_token.observe((now - self.last_token_time) / count)
+            metrics.time_per_output_token.observe((now - self.last_token_time) / count, count)
         self.last_token_time = now
 
     def completion(self, index: int, shows_logprobs: bool) -> CompletionOutput:
