@@ -19,6 +19,7 @@ from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
 from vllm.worker.sample.draw import DrawParams, draw, draw_and_finite
 from vllm.worker.sample.greedy import finite_rows, greedy, greedy_and_finite
+from vllm.worker.sample.logprobs import top_logprobs
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
@@ -67,6 +68,7 @@ class NativeKernels:
             (greedy_and_finite, self.greedy_and_finite),
             (draw, self.draw),
             (draw_and_finite, self.draw_and_finite),
+            (top_logprobs, self.top_logprobs),
         ):
             operation.register("cpu", kernel)
 
@@ -361,6 +363,23 @@ class NativeKernels:
         if status:
             raise MemoryError("draw: no memory for the tokens to draw from")
         return ids
+
+    def top_logprobs(self, logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        if not _rows_cover(logits) or token_ids.dtype != torch.int64:
+            reference: tuple[Tensor, Tensor, Tensor] = top_logprobs.reference(logits, token_ids, count)
+            return reference
+        rows, vocab = logits.shape
+        count = vocab if count < 0 else min(count, vocab)
+        token_ids = token_ids.contiguous()
+        ids, ranks = torch.empty((rows, 1 + count), dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+        logprobs = torch.empty((rows, 1 + count))
+        status = self.library.vllm_top_logprobs(
+            logits.data_ptr(), rows, vocab, logits.stride(0), count, token_ids.data_ptr(), ids.data_ptr(),
+            logprobs.data_ptr(), ranks.data_ptr(),
+        )  # fmt: skip
+        if status:
+            raise MemoryError("top_logprobs: no memory for the tokens to sort")
+        return ids, logprobs, ranks
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         if not _rows_cover(logits):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.core.plan import TokenLogprobs
+from vllm.ops.registry import op
 from vllm.worker.sample.draw import mass
 
 _CPU_CHUNK = 1 << 18
@@ -17,6 +18,7 @@ _CHUNK = 1 << 24
 _SPARE = 16  # more candidates than asked for, so that ties at the end are broken by id and not by chance
 
 
+@op
 def top_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per row the given token and the `count` most likely ones (-1: all of the vocabulary).
 
