@@ -166,16 +166,22 @@ class Attention {
     Attention(const AttentionCall& call, const Workspace<Math>& buffers)
         : c_(call), w_(buffers), shape_(call.head_dim), group_(call.heads / call.kv_heads) {}
 
-    // Sums over the keys [begin, end) of a segment, into `sums`.
-    void segment(const Tile& tile, int64_t begin, int64_t end, const Sums& sums) {
+    // Sums over the keys [begin, end) of a segment, into `sums`. then: the tile that this thread may compute after `tile`, or null;
+    // its first chunk is asked for meanwhile.
+    void segment(const Tile& tile, int64_t begin, int64_t end, const Sums& sums, const Tile* then) {
         sums.clear(tile.rows, shape_.padded_dim);
         const Stored **here = w_.key_rows, **next = w_.key_rows + kChunk;
         locate(tile, begin / kChunk * kChunk, end, here);
         for (int64_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk, std::swap(here, next)) {
             const int64_t keys = std::min<int64_t>(kChunk, end - chunk);
-            // The last chunk of a segment asks for the first of the next one, whoever computes it.
-            locate(tile, chunk + kChunk, tile.end, next);
-            load_chunk(keys, here, next);
+            // The last chunk of a segment asks for the first of the next one, whoever computes it; that of a tile for the next tile's.
+            const bool last = chunk + kChunk >= tile.end;
+            if (!last) {
+                locate(tile, chunk + kChunk, tile.end, next);
+            } else if (then) {
+                locate(*then, then->begin / kChunk * kChunk, then->end, next);
+            }
+            load_chunk(keys, here, last && !then ? nullptr : next);
             // Groups of rows that differ by at most one: a group of one or two would not keep the arithmetic units busy.
             const int64_t groups = (tile.rows + kRows - 1) / kRows;
             for (int64_t g = 0; g < groups; g++) {
@@ -218,14 +224,14 @@ class Attention {
         }
     }
 
-    // A whole tile: its segments in order.
-    void tile(const Tile& tile) {
+    // A whole tile: its segments in order. then: as in `segment`.
+    void tile(const Tile& tile, const Tile* then) {
         load_queries(tile);
         const Sums partial(w_.partial, tile.rows, shape_.padded_dim), total(w_.total, tile.rows, shape_.padded_dim);
         total.clear(tile.rows, shape_.padded_dim);
         for (int64_t begin = tile.begin; begin < tile.end;) {
             const int64_t end = std::min(tile.end, (begin / kSegment + 1) * kSegment);
-            segment(tile, begin, end, partial);
+            segment(tile, begin, end, partial, then);
             total.merge(partial, tile.rows, shape_.padded_dim);
             begin = end;
         }
@@ -293,11 +299,12 @@ class Attention {
         }
     }
 
-    // Copies a chunk's keys transposed and its values, both as the products want them; meanwhile asks for the next chunk's.
+    // Copies a chunk's keys transposed and its values, both as the products want them; meanwhile asks for the next chunk's, if any.
     void load_chunk(int64_t keys, const Stored* const* here, const Stored* const* next) {
         const int64_t padded = round_up(keys, kKeyVectors * W);
+        const int64_t asked = next ? kChunk * W / padded : 0;  // keys of the next chunk, for each vector of this one's
         for (int64_t key = 0; key < padded; key += W) {
-            for (int i = 0; i < W; i++) prefetch(next[key + i]);
+            for (int64_t i = 0; i < asked; i++) prefetch(next[key / W * asked + i]);
             for (int64_t step = 0; step < shape_.key_steps; step += W) {
                 const int64_t left = c_.head_dim - step * Math::kStep;
                 vf rows[W];
@@ -310,7 +317,9 @@ class Attention {
             const Stored* values[Math::kStep];
             for (int i = 0; i < Math::kStep; i++) {
                 values[i] = value_of(here[key + i]);
-                prefetch(value_of(next[key + i]));
+            }
+            if (key % W == 0) {
+                for (int64_t i = 0; i < asked; i++) prefetch(value_of(next[key / W * asked + i]));
             }
             Math::store_value(w_.values + key / Math::kStep * shape_.padded_dim, values, c_.head_dim);
         }
@@ -471,14 +480,20 @@ void run(Team& team, const AttentionCall& c, const AttentionPlan& plan, char* sc
     Attention<Math> attention(c, w);
     auto sums_of = [&](int64_t part, const Tile& tile) { return Sums(sums + part * floats, tile.rows, shape.padded_dim); };
     if (plan.parts.empty()) {
-        team.share(int64_t(plan.tiles.size()), 1, [&](int64_t t, int64_t) { attention.tile(plan.tiles[size_t(t)]); });
+        const int64_t tiles = int64_t(plan.tiles.size());
+        team.share(tiles, 1, [&](int64_t t, int64_t) {
+            // A tile of many rows computes long enough as it is.
+            const Tile& tile = plan.tiles[size_t(t)];
+            const int64_t then = t + team.threads();
+            attention.tile(tile, then < tiles && tile.rows < kTileRows / 2 ? &plan.tiles[size_t(then)] : nullptr);
+        });
         return;
     }
     team.share(int64_t(plan.parts.size()), 1, [&](int64_t p, int64_t) {
         const TilePart& part = plan.parts[size_t(p)];
         const Tile& tile = plan.tiles[size_t(part.tile)];
         attention.load_queries(tile);
-        attention.segment(tile, part.begin, part.end, sums_of(p, tile));
+        attention.segment(tile, part.begin, part.end, sums_of(p, tile), nullptr);
     });
     team.share(int64_t(plan.tiles.size()), 1, [&](int64_t t, int64_t) {
         const Tile& tile = plan.tiles[size_t(t)];
