@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python -m benchmarks.cpu.steps /tmp/models/qwen2.5-0.5b --json benchmarks/results/cpu_steps.json
 
 Weights are random (`load_format="dummy"`), decoding is greedy. Shown: the fastest and the median step of each kind. The
-floor is the larger of weight bytes / read bandwidth and operations of the products / matrix peak, measured in the same
-run, before and after; attention is not in it.
+floor is the larger of weight bytes / read bandwidth and operations of the products / matrix peak, both measured right
+before and right after each case (on a shared host the bandwidth can halve for minutes); attention is not in it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             figures = "".join(f"{row[kind][part]:9.2f}" for part in PARTS)
             ratio = row[kind]["step"] / row["floor_ms"]
             print(f"{row['case']:18}{kind:9}{figures}  floor {row['floor_ms']:7.2f} ms  x{ratio:.2f}")
+        print(f"{'':27}{row['floors']}")
 
 
 def main() -> None:
@@ -80,7 +82,6 @@ def main() -> None:
     from benchmarks.cpu.peers import floors
     from vllm import LLM, SamplingParams
 
-    limits = floors()
     llm = LLM(
         model=str(args.folder), load_format="dummy", dtype="bfloat16", max_model_len=2048, max_num_batched_tokens=8192
     )
@@ -109,7 +110,7 @@ def main() -> None:
     ):
         clock.watch(owner, method, part)
 
-    def floor(tokens: int, rows: int) -> float:
+    def floor(tokens: int, rows: int, limits: dict[str, float]) -> float:
         """Milliseconds."""
         operations = 2 * (tokens * in_layers + rows * head)
         return 1e3 * max(
@@ -128,22 +129,34 @@ def main() -> None:
             clock.end_step(time.perf_counter() - begin)
         return list(clock.steps)
 
-    measured: list[tuple[str, int, int, list[dict[str, float]]]] = []
-    for batch in args.batches:
+    rows: list[dict[str, Any]] = []
+
+    def measure(cases: Callable[[], list[tuple[str, int, int, list[dict[str, float]]]]]) -> None:
+        """Add rows for cases: (name, tokens, rows with logits, steps)."""
+        before = floors()
+        measured = cases()
+        limits = {name: round(max(speed, before[name]), 2) for name, speed in floors().items()}
+        for case, tokens, outputs, steps in measured:
+            least = round(floor(tokens, outputs, limits), 3)
+            rows.append({"case": case, "floors": limits, "floor_ms": least, **summary(steps)})
+
+    def decode(batch: int) -> list[tuple[str, int, int, list[dict[str, float]]]]:
         steps = run(batch, 128, args.steps)
-        measured.append((f"prefill {batch} x 128", batch * 128, batch, steps[:1]))
-        measured.append((f"decode batch {batch}", batch, batch, steps[2:]))
+        return [
+            (f"prefill {batch} x 128", batch * 128, batch, steps[:1]),
+            (f"decode batch {batch}", batch, batch, steps[2:]),
+        ]
+
+    def prefill(length: int) -> list[tuple[str, int, int, list[dict[str, float]]]]:
+        return [(f"prefill 1 x {length}", length, 1, [run(1, length, 1)[0] for _ in range(3)])]
+
+    for batch in args.batches:
+        measure(partial(decode, batch))
     for length in args.prompts:
-        measured.append((f"prefill 1 x {length}", length, 1, [run(1, length, 1)[0] for _ in range(3)]))
-    limits = {name: round(max(speed, limits[name]), 2) for name, speed in floors().items()}
-    rows = [
-        {"case": case, "floor_ms": round(floor(tokens, outputs), 3), **summary(steps)}
-        for case, tokens, outputs, steps in measured
-    ]
-    print(limits)
+        measure(partial(prefill, length))
     show(rows)
     if args.json:
-        report = {**describe(args), "model": args.folder.name, "floors": limits, "rows": rows}
+        report = {**describe(args), "model": args.folder.name, "rows": rows}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
