@@ -21,6 +21,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import Counter
+from vllm.utils.collector import what_exists_frozen
 
 if TYPE_CHECKING:
     from torch import nn
@@ -551,6 +552,7 @@ class LLM:
         engine = self.llm_engine
         missing = {request_id for request_id in ids if request_id not in self._finished}
         with ExitStack() as stack:
+            stack.enter_context(what_exists_frozen())
             check_interrupt = stack.enter_context(deferred_interrupt())
             progress = Progress(len(ids), use_tqdm)
             stack.callback(progress.close)

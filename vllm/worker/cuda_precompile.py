@@ -20,7 +20,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Decoder
 from vllm.ops.attention import plan_gathering
 from vllm.ops.shared_prefix import SharedPlan
-from vllm.ops.triton.decode_step import argmax_tiles, choose_tokens, gather_inputs
+from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.worker.cuda_graphs import SPANS
@@ -114,6 +114,9 @@ class DryRun:
         one = torch.empty(2, device=META)
         none: np.ndarray = np.zeros(2, np.int32)
         draw(logits, DrawParams(one, one, torch.empty(2, dtype=torch.int32, device=META), one, one, none, none))
+        ids, starts = torch.empty(2, dtype=torch.int32, device=META), torch.empty(2, dtype=torch.int64, device=META)
+        tokens = torch.empty(2, _TABLE_WIDTH, dtype=torch.int32, device=META)
+        draw_tokens(logits, ids, ids, Drawing(one, one, ids, one, starts), tokens, ids)
 
     def _decode(self, model: DecoderModel, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
         if not sizes:
