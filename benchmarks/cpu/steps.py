@@ -101,7 +101,7 @@ def main() -> None:
         (core.scheduler, "schedule", "plan"),
         (core.scheduler, "apply", "plan"),
         (runner, "_take_in", "inputs"),
-        (runner._builder, "build", "inputs"),
+        (runner.builder, "build", "inputs"),
         (runner.model, "forward", "layers"),
         (runner, "_logits", "logits"),
         (runner, "_sample", "sample"),
