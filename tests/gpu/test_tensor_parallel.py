@@ -13,6 +13,8 @@ import transformers
 from tests.gpu.test_engine_core import SMALL, core, finish, prompts, request, together
 from vllm.exceptions import EngineDeadError
 
+pytestmark = pytest.mark.timeout(120)  # ranks that wait for each other would wait for ever
+
 FAMILIES = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),

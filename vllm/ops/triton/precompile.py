@@ -28,7 +28,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 DryRun = Callable[[], None]
-_LIMIT = 120.0  # seconds after which a process must have deadlocked
+_STALL = 15.0  # seconds in which nothing gets compiled: some process, forked from a busy one, must have deadlocked
 
 
 class _NoDevice:
@@ -96,6 +96,11 @@ class _Progress:
         self.next_job, self.done_first, self.done = (fork.Value("i", 0) for _ in range(3))
         self.first, self.total = (fork.Value("i", 1 << 30) for _ in range(2))
 
+    @staticmethod
+    def seen(counter: Any) -> int:
+        """A counter as it is, without its lock, which a process may have died with."""
+        return int(counter.get_obj().value)
+
     def take(self) -> int:
         """The index of a job that nobody has taken."""
         with self.next_job.get_lock():
@@ -158,12 +163,18 @@ class Precompilation:
         threading.Thread(target=self._reap, args=(children,), daemon=True).start()
 
     def _reap(self, children: list[int]) -> None:
-        """Take the exit codes of the processes; those that take longer than _LIMIT seconds are killed."""
+        """Take the exit codes of the processes; when nothing has been compiled for _STALL seconds, they are killed."""
+        done, since = -1, self._begun
         while children:
             children = [pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-            if children and time.perf_counter() - self._begun > _LIMIT:
+            now = time.perf_counter()
+            if (seen := self._progress.seen(self._progress.done)) != done:
+                done, since = seen, now
+            elif children and now - since > _STALL:
+                logger.debug("Compiling ahead has stalled; %d processes are ended.", len(children))
                 for pid in children:
                     os.kill(pid, signal.SIGKILL)
+                since = now
             time.sleep(0.02)
         self._alive = False
 
@@ -171,13 +182,15 @@ class Precompilation:
         """Until what is needed first has been compiled (or nobody is left to do it). Returns the seconds since the
         start.
         """
-        while self._alive and self._progress.done_first.value < self._progress.first.value:
+        progress = self._progress
+        while self._alive and progress.seen(progress.done_first) < progress.seen(progress.first):
             time.sleep(0.002)
         return time.perf_counter() - self._begun
 
     def finish(self) -> None:
         """Until everything has been compiled (or nobody is left to do it)."""
-        while self._alive and self._progress.done.value < self._progress.total.value:
+        progress = self._progress
+        while self._alive and progress.seen(progress.done) < progress.seen(progress.total):
             time.sleep(0.002)
 
 
@@ -194,7 +207,7 @@ def precompile(
     for _ in range(count):
         # not through `multiprocessing`, which forbids children to the daemon processes that an engine may run in
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # "may lead to deadlocks": see _LIMIT
+            warnings.simplefilter("ignore", DeprecationWarning)  # "may lead to deadlocks": see _STALL
             pid = os.fork()
         if pid:
             children.append(pid)
