@@ -28,6 +28,13 @@ def test_a_bucket_covers_its_step_and_launches_both_kernels_of_attention(
         size, rows, context = found
         assert size >= tokens and rows > requests and context >= longest
         assert size - (rows - 1) > LONGEST_SHORT_QUERY
+        assert size - tokens <= context
+
+
+def test_padding_must_fit_into_a_row_of_the_block_table() -> None:
+    assert bucket(1100, 9, 200, 256, room=272) is None
+    assert bucket(1100, 9, 200, 256) == (2048, 32, 1024)
+    assert bucket(900, 9, 200, 256, room=272) == (1024, 32, 1024)
 
 
 def test_large_models_have_graphs_of_small_steps_only() -> None:

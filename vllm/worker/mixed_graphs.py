@@ -53,12 +53,13 @@ def step_sizes(parameters: int) -> tuple[int, ...]:
 
 
 def bucket(
-    tokens: int, requests: int, longest: int, limit: int, sizes: tuple[int, ...] = TOKENS
+    tokens: int, requests: int, longest: int, limit: int, sizes: tuple[int, ...] = TOKENS, room: int = CONTEXTS[0]
 ) -> tuple[int, int, int] | None:
     """The smallest (tokens, requests, context) of a graph that covers a step; None if there is none.
 
     longest: tokens of the longest sequence.   limit: tokens of the longest sequence that graphs may be used for.
-    sizes: tokens that steps are padded to.
+    sizes: tokens that steps are padded to.   room: tokens that a row of the block table has room for, which the
+    request that owns the padding must not exceed.
     """
     if longest > limit:
         return None
@@ -66,7 +67,7 @@ def bucket(
     # as it is captured, a step has a long query beside all the others, so that both kernels of attention are launched
     size = _at_least(sizes, max(tokens, rows - 1 + _LONG_QUERY))
     context = _at_least(CONTEXTS, longest)
-    return (size, rows, context) if size and rows and context else None
+    return (size, rows, context) if size and rows and context and size - tokens <= room else None
 
 
 def _at_least(sizes: tuple[int, ...], wanted: int) -> int:
@@ -97,7 +98,10 @@ class MixedGraphs:
         """The step's inputs and [at least its rows of logits, hidden]; None for a step that no graph is there for."""
         if laid.prompt_rows:
             return None
-        key = bucket(len(laid.positions), len(laid.slots), int(laid.lens.max()), self._max_seq_len, self._sizes)
+        table = self._runner.table
+        room = min(CONTEXTS[0], table.host_tables[0].shape[1] * table.block_size)
+        tokens, longest = len(laid.positions), int(laid.lens.max())
+        key = bucket(tokens, len(laid.slots), longest, self._max_seq_len, self._sizes, room)
         if key is None:
             return None
         if self._runner.table.width != self._width:  # the table moved to other memory
