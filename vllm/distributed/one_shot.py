@@ -6,7 +6,10 @@ on torch's symmetric memory; NVLink multicast is not used.
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,48 @@ _DTYPES = (torch.bfloat16, torch.float32)
 _PATIENCE_S = 2.0
 
 
+class _FromZero(dist.Store):
+    """A store in which the first exchange of this group has the number 0.
+
+    Torch's symmetric memory (before 2.12) numbers its exchanges from the start of the process, so that the ranks of a
+    second engine, the first of which is older than the others, would wait for each other under different keys.
+    """
+
+    _NUMBERED = re.compile(r"(.*?/)(\d+)((?:/\d+)?)")  # prefix / number of the exchange / rank
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store, self._first = store, -1
+
+    def _key(self, key: str) -> str:
+        found = self._NUMBERED.fullmatch(key)
+        if found is None:
+            return key
+        number = int(found[2])
+        if self._first < 0:
+            self._first = number
+        return f"{found[1]}{number - self._first}{found[3]}"
+
+    def set(self, key: str, value: str) -> None:  # torch itself gives bytes
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.multi_get([self._key(key) for key in keys])
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._key(key), amount)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        keys = [self._key(key) for key in keys]
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+
 class OneShot:
     """The buffer that every rank maps, and the sum over it. Made by all ranks together."""
 
@@ -31,6 +76,9 @@ class OneShot:
 
         group = dist.distributed_c10d._get_default_group()
         self._name = group.group_name
+        store = dist.PrefixStore("one-shot", dist.distributed_c10d._get_process_group_store(group))
+        symmetric._group_name_to_store[self._name] = self._own_store = _FromZero(store)
+        symmetric._SymmetricMemory.set_group_info(self._name, rank, world, self._own_store)
         self._buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._buffer, group)
         self._rank, self._world, self._device = rank, world, device

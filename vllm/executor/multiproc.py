@@ -1,9 +1,8 @@
 """Tensor parallel on one host: the first rank in this process, the others in processes of their own.
 
 Plans are sent to every rank and executed by all in the same order. Only the first rank samples and knows results. A
-rank that
-fails takes the executor down: the others may wait for it inside a collective operation, and cannot be trusted to
-    agree again.
+rank that fails takes the executor down: the others may wait for it inside a collective operation, and cannot be
+trusted to agree again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank other than the first: `python -m vllm.executor.worker_process FD PARENT`, started by `multiproc`.
 
 It does what the socket says, one message after the other, and ends when the socket does: by itself when it waits,
-    through a thread of its own when it computes.
+through a thread of its own when it computes.
 """
 
 from __future__ import annotations

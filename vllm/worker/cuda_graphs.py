@@ -149,7 +149,7 @@ class _DrawingInputs:
 
 
 @functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One per device and process: cuBLAS keeps a workspace for every stream that it has ever seen."""
     return torch.cuda.Stream(device)
 
@@ -179,7 +179,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, _Kind, int, bool], _Entry] = {}  # by size, kind, span, shared prefix
         self._width = self._table.width
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = _capture_stream(runner.context.device)
+        self._stream = capture_stream(runner.context.device)
         device, largest = runner.context.device, buffer_width(self._sizes)
         # slots, positions, and the vector of `_ids` that a row's id goes to: a step's upload is one copy
         self._inputs = torch.full((3, largest), -1, dtype=torch.int32, device=device)

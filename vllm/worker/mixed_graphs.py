@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm.logger import init_logger
-from vllm.worker.cuda_graphs import _capture_stream
+from vllm.worker.cuda_graphs import capture_stream
 from vllm.worker.device import CudaContext
 from vllm.worker.input_builder import Laid
 from vllm.worker.step_inputs import StepInputs
@@ -141,7 +141,7 @@ class MixedGraphs:
         )  # fmt: skip
         step, result = self._run(shape, device, context)
         graph = torch.cuda.CUDAGraph()
-        stream, main = _capture_stream(self._context.device), torch.cuda.current_stream()
+        stream, main = capture_stream(self._context.device), torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
