@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.server.http_server import Server
@@ -29,3 +30,15 @@ def steady(server: Server) -> Iterator[Server]:
     yield server
     assert server.alive, server.log[-3000:]
     assert server.canary() == before
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="EMPTY", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def async_client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="EMPTY", max_retries=0) as opened:
+        yield opened

@@ -50,6 +50,29 @@ TOOL = {"type": "function", "function": {"name": "f"}}
          "Cannot set both `continue_final_message` and `add_generation_prompt` to True."),
         (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "BadRequestError",
          "response_format"),
+        (COMPLETIONS, {"prompt": "x", "guided_decoding_backend": "outlines"}, 400, "BadRequestError",
+         "Guided decoding (guided_decoding_backend) is not available in this version."),
+        (COMPLETIONS, {"prompt": "x", "guided_whitespace_pattern": " "}, 400, "BadRequestError",
+         "Guided decoding (guided_whitespace_pattern) is not available in this version."),
+        (COMPLETIONS, {"prompt": "x", "min_tokens": 17}, 400, "BadRequestError",
+         "min_tokens must be less than or equal to max_tokens=16, got 17."),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "BadRequestError",
+         "max_tokens must be at least 1, got 0."),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 512}, 400, "BadRequestError",
+         "maximum context length is 512 tokens"),
+        (COMPLETIONS, {"prompt": "x", "n": 2, "best_of": 1}, 400, "BadRequestError",
+         "best_of must be greater than or equal to n, got n=2 and best_of=1."),
+        (COMPLETIONS, {"prompt": [[]]}, 400, "BadRequestError", "The decoder prompt cannot be empty"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, 400, "BadRequestError", "prompt.list[int].1"),
+        (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, 400, "BadRequestError", "functions is not available"),
+        (CHAT, {"messages": USER, "function_call": "auto"}, 400, "BadRequestError", "function_call is not available"),
+        (CHAT, {"messages": USER, "modalities": ["audio"]}, 400, "BadRequestError", "modalities other than ['text']"),
+        (CHAT, {"messages": USER, "audio": {"voice": "x"}}, 400, "BadRequestError", "audio is not available"),
+        (CHAT, {"messages": USER, "web_search_options": {}}, 400, "BadRequestError",
+         "web_search_options is not available"),
+        (CHAT, {"messages": USER, "tools": ["f"], "tool_choice": "none"}, 400, "BadRequestError",
+         "tools[0] must look like"),
+        ("/start_profile", {}, 400, "BadRequestError", "Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR"),
         ("/v1/embeddings", {"input": "x"}, 400, "BadRequestError", "The model does not support Embeddings API"),
         ("/score", {"text_1": "x"}, 400, "BadRequestError", "The model does not support Score API"),
         ("/v1/rerank", {"query": "x"}, 400, "BadRequestError", "The model does not support Rerank (Score) API"),
@@ -129,7 +152,8 @@ def test_routes_of_later_features_say_so(server: Server, path: str) -> None:
 )
 def test_unknown_routes_have_the_form_of_all_errors(server: Server, path: str) -> None:
     for method in ("GET", "POST", "DELETE"):
-        expected = 405 if path.startswith("/ui/") and method != "GET" else 404
+        exists = path.startswith(("/ui/", "/v1/models/"))
+        expected = 405 if exists and method != "GET" else 404
         envelope(server.request(method, path, b"{}" if method == "POST" else None), expected)
 
 

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-
 import openai
 import pytest
 
-from tests.server.http_server import MODEL, Server
+from tests.server.http_server import MODEL
 
 GREEDY = {"temperature": 0.0}
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="EMPTY", max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture
-async def async_client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="EMPTY", max_retries=0) as opened:
-        yield opened
 
 
 def test_models_lists_the_served_name(client):

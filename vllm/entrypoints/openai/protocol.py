@@ -43,6 +43,9 @@ LATER_FIELDS = (
     "lora_request",
 )
 
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_REASONING = "reasoning.encrypted_content"
+
 
 class _Request(BaseModel):
     """Unknown fields are kept, and logged once by the route: newer clients send what older servers do not know."""
@@ -143,7 +146,8 @@ class _Sampling(_Request):
             raise bad_request(
                 "response_format other than {'type': 'text'} is not available in this version.", "response_format"
             )
-        for name in (*guided, "guided_grammar", "structural_tag", "structured_outputs"):
+        of_guided = ("guided_grammar", "structural_tag", "structured_outputs")
+        for name in (*guided, *of_guided, "guided_decoding_backend", "guided_whitespace_pattern"):
             if self._set(name):
                 raise bad_request(f"Guided decoding ({name}) is not available in this version.", name)
         if self.logits_processors:
@@ -158,6 +162,11 @@ class _Sampling(_Request):
 
     def _set(self, name: str) -> bool:
         return getattr(self, name) is not None
+
+    @property
+    def is_decided_at_end(self) -> bool:
+        """Whether the choices are known only when all candidates are done: beam search, and best_of beyond n."""
+        return self.use_beam_search or (self.best_of is not None and self.best_of != (self.n or 1))
 
     @property
     def wants_usage(self) -> bool:
@@ -203,6 +212,12 @@ class ChatCompletionRequest(_Sampling):
     documents: ListOf[Texts] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # OpenAI's earlier form of tools, and what only multimodal or searching models have.
+    functions: Any = None
+    function_call: Any = None
+    modalities: ListOf[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -216,11 +231,20 @@ class ChatCompletionRequest(_Sampling):
             if top > 0 and not data.get("logprobs"):
                 raise bad_request("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
         _check_generation_prompt(data)
+        _check_tools(data.get("tools"))
         _check_tool_choice(data)
         return data
 
     def refuse_later_features(self) -> None:
         super().refuse_later_features()
+        for name in ("functions", "function_call"):
+            if getattr(self, name) not in (None, [], "none"):
+                raise bad_request(f"{name} is not available in this version: OpenAI replaced it by `tools`.", name)
+        if self.modalities not in (None, [], ["text"]):
+            raise bad_request("modalities other than ['text'] are not available in this version.", "modalities")
+        for name in ("audio", "web_search_options"):
+            if self._set(name):
+                raise bad_request(f"{name} is not available in this version.", name)
         choice = self.tool_choice if self.tool_choice is not None else ("auto" if self.tools else "none")
         if self.tools and choice != "none":
             if choice == "auto":
@@ -234,6 +258,18 @@ class ChatCompletionRequest(_Sampling):
 def _check_generation_prompt(data: dict[str, Any]) -> None:
     if data.get("continue_final_message") and data.get("add_generation_prompt", True):
         raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+
+
+def _check_tools(tools: Any) -> None:
+    if not isinstance(tools, list):
+        return  # the type is checked, and told, by the model
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_request(
+                f'tools[{i}] must look like {{"type": "function", "function": {{"name": "my_function", ...}}}}.',
+                "tools",
+            )
 
 
 def _check_tool_choice(data: dict[str, Any]) -> None:
@@ -286,6 +322,7 @@ class TokenizeRequest(_Request):
     def _check_chat(cls, data: Any) -> Any:
         if isinstance(data, dict):
             _check_generation_prompt(data)
+            _check_tools(data.get("tools"))
         return data
 
     def refuse_later_features(self) -> None:
@@ -311,17 +348,60 @@ class ResponsesRequest(_Request):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = None
-    stream: bool | None = False
-    store: bool | None = None
-    background: bool | None = False
-    previous_response_id: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    text: Any = None
-    reasoning: Any = None
-    metadata: Texts | None = None
-    truncation: Literal["auto", "disabled"] | None = "disabled"
-    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop: str | ListOf[str] | None = None
+    include: ListOf[str] | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = False
+    metadata: Texts | None = None
+    user: str | None = None
+    priority: int = 0
+    request_id: Annotated[str, Field(max_length=128)] | None = None
+    text: dict[str, Any] | None = None
+    # Accepted where they ask for what is done anyway, else refused.
+    truncation: Literal["auto", "disabled"] | None = "disabled"
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    # Features of later versions.
+    background: bool | None = False
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    reasoning: Any = None
+    max_tool_calls: int | None = None
+
+    def refuse_later_features(self) -> None:
+        """Raise the error of the first parameter whose feature this version does not have."""
+        absent = ("previous_response_id", "conversation", "prompt", "tools", "background", "reasoning")
+        for name in (*absent, "max_tool_calls"):
+            if getattr(self, name) not in (None, False, []):
+                raise bad_request(f"{name} is not available in this version of the Responses API.", name)
+        if self.tool_choice not in (None, "none", "auto"):  # without tools, both mean: no call
+            raise bad_request("Tool calling is not available in this version; leave tool_choice unset.", "tool_choice")
+        if self.store:
+            raise bad_request("This server stores no responses; leave store unset or false.", "store")
+        if self.truncation == "auto":
+            raise bad_request("truncation='auto' is not available in this version; shorten the input.", "truncation")
+        if (self.stream_options or {}).get("include_obfuscation"):
+            raise bad_request("stream_options.include_obfuscation is not available.", "stream_options")
+        for item in self.include or ():
+            if item not in (INCLUDE_LOGPROBS, INCLUDE_REASONING):  # there is no reasoning to include
+                raise bad_request(f"include may only hold {INCLUDE_LOGPROBS!r} in this version.", "include")
+        self._check_text()
+
+    def _check_text(self) -> None:
+        text = self.text or {}
+        form = text.get("format")
+        if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+            raise bad_request("text.format other than {'type': 'text'} is not available in this version.", "text")
+        if text.get("verbosity") not in (None, "medium"):
+            raise bad_request("text.verbosity other than 'medium' is not available in this version.", "text")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or INCLUDE_LOGPROBS in (self.include or ())

@@ -9,10 +9,11 @@ from typing import Any
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.context import ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.logprobs import chat_logprobs
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
-EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
+EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": None}
 
 
 @dataclass(slots=True)
@@ -25,35 +26,30 @@ class Work:
     chat: chat.Chat
 
 
-async def prepare(context: ServerContext, request: ResponsesRequest) -> Work:
+async def prepare(context: ServerContext, request: ResponsesRequest, request_id: str | None) -> Work:
     """Check the request and turn it into a conversation."""
-    for name, value in (
-        ("previous_response_id", request.previous_response_id),
-        ("tools", request.tools or None),
-        ("background", request.background or None),
-        ("reasoning", request.reasoning),
-    ):
-        if value is not None:
-            raise bad_request(f"{name} is not available in this version of /v1/responses.", name)
-    text_format = request.text.get("format") if isinstance(request.text, dict) else None
-    if isinstance(text_format, dict) and text_format.get("type", "text") != "text":
-        raise bad_request("text.format other than 'text' is not available in this version.", "text")
-    if request.store:
-        raise bad_request("This server stores no responses; leave store unset or false.", "store")
+    request.refuse_later_features()
+    if request.max_output_tokens is not None and request.max_output_tokens < 1:
+        raise bad_request(
+            f"max_output_tokens must be at least 1, got {request.max_output_tokens}.", "max_output_tokens"
+        )
     body = ChatCompletionRequest(
         model=request.model,
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        logprobs=request.top_logprobs is not None,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        logprobs=request.wants_logprobs,
         top_logprobs=request.top_logprobs or 0,
         seed=request.seed,
         stop=request.stop,
         stream=bool(request.stream),
+        priority=request.priority,
     )
     work = await chat.prepare(context, body, None)
-    return Work(request, new_id("resp", None), new_id("msg", None), work)
+    return Work(request, new_id("resp", request.request_id or request_id), new_id("msg", None), work)
 
 
 def _messages(request: ResponsesRequest) -> list[Any]:
@@ -62,6 +58,8 @@ def _messages(request: ResponsesRequest) -> list[Any]:
         messages.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
+    if not request.input:
+        raise bad_request("input must hold at least one message.", "input")
     for i, item in enumerate(request.input):
         if not isinstance(item, dict):
             raise bad_request(f"input[{i}] must be an object with role and content.", "input")
@@ -71,18 +69,19 @@ def _messages(request: ResponsesRequest) -> list[Any]:
     return messages
 
 
-def _body(
-    work: Work, status: str, text: str | None, usage: dict[str, Any] | None, reason: str | None
-) -> dict[str, Any]:
-    request = work.request
-    output = [] if text is None else [_message(work, text, "completed" if status != "in_progress" else status)]
+def _body(work: Work, status: str, usage: dict[str, Any] | None = None, **answer: Any) -> dict[str, Any]:
+    """The response as an object. `answer` has the `text` and `logprobs` of its message and the `reason` of its end, and
+    is empty before anything is known.
+    """
+    request, params = work.request, work.chat.prompt.params
+    reason = answer.get("reason")
     return {
         "id": work.id,
         "object": "response",
         "created_at": work.chat.created,
         "status": status,
         "model": work.chat.model,
-        "output": output,
+        "output": [_message(work, answer["text"], answer["logprobs"], status)] if answer else [],
         "usage": usage,
         "error": None,
         "incomplete_details": None if reason is None else {"reason": reason},
@@ -91,19 +90,32 @@ def _body(
         "metadata": request.metadata or {},
         "parallel_tool_calls": False,
         "previous_response_id": None,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_logprobs": request.top_logprobs,
         "text": {"format": {"type": "text"}},
         "tool_choice": "none",
         "tools": [],
-        "truncation": request.truncation,
+        "truncation": "disabled",
         "store": False,
+        "background": False,
+        "user": request.user,
     }
 
 
-def _message(work: Work, text: str, status: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text, "annotations": []}]
-    return {"id": work.message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+def _message(work: Work, text: str, logprobs: list[Any] | None, status: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
+    return {"id": work.message_id, "type": "message", "role": work.chat.role, "status": status, "content": content}
+
+
+def _logprobs(work: Work, answer: CompletionOutput) -> list[Any] | None:
+    """What is known of each token, or None if it was not asked for."""
+    if not work.request.wants_logprobs or answer.logprobs is None:
+        return None
+    content: list[Any] = chat_logprobs(
+        answer.token_ids, answer.logprobs, work.request.top_logprobs or 0, work.chat.text_of
+    )["content"]
+    return content
 
 
 def _usage(prompt: int, completion: int, cached: int | None) -> dict[str, Any]:
@@ -130,7 +142,7 @@ async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
     answer = final.outputs[0]
     status, reason = _ending(answer.finish_reason)
     usage = _usage(len(final.prompt_token_ids or ()), len(answer.token_ids), final.num_cached_tokens)
-    return _body(work, status, answer.text, usage, reason)
+    return _body(work, status, usage, text=answer.text, logprobs=_logprobs(work, answer), reason=reason)
 
 
 class ResponseEvents:
@@ -141,6 +153,7 @@ class ResponseEvents:
         self._number = -1
         self._place = {"item_id": work.message_id, "output_index": 0, "content_index": 0}
         self._pieces: list[str] = []
+        self._logprobs: list[Any] = []
         self._tokens = self._prompt_tokens = 0
         self._cached: int | None = None
         self._reason: str | None = None
@@ -157,16 +170,19 @@ class ResponseEvents:
         answer = result.outputs[0]
         self._tokens += len(answer.token_ids)
         self._reason = answer.finish_reason or self._reason
-        if answer.text:
+        logprobs = _logprobs(self._work, answer) or []
+        if answer.text or logprobs:
             self._pieces.append(answer.text)
-            events.append(self._event("response.output_text.delta", **self._place, delta=answer.text, logprobs=[]))
+            self._logprobs += logprobs
+            text = {"delta": answer.text, "logprobs": logprobs}
+            events.append(self._event("response.output_text.delta", **self._place, **text))
         return b"".join(events)
 
     def _opening(self) -> list[bytes]:
-        item = {**_message(self._work, "", "in_progress"), "content": []}
+        item = {**_message(self._work, "", None, "in_progress"), "content": []}
         return [
-            self._event("response.created", response=_body(self._work, "in_progress", None, None, None)),
-            self._event("response.in_progress", response=_body(self._work, "in_progress", None, None, None)),
+            self._event("response.created", response=_body(self._work, "in_progress")),
+            self._event("response.in_progress", response=_body(self._work, "in_progress")),
             self._event("response.output_item.added", output_index=0, item=item),
             self._event("response.content_part.added", **self._place, part=EMPTY_TEXT),
         ]
@@ -174,13 +190,17 @@ class ResponseEvents:
     def end(self) -> bytes:
         """The events after the last output."""
         work, text = self._work, "".join(self._pieces)
+        logprobs = self._logprobs if work.request.wants_logprobs else None
         status, why = _ending(self._reason)
-        body = _body(work, status, text, _usage(self._prompt_tokens, self._tokens, self._cached), why)
+        usage = _usage(self._prompt_tokens, self._tokens, self._cached)
+        body = _body(work, status, usage, text=text, logprobs=logprobs, reason=why)
+        part = {**EMPTY_TEXT, "text": text, "logprobs": logprobs}
+        item = _message(work, text, logprobs, status)
         return b"".join(
             [
-                self._event("response.output_text.done", **self._place, text=text, logprobs=[]),
-                self._event("response.content_part.done", **self._place, part={**EMPTY_TEXT, "text": text}),
-                self._event("response.output_item.done", output_index=0, item=_message(work, text, "completed")),
+                self._event("response.output_text.done", **self._place, text=text, logprobs=self._logprobs),
+                self._event("response.content_part.done", **self._place, part=part),
+                self._event("response.output_item.done", output_index=0, item=item),
                 self._event(f"response.{status}", response=body),
             ]
         )

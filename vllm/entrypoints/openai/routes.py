@@ -167,14 +167,9 @@ async def create_completion(request: Request) -> Response:
     except Exception as error:
         raise as_api_error(error) from error
     if body.stream:
-        events = completions.WholeEvents if _whole_only(body) else completions.CompletionEvents
+        events = completions.WholeEvents if body.is_decided_at_end else completions.CompletionEvents
         return await stream(request, EventStream(work.prompts, events(context, work)))
     return await answer(request, lambda: completions.complete(context, work))
-
-
-def _whole_only(body: CompletionRequest) -> bool:
-    """best_of and beam search know their choices only at the end: one event with everything."""
-    return body.use_beam_search or (body.best_of is not None and body.best_of != (body.n or 1))
 
 
 @router.post("/v1/chat/completions", openapi_extra=_schema(ChatCompletionRequest))
@@ -195,7 +190,7 @@ async def create_response(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, ResponsesRequest)
     try:
-        work = await responses.prepare(context, body)
+        work = await responses.prepare(context, body, request.headers.get("x-request-id"))
     except Exception as error:
         raise as_api_error(error) from error
     if body.stream:
@@ -217,6 +212,12 @@ async def cancel_response(response_id: str) -> Response:
 async def list_models(request: Request) -> Response:
     context = context_of(request)
     return JSONResponse({"object": "list", "data": [_model_card(context, name) for name in context.served_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def retrieve_model(request: Request, name: str) -> Response:
+    context = context_of(request)
+    return JSONResponse(_model_card(context, context.check_model(name)))
 
 
 def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
@@ -370,7 +371,7 @@ async def _control(request: Request, method: str) -> None:
     try:
         await getattr(engine, method)()
     except RuntimeError as error:
-        raise bad_request(str(error)) from error
+        raise bad_request(str(error).removeprefix("RuntimeError: ")) from error
 
 
 @router.get("/server_info")

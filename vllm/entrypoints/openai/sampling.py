@@ -53,6 +53,9 @@ def to_sampling_params(
     """The parameters of a request; `default` is the model's recommendation. Raises as SamplingParams does."""
     if request.use_beam_search:  # searches for the most likely: what a model recommends for drawing does not apply
         default = {"temperature": 0.0}
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    if request.is_decided_at_end:
+        kind = RequestOutputKind.FINAL_ONLY
     values: dict[str, Any] = {}
     for name, neutral in NEUTRAL.items():
         given = getattr(request, name)
@@ -81,7 +84,7 @@ def to_sampling_params(
         use_beam_search=request.use_beam_search,
         length_penalty=request.length_penalty,
         early_stopping=request.early_stopping,
-        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+        output_kind=kind,
     )
 
 
