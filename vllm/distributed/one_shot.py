@@ -6,14 +6,17 @@ on torch's symmetric memory; NVLink multicast is not used.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group
 
 from vllm.logger import init_logger
 
@@ -23,6 +26,7 @@ _BYTES = 1 << 20  # largest message
 _ALIGN = 16
 _DTYPES = (torch.bfloat16, torch.float32)
 _PATIENCE_S = 2.0
+_NUMBERS = itertools.count()  # symmetric memory keeps what it knows of a group's name for ever
 
 
 class _FromZero(dist.Store):
@@ -74,13 +78,13 @@ class OneShot:
         """Raises what torch raises where memory cannot be shared (RuntimeError, usually)."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        group = dist.distributed_c10d._get_default_group()
-        self._name = group.group_name
-        store = dist.PrefixStore("one-shot", dist.distributed_c10d._get_process_group_store(group))
-        symmetric._group_name_to_store[self._name] = self._own_store = _FromZero(store)
-        symmetric._SymmetricMemory.set_group_info(self._name, rank, world, self._own_store)
+        self._name: Any = f"one-shot-{next(_NUMBERS)}"  # torch calls its type GroupName, since 2.12
+        self._store = _FromZero(dist.PrefixStore("one-shot", dist.distributed_c10d._get_default_store()))
+        self._group = dist.ProcessGroup(self._store, rank, world)
+        self._group._set_group_name(self._name)
+        _register_process_group(self._name, self._group)
         self._buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(self._buffer, group)
+        self._handle = symmetric.rendezvous(self._buffer, self._name)
         self._rank, self._world, self._device = rank, world, device
 
     def accepts(self, x: Tensor) -> bool:

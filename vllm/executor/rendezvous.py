@@ -62,9 +62,6 @@ def join(
         if device_type == "cuda":
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
-            # The group's name is this number. Symmetric memory keeps what it knows of a name for ever, so that a second
-            # engine in one process needs another.
-            dist.distributed_c10d._world.group_count = port
             dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
             return TensorParallel(rank, world, one_shot=create_one_shot(rank, world, device) if one_shot else None)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
