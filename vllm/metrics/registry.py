@@ -1,8 +1,7 @@
 """Every metric of one engine, counted in plain attributes and turned into Prometheus families only when scraped.
 
 Counting costs an addition (a bisection for histograms); old and new names of the same figure share one count. Labels
-are
-fixed at start (model name, engine index), so nothing a client sends can add a series.
+are fixed at start (model name, engine index), so nothing a client sends can add a series.
 """
 
 from __future__ import annotations
@@ -85,6 +84,7 @@ class EngineMetrics:
         lengths = one_two_five_buckets(max_model_len)
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.time_per_output_token = Histogram(TPOT_BUCKETS)
+        self.mean_time_per_output_token = Histogram(TPOT_BUCKETS)
         self.iteration_tokens = Histogram(ITERATION_BUCKETS)
         self.e2e_latency = Histogram(LATENCY_BUCKETS)
         self.queue_time = Histogram(LATENCY_BUCKETS)
@@ -142,6 +142,8 @@ class EngineMetrics:
             if first_token is not None:
                 self.prefill_time.observe(first_token - first_scheduled)
                 self.decode_time.observe(finished - first_token)
+                if longest_generation > 1:
+                    self.mean_time_per_output_token.observe((finished - first_token) / (longest_generation - 1))
 
     @property
     def cache_usage(self) -> float:
@@ -219,6 +221,11 @@ class EngineMetrics:
         yield "vllm:time_to_first_token_seconds", "Time to first token in seconds.", self.time_to_first_token
         for name in ("time_per_output_token_seconds", "inter_token_latency_seconds"):
             yield f"vllm:{name}", "Time between output tokens in seconds.", self.time_per_output_token
+        yield (
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per output token after the first, one observation per request, in seconds.",
+            self.mean_time_per_output_token,
+        )
         yield "vllm:iteration_tokens_total", "Tokens per engine step.", self.iteration_tokens
         yield "vllm:e2e_request_latency_seconds", "End to end request latency in seconds.", self.e2e_latency
         yield "vllm:request_queue_time_seconds", "Time spent in WAITING phase.", self.queue_time

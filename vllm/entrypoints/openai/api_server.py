@@ -70,12 +70,13 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
 
 
 def add_layers(app: FastAPI, args: argparse.Namespace) -> None:
-    """What every request passes before a route: CORS (a page must be able to read a refusal, too), limits and key, the
-    operator's own middleware.
+    """What every request passes before a route: counting, CORS (a page must be able to read a refusal, too), limits and
+    key, the operator's own middleware.
     """
     from starlette.middleware.cors import CORSMiddleware
 
     from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware, RequestIdMiddleware
+    from vllm.metrics.http import HttpMetrics, HttpMetricsMiddleware
 
     for path in args.middleware:
         _add_middleware(app, load_middleware(path))
@@ -98,6 +99,8 @@ def add_layers(app: FastAPI, args: argparse.Namespace) -> None:
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
     )
+    app.state.http_metrics = HttpMetrics()
+    app.add_middleware(HttpMetricsMiddleware, metrics=app.state.http_metrics)
 
 
 AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "FastAPI"]

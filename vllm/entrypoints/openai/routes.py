@@ -319,7 +319,8 @@ async def health(request: Request) -> Response:
     return Response(status_code=200)
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping", operation_id="ping")
+@router.post("/ping", operation_id="ping_by_post")
 async def ping(request: Request) -> Response:
     return await health(request)
 
@@ -333,7 +334,7 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     from vllm.metrics.registry import render
 
-    body = render([context_of(request).engine.metrics])
+    body = render([context_of(request).engine.metrics, request.app.state.http_metrics])
     return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
