@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,14 +78,19 @@ class OneShot:
         """Raises what torch raises where memory cannot be shared (RuntimeError, usually)."""
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._name: Any = f"one-shot-{next(_NUMBERS)}"  # torch calls its type GroupName, since 2.12
+        self._name = cast(Any, f"one-shot-{next(_NUMBERS)}")  # a GroupName, which torch has since 2.12
         self._store = _FromZero(dist.PrefixStore("one-shot", dist.distributed_c10d._get_default_store()))
         self._group = dist.ProcessGroup(self._store, rank, world)
         self._group._set_group_name(self._name)
         _register_process_group(self._name, self._group)
         self._buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._buffer, self._name)
-        self._rank, self._world, self._device = rank, world, device
+        self._device = device
+        self._mine = self._handle.get_signal_pad(rank)
+        self._others = [self._handle.get_signal_pad(r) for r in range(world) if r != rank]
+        self._side = torch.cuda.Stream(device)
+        self._set_signals(0)  # as they are; a kernel that is loaded only while another one waits would wait for that
+        self._side.synchronize()
 
     def accepts(self, x: Tensor) -> bool:
         """Whether `sum` takes it. The same on every rank: it depends on shape and dtype."""
@@ -104,16 +109,17 @@ class OneShot:
         """
         idle = torch.cuda.Event()
         idle.record(torch.cuda.current_stream(self._device))
-        mine = self._handle.get_signal_pad(self._rank)
-        others = [self._handle.get_signal_pad(r) for r in range(self._world) if r != self._rank]
-        side = torch.cuda.Stream(self._device)
         deadline = time.monotonic() + _PATIENCE_S
         while not idle.query() and time.monotonic() < deadline:
-            with torch.cuda.stream(side):
-                mine.fill_(1)
-                for pad in others:
-                    pad.zero_()
-            side.synchronize()
+            if self._side.query():
+                self._set_signals(1)
+
+    def _set_signals(self, arrived: int) -> None:
+        """Pretend that every rank has arrived here (1), and that nothing of ours waits to be seen there."""
+        with torch.cuda.stream(self._side):
+            self._mine.fill_(arrived)
+            for pad in self._others:
+                pad.fill_(0)
 
 
 def create(rank: int, world: int, device: torch.device) -> OneShot | None:
