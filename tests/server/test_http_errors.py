@@ -267,7 +267,9 @@ def test_the_log_cannot_be_forged(flagged: Server) -> None:
         flagged.post(COMPLETIONS, {**body, hostile: hostile})
     flagged.get("/a%0d%0aERROR%20forged%1b[31m")
     flagged.post(COMPLETIONS, json.dumps({"prompt": "x" * 100, "max_tokens": 1, "user": "y" * 3000}).encode())
+    flagged.post(COMPLETIONS, {"prompt": list(range(20, 60)), "max_tokens": 1})
     assert "Received request cmpl-" in flagged.log
+    assert f"prompt ids: {list(range(20, 32))}, 40 prompt tokens" in flagged.log  # --max-log-len 12
     assert "\x1b" not in flagged.log
     assert not any(line.startswith(("ERROR 01-01", "ERROR forged")) for line in flagged.log.split("\n"))
     assert "x" * 13 not in flagged.log

@@ -194,6 +194,46 @@ def test_the_role_and_the_named_template(dressed: Server) -> None:
 # -- without a server --------------------------------------------------------------------------------------------------
 
 
+GUIDE_FLAGS = """
+    allow-credentials allowed-headers allowed-methods allowed-origins api-key block-size chat-template code-revision
+    collect-detailed-traces cpu-offload-gb device disable-async-output-proc disable-custom-all-reduce
+    disable-frontend-multiprocessing disable-log-requests disable-log-stats disable-logprobs-during-spec-decoding
+    disable-sliding-window distributed-executor-backend download-dir dtype enable-auto-tool-choice
+    enable-chunked-prefill enable-lora enable-prefix-caching enable-prompt-adapter enforce-eager engine-use-ray
+    fully-sharded-loras gpu-memory-utilization guided-decoding-backend host ignore-patterns kv-cache-dtype
+    limit-mm-per-prompt load-format long-lora-scaling-factors lora-dtype lora-extra-vocab-size lora-modules
+    max-context-len-to-capture max-cpu-loras max-log-len max-logprobs max-lora-rank max-loras max-model-len
+    max-num-batched-tokens max-num-seqs max-parallel-loading-workers max-prompt-adapter-token max-prompt-adapters
+    max-seq-len-to-capture middleware model model-loader-extra-config ngram-prompt-lookup-max
+    ngram-prompt-lookup-min num-gpu-blocks-override num-lookahead-slots num-scheduler-steps num-speculative-tokens
+    otlp-traces-endpoint override-neuron-config pipeline-parallel-size port preemption-mode prompt-adapters
+    qlora-adapter-name-or-path quantization quantization-param-path ray-workers-use-nsight response-role
+    return-tokens-as-token-ids revision root-path rope-scaling rope-theta scheduler-delay-factor seed
+    served-model-name skip-tokenizer-init spec-decoding-acceptance-method speculative-disable-by-batch-size
+    speculative-draft-tensor-parallel-size speculative-max-model-len speculative-model
+    speculative-model-quantization ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-keyfile swap-space
+    tensor-parallel-size tokenizer tokenizer-mode tokenizer-pool-extra-config tokenizer-pool-size
+    tokenizer-pool-type tokenizer-revision tool-call-parser trust-remote-code
+    typical-acceptance-sampler-posterior-alpha typical-acceptance-sampler-posterior-threshold use-v2-block-manager
+    uvicorn-log-level worker-use-ray
+"""
+
+
+def test_help_lists_every_flag_of_the_guide() -> None:
+    text = make_arg_parser(FlexibleArgumentParser()).format_help()
+    found = {name for line in text.splitlines() if line.startswith("  -") for name in re.findall(r"--([\w-]+)", line)}
+    assert sorted(set(GUIDE_FLAGS.split()) - found) == []
+    assert "config" in found
+
+
+@pytest.mark.parametrize("value", ["*", '"*"', "[1]", "{}"])
+def test_lists_of_cors_are_json_and_the_error_says_so(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("--allowed-origins", value)
+    error = capsys.readouterr().err
+    assert f"""argument --allowed-origins: expected a JSON list of strings such as '["*"]', got {value!r}""" in error
+
+
 def arguments(*words: str) -> argparse.Namespace:
     return make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "demo", *words])
 
@@ -224,8 +264,6 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
     [
         (["--api-key", ""], "--api-key must not be empty"),
         (["--api-key", "good", "--api-key", " spaced"], "--api-key must not be empty or have spaces"),
-        (["--allowed-origins", '"*"'], "--allowed-origins takes a JSON list of strings"),
-        (["--allowed-methods", "[1]"], "--allowed-methods takes a JSON list of strings"),
         (["--root-path", "api"], "--root-path must begin with '/'"),
         (["--ssl-keyfile", "x"], "TLS needs both"),
         (["--ssl-ca-certs", "x"], "--ssl-ca-certs is for TLS"),
@@ -237,6 +275,11 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
         (["--middleware", "tests.server.operator_middleware.absent"], "has no attribute 'absent'"),
         (["--middleware", "tests.server.operator_middleware.NEITHER"], "Must be a function or a class"),
         (["--port", "70000"], "--port must be between"),
+        (["--max-log-len", "-1"], "--max-log-len must not be negative"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout must be 0 or more"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout must be 0 or more"),
+        (["--request-timeout", "0"], "--request-timeout must be positive"),
+        (["--write-timeout", "nan"], "--write-timeout must be positive"),
         (["--max-body-size", "0"], "--max-body-size must be positive"),
         (["--lora-modules", "a=b"], "LoRA .* is not available"),
         (["--prompt-adapters", "a=b"], "not available"),

@@ -98,7 +98,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     item: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": ids}
     if request.cache_salt is not None:
         item["cache_salt"] = request.cache_salt
-    context.log_request(name, prompt, len(ids), params)
+    context.log_request(name, prompt, ids, params)
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
     role, last = _roles(context, request)

@@ -12,22 +12,46 @@ from vllm.utils.argparse import FlexibleArgumentParser
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
 
+def string_list(text: str) -> list[str]:
+    """A JSON list of strings. Raises argparse.ArgumentTypeError, which says what was expected."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise argparse.ArgumentTypeError(f"""expected a JSON list of strings such as '["*"]', got {text!r}""")
+    return found
+
+
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """Add every flag of `vllm serve` to `parser` and return it."""
     group = parser.add_argument_group("server")
     add = group.add_argument
     add(
+        "--config",
+        metavar="FILE",
+        default=None,
+        help="YAML file with long names of flags and their values. The command line wins over the file, the file over "
+        "the defaults.",
+    )
+    add(
         "--host",
         default="127.0.0.1",
         help="Address to listen on; 0.0.0.0 for all interfaces. Default: this machine only.",
     )
-    add("--port", type=int, default=8000, help="Port to listen on.")
-    add("--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="Log level of the HTTP server.")
+    add("--port", type=int, default=8000, help="Port to listen on; 0: any free one. Default: 8000.")
+    add("--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="Log level of the HTTP server. Default: info.")
     add("--disable-uvicorn-access-log", action="store_true", help="Do not log each HTTP request.")
     add("--allow-credentials", action="store_true", help="CORS: allow credentials.")
-    add("--allowed-origins", type=json.loads, default=["*"], help="CORS: allowed origins, a JSON list.")
-    add("--allowed-methods", type=json.loads, default=["*"], help="CORS: allowed methods, a JSON list.")
-    add("--allowed-headers", type=json.loads, default=["*"], help="CORS: allowed headers, a JSON list.")
+    add(
+        "--allowed-origins", type=string_list, default=["*"], help='CORS: allowed origins, a JSON list. Default: ["*"].'
+    )
+    add(
+        "--allowed-methods", type=string_list, default=["*"], help='CORS: allowed methods, a JSON list. Default: ["*"].'
+    )
+    add(
+        "--allowed-headers", type=string_list, default=["*"], help='CORS: allowed headers, a JSON list. Default: ["*"].'
+    )
     add(
         "--api-key",
         action="append",
@@ -39,28 +63,29 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add(
         "--chat-template",
         default=None,
-        help="Chat template: a file, the template itself, or the name of one of the model's.",
+        help="Chat template: a file, the template itself, or the name of one of the model's. Default: the model's own.",
     )
     add(
         "--chat-template-content-format",
         choices=("auto", "string", "openai"),
         default="auto",
-        help="Whether the template gets message contents as strings or as lists of parts.",
+        help="Whether the template gets message contents as strings or as lists of parts. Default: auto, which looks "
+        "at the template.",
     )
     add(
         "--trust-request-chat-template",
         action="store_true",
         help="Allow chat_template and chat_template_kwargs in requests. They run in a sandbox.",
     )
-    add("--response-role", default="assistant", help="Role of the answers.")
+    add("--response-role", default="assistant", help="Role of the answers. Default: assistant.")
     add("--ssl-keyfile", default=None, help="TLS key file.")
     add("--ssl-certfile", default=None, help="TLS certificate file.")
-    add("--ssl-ca-certs", default=None, help="File of CA certificates.")
+    add("--ssl-ca-certs", default=None, help="File of CA certificates, for certificates of clients.")
     add(
         "--ssl-cert-reqs",
         type=int,
         default=int(ssl.CERT_NONE),
-        help="Whether client certificates are required (ssl module).",
+        help="Client certificates: 0 not asked for, 1 checked if there is one, 2 required. Default: 0.",
     )
     add("--root-path", default=None, help="Path prefix when a proxy routes by path.")
     add(
@@ -79,13 +104,17 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         action="store_true",
         help="Run the engine core in the server's process instead of one of its own.",
     )
-    add("--enable-auto-tool-choice", action="store_true", help="Not available in this version.")
-    add("--tool-call-parser", default=None, help="Not available in this version.")
+    add(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="Let the model call tools. Not available in this version.",
+    )
+    add("--tool-call-parser", default=None, help="How calls are found in texts. Not available in this version.")
     add(
         "--max-log-len",
         type=int,
         default=None,
-        help="Log this many characters of each prompt. Default: only how many tokens it has.",
+        help="Log this many characters, or token ids, of each prompt. Default: only how many tokens it has.",
     )
     add("--enable-request-id-headers", action="store_true", help="Send X-Request-Id back.")
     add("--enable-tokenizer-info-endpoint", action="store_true", help="Serve GET /tokenizer_info.")
@@ -93,20 +122,35 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add("--enable-prompt-tokens-details", action="store_true", help="Report cached prompt tokens in the usage.")
     add("--disable-fastapi-docs", action="store_true", help="Do not serve the OpenAPI schema at /openapi.json.")
     add("--disable-web-ui", action="store_true", help="Do not serve the page at /.")
-    add("--max-body-size", type=int, default=16 * 1024 * 1024, help="Largest request body, in bytes.")
+    add("--max-body-size", type=int, default=16 * 1024 * 1024, help="Largest request body, in bytes. Default: 16 MiB.")
     add(
         "--request-timeout", type=float, default=None, help="Seconds after which a request is ended. Default: no limit."
     )
-    add("--header-timeout", type=float, default=10.0, help="Seconds within which a request's headers must arrive.")
-    add("--body-timeout", type=float, default=30.0, help="Seconds within which a request's body must arrive.")
+    add(
+        "--header-timeout",
+        type=float,
+        default=10.0,
+        help="Seconds within which a request's headers must arrive. Default: 10.",
+    )
+    add(
+        "--body-timeout",
+        type=float,
+        default=30.0,
+        help="Seconds within which a request's body must arrive. Default: 30.",
+    )
     add(
         "--write-timeout",
         type=float,
         default=30.0,
-        help="Seconds a client may take to read what is sent before it is cut.",
+        help="Seconds a client may take to read what is sent before it is cut. Default: 30.",
     )
-    add("--shutdown-timeout", type=float, default=30.0, help="Seconds that running requests get to finish at shutdown.")
-    add("--max-connections", type=int, default=4096, help="Connections served at once; more get a 503.")
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        help="Seconds that running requests get to finish at shutdown. Default: 30.",
+    )
+    add("--max-connections", type=int, default=4096, help="Connections served at once; more get a 503. Default: 4096.")
     add("--explain", action="store_true", help="Print every derived setting and why, then exit.")
     return AsyncEngineArgs.add_cli_args(parser)
 
@@ -133,14 +177,16 @@ def validate_parsed_serve_args(args: argparse.Namespace) -> None:
         raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities whose client certificates count.")
     if any(not key.strip() or key != key.strip() for key in args.api_key or ()):
         raise ValueError("--api-key must not be empty or have spaces around it: is the variable with the key not set?")
-    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
-        given = getattr(args, name)
-        if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
-            raise ValueError(f"--{name.replace('_', '-')} takes a JSON list of strings, got {given!r}.")
     if args.root_path and not args.root_path.startswith("/"):
         raise ValueError(f"--root-path must begin with '/', got {args.root_path!r}.")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be between 0 and 65535, got {args.port}.")
+    if args.max_log_len is not None and args.max_log_len < 0:
+        raise ValueError(f"--max-log-len must not be negative, got {args.max_log_len}.")
+    if not args.shutdown_timeout >= 0:
+        raise ValueError(f"--shutdown-timeout must be 0 or more seconds, got {args.shutdown_timeout}.")
+    if args.request_timeout is not None and not args.request_timeout > 0:
+        raise ValueError(f"--request-timeout must be positive, got {args.request_timeout}; leave it out for no limit.")
     for name in ("max_body_size", "max_connections", "write_timeout", "header_timeout", "body_timeout"):
-        if getattr(args, name) <= 0:
+        if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}.")

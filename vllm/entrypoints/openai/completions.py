@@ -63,7 +63,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
             item["prompt"] = prompt
         if request.cache_salt is not None:
             item["cache_salt"] = request.cache_salt
-        context.log_request(f"{name}-{i}", item.get("prompt"), len(ids), params)
+        context.log_request(f"{name}-{i}", item.get("prompt"), ids, params)
         work.append(Prompt(context.engine, item, params, f"{name}-{i}", request.priority, context.request_timeout))
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(

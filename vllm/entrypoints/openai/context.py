@@ -92,14 +92,18 @@ class ServerContext:
             )
         return await self.in_pool(tokenizer.encode, text, add_special_tokens)
 
-    def log_request(self, request_id: str, text: str | None, tokens: int, params: object) -> None:
-        """One line about a request. Representations escape line ends and terminal codes, so no line can be forged."""
+    def log_request(self, request_id: str, text: str | None, token_ids: Sequence[int], params: object) -> None:
+        """One line about a request, with the beginning of its prompt if --max-log-len allows.
+
+        Representations escape line ends and terminal codes, so no line can be forged.
+        """
         if not self.log_requests:
             return
         shown = ""
-        if self.max_log_len is not None and text is not None:
-            shown = f" prompt: {text[: self.max_log_len]!r},"
-        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, tokens, params)
+        if self.max_log_len is not None:
+            length = self.max_log_len
+            shown = f" prompt: {text[:length]!r}," if text is not None else f" prompt ids: {list(token_ids[:length])},"
+        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, len(token_ids), params)
 
     def log_unknown_fields(self, names: Iterable[str]) -> None:
         """Say once per name that a field of a request has no effect; of at most MAX_LOGGED_FIELDS names."""
