@@ -25,7 +25,8 @@ logger = init_logger(__name__)
 _BYTES = 1 << 20  # largest message
 _ALIGN = 16
 _DTYPES = (torch.bfloat16, torch.float32)
-_PATIENCE_S = 2.0
+_PATIENCE_S = 0.2  # for steps that end by themselves
+_ROUNDS = 1_000_000
 _NUMBERS = itertools.count()  # symmetric memory keeps what it knows of a group's name for ever
 
 
@@ -86,11 +87,13 @@ class OneShot:
         self._buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._buffer, self._name)
         self._device = device
-        self._mine = self._handle.get_signal_pad(rank)
-        self._others = [self._handle.get_signal_pad(r) for r in range(world) if r != rank]
         self._side = torch.cuda.Stream(device)
-        self._set_signals(0)  # as they are; a kernel that is loaded only while another one waits would wait for that
-        self._side.synchronize()
+        signals = [self._handle.get_signal_pad(r) for r in range(world)]
+        self._count = 1 << (signals[rank].nbytes // 4).bit_length() - 1
+        self._pads = torch.tensor([pad.data_ptr() for pad in signals], device=device)
+        self._rank = rank
+        torch.cuda.synchronize(device)
+        self._answer(0)  # a kernel that gets loaded only while another one waits would wait for that one
 
     def accepts(self, x: Tensor) -> bool:
         """Whether `sum` takes it. The same on every rank: it depends on shape and dtype."""
@@ -105,21 +108,23 @@ class OneShot:
     def release(self) -> None:
         """Let kernels that wait for a rank which is gone run to their end, with a wrong result.
 
-        They wait for signals in memory; this gives them, until the device has nothing left to do or patience ends.
+        They wait for signals in memory, which a kernel beside them gives from now on for a second or two. It must need
+        no further call: those that tear down what is left wait for the device, and others wait for them.
         """
         idle = torch.cuda.Event()
         idle.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + _PATIENCE_S
-        while not idle.query() and time.monotonic() < deadline:
-            if self._side.query():
-                self._set_signals(1)
+        while not idle.query():
+            if time.monotonic() > deadline:
+                self._answer(_ROUNDS)
+                return
+            time.sleep(0.001)
 
-    def _set_signals(self, arrived: int) -> None:
-        """Pretend that every rank has arrived here (1), and that nothing of ours waits to be seen there."""
+    def _answer(self, rounds: int) -> None:
+        from vllm.ops.triton.signals import answer_signals
+
         with torch.cuda.stream(self._side):
-            self._mine.fill_(arrived)
-            for pad in self._others:
-                pad.fill_(0)
+            answer_signals(self._pads, self._count, self._rank, rounds)
 
 
 def create(rank: int, world: int, device: torch.device) -> OneShot | None:
