@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from vllm.engine.request_stream import RequestStream, Wakeups
+from vllm.entrypoints.openai.connection import connection_class
 from vllm.entrypoints.openai.sse import EventStream
 from vllm.exceptions import EngineGenerateError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -51,7 +54,9 @@ class FakeConnection:
         self.chunks: list[bytes] = []
         self.on_writable: Callable[[], None] | None = None
 
-    def streams_chunks_of(self, scope: Any) -> bool:
+    def hold_head(self, scope: Any) -> None: ...
+
+    def takes_chunks(self, scope: Any) -> bool:
         return True
 
     def open(self, on_writable: Callable[[], None]) -> None:
@@ -215,3 +220,64 @@ async def test_a_listener_that_fails_harms_no_other(caplog):
     sound.put("y")
     await turns()
     assert called == ["sound"]
+
+
+class FakeTransport(asyncio.Transport):
+    """A connection to a client; `writes` is what was written, write by write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+async def answer_of(prompt: FakePrompt, direct: bool, later: Callable[[], None]) -> list[bytes]:
+    """What is written to a client that asks for a stream of `prompt`; `later` is called after the first output."""
+    response = EventStream([prompt], Lines())  # type: ignore[arg-type, list-item]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await response.start()
+        await response(scope, receive, send)
+
+    transport = FakeTransport()
+    made: Any = connection_class(5.0, 10, direct=direct)
+    protocol = made(config=uvicorn.Config(app), server_state=ServerState(), app_state={})
+    protocol.connection_made(transport)
+    protocol.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await turns()
+    later()
+    await turns()
+    protocol.connection_lost(None)
+    return transport.writes
+
+
+async def test_head_and_first_event_are_one_write():
+    """A write wakes the client and costs as much as all else that is done for an event."""
+    prompt = FakePrompt(Wakeups())
+    prompt.put("a")
+    writes = await answer_of(prompt, True, lambda: prompt.put("b", "stop"))
+    assert len(writes) == 2
+    head, _, body = writes[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and body == b"4\r\n0:a\n\r\n"
+    assert writes[1] == b"8\r\n0:b\nend\n\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("reason", [None, "stop"])
+async def test_held_head_is_written_whatever_comes_of_the_stream(reason):
+    """Through the layers and past them the same bytes, also where the first output is the last one."""
+    found = []
+    for direct in (True, False):
+        prompt = FakePrompt(Wakeups())
+        prompt.put("a", reason)
+        writes = await answer_of(prompt, direct, lambda: None if reason else prompt.put("b", "stop"))  # noqa: B023
+        found.append(b"".join(line for line in b"".join(writes).split(b"\r\n") if not line.startswith(b"date:")))
+    assert found[0] == found[1] and found[0].startswith(b"HTTP/1.1 200 OK") and b"end" in found[0]

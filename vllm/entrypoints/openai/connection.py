@@ -22,7 +22,18 @@ MAX_IGNORED_BYTES = 2 * 1024 * 1024
 
 
 class ChunkWriter(Protocol):
-    """A connection that takes chunks of the body that is being sent, at once and without a turn of the event loop."""
+    """A connection that takes chunks of the body that is being sent, at once and without a turn of the event loop.
+
+    In this order: `hold_head`, the application's sending of the head, `open` if `takes_chunks`, chunks, `close`.
+    """
+
+    def hold_head(self, scope: Any) -> None:
+        """Keep the head of the response to `scope` until the first chunk, `close` or the end goes with it: one write
+        costs, and wakes the client, once.
+        """
+
+    def takes_chunks(self, scope: Any) -> bool:
+        """Whether chunks of the response to `scope` may be written: the head was sent, and leaves that open."""
 
     @property
     def paused(self) -> bool:
@@ -39,9 +50,30 @@ class ChunkWriter(Protocol):
 
 
 def chunk_writer(scope: Any) -> ChunkWriter | None:
-    """The connection of this request, if chunks may be written to it now that the head of the response was sent."""
-    connection = scope.get("state", {}).get("chunk_writer")
-    return connection if connection is not None and connection.streams_chunks_of(scope) else None
+    """The connection of this request, if it writes chunks past the application's layers."""
+    writer: ChunkWriter | None = scope.get("state", {}).get("chunk_writer")
+    return writer
+
+
+class _HeldHead:
+    """Stands in for the transport of `cycle`, uvicorn's name for a request, while its head is written."""
+
+    def __init__(self, cycle: Any, transport: Any) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self.data = b""
+        cycle.transport = self
+
+    def release(self) -> bytes:
+        """The head; what is written from now on goes out."""
+        self._cycle.transport = self._transport
+        return self.data
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def raw_answer(status: int, phrase: str, message: str, type: str, retry_after: int | None = None) -> bytes:
@@ -90,6 +122,7 @@ class BoundedConnection(_Protocol):  # type: ignore[misc, valid-type]
             self.app_state["chunk_writer"] = self
         self._on_writable: Callable[[], None] | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._held_head: _HeldHead | None = None
         self._idle_bytes = 0
         if len(self.connections) > self.max_connections:
             self.app = _busy
@@ -125,8 +158,17 @@ class BoundedConnection(_Protocol):  # type: ignore[misc, valid-type]
 
     # -- chunks of a streamed body, see ChunkWriter ----------------------------------------------------------------
 
-    def streams_chunks_of(self, scope: Any) -> bool:
-        """Whether the response to `scope` is being sent in chunks: HTTP/1.1, through httptools, head sent."""
+    def hold_head(self, scope: Any) -> None:
+        cycle = self.cycle
+        if cycle.scope is scope and not cycle.response_started:
+            self._held_head = _HeldHead(cycle, self.transport)
+
+    def _take_head(self) -> bytes:
+        held, self._held_head = self._held_head, None
+        return b"" if held is None else held.release()
+
+    def takes_chunks(self, scope: Any) -> bool:
+        """HTTP/1.1, through httptools, head sent."""
         cycle = self.cycle
         return (
             cycle.scope is scope
@@ -147,9 +189,13 @@ class BoundedConnection(_Protocol):  # type: ignore[misc, valid-type]
 
     def write(self, data: bytes) -> None:
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            head = b"" if self._held_head is None else self._take_head()
+            self.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
 
     def close(self) -> None:
+        head = self._take_head()
+        if head and not self.transport.is_closing():
+            self.transport.write(head)
         self._on_writable = None
         self._stop_write_timer()
 

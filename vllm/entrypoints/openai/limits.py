@@ -155,11 +155,26 @@ class _Guard:
     async def receive(self) -> Message:
         if self._body_done:
             return await self._receive()
-        remaining = self._deadline - asyncio.get_running_loop().time()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        expired = False
+
+        def expire() -> None:
+            nonlocal expired
+            expired = True
+            if task is not None:
+                task.cancel()
+
+        # A timer instead of `wait_for`, which makes a task: most bodies are there already.
+        timer = loop.call_at(max(self._deadline, loop.time() + 0.001), expire)
         try:
-            message = await asyncio.wait_for(self._receive(), max(remaining, 0.001))
-        except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
-            raise too_slow() from None
+            message = await self._receive()
+        except asyncio.CancelledError:
+            if expired:
+                take_back_cancel(task)
+                raise too_slow() from None
+            raise
+        finally:
+            timer.cancel()
         if message["type"] == "http.request":
             self._received += len(message.get("body", b""))
             if self._received > self._limits.max_body_bytes:
@@ -184,10 +199,17 @@ class _Guard:
             await self._send(message)
         except asyncio.CancelledError:
             if expired:
+                take_back_cancel(task)
                 raise SlowReaderError("The client does not read what is sent.") from None
             raise
         finally:
             timer.cancel()
+
+
+def take_back_cancel(task: asyncio.Task[Any] | None) -> None:
+    """The cancellation was our own and has become an error: nobody above may take the task for cancelled."""
+    if task is not None and hasattr(task, "uncancel"):  # Python 3.11
+        task.uncancel()
 
 
 async def _refuse(receive: Receive, send: Send, status: int, message: str, type: str) -> None:

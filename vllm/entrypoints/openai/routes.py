@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -32,7 +34,20 @@ from vllm.logger import init_logger
 from vllm.version import __version__
 
 logger = init_logger(__name__)
-router = APIRouter()
+
+
+class _PlainRoute(APIRoute):
+    """A route whose function takes the request and returns the response: FastAPI need not find its arguments, nor
+    look into what it returns.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if list(inspect.signature(self.endpoint).parameters) == ["request"]:
+            return self.endpoint
+        return super().get_route_handler()
+
+
+router = APIRouter(route_class=_PlainRoute)
 
 _Model = TypeVar("_Model", bound=_Request)
 INLINE_BYTES = 64 * 1024  # larger bodies are read beside the event loop

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.completions import DONE
 from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
 from vllm.entrypoints.openai.context import Prompt, as_api_error
 from vllm.entrypoints.openai.errors import stream_error
-from vllm.entrypoints.openai.limits import SlowReaderError
+from vllm.entrypoints.openai.limits import SlowReaderError, take_back_cancel
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -79,17 +79,27 @@ class EventStream(Response):
             raise
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        sender = asyncio.ensure_future(self._send_all(scope, send))
-        watcher = asyncio.ensure_future(_until_disconnect(receive))
-        try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not sender.done():
+        sender = asyncio.current_task()
+        gone = False
+
+        def leave(_: object) -> None:
+            nonlocal gone
+            gone = True
+            if sender is not None:
                 sender.cancel()
-            with suppress(asyncio.CancelledError, SlowReaderError, ConnectionError):
-                await sender
+
+        watcher = asyncio.ensure_future(_until_disconnect(receive))
+        watcher.add_done_callback(leave)
+        try:
+            with suppress(SlowReaderError, ConnectionError):
+                await self._send_all(scope, send)
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+            take_back_cancel(sender)
         finally:
+            watcher.remove_done_callback(leave)
             watcher.cancel()
-            sender.cancel()
             self._close()
 
     def _close(self) -> None:
@@ -100,12 +110,13 @@ class EventStream(Response):
             self.on_close()
 
     async def _send_all(self, scope: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra})
+        head = {"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra}
         writer = chunk_writer(scope)
         if writer is None:
+            await send(head)
             await self._pass_on(send)
         else:
-            await self._write_to(writer)
+            await self._write_to(writer, scope, send, head)
         await send({"type": "http.response.body", "body": self._ready, "more_body": False})
 
     async def _pass_on(self, send: Any) -> None:
@@ -117,11 +128,17 @@ class EventStream(Response):
             self._changed.clear()
             self._ready = self._collect()
 
-    async def _write_to(self, writer: ChunkWriter) -> None:
-        """Have all events but the last written as they come."""
-        self._writer = writer
-        writer.open(self._write)
+    async def _write_to(self, writer: ChunkWriter, scope: Any, send: Any, head: dict[str, Any]) -> None:
+        """Have head and all events but the last written as they come."""
+        writer.hold_head(scope)
         try:
+            await send(head)
+            if not writer.takes_chunks(scope):
+                writer.close()
+                await self._pass_on(send)
+                return
+            self._writer = writer
+            writer.open(self._write)
             self._write()
             while not self._complete:
                 await self._changed.wait()
