@@ -87,7 +87,7 @@ class OneShot:
         self._buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._buffer, self._name)
         self._device = device
-        self._side = torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device, priority=-1)  # in no queue behind a stream that waits
         signals = [self._handle.get_signal_pad(r) for r in range(world)]
         self._count = 1 << (signals[rank].nbytes // 4).bit_length() - 1
         self._pads = torch.tensor([pad.data_ptr() for pad in signals], device=device)

@@ -183,12 +183,16 @@ class Worker:
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
 
     def close(self) -> None:
-        """Let go of captured graphs, which hold on to the collectives in them. Nothing can be executed afterwards."""
+        """Let go of captured graphs, which hold on to the collectives in them, and of the cache. Nothing can be executed
+        afterwards.
+        """
         if self.tp.one_shot is not None:
             self.tp.one_shot.release()
         for graphs in (self._graphs, self._mixed_graphs):
             if graphs is not None:
                 graphs.close()
+        if self.runner is not None:
+            self.runner.decode_steps = self.runner.mixed_steps = None  # which know the runner: memory is free at once
         self._graphs = self._mixed_graphs = self.runner = None
 
     def _run_largest_step(self) -> None:
