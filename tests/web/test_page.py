@@ -14,13 +14,23 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.web
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +68,12 @@ def url() -> Iterator[str]:
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     with sync_playwright() as playwright:
+        if executable is None and not Path(playwright.chromium.executable_path).exists():
+            pytest.fail(
+                "No Chromium was found. Install it (apt-get install chromium, or: playwright install chromium)."
+            )
         found = playwright.chromium.launch(executable_path=executable, args=FLAGS)
         yield found
         found.close()
@@ -136,11 +150,18 @@ def test_an_error_of_the_server_is_shown(page: Any) -> None:
 
 
 def test_themes_and_small_screens(page: Any) -> None:
+    unlock(page)
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    tops = page.evaluate("[...document.querySelectorAll('header > *')].map(e => e.getBoundingClientRect())")
+    assert max(t["top"] for t in tops) < min(t["bottom"] for t in tops), "the header takes two lines on a phone"
+
+
+def test_the_live_chart_is_seen_without_scrolling(page: Any) -> None:
+    assert page.evaluate("document.querySelector('.scale').getBoundingClientRect().bottom") <= 800
 
 
 def test_every_control_has_a_name(page: Any) -> None:
