@@ -62,4 +62,6 @@ class UniprocExecutor:
     def shutdown(self) -> None:
         """Drop the model and the cache."""
         self._in_flight.clear()
-        self._worker = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None

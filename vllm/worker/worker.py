@@ -183,8 +183,9 @@ class Worker:
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
 
     def close(self) -> None:
-        """Let go of captured graphs, which hold on to the collectives in them, and of the cache. Nothing can be executed
-        afterwards.
+        """Let go of captured graphs, which hold on to the collectives in them, and of the cache.
+
+        Nothing can be executed afterwards.
         """
         if self.tp.one_shot is not None:
             self.tp.one_shot.release()
