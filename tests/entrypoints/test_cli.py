@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import subprocess
@@ -219,3 +220,48 @@ def test_nobody_listening(unused_tcp_port: int, capsys):
 def test_an_address_that_is_none(capsys):
     assert run(["chat", "--url", "localhost:8000", "-q", "x"]) == 1
     assert "--url must look like" in capsys.readouterr().err
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    from vllm.benchmarks import offline, serve
+    from vllm.entrypoints.cli import client
+    from vllm.entrypoints.openai import cli_args, run_batch
+    from vllm.utils.argparse import FlexibleArgumentParser
+
+    return {
+        "serve": cli_args.make_arg_parser(FlexibleArgumentParser()),
+        "complete": client._parser("complete"),
+        "chat": client._parser("chat"),
+        "bench latency": offline.make_parser("latency"),
+        "bench throughput": offline.make_parser("throughput"),
+        "bench serve": serve.make_parser(),
+        "run-batch": run_batch.make_parser(),
+    }
+
+
+def test_every_flag_of_every_command_is_explained():
+    for command, parser in parsers().items():
+        silent = [action.option_strings for action in parser._actions if not action.help]
+        assert not silent, (command, silent)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["latency", "--batch-size", "0"], "--batch-size must be 1 or more"),
+        (["latency", "--num-iters", "0"], "--num-iters must be 1 or more"),
+        (["latency", "--num-iters-warmup", "-1"], "--num-iters-warmup must be 0 or more"),
+        (["throughput", "--num-prompts", "0"], "--num-prompts must be 1 or more"),
+        (["throughput", "--n", "0"], "--n must be 1 or more"),
+        (["throughput", "--dataset", "/nowhere/x.json"], "There is no file /nowhere/x.json"),
+    ],
+)
+def test_a_measurement_that_cannot_be_made_is_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(["bench", *argv])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error

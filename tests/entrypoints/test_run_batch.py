@@ -23,9 +23,12 @@ CHAT = [{"role": "user", "content": "What is 7 + 5?"}]
 GOOD = [line(f"c{i}", "/v1/completions", prompt=PROMPT, **GREEDY) for i in range(40)]
 LINES = [
     (line("chat", "/v1/chat/completions", messages=CHAT, **GREEDY), 200, ""),
-    (line("stream", "/v1/completions", prompt=PROMPT, stream=True, **GREEDY), 200, ""),
+    (line("plain", "/v1/completions", prompt=PROMPT, stream=False, **GREEDY), 200, ""),
+    (line("stream", "/v1/completions", prompt=PROMPT, stream=True, **GREEDY), 400, "stream mode"),
+    (line("tools", "/v1/chat/completions", messages=CHAT, tools=[{"function": {"name": "f"}}]), 400, "tool choice"),
+    (line("x", "/v1/completions", prompt=PROMPT).replace('"x"', "7"), 400, "custom_id must be a string"),
     (line("other-model", "/v1/completions", prompt=PROMPT).replace('"demo"', '"gpt-9"'), 404, "does not exist"),
-    (line("embed", "/v1/embeddings", input="x"), 400, "url must be"),
+    (line("embed", "/v1/embeddings", input="x"), 400, "url must be /v1/chat/completions or /v1/completions"),
     (line("hot", "/v1/completions", prompt=PROMPT, temperature=-1), 400, "temperature"),
     (line("typed", "/v1/completions", prompt=PROMPT, max_tokens="many"), 400, "max_tokens"),
     (line("long", "/v1/completions", prompt=[5] * 5000), 400, "maximum context length"),
@@ -67,7 +70,22 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
             assert message in answer["error"], text
             assert answer["response"]["body"]["error"]["code"] == status
     assert [a["custom_id"] for a in bad] == [
-        *("chat", "stream", "other-model", "embed", "hot", "typed", "long", "get", "bare", None, None)
+        *(
+            "chat",
+            "plain",
+            "stream",
+            "tools",
+            7,
+            "other-model",
+            "embed",
+            "hot",
+            "typed",
+            "long",
+            "get",
+            "bare",
+            None,
+            None,
+        )
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -19,16 +20,17 @@ def make_parser(kind: str) -> FlexibleArgumentParser:
     """Flags of one of the two, and all of the engine's."""
     parser = FlexibleArgumentParser(prog=f"vllm bench {kind}", description="Measure the offline engine.")
     add = parser.add_argument
-    add("--input-len", type=int, default=32 if kind == "latency" else 512)
-    add("--output-len", type=int, default=128)
+    length = 32 if kind == "latency" else 512
+    add("--input-len", type=int, default=length, help="Tokens of each random prompt (default: %(default)s).")
+    add("--output-len", type=int, default=128, help="Tokens generated for each (default: %(default)s).")
     add("--output-json", type=Path, default=None, help="Write the figures here.")
-    add("--n", type=int, default=1, help="Sequences per prompt.")
+    add("--n", type=int, default=1, help="Sequences per prompt (default: %(default)s).")
     if kind == "latency":
-        add("--batch-size", type=int, default=8)
-        add("--num-iters-warmup", type=int, default=3)
-        add("--num-iters", type=int, default=10)
+        add("--batch-size", type=int, default=8, help="Prompts generated for together (default: %(default)s).")
+        add("--num-iters-warmup", type=int, default=3, help="Rounds before the clock starts (default: %(default)s).")
+        add("--num-iters", type=int, default=10, help="Rounds that are measured (default: %(default)s).")
     else:
-        add("--num-prompts", type=int, default=100)
+        add("--num-prompts", type=int, default=100, help="How many prompts (default: %(default)s).")
         add(
             "--dataset",
             type=Path,
@@ -42,7 +44,28 @@ def make_parser(kind: str) -> FlexibleArgumentParser:
 
 def main(kind: str, argv: Sequence[str]) -> int:
     """Run the benchmark `kind` ("latency" or "throughput"); returns the exit status."""
-    args = make_parser(kind).parse_args(list(argv))
+    parser = make_parser(kind)
+    args = parser.parse_args(list(argv))
+    _check(parser, args)
+    try:
+        return _measure(kind, args)
+    except (ValueError, RuntimeError, OSError) as error:
+        parser.exit(1, f"vllm bench {kind}: {error}\n")
+
+
+def _check(parser: FlexibleArgumentParser, args: argparse.Namespace) -> None:
+    """End with a message for counts that measure nothing and for files that are not there."""
+    for name in ("n", "input_len", "output_len", "batch_size", "num_iters", "num_prompts"):
+        if getattr(args, name, 1) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
+    if getattr(args, "num_iters_warmup", 0) < 0:
+        parser.error(f"--num-iters-warmup must be 0 or more, got {args.num_iters_warmup}")
+    dataset = getattr(args, "dataset", None)
+    if dataset is not None and not dataset.is_file():
+        parser.error(f"There is no file {dataset}; --dataset takes conversations in ShareGPT's format")
+
+
+def _measure(kind: str, args: argparse.Namespace) -> int:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**vars(EngineArgs.from_cli_args(args)))

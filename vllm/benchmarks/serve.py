@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import time
 import urllib.error
@@ -270,29 +271,66 @@ def make_parser() -> argparse.ArgumentParser:
         help="openai-chat uses chat completions.",
     )
     add("--base-url", default=None, help="Address of the server; default http://HOST:PORT.")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--host", default="127.0.0.1", help="Host of the server (default: %(default)s).")
+    add("--port", type=int, default=8000, help="Port of the server (default: %(default)s).")
     add("--endpoint", default=None, help="Default /v1/completions, or /v1/chat/completions for openai-chat.")
     add("--model", default=None, help="Model to ask; default: the server's first.")
     add("--tokenizer", default=None, help="Tokenizer to count and make prompts with; default: the model's.")
-    add("--dataset-name", choices=("random", "sharegpt", "custom"), default="random")
+    add(
+        "--dataset-name",
+        choices=("random", "sharegpt", "custom"),
+        default="random",
+        help="Where requests come from: random tokens, conversations in ShareGPT's format, or lines of JSON such as "
+        '{"prompt": "...", "output_tokens": 64} (default: %(default)s).',
+    )
     add("--dataset-path", type=Path, default=None, help="File of the sharegpt or custom (JSONL) dataset.")
-    add("--num-prompts", type=int, default=1000)
-    add("--num-warmups", type=int, default=1, help="Requests sent before the clock starts.")
-    add("--request-rate", type=float, nargs="+", default=[math.inf], help="Requests per second; several make a sweep.")
-    add("--burstiness", type=float, default=1.0, help="1: Poisson; below: burstier; above: more even.")
-    add("--max-concurrency", type=int, default=None)
-    add("--random-input-len", type=int, default=1024)
-    add("--random-output-len", type=int, default=128)
-    add("--random-range-ratio", type=float, default=0.0)
-    add("--random-prefix-len", type=int, default=0)
-    add("--sharegpt-output-len", type=int, default=None)
-    add("--custom-output-len", type=int, default=256)
-    add("--ignore-eos", action="store_true")
+    add("--num-prompts", type=int, default=1000, help="Requests to send, per rate (default: %(default)s).")
+    add("--num-warmups", type=int, default=1, help="Requests sent before the clock starts (default: %(default)s).")
+    add(
+        "--request-rate",
+        type=float,
+        nargs="+",
+        default=[math.inf],
+        help="Requests per second; several make a sweep (default: inf, all at once).",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="Gaps between requests: 1 is Poisson, below is burstier, above more even (default: %(default)s).",
+    )
+    add("--max-concurrency", type=int, default=None, help="Most requests in progress at a time (default: no limit).")
+    add("--random-input-len", type=int, default=1024, help="Tokens of a random prompt (default: %(default)s).")
+    add("--random-output-len", type=int, default=128, help="Tokens asked for each (default: %(default)s).")
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="By which part, from 0 to below 1, random lengths vary around those two (default: %(default)s).",
+    )
+    add(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        help="Further tokens that all random prompts begin with (default: %(default)s).",
+    )
+    add(
+        "--sharegpt-output-len",
+        type=int,
+        default=None,
+        help="Tokens asked for each conversation (default: as many as its answer has).",
+    )
+    add(
+        "--custom-output-len",
+        type=int,
+        default=256,
+        help="Tokens asked for each line that does not say (default: %(default)s).",
+    )
+    add("--ignore-eos", action="store_true", help="Let every answer have all tokens that were asked for.")
     add("--extra-body", type=json.loads, default={}, help="JSON object merged into every request.")
-    add("--seed", type=int, default=0)
-    add("--percentile-metrics", default="ttft,tpot,itl,e2el")
-    add("--metric-percentiles", default="50,90,99")
+    add("--seed", type=int, default=0, help="Seed of random prompts and arrivals (default: %(default)s).")
+    add("--percentile-metrics", default="ttft,tpot,itl,e2el", help="What is reported (default: %(default)s).")
+    add("--metric-percentiles", default="50,90,99", help="Percentiles that are reported (default: %(default)s).")
     add(
         "--goodput",
         nargs="+",
@@ -300,10 +338,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="METRIC:MS",
         help="Limits that a good request keeps, such as ttft:200.",
     )
-    add("--save-result", action="store_true")
-    add("--result-dir", type=Path, default=Path("."))
-    add("--result-filename", default=None)
-    add("--plot", type=Path, default=None, help="PNG of latency against rate (needs matplotlib).")
+    add("--save-result", action="store_true", help="Write the figures as JSON.")
+    add("--result-dir", type=Path, default=Path("."), help="Folder of that file (default: the current one).")
+    add("--result-filename", default=None, help="Name of that file (default: back end and time).")
+    add("--plot", type=Path, default=None, help="PNG of all latencies against the rate (needs matplotlib).")
     return parser
 
 
@@ -446,6 +484,10 @@ def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     print(f"Results are in {path}")
 
 
+def _percentile_of(key: str) -> float:
+    return float(key[1:].partition("_")[0])
+
+
 def _plot(path: Path, results: list[dict[str, Any]]) -> None:
     import matplotlib
 
@@ -453,13 +495,18 @@ def _plot(path: Path, results: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot
 
     rates = [r["request_throughput"] if r["request_rate"] == "inf" else r["request_rate"] for r in results]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
-    for axis, metric in zip(axes, ("ttft", "tpot"), strict=True):
-        for kind in ("median", "p99"):
-            if f"{kind}_{metric}_ms" in results[0]:
-                axis.plot(rates, [r[f"{kind}_{metric}_ms"] for r in results], marker="o", label=kind)
+    highest = max(
+        (key for key in results[0] if re.fullmatch(r"p[\d.]+_ttft_ms", key)), key=_percentile_of, default=None
+    )
+    kinds = ["mean", "median"] + ([] if highest is None else [highest.partition("_")[0]])
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 8))
+    for axis, metric in zip(axes.flat, METRICS, strict=True):
+        for kind in kinds:
+            axis.plot(rates, [r[f"{kind}_{metric}_ms"] for r in results], marker="o", label=kind)
+        axis.set_title(TITLES[metric])
         axis.set_xlabel("requests per second")
         axis.set_ylabel(f"{metric.upper()} (ms)")
+        axis.set_ylim(bottom=0)
         axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

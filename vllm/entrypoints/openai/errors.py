@@ -61,10 +61,16 @@ def safe_text(message: str) -> str:
     """`message` without addresses, paths, object representations and tracebacks, and of bounded length."""
     message = _OBJECT.sub("(an object)", message)
     message = _ADDRESS.sub("(address)", message)
-    message = _PATH.sub("(path)", message)
+    message = _PATH.sub(_hide_path, message)
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + "..."
     return message
+
+
+def _hide_path(found: re.Match[str]) -> str:
+    """Routes of the API are no paths of this machine."""
+    path = found.group()
+    return path if path.startswith("/v1/") else "(path)"
 
 
 def error_body(message: str, type: str, code: int, param: str | None = None) -> dict[str, Any]:

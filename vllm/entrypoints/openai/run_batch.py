@@ -66,6 +66,8 @@ async def answer_line(context: ServerContext, line: bytes) -> dict[str, Any]:
     try:
         item = parse_object(line)
         custom_id = item.get("custom_id")
+        if not isinstance(custom_id, str):
+            raise bad_request("custom_id must be a string: it tells the answers apart.", "custom_id")
         if item.get("method", "POST") != "POST":
             raise bad_request("method must be POST.")
         body = await _answer(context, item.get("url"), item.get("body"))
@@ -102,13 +104,16 @@ async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
 
     if not isinstance(body, dict):
         raise bad_request("body must be an object.")
-    body = {**body, "stream": False}
+    if body.get("stream"):
+        raise bad_request("A request of a batch must not be sent in stream mode; leave stream unset.", "stream")
     try:
         if url == "/v1/chat/completions":
             chat_request = ChatCompletionRequest.model_validate(body)
+            context.log_unknown_fields(chat_request.model_extra or ())
             return await chat.complete(context, await chat.prepare(context, chat_request, None))
         if url == "/v1/completions":
             request = CompletionRequest.model_validate(body)
+            context.log_unknown_fields(request.model_extra or ())
             return await completions.complete(context, await completions.prepare(context, request, None))
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)[0]
