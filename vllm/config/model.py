@@ -168,7 +168,7 @@ class ModelConfig:
     served_model_name: str = setting(
         None,
         TextList(optional=True),
-        "The model's name (or names) in the API. Default: the model argument.",
+        "The model's name (or names) in the API; answers and metrics carry the first. Default: the model argument.",
         resolved="",
     )
     generation_config_source: str = setting(

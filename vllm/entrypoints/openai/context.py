@@ -66,12 +66,10 @@ class ServerContext:
         return tokenizer
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; 404 if the request names another model."""
-        if name is None:
-            return self.served_names[0]
-        if name not in self.served_names:
+        """The name to answer with, the first of the served ones; 404 if the request names another model."""
+        if name is not None and name not in self.served_names:
             raise not_found(f"The model `{name}` does not exist.")
-        return name
+        return self.served_names[0]
 
     def cached_tokens(self, outputs: Iterable[RequestOutput | None]) -> int | None:
         """Prompt tokens found in the cache, if the operator wants them shown."""

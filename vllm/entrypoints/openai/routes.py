@@ -232,7 +232,8 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def retrieve_model(request: Request, name: str) -> Response:
     context = context_of(request)
-    return JSONResponse(_model_card(context, context.check_model(name)))
+    context.check_model(name)
+    return JSONResponse(_model_card(context, name))
 
 
 def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
