@@ -92,6 +92,36 @@ def test_as_many_steps_in_flight_as_the_device_takes(depth):
     assert_empty(core)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_step_begun_early_changes_nothing(depth):
+    core, device = new_core(depth)
+    core.begin()
+    assert not device.in_flight, "there was nothing to begin with"
+    core.add_requests([request(str(i)) for i in range(3)])
+    core.begin()
+    assert len(device.in_flight) == (depth > 1), "only a device beside the host computes already"
+    core.add_requests([request(str(i)) for i in range(3, 7)])
+    core.begin()
+    assert len(device.in_flight) == (depth > 1), "one step, not more"
+    assert run(core) == {str(i): (6, "length") for i in range(7)}
+    assert_empty(core)
+
+
+def test_a_step_that_cannot_begin_is_tried_again():
+    core, device = new_core(2)
+    core.add_requests([request(str(i)) for i in range(3)])
+    working = device.submit
+
+    def broken(plan) -> None:
+        device.submit = working
+        raise RuntimeError("not now")
+
+    device.submit = broken
+    core.begin()
+    assert run(core) == {str(i): (6, "length") for i in range(3)}
+    assert_empty(core)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_at_any_time_frees_everything(depth):
     for when in range(6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tiny_llama import MAX_MODEL_LEN
 from vllm import SamplingParams
-from vllm.engine.input_processor import InputProcessor, RequestInput, child_seed
+from vllm.engine.input_processor import InputProcessor, RequestInput, child_seed, first_step
 from vllm.sampling_params import BeamSearchParams
 
 WIDTH = 403
@@ -124,3 +125,28 @@ def test_nonsense_gives_an_error_or_a_request(processor, prompt):
         return
     assert request.prompt_token_ids
     assert all(type(i) is int and 0 <= i < WIDTH for i in request.prompt_token_ids)
+
+
+def inputs(*prompts: Any) -> list[RequestInput]:
+    return [RequestInput(str(i), prompt, SamplingParams()) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [
+        ([], 0),
+        ([[1, 2, 3]], 1),
+        ([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 2),
+        ([{"prompt_token_ids": [1, 2, 3, 4, 5]}, {"prompt_token_ids": [2]}], 1),
+        ([[1], [2], [3], [4]], 3),
+        ([[1, 2, 3], [4, 5, 6], [1, 2, 9]], 3),
+        ([[1, 2, 3], [4, 5, 6], [1, 7, 9]], 2),
+        ([[1, 2, 3], [4, 5, 6], "text"], 3),
+        ([[1, 2, 3], [4, 5, 6], []], 3),
+        ([[1, 2, 3], [4, 5, 6], [[1], 2]], 3),
+        ([[1, 2, 3], [4, 5, 6], {"prompt": "text"}], 3),
+        ([[1, 2, 3], [4, 5, 6], None], 3),
+    ],
+)
+def test_the_first_step_is_cut_off_only_where_the_rest_has_nothing_to_do_with_it(prompts, count):
+    assert first_step(inputs(*prompts), max_tokens=5, max_requests=3, block_size=2) == count

@@ -502,6 +502,27 @@ def test_steps_in_flight_change_nothing(llm, monkeypatch):
     assert_idle(llm)
 
 
+def test_prompts_are_looked_at_while_the_first_step_runs(llm, monkeypatch):
+    engine, core = llm.llm_engine, llm.llm_engine.core.core
+    prompts = [{"prompt_token_ids": [10 + i] * (40 + i)} for i in range(30)]
+    llm.reset_prefix_cache()
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    begun = []
+    monkeypatch.setattr(core._executor, "max_in_flight", 2)
+    begin = core.begin
+    monkeypatch.setattr(core, "begin", lambda: (begun.append(engine.get_num_unfinished_requests()), begin()))
+    llm.reset_prefix_cache()
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == expected
+    assert begun == [4], "more than the 128 tokens of a step"
+
+    with pytest.raises(ValueError, match="99999999"):
+        llm.generate([*prompts, {"prompt_token_ids": [99999999]}], GREEDY, use_tqdm=False)
+    assert engine.get_num_unfinished_requests() == 0, "all or none"
+    monkeypatch.undo()
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts[:3], GREEDY, use_tqdm=False)] == expected[:3]
+    assert_idle(llm)
+
+
 def test_what_only_other_models_or_versions_do_says_so(llm):
     for call, error, text in [
         (lambda: llm.embed("a"), ValueError, "^Embedding API is only enabled for `--task embed`$"),

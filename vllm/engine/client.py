@@ -25,6 +25,15 @@ class InprocClient:
     def abort(self, request_ids: Iterable[str]) -> None:
         self.core.abort(request_ids)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device computes a step while the host does something else."""
+        return self.core.overlaps
+
+    def begin(self) -> None:
+        """Start with what waits, if nothing runs and `overlaps`; `step` takes in what comes of it."""
+        self.core.begin()
+
     def step(self) -> list[CoreOutput]:
         return self.core.step()
 

@@ -88,6 +88,11 @@ class EngineCore:
         """Whether a request waits for its first step, or for its next after a preemption."""
         return self.scheduler.num_waiting > 0
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device computes a step while the host does something else."""
+        return self._executor.max_in_flight > 1
+
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[CoreOutput]:
@@ -104,27 +109,45 @@ class EngineCore:
         try:
             return self._advance()
         except Exception as error:
-            logger.exception("A step failed")
-            if self._survives(error):
-                return self.scheduler.isolate(f"{type(error).__name__}: {error}")
-            return self.scheduler.fail_all(f"{type(error).__name__}: {error}")
+            return self._failed(error)
         except BaseException as interrupt:  # Ctrl-C: leave nothing half done behind
             self._survives(interrupt)
             self._left_over.extend(self.scheduler.fail_all(f"interrupted by {type(interrupt).__name__}"))
             raise
 
+    def begin(self) -> None:
+        """Submit a first step of what is waiting, where steps run beside the host; `step` takes in its result."""
+        if self._submitted or self._left_over or not self.overlaps:
+            return
+        self.check_alive()
+        try:
+            self._submit()
+        except Exception as error:
+            self._left_over.extend(self._failed(error))
+
+    def _submit(self) -> bool:
+        """Plan and submit a step; False if there is none to plan now."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
+        if self._faults:
+            self._faults.before_forward()
+        self._executor.submit(plan)
+        self._submitted += 1
+        self.scheduler.settle()
+        return True
+
+    def _failed(self, error: Exception) -> list[CoreOutput]:
+        """What a failed step ends: nothing yet if its requests can be tried again alone, else everything."""
+        logger.exception("A step failed")
+        text = f"{type(error).__name__}: {error}"
+        return self.scheduler.isolate(text) if self._survives(error) else self.scheduler.fail_all(text)
+
     def _advance(self) -> list[CoreOutput]:
         scheduler, executor = self.scheduler, self._executor
-        while self._submitted < executor.max_in_flight:
-            plan = scheduler.schedule()
-            if plan is None:
-                break
-            self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
-            if self._faults:
-                self._faults.before_forward()
-            executor.submit(plan)
-            self._submitted += 1
-            scheduler.settle()
+        while self._submitted < executor.max_in_flight and self._submit():
+            pass
         if self._submitted == 0:
             if scheduler.has_unfinished():
                 time.sleep(IDLE_SECONDS)

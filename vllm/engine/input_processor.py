@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,6 +100,16 @@ class InputProcessor:
         if INPUT_REGISTRY.has_input_processors:
             self._hook = INPUT_REGISTRY.create_input_processor(model)
 
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """A call that fails inside leaves the seeds of the next ones as they were."""
+        state = self._random.getstate()
+        try:
+            yield
+        except Exception:
+            self._random.setstate(state)
+            raise
+
     # -- the whole way -------------------------------------------------------------------------------------------------
 
     def process(self, request: RequestInput) -> ProcessedRequest:
@@ -112,16 +123,12 @@ class InputProcessor:
             self._check_options(request)
             parsed.append(self._parse(request.prompt))
         tokenized = self._tokenize(requests, parsed)
-        state = self._random.getstate()
         checked: dict[int, SamplingParams] = {}
-        try:
+        with self.all_or_none():
             return [
                 self._build(request, prompt, ids, checked)
                 for request, prompt, ids in zip(requests, parsed, tokenized, strict=True)
             ]
-        except Exception:
-            self._random.setstate(state)  # a refused call leaves the seeds of the next ones as they were
-            raise
 
     def token_ids(self, request: RequestInput) -> list[int]:
         """The token ids of a request's text, not yet checked against the model. May run in any thread."""
@@ -384,6 +391,29 @@ def child_seed(seed: int, index: int) -> int:
 def listed(value: Any) -> Any:
     """The list that an array of numpy, torch or pandas holds; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def first_step(requests: Sequence[RequestInput], max_tokens: int, max_requests: int, block_size: int) -> int:
+    """How many of the requests fill a step, if the others can be looked at while it runs; all of them otherwise.
+
+    That is so if all prompts are lists of token ids, and no other prompt begins like one in the step: the plan of a
+    step should know of everybody who shares a prefix with it.
+    """
+    heads: set[tuple[int, ...]] = set()
+    tokens = 0
+    for i, request in enumerate(requests):
+        prompt: Any = request.prompt
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids")
+        if not isinstance(prompt, list) or set(map(type, head := tuple(prompt[:block_size]))) != {int}:
+            return len(requests)
+        if tokens < max_tokens and i < max_requests:
+            tokens += len(prompt)
+            filled = i + 1
+            heads.add(head)
+        elif head in heads:
+            return len(requests)
+    return filled if requests else 0
 
 
 def token_list(token_ids: Any) -> list[int]:

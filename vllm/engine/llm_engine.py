@@ -24,7 +24,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.engine.client import InprocClient
-from vllm.engine.input_processor import InputProcessor, RequestInput
+from vllm.engine.input_processor import InputProcessor, RequestInput, first_step
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
@@ -158,13 +158,32 @@ class LLMEngine:
             if request.request_id in ids or request.request_id in self.output_processor:
                 raise ValueError(f"Request {request.request_id} already exists.")
             ids.add(request.request_id)
-        with collector_paused():
-            messages = self.input_processor.process_batch(requests)
-            children = [child for message in messages for child in self.output_processor.add(message)]
-            rejected = self._client.add_requests(children)
+        with collector_paused(), self.input_processor.all_or_none():
+            first = self._first_step(requests)
+            try:
+                self._add(requests[:first])
+                if first < len(requests):
+                    self._client.begin()
+                    self._add(requests[first:])
+            except BaseException:
+                self.abort_request(ids)
+                raise
+
+    def _add(self, requests: Sequence[RequestInput]) -> None:
+        """Check some requests and hand them to the core. Raises ValueError or TypeError if one is wrong."""
+        messages = self.input_processor.process_batch(requests)
+        children = [child for message in messages for child in self.output_processor.add(message)]
+        rejected = self._client.add_requests(children)
         if rejected:
-            self.abort_request(ids)
             raise ValueError(rejected[0].error)
+
+    def _first_step(self, requests: Sequence[RequestInput]) -> int:
+        """How many to add first, so that the device computes while the others are looked at."""
+        limits = self.vllm_config.scheduler_config
+        if not self._client.overlaps or limits.policy != "fcfs" or self.has_unfinished_requests():
+            return len(requests)
+        block_size = self.vllm_config.cache_config.block_size
+        return first_step(requests, limits.max_num_batched_tokens, limits.max_num_seqs, block_size)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Forget one or several requests; unknown ids are ignored."""
