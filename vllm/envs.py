@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     S3_ACCESS_KEY_ID: str | None
     S3_SECRET_ACCESS_KEY: str | None
     S3_ENDPOINT_URL: str | None
+    VLLM_USAGE_STATS: bool
     VLLM_USAGE_STATS_SERVER: str
     VLLM_NO_USAGE_STATS: bool
     VLLM_DO_NOT_TRACK: bool
@@ -189,7 +190,7 @@ def _do_not_track() -> bool:
 
 
 _AT_INSTALL = "nothing is compiled when this package is installed"
-_NO_STATS = "no usage statistics are ever collected or sent"
+_NO_STATS = "usage statistics are never sent"
 _NO_OPENVINO = "there is no OpenVINO backend"
 _NO_TPU = "there is no XLA backend"
 _NO_DYNAMO = "models are not compiled with TorchDynamo"
@@ -209,7 +210,7 @@ _TABLE = (
     EnvVar("CMAKE_BUILD_TYPE", _text, None, "Debug, Release or RelWithDebInfo.", _AT_INSTALL),
     EnvVar("VERBOSE", _flag, False, "Verbose output of the build.", _AT_INSTALL),
     # --- Folders ---
-    EnvVar("VLLM_CONFIG_ROOT", _path, _config_root, "Folder of configuration files.", _NO_FILES),
+    EnvVar("VLLM_CONFIG_ROOT", _path, _config_root, "Folder of usage_stats.json and do_not_track."),
     EnvVar("VLLM_CACHE_ROOT", _path, _cache_root, "Folder of cached files.", _NO_FILES),
     EnvVar(
         "VLLM_ASSETS_CACHE",
@@ -323,10 +324,11 @@ _TABLE = (
     EnvVar("VLLM_LOGGING_LEVEL", _log_level, "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL."),
     EnvVar("VLLM_TRACE_FUNCTION", _integer, 0, "1: log every function call.", "function calls are not traced"),
     EnvVar("VLLM_NO_DEPRECATED_WARNING", _flag, False, "Skip warnings about deprecated names."),
+    EnvVar("VLLM_USAGE_STATS", _flag, False, "Add a line about each start to usage_stats.json on this machine."),
     EnvVar("VLLM_USAGE_STATS_SERVER", _text, "https://stats.vllm.ai", "Where statistics go.", _NO_STATS),
-    EnvVar("VLLM_NO_USAGE_STATS", _flag, False, "Turn usage statistics off.", _NO_STATS),
-    EnvVar("VLLM_DO_NOT_TRACK", _flag, _do_not_track, "Turn usage statistics off.", _NO_STATS),
-    EnvVar("VLLM_USAGE_SOURCE", _text, "production", "Label of usage statistics.", _NO_STATS),
+    EnvVar("VLLM_NO_USAGE_STATS", _flag, False, "Turn usage statistics off, whatever else says."),
+    EnvVar("VLLM_DO_NOT_TRACK", _flag, _do_not_track, "Turn usage statistics off; also as DO_NOT_TRACK."),
+    EnvVar("VLLM_USAGE_SOURCE", _text, "production", "Label in usage statistics."),
 )
 
 environment_variables: dict[str, EnvVar] = {variable.name: variable for variable in _TABLE}

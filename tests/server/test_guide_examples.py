@@ -6,6 +6,7 @@ The others: listing models, plain and streamed completions and chats, choices an
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,16 @@ COMPLETION_DEFAULTS = {
 
 
 @pytest.fixture(scope="module")
-def locked(model_folder: Path) -> Iterator[Server]:
-    with Server(model_folder, "--dtype", "auto", "--api-key", "token-abc123", key="token-abc123") as running:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of configuration files of the server with a key."""
+    return tmp_path_factory.mktemp("settings")
+
+
+@pytest.fixture(scope="module")
+def locked(model_folder: Path, settings: Path) -> Iterator[Server]:
+    wanted = {"VLLM_USAGE_STATS": "1", "VLLM_CONFIG_ROOT": str(settings), "DO_NOT_TRACK": "0"}
+    key = "token-abc123"
+    with Server(model_folder, "--dtype", "auto", "--api-key", key, key=key, env=wanted) as running:
         yield running
 
 
@@ -106,6 +115,11 @@ async def test_a_client_with_the_key_gets_answers_and_one_with_another_does_not(
     assert answer.choices[0].message.role == "assistant"
     with pytest.raises(openai.AuthenticationError):
         await locked_client.with_options(api_key="EMPTY").chat.completions.create(model=MODEL, messages=hello)
+
+
+def test_a_server_that_is_asked_for_statistics_keeps_them_here(locked, settings):
+    (line,) = (settings / "usage_stats.json").read_text().splitlines()
+    assert json.loads(line)["context"] == "OPENAI_API_SERVER"
 
 
 def test_the_model_of_the_list_can_be_asked_for(client):

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
 from vllm.sampling_params import SamplingParams
-from vllm.usage.usage_lib import UsageContext
+from vllm.usage.usage_lib import UsageContext, record_usage
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -100,6 +100,7 @@ class AsyncLLMEngine:
         self._stopped = False
         self._death: BaseException | None = None
         self._ticker: asyncio.Task[None] | None = None
+        record_usage(vllm_config, usage_context)
 
     # -- making one ----------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import RequestOutput
 from vllm.platforms import cuda_early
-from vllm.usage.usage_lib import UsageContext
+from vllm.usage.usage_lib import UsageContext, record_usage
 from vllm.utils.collector import collector_paused
 from vllm.version import __version__
 
@@ -92,6 +92,7 @@ class LLMEngine:
         self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
         seconds = time.perf_counter() - started
         logger.info("Engine ready in %.2f s, of which the tokenizer took %.2f s", seconds, tokenizer_seconds)
+        record_usage(vllm_config, usage_context)
         # Also at the interpreter's exit, while everything that the workers need is still there.
         self._finalizer = weakref.finalize(self, self._client.shutdown)
 

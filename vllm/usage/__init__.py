@@ -1,1 +1,1 @@
-"""Who uses the engine. Nothing is collected and nothing is sent."""
+"""Statistics about the use of the engine: kept on this machine if its owner asks for them, never sent."""
