@@ -1,6 +1,10 @@
+import asyncio
 import gc
 import weakref
 
+import pytest
+
+from vllm.utils import collector
 from vllm.utils.collector import collector_paused, what_exists_frozen
 
 
@@ -48,3 +52,34 @@ def test_the_collector_is_on_again_after_a_pause_also_after_an_error() -> None:
         pass
     assert not gc.isenabled()
     gc.enable()
+
+
+def test_full_collections_wait_for_idle_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_LOOK_SECONDS", 0.01)
+    thresholds, busy, full = gc.get_threshold(), True, 0
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        nonlocal full
+        full += phase == "stop" and info["generation"] == 2
+
+    async def allocate() -> tuple[int, int]:
+        nonlocal busy
+        task = asyncio.ensure_future(collector.collect_when_idle(lambda: not busy))
+        await asyncio.sleep(0.02)
+        kept = [[i] for i in range(300_000)]
+        await asyncio.sleep(0.05)
+        while_busy, busy = full, False
+        kept += [[i] for i in range(20_000)]
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return while_busy, full
+
+    gc.callbacks.append(count)
+    try:
+        while_busy, in_all = asyncio.run(allocate())
+    finally:
+        gc.callbacks.remove(count)
+    assert while_busy == 0
+    assert in_all >= 1
+    assert gc.get_threshold() == thresholds

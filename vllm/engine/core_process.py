@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from vllm.engine import wire
-from vllm.engine.messages import CoreOutput, CoreStats
+from vllm.engine.messages import CoreOutput, CoreStats, prompt_pieces
 from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.platforms import cuda_early
@@ -126,7 +126,12 @@ class CoreServer:
         if self._held or (stats is not None and stats.prompt_tokens):
             if self._faults and self._faults.due("ipc.drop") is not None:
                 os._exit(1)
-            self.send(wire.StepOutputs(list(self._held.values()), stats or self._stats()))
+            stats = stats or self._stats()
+            outputs = list(self._held.values())
+            for piece in prompt_pieces(outputs):
+                counted = msgspec.structs.replace(stats, prompt_tokens=0, generation_tokens=0)  # with the rest
+                self.send(wire.StepOutputs([piece], counted))
+            self.send(wire.StepOutputs(outputs, stats))
             self._held.clear()
             self._hold_until = time.monotonic() + HOLD_SECONDS
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 
 from vllm.core.plan import TokenLogprobs
 from vllm.sampling_params import SamplingParams
+
+# Log probabilities of prompts that travel in one message: what the front end turns into text in about 10 ms.
+PIECE_ENTRIES = 4096
 
 
 class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -63,6 +68,26 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
         if later.num_cached_tokens is not None:
             self.num_cached_tokens, self.first_scheduled_time = later.num_cached_tokens, later.first_scheduled_time
         self.num_preemptions = later.num_preemptions
+
+
+def prompt_pieces(outputs: Iterable[CoreOutput]) -> Iterator[CoreOutput]:
+    """Take the log probabilities of prompts out of `outputs` if they are many, and return them in pieces, in order.
+
+    A step may bring tens of thousands. Taken in at once they would hold up the streams of everybody else.
+    """
+    holders = [output for output in outputs if output.prompt_logprobs]
+    if sum(len(o.prompt_logprobs or ()) * _width(o) for o in holders) <= PIECE_ENTRIES:
+        return
+    for output in holders:
+        steps, output.prompt_logprobs = output.prompt_logprobs or [], None
+        size = max(1, PIECE_ENTRIES // len(steps[0].token_ids))
+        for start in range(0, len(steps), size):
+            yield CoreOutput(output.request_id, [], prompt_logprobs=steps[start : start + size])
+
+
+def _width(output: CoreOutput) -> int:
+    """How many log probabilities each position of the prompt has."""
+    return len(output.prompt_logprobs[0].token_ids) if output.prompt_logprobs else 0
 
 
 class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_se
 from vllm.logger import init_logger
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse import FlexibleArgumentParser
+from vllm.utils.collector import collect_when_idle
 from vllm.utils.event_loop import run_event_loop
 from vllm.version import __version__
 
@@ -309,6 +310,7 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
         loop.add_signal_handler(number, on_signal)
     await engine.check_health()  # begins to listen to the core
     gc.freeze()  # what start-up has made stays: collections need not look at it again and again
+    collecting = asyncio.ensure_future(collect_when_idle(lambda: engine.get_num_unfinished_requests() == 0))
     host, port = listener.getsockname()[:2]
     if args.ssl_keyfile:  # a client that never says hello must not hold a connection for asyncio's full minute
         loop.create_server = functools.partial(  # type: ignore[method-assign]
@@ -338,7 +340,7 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
         server.force_exit = True
         serving.cancel()
-    for task in (watching, stopping):
+    for task in (watching, stopping, collecting):
         task.cancel()
     return status
 
