@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.http_server import Server
 from tools.environment_page import markdown as environment_page
+from tools.server_page import markdown as server_page
 from vllm import SamplingParams
 from vllm.benchmarks.offline import make_parser as offline_parser
 from vllm.benchmarks.serve import make_parser as bench_parser
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GUIDE = [
     *("README", "installation", "quickstart", "offline", "serving", "cli", "sampling", "cpu", "gpu"),
-    *("environment", "troubleshooting"),
+    *("environment", "troubleshooting", "server_arguments", "metrics", "errors"),
 ]
 
 
@@ -127,6 +128,14 @@ def test_every_page_is_in_the_index():
 def test_generated_pages_are_up_to_date():
     assert (DOCS / "environment.md").read_text() == environment_page()
     assert (DOCS / "engine_arguments.md").read_text() == arguments_page()
+    assert (DOCS / "server_arguments.md").read_text() == server_page()
+
+
+def test_the_page_of_metrics_has_all_names_and_no_others(demo_server):
+    demo_server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2})
+    exported = re.findall(r"^# TYPE (?:vllm:)?(\S+)", demo_server.get("/metrics").text, re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", text_of("metrics"), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(exported)
 
 
 def test_no_line_of_prose_is_wider_than_the_others():
