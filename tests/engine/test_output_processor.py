@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -68,6 +69,27 @@ def test_three_kinds_of_output_agree(size, stop):
     assert len(found[CUMULATIVE][0].outputs[0].token_ids) == size  # an output handed out does not change afterwards
     assert "".join(o.outputs[0].text for o in found[DELTA]) == TEXT
     assert [t for o in found[DELTA] for t in o.outputs[0].token_ids] == IDS
+
+
+def test_plain_stream_has_the_deltas_of_any_other():
+    """The short way of streams without extras against the general one, which a request for logprobs takes."""
+    rng = random.Random(5)
+    for _ in range(50):
+        ids = [rng.randrange(300) for _ in range(rng.randrange(1, 40))]
+        cuts = sorted(rng.choices(range(1, len(ids) + 1), k=rng.randrange(0, 12)))
+        chunks = [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+        prompt = [rng.randrange(300) for _ in range(3)]
+        seen = []
+        for logprobs in (None, 0):
+            metrics = EngineMetrics("m", 1000, {})
+            processor = new_processor(metrics)
+            processor.add(make_request(kind=DELTA, prompt=prompt, logprobs=logprobs))
+            outputs, _ = run(processor, "r", chunks)
+            assert len(outputs) == len([c for c in chunks if c]) + (not chunks[-1])
+            times = metrics.time_per_output_token
+            counts = (sum(times.counts), sum(metrics.time_to_first_token.counts), metrics.finished)
+            seen.append([(o.outputs[0].text, o.outputs[0].token_ids, o.finished) for o in outputs] + [counts])
+        assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])

@@ -60,6 +60,21 @@ class Detokenizer:
         self._held = 0  # characters that the stream showed us but still holds
         self._finished = False
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether text may wait for a stop string that it might begin."""
+        return bool(self._stops or self._hold_back)
+
+    def push_plain(self, token_ids: Sequence[int]) -> str:
+        """`push` and `take_delta` in one, for a text that nothing holds back."""
+        text = "".join(map(self._stream.feed, token_ids))
+        if text:
+            self._pieces.append(text)
+        if self._pending:
+            text = "".join(self._pending) + text
+            self._pending.clear()
+        return text
+
     def push(self, token_ids: Sequence[int]) -> StopMatch | None:
         """Append tokens. If a stop string was completed, the text ends there and nothing may be pushed any more."""
         feed = self._stream.feed

@@ -129,6 +129,13 @@ class _Sequence:
             stop_reason=self.error if self.error is not None else self.stop_reason,
         )
 
+    def plain_delta(self, token_ids: list[int]) -> CompletionOutput:
+        """What `take` and then `delta` make of tokens in the middle of a plain stream."""
+        assert self.detokenizer is not None
+        self.token_ids += token_ids
+        self.new_tokens += len(token_ids)
+        return CompletionOutput(self.index, self.detokenizer.push_plain(token_ids), token_ids, None, None)
+
     def delta(self) -> CompletionOutput:
         """What is new since the last delta."""
         token_ids = self.token_ids[self.new_tokens :]
@@ -152,7 +159,7 @@ class _Request:
     """One request of a user, with all its sequences."""
 
     __slots__ = (
-        "beams", "changed", "core_ids", "kind", "message", "metrics", "num_cached_tokens", "prompt_logprobs",
+        "beams", "changed", "core_ids", "is_plain", "kind", "message", "metrics", "num_cached_tokens", "prompt_logprobs",
         "sent_prompt_logprobs", "sequences", "shows_logprobs", "unfinished",
     )  # fmt: skip
 
@@ -166,6 +173,15 @@ class _Request:
             _Sequence(i, message.prompt_token_ids, child.params, tokenizer) for i, child in enumerate(message.children)
         ]
         self.core_ids = [child.request_id for child in message.children]
+        # A stream of one text and nothing else: between its first and its last token there is little to think about.
+        self.is_plain = (
+            len(self.sequences) == 1
+            and self.kind is RequestOutputKind.DELTA
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+            and (detokenizer := self.sequences[0].detokenizer) is not None
+            and not detokenizer.holds_back
+        )
         self.unfinished = len(self.sequences)
         self.changed: list[_Sequence] = []  # in this step
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
@@ -314,6 +330,9 @@ class OutputProcessor:
             try:
                 if faults is not None:
                     faults.on_request("detok", core_output.request_id)
+                if request.is_plain and _is_middle(core_output, sequence):
+                    outputs.append(self._take_plain(request, sequence, core_output.new_token_ids, now))
+                    continue
                 request.note(core_output, now, self.tokenizer)
                 if metrics is not None and core_output.new_token_ids:
                     sequence.count_tokens(len(core_output.new_token_ids), now, request, metrics)
@@ -339,6 +358,13 @@ class OutputProcessor:
             if output is not None:
                 outputs.append(output)
         return Processed(outputs, aborts, follow_ups)
+
+    def _take_plain(self, request: _Request, sequence: _Sequence, token_ids: list[int], now: float) -> RequestOutput:
+        """The output of tokens in the middle of a plain stream; what `process` does otherwise, without the choices."""
+        if self._metrics is not None:
+            sequence.count_tokens(len(token_ids), now, request, self._metrics)
+        request.metrics.last_token_time = now
+        return request.output([sequence.plain_delta(token_ids)], finished=False)
 
     def _fail(self, request: _Request, error: Exception, now: float, aborts: list[str]) -> RequestOutput:
         """The last output of a request whose text could not be made; the fault stays its own."""
@@ -461,6 +487,16 @@ class OutputProcessor:
             finish_reason=beam.finish_reason,
             stop_reason=beam.stop_reason,
         )
+
+
+def _is_middle(output: CoreOutput, sequence: _Sequence) -> bool:
+    """Whether an output is neither the first nor the last of its sequence."""
+    return (
+        output.finish_reason is None
+        and output.num_cached_tokens is None
+        and sequence.new_tokens > 0
+        and bool(output.new_token_ids)
+    )
 
 
 def logprob_dict(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

@@ -218,6 +218,8 @@ class CompletionEvents:
         if result.prompt_logprobs:
             self._of_prompt[index] = list(result.prompt_logprobs)
         chunk = self._plain_chunk if self._plain else self._chunk
+        if len(result.outputs) == 1:
+            return chunk(index, result, result.outputs[0]).encode()
         return "".join([chunk(index, result, output) for output in result.outputs]).encode()
 
     def _plain_chunk(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:

@@ -157,41 +157,41 @@ class EventStream(Response):
 
     def _write(self) -> None:
         """Put what there is on the connection; the last events are left to `_send_all`, which ends the response."""
-        self._ready += self._collect()
+        ready = self._ready + self._collect()
+        if not self._complete and ready and self._writer is not None and not self._writer.paused:
+            self._writer.write(ready)
+            ready = b""
+        self._ready = ready
         if self._complete:
             self._changed.set()
-        elif self._ready and self._writer is not None and not self._writer.paused:
-            self._writer.write(self._ready)
-            self._ready = b""
 
     def _collect(self) -> bytes:
         """The events of everything that has come. Raises an error that is the first thing to come."""
-        parts: list[bytes] = []
+        events = b""
         if self._complete:
-            return b""
+            return events
         due, self._due = self._due, {}
         try:
             for index in due:
-                self._take(index, parts)
+                stream = self._streams[index]
+                while (output := stream.take()) is not None:  # raises the error that follows the outputs, if any
+                    events += self._events.feed(index, output)
+                    if output.finished and not is_failed(output):
+                        events += self._end_of_prompt()
+                        break
         except Exception as error:
             self._complete = True
-            if not self._begun and not any(parts):
+            if not self._begun and not events:
                 raise
             problem = as_api_error(error)
-            parts.append(stream_error(problem.message, problem.type, problem.status) + DONE)
-        return b"".join(parts)
+            events += stream_error(problem.message, problem.type, problem.status) + DONE
+        return events
 
-    def _take(self, index: int, parts: list[bytes]) -> None:
-        """Add the events of what one prompt has brought. Raises the error that follows it, if there is one."""
-        stream = self._streams[index]
-        while (output := stream.take()) is not None:
-            parts.append(self._events.feed(index, output))
-            if output.finished and not is_failed(output):
-                self._unfinished -= 1
-                if self._unfinished == 0:
-                    parts.append(self._events.end())
-                    self._complete = True
-                return
+    def _end_of_prompt(self) -> bytes:
+        """One prompt is done: the events after the last one, if this is it."""
+        self._unfinished -= 1
+        self._complete = self._unfinished == 0
+        return self._events.end() if self._complete else b""
 
 
 async def _until_disconnect(receive: Any) -> None:
