@@ -159,8 +159,8 @@ class _Request:
     """One request of a user, with all its sequences."""
 
     __slots__ = (
-        "beams", "changed", "core_ids", "is_plain", "kind", "message", "metrics", "num_cached_tokens", "prompt_logprobs",
-        "sent_prompt_logprobs", "sequences", "shows_logprobs", "unfinished",
+        "beams", "changed", "core_ids", "is_plain", "kind", "message", "metrics", "num_cached_tokens",
+        "prompt_logprobs", "sent_prompt_logprobs", "sequences", "shows_logprobs", "unfinished",
     )  # fmt: skip
 
     def __init__(self, message: ProcessedRequest, tokenizer: Tokenizer | None, beams: BeamSearch | None) -> None:
