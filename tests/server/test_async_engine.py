@@ -72,6 +72,32 @@ async def test_32_at_once_give_the_offline_text(model_folder, offline, separate)
         await assert_idle(engine)
 
 
+@pytest.mark.parametrize("separate", [True, False])
+async def test_long_prompts_logprobs_come_whole_and_beside_others(model_folder, offline, separate):
+    """They travel in pieces (7,600 here, of which a message takes 4,096)."""
+    options = {**OPTIONS, "max_num_batched_tokens": 512}
+    options.pop("disable_log_requests")
+    prompt = {"prompt_token_ids": [5 + i * 7 % 290 for i in range(LONG)]}
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=16)
+    with LLM(str(model_folder), **options) as llm:
+        (expected,) = llm.generate([prompt], params, use_tqdm=False)
+    async with running(model_folder, separate=separate, max_num_batched_tokens=512) as engine:
+        beside = asyncio.ensure_future(all_final(engine, PROMPTS, greedy()))
+        found = [output async for output in engine.generate(prompt, params, "long")][-1]
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert len(found.prompt_logprobs) == LONG
+        assert found.prompt_logprobs[0] is None
+        for mine, theirs in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+            assert list(mine)[0] == list(theirs)[0]
+            assert len(mine) == len(theirs)
+            assert [p.logprob for p in mine.values()] == pytest.approx([p.logprob for p in theirs.values()], abs=1e-4)
+        assert dict(zip(PROMPTS, await beside, strict=True)) == offline
+        assert total(engine, "vllm:prompt_tokens_total") == LONG + sum(
+            len(engine.input_processor.tokenizer.encode(p)) for p in PROMPTS
+        )
+        await assert_idle(engine)
+
+
 async def test_one_engine_through_its_life(model_folder, offline):
     """Everything that leaves a healthy engine behind, on one engine."""
     async with running(model_folder, max_num_queued_reqs=1000) as engine:

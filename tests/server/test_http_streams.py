@@ -52,6 +52,8 @@ def completion(rng: random.Random) -> dict[str, Any]:
         prompt = [rng.choice(TEXTS) for _ in range(rng.randint(1, 3))]
     elif rng.random() < 0.3:
         prompt = [rng.randint(5, 300) for _ in range(rng.randint(1, 20))]
+    elif rng.random() < 0.2:
+        prompt = [[rng.randint(5, 300) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))]
     body = {"prompt": prompt, **options(rng)}
     if rng.random() < 0.4:
         body["logprobs"] = rng.randint(0, 5)

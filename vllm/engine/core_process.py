@@ -40,6 +40,8 @@ IDLE_CHECK_SECONDS = 1.0
 # To wake the front end and its clients costs the core about 0.1 ms, a third of it in the call and the rest in the step
 # after it, whose caches they have used: tokens that come closer together than this travel together.
 HOLD_SECONDS = 0.003
+# Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
+TAKE_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
@@ -126,14 +128,22 @@ class CoreServer:
         if self._held or (stats is not None and stats.prompt_tokens):
             if self._faults and self._faults.due("ipc.drop") is not None:
                 os._exit(1)
-            stats = stats or self._stats()
-            outputs = list(self._held.values())
-            for piece in prompt_pieces(outputs):
-                counted = msgspec.structs.replace(stats, prompt_tokens=0, generation_tokens=0)  # with the rest
-                self.send(wire.StepOutputs([piece], counted))
-            self.send(wire.StepOutputs(outputs, stats))
+            self._send_outputs(list(self._held.values()), stats or self._stats())
             self._held.clear()
             self._hold_until = time.monotonic() + HOLD_SECONDS
+
+    def _send_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
+        """Send a step, usually as one message; with many prompt logprobs, first what concerns all the others."""
+        pieces = list(prompt_pieces(outputs))
+        if not pieces:
+            self.send(wire.StepOutputs(outputs, stats))
+            return
+        large = {piece.request_id for piece in pieces}
+        self.send(wire.StepOutputs([output for output in outputs if output.request_id not in large], stats))
+        counted = msgspec.structs.replace(stats, prompt_tokens=0, generation_tokens=0)
+        for piece in pieces:
+            self.send(wire.StepOutputs([piece], counted))
+        self.send(wire.StepOutputs([output for output in outputs if output.request_id in large], counted))
 
     def _stats(self) -> CoreStats:
         stats = self._core.stats()
@@ -141,7 +151,7 @@ class CoreServer:
         return stats
 
     def _take_in(self, patience: float) -> None:
-        """Handle what the front end has sent; wait for it for at most `patience` seconds.
+        """Handle what the front end has sent, or much of it; wait for it for at most `patience` seconds.
 
         It waits in `poll`, which asks for what can be read: a thread that waits in `recv` is also woken, for nothing,
         each time the front end takes something out of the socket.
@@ -149,13 +159,14 @@ class CoreServer:
         waited = not self._readable.poll(1000 * patience)
         if waited and patience:
             self._core.check_health()  # a rank may die while nobody asks for anything
+        deadline = time.monotonic() + TAKE_SECONDS
         while not (waited or self._stopping):
             bodies = wire.read_frames(self._connection, self._frames)
             if bodies is None:  # the front end is gone, however it went
                 _end_all_processes()
             for body in bodies:
                 self._handle(_decoded(body))
-            waited = not self._readable.poll(0)
+            waited = time.monotonic() > deadline or not self._readable.poll(0)
 
     def _handle(self, message: wire.ToCore | wire.StepOutputs) -> None:
         if isinstance(message, wire.AddRequests):
