@@ -274,6 +274,9 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
         (["--middleware", "no.such.module"], "--middleware no.such.module: No module named 'no'"),
         (["--middleware", "tests.server.operator_middleware.absent"], "has no attribute 'absent'"),
         (["--middleware", "tests.server.operator_middleware.NEITHER"], "Must be a function or a class"),
+        (["--chat-template", "/nowhere/x.jinja"], "--chat-template: The supplied chat template string"),
+        (["--chat-template", "{{ messages"], "--chat-template: The chat template is not valid Jinja"),
+        (["--chat-template", "/"], "--chat-template: .*[Dd]irectory"),
         (["--port", "70000"], "--port must be between"),
         (["--max-log-len", "-1"], "--max-log-len must not be negative"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout must be 0 or more"),
@@ -292,6 +295,19 @@ def test_flags_that_cannot_work_are_refused_before_the_model_is_loaded(words: li
     with pytest.raises((ValueError, TypeError), match=message):
         validate_parsed_serve_args(args)
         check_files(args)
+
+
+def test_a_server_that_cannot_begin_ends_also_after_the_model_was_loaded(model_folder: Path) -> None:
+    """Which names of templates there are is known only then."""
+    words = ["--model", str(model_folder), "--port", "0", "--chat-template", "no_such_name"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert re.search(r"ERROR .*\(no_such_name\)", done.stdout + done.stderr)
 
 
 def test_a_refused_flag_is_one_line_and_a_status(tmp_path: Path) -> None:

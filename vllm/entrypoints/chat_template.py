@@ -146,6 +146,11 @@ def _compile(template: str) -> jinja2.Template:
         raise ValueError(f"The chat template is not valid Jinja: {error}{line}") from error
 
 
+def check_template(template: str) -> None:
+    """Raise ValueError if `template` is too long or not valid Jinja."""
+    _compile(template)
+
+
 def render(template: str, **variables: Any) -> str:
     """Render `template`. Raises ValueError if it is not valid, raises an exception itself, or exceeds its bounds."""
     compiled = _compile(template)

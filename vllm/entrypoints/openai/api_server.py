@@ -204,6 +204,7 @@ def check_files(args: argparse.Namespace) -> None:
     """Raise ValueError for what a flag names and cannot be used: before the model is loaded, which may take minutes."""
     for path in args.middleware:
         load_middleware(path)
+    _check_chat_template(args.chat_template)
     if not args.ssl_certfile:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -216,6 +217,21 @@ def check_files(args: argparse.Namespace) -> None:
             context.load_verify_locations(args.ssl_ca_certs)
     except OSError as error:
         raise ValueError(f"--ssl-ca-certs {args.ssl_ca_certs}: {error}.") from error
+
+
+def _check_chat_template(given: str | None) -> None:
+    """Raise ValueError for a file that is not there and for a template that Jinja cannot read. A mere word may be the
+    name of one of the model's templates, which are not known yet.
+    """
+    from vllm.entrypoints.chat_template import check_template
+    from vllm.entrypoints.chat_utils import load_chat_template
+
+    if given is None or not (any(character in given for character in "/.{}\n") or Path(given).exists()):
+        return
+    try:
+        check_template(load_chat_template(given) or "")
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--chat-template: {error}") from error
 
 
 def make_engine(args: argparse.Namespace) -> AsyncLLMEngine:
@@ -280,7 +296,11 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
     sys.setswitchinterval(SWITCH_SECONDS)
     listener = bind(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
-    app = build(args, engine)
+    try:
+        app = build(args, engine)
+    except BaseException:
+        await engine.shutdown(0.0)
+        raise
     server = uvicorn.Server(uvicorn_config(app, args))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
