@@ -59,6 +59,8 @@ def completion(rng: random.Random) -> dict[str, Any]:
         body["logprobs"] = rng.randint(0, 5)
     if rng.random() < 0.3:
         body["echo"] = True
+    if rng.random() < 0.15 and body["temperature"]:
+        body["best_of"] = body["n"] + rng.randint(0, 2)
     return body
 
 
@@ -130,7 +132,9 @@ def compare(server: Server, count: int, seed: int) -> None:
         if "stream_options" in extra:
             usage = {k: v for k, v in whole.json["usage"].items() if v is not None}
             last = sse_events(streamed.text)[-1]
-            if last["choices"] != [] or last["usage"] != usage:
+            at_once = body.get("best_of", 1) > body.get("n", 1)  # then all choices come together, with the usage
+            said = {k: v for k, v in last["usage"].items() if v is not None}
+            if (last["choices"] != []) != at_once or said != usage:
                 return f"{i}: {body}\n  usage {usage}, streamed {last}"
         return None
 
