@@ -4,7 +4,9 @@
 
 Work: random prompts, a fixed number of greedy tokens each. A "client" is a request in progress that is replaced as soon
 as it is done, offline by `LLMEngine.add_request`, online by a streamed completion of `vllm bench serve`'s client. Every
-round measures each number of clients on both sides, one right after the other; a figure is the median of the rounds.
+round measures each number of clients offline, on the server, and offline again, one right after the other: the server
+is compared with the mean of the two, so that a machine that gets slower or faster meanwhile favours neither. A figure
+is the median of the rounds.
 The server, its core and the client share the cores of this machine, which the offline engine has for itself. Processor
 time per output token of each process says where the time goes, also on a machine that others use at the same time.
 """
@@ -136,6 +138,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 marks.append(cpu_seconds(pid))
                 streamed = online(url, samples, clients)
                 marks.append(cpu_seconds(pid))
+                again = offline(engine, samples, clients)
+                alone["output_throughput"] = 2 / (1 / alone["output_throughput"] + 1 / again)  # mean of the times
                 spent = [{k: 1e6 * (b[k] - a[k]) / tokens for k in a} for a, b in itertools.pairwise(marks)]
                 alone["cpu_us_per_token"] = spent[0]["this"]
                 streamed.update({f"{who}_cpu_us_per_token": us for who, us in spent[1].items()})

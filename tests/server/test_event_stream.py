@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from vllm.engine.request_stream import RequestStream, Wakeups
-from vllm.entrypoints.openai.connection import connection_class
+from vllm.entrypoints.openai.connection import Outbox, connection_class
 from vllm.entrypoints.openai.sse import EventStream
 from vllm.exceptions import EngineGenerateError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -281,3 +281,27 @@ async def test_held_head_is_written_whatever_comes_of_the_stream(reason):
         writes = await answer_of(prompt, direct, lambda: None if reason else prompt.put("b", "stop"))  # noqa: B023
         found.append(b"".join(line for line in b"".join(writes).split(b"\r\n") if not line.startswith(b"date:")))
     assert found[0] == found[1] and found[0].startswith(b"HTTP/1.1 200 OK") and b"end" in found[0]
+
+
+async def test_outbox_writes_in_order_and_one_failure_harms_no_other(caplog):
+    class Broken(FakeTransport):
+        aborted = 0
+
+        def write(self, data: bytes) -> None:
+            raise RuntimeError("no more")
+
+        def abort(self) -> None:
+            self.aborted += 1
+
+    outbox, broken, first, second = Outbox(), Broken(), FakeTransport(), FakeTransport()
+    loop = asyncio.get_running_loop()
+    for transport, data in ((first, b"1"), (broken, b"2"), (second, b"3"), (first, b"4")):
+        outbox.put(loop, transport, data)
+    assert first.writes == []
+    await turns()
+    assert (first.writes, second.writes, broken.aborted) == ([b"1", b"4"], [b"3"], 1)
+    assert "does not take what is written" in caplog.text
+    outbox.put(loop, first, b"5")
+    outbox.flush()  # before its turn; then there is nothing left
+    await turns()
+    assert first.writes == [b"1", b"4", b"5"]

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.entrypoints.openai.errors import error_body
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 _Protocol: Any
 try:
@@ -116,11 +119,16 @@ class Outbox:
         self._chunks.append((transport, data))
 
     def flush(self) -> None:
-        """Write what is there, in order."""
+        """Write what is there, in order. A connection that fails is cut; the others go on."""
         chunks, self._chunks = self._chunks, []
         for transport, data in chunks:
-            if not transport.is_closing():
+            if transport.is_closing():
+                continue
+            try:
                 transport.write(data)
+            except Exception:
+                logger.exception("A connection does not take what is written to it")
+                transport.abort()
 
 
 class BoundedConnection(_Protocol):  # type: ignore[misc, valid-type]
