@@ -2,8 +2,7 @@
 it.
 
 The token it samples is a function of all tokens of the request, so the right output of a request is known in advance
-and
-any mistake of the scheduler (a wrong block, a lost or repeated token, a copy too late) changes it or raises.
+and any mistake of the scheduler (a wrong block, a lost or repeated token, a copy too late) changes it or raises.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ class BlockPool:
     """Blocks 1 .. num_blocks - 1 are handed out; block 0 is the null block and never is.
 
     A block with no references sits in the free queue. If its content is known by hash it stays findable there until it
-    is handed out again, so "free" and "cached" are one list: least recently used first, blocks without a
-    hash before all.
-    The queue is a doubly linked list in two arrays; every operation is O(1).
+    is handed out again, so "free" and "cached" are one list: least recently used first, blocks without a hash before
+    all. The queue is a doubly linked list in two arrays; every operation is O(1).
     """
 
     def __init__(self, num_blocks: int) -> None:

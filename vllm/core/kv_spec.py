@@ -20,8 +20,7 @@ class KVGroup:
     """Layers `layers` (model layer indices) share one block table. `window` is in tokens, for SLIDING only.
 
     A token attends to itself and the `window - 1` tokens before it. Every group of a model has at most as many layers
-    as
-    the first (`KVLayout.layers_per_group`); layer j of a group uses cache tensor j.
+    as the first (`KVLayout.layers_per_group`); layer j of a group uses cache tensor j.
     """
 
     kind: KVKind

@@ -40,10 +40,8 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step brought for one request; or a few short ones, see `extend`.
 
     `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token
-    id, None for eos.
-    `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in chunks, without the
-    leading None.
-    `error` is the text for finish_reason "error".
+    id, None for eos. `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in
+    chunks, without the leading None. `error` is the text for finish_reason "error".
     """
 
     request_id: str

@@ -22,8 +22,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that is easier on its users.
 
     `--foo_bar` is `--foo-bar`. `--flag=true` and `--flag=false` work for flags. `--a.b.c value` builds the JSON object
-    of `--a`.
-    `--config file.yaml` gives values for flags that the command line does not mention. `-O3` is `-O 3`.
+    of `--a`. `--config file.yaml` gives values for flags that the command line does not mention. `-O3` is `-O 3`.
     """
 
     def parse_known_args(  # type: ignore[override]

@@ -19,15 +19,13 @@ class SlotTable:
     """Token ids and block tables of `num_slots` rows.
 
     tokens:  [slots, width] int32 on the device, the only place where every token is known: sampled ids are written
-        there by
-             the device and read back by the next step before the host has seen them.
-    tables:  per KV group [slots, blocks] int32, on the device and as a host mirror (`host_tables`). Blocks are
-        always the
-             host's decision, so the mirror is complete. On the CPU both are the same memory.
+             there by the device and read back by the next step before the host has seen them.
+    tables:  per KV group [slots, blocks] int32, on the device and as a host mirror (`host_tables`). Blocks are always
+             the host's decision, so the mirror is complete. On the CPU both are the same memory.
     version: changes whenever blocks that a row had, or the request that it holds, are replaced.
 
     Rows are as wide as the longest request so far may become, not as `max_model_len`: a table of 256 rows for 128k
-        tokens would take 134 MB that most workloads never touch.
+    tokens would take 134 MB that most workloads never touch.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, layout: KVLayout, context: DeviceContext) -> None:

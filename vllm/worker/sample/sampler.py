@@ -4,7 +4,7 @@
 2. the request's own processors, allowed ids, biases, bad words, no stop token before min_tokens, then penalties
    (repetition, frequency, presence);
 3. greedy rows take the maximum; the others are divided by their temperature, cut by min_p, top_k, top_p, and drawn
-from.
+   from.
 
 Nothing here looks from one row to another: a row's token and logprobs do not depend on the rest of the batch.
 """
