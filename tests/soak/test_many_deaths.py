@@ -13,7 +13,7 @@ import pytest
 
 from tests.server.engines import PROMPTS, all_final, assert_idle, final, greedy, make, running
 from tests.server.test_reliability import alive, death_of_a_server, deaths_of_the_core, starts_and_stops
-from tests.tiny_models import hf_greedy, save_llama
+from tests.tiny_models import hf_greedy
 from vllm import SamplingParams
 from vllm.engine.async_llm_engine import AsyncEngineDeadError
 from vllm.exceptions import EngineGenerateError
@@ -27,11 +27,6 @@ def strict():
         patch.setenv("VLLM_STRICT", "1")
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("soak-model"))
 
 
 async def test_t10_kill_the_core_20_times(model_folder):

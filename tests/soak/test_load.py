@@ -1,0 +1,180 @@
+"""Much at once, from outside: steady load, overload, readers that do not read, clients that leave at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.server.http_server import CANARY, Server, sse_events
+from tests.server.test_http_limits import eventually, idle, post_head
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+
+STRICT = {"VLLM_STRICT": "1"}
+PROMPTS = [f"Number {i} says: Hello, my name is {'Ada ' * (i % 7)}" for i in range(30)]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def bodies() -> list[tuple[str, dict[str, Any]]]:
+    """Requests of both routes, greedy and with seeds, each of which has one right answer."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for i, prompt in enumerate(PROMPTS):
+        common = {"max_tokens": 4 + i % 20, "seed": i, "temperature": (0.0, 1.0)[i % 2]}
+        found.append((COMPLETIONS, {"prompt": prompt, **common}))
+        found.append((CHAT, {"messages": [{"role": "user", "content": prompt}], **common}))
+    return found
+
+
+def text_of(server: Server, route: str, body: dict[str, Any], stream: bool) -> str:
+    answer = server.post(route, {**body, "stream": stream}, timeout=120)
+    assert answer.status == 200, answer.text
+    choices = [e["choices"][0] for e in sse_events(answer.text)] if stream else answer.json["choices"]
+    if route == COMPLETIONS:
+        return "".join(choice["text"] for choice in choices)
+    return "".join(choice["delta" if stream else "message"].get("content") or "" for choice in choices)
+
+
+def test_t01_three_thousand_answers_at_64_clients(model_folder):
+    with Server(model_folder, env=STRICT) as server:
+        asked = bodies()
+        expected = [text_of(server, route, body, False) for route, body in asked]
+
+        def one(i: int) -> bool:
+            route, body = asked[i % len(asked)]
+            return text_of(server, route, body, stream=i % 3 > 0) == expected[i % len(asked)]
+
+        with ThreadPoolExecutor(64) as clients:
+            right = sum(clients.map(one, range(3000)))
+        assert eventually(lambda: idle(server))
+        print(f"T01: {right} of 3,000 answers right at 64 clients")
+        assert right == 3000
+
+
+async def ask(port: int, body: dict[str, Any]) -> tuple[int, bytes, float]:
+    """Status, whole answer and seconds of one request on a connection of its own."""
+    begun = time.monotonic()
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(post_head(len(data), extra="connection: close\r\n") + data)
+    answer = await reader.read(-1)
+    writer.close()
+    return int(answer.split(b" ", 2)[1]), answer, time.monotonic() - begun
+
+
+async def test_t02_five_times_more_than_the_server_can_do(model_folder):
+    """Half a minute of requests that come whether or not the ones before were answered."""
+    flags = ("--max-num-seqs", "4", "--max-num-queued-reqs", "32")
+    with Server(model_folder, *flags, env=STRICT) as server:
+        canary = server.canary()
+        body = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True}
+        begun = time.monotonic()
+        await asyncio.gather(*(ask(server.port, body) for _ in range(16)))
+        rate = 5 * 16 / (time.monotonic() - begun)
+        process = psutil.Process(server.process.pid)
+        before = process.memory_info().rss
+        tasks = []
+        begun = time.monotonic()
+        for i in range(round(30 * rate)):
+            await asyncio.sleep(max(0.0, begun + i / rate - time.monotonic()))
+            tasks.append(asyncio.ensure_future(ask(server.port, body)))
+        answers = await asyncio.gather(*tasks)
+        served = [a for a in answers if a[0] == 200]
+        refused = [a for a in answers if a[0] == 503]
+        waits = sorted(a[2] for a in refused)
+        growth = (process.memory_info().rss - before) / 2**20
+        print(
+            f"T02: {rate:.0f} requests/s, 5 times the capacity: {len(served)} served, {len(refused)} refused with 503, "
+            f"refusals' p99 {waits[int(0.99 * len(waits))] * 1000:.0f} ms, memory {growth:+.0f} MB"
+        )
+        assert len(served) + len(refused) == len(answers)
+        assert served and len(refused) > len(answers) / 2
+        assert all(b"retry-after:" in a[1].lower() for a in refused)
+        assert growth <= 50
+        assert eventually(lambda: idle(server))
+        assert server.canary() == canary
+
+
+def received(connection: socket.socket) -> bytes:
+    """Everything that is still to be read, to the end of the connection."""
+    parts = []
+    connection.settimeout(10)
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionError:
+        pass
+    return b"".join(parts)
+
+
+def test_t04_two_hundred_readers_that_do_not_read(model_folder):
+    flags = ("--write-timeout", "3", "--max-num-seqs", "256", "--max-num-queued-reqs", "4000")
+    with Server(model_folder, *flags, env=STRICT) as server:
+        canary = server.canary()
+        body = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "logprobs": True, "top_logprobs": 20}
+        data = json.dumps({**body, "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+        held = []
+        for _ in range(200):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(post_head(len(data), CHAT) + data)
+            held.append(connection)
+        try:
+            beside = server.post(COMPLETIONS, CANARY, timeout=300)
+            assert beside.json["choices"][0]["text"] == canary
+            assert eventually(lambda: idle(server), 600)
+            process = psutil.Process(server.process.pid)
+
+            def open_connections() -> int:
+                return sum(c.status == psutil.CONN_ESTABLISHED for c in process.net_connections(kind="tcp"))
+
+            assert eventually(lambda: open_connections() <= 1, 60)
+            cut = sum(not received(connection).endswith(b"0\r\n\r\n") for connection in held)
+            print(f"T04: {cut} of 200 readers cut, {process.memory_info().rss / 2**20:.0f} MB")
+            assert cut == 200
+        finally:
+            for connection in held:
+                connection.close()
+        assert server.canary() == canary
+
+
+def test_t06_a_thousand_clients_leave(model_folder):
+    """By end or reset, before the body is whole, queued, in the prompt, in the middle and at the end; n > 1 too."""
+    with Server(model_folder, "--max-num-queued-reqs", "4000", env=STRICT) as server:
+        canary = server.canary()
+
+        def one(i: int) -> int:
+            rng = random.Random(i)
+            body = {"prompt": PROMPTS[i % 30] * rng.randint(1, 4), "max_tokens": rng.randint(1, 60), "ignore_eos": True}
+            body |= {"n": rng.choice((1, 1, 3)), "temperature": 1.0, "stream": rng.random() < 0.7}
+            data = json.dumps(body).encode()
+            part = data[: rng.randint(1, len(data) - 1)] if rng.random() < 0.1 else data
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(post_head(len(data)) + part)
+                connection.settimeout(rng.choice((0.001, 0.01, 0.05, 0.2, 1.0)))
+                try:
+                    for _ in range(rng.randint(0, 30)):
+                        connection.recv(256)
+                except TimeoutError:
+                    pass
+                if rng.random() < 0.5:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return part is data
+
+        with ThreadPoolExecutor(32) as clients:
+            sent = sum(clients.map(one, range(1000)))
+        begun = time.monotonic()
+        assert eventually(lambda: idle(server), 30)
+        seconds = time.monotonic() - begun
+        assert server.canary() == canary
+        assert server.alive and server.metric("vllm:gpu_cache_usage_perc") == 0
+        print(f"T06: 1,000 clients left, {sent} with a whole request; idle with a free cache {seconds:.2f} s later")
