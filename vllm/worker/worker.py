@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm import envs, ops
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_WIDEST_LAYER = 1 << 16  # outputs; a weight with more of them makes logits
 _CPU_HINT = " On the CPU, the cache's size is set by VLLM_CPU_KVCACHE_SPACE (in GiB)."
 
 
@@ -114,6 +117,7 @@ class Worker:
     def count_blocks(self) -> int:
         """Blocks that fit into this rank's memory, the null block included. Runs the largest step once on a GPU."""
         if self._compiling is not None:
+            self._load_libraries()
             logger.info("Compiling kernels took %.2f s, beside loading", self._compiling.wait())
         if self.device.type == "cuda":
             self.tp.barrier()
@@ -133,6 +137,24 @@ class Worker:
             raise ValueError(self._does_not_fit("The activations of the largest step", remedy)) from error
         logger.info(table)
         return kv_memory.count_blocks(self.layout, request, available, "", bounded=False)
+
+    def _largest_batch(self) -> tuple[int, int]:
+        """Tokens and requests of the largest step."""
+        scheduler = self.config.scheduler_config
+        return scheduler.max_num_batched_tokens, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+    def _load_libraries(self) -> None:
+        """Compute the plain products of the largest step once: cuBLAS and PyTorch load their kernels at first use, here
+        while other processes compile ours.
+        """
+        tokens, requests = self._largest_batch()
+        weights = {p.shape: p for p in self.model.parameters() if p.dim() == 2 and p.is_floating_point()}
+        with torch.inference_mode(), contextlib.suppress(torch.OutOfMemoryError):  # which the largest step will explain
+            for shape, weight in weights.items():
+                rows = requests if shape[0] > _WIDEST_LAYER else tokens  # logits, else hidden states
+                out = F.linear(torch.empty(rows, shape[1], dtype=weight.dtype, device=self.device), weight)
+                if shape[0] > _WIDEST_LAYER:
+                    out.sort(-1)
 
     def _largest_captured_step(self) -> float:
         """Tokens of the largest step that becomes a graph, as a share of the largest step; 0 without graphs."""
@@ -198,11 +220,7 @@ class Worker:
 
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""
-        scheduler = self.config.scheduler_config
-        tokens, requests = (
-            scheduler.max_num_batched_tokens,
-            min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
-        )
+        tokens, requests = self._largest_batch()
         step = dummy_step(tokens, requests, self.layout, self.context)
         with torch.inference_mode():
             hidden = self.model(step, self._allocate(1))
