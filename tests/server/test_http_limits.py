@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import socket
 import struct
 import threading
@@ -246,3 +247,29 @@ def test_large_bodies_do_not_hold_up_the_others(server: Server) -> None:
         assert server.get("/health").status == 200
         worst = max(worst, time.monotonic() - started)
     assert worst < 5.0  # generous: the machine may be busy
+
+
+def test_there_is_one_door_and_it_runs_nothing(strict: Server, tmp_path: Path) -> None:
+    """T38: one listener in all processes, no named socket, and a pickle sent to it is only a bad request."""
+    assert strict.process is not None
+    front = psutil.Process(strict.process.pid)
+    sockets = [c for p in (front, *front.children(recursive=True)) for c in p.net_connections(kind="all")]
+    assert [c.laddr.port for c in sockets if c.status == psutil.CONN_LISTEN] == [strict.port]
+    assert [c.laddr for c in sockets if c.family == socket.AF_UNIX and c.laddr] == []
+    bait = tmp_path / "bait"
+    attack = pickle.dumps(Touch(str(bait)))
+    for sent in (attack, post_head(len(attack)) + attack):
+        assert status_of(strict.raw(sent, timeout=2, half_close=True)) == 400
+    assert not bait.exists()
+    pickle.loads(attack).close()  # it would have
+    assert bait.exists()
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
+        return open, (self._path, "w")
