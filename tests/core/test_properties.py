@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -102,3 +103,13 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+class TestSchedulerAtLength(SchedulerMachine.TestCase):  # type: ignore[name-defined, misc]
+    """T45 in full: 200 runs of up to 1,000 steps."""
+
+    settings = settings(
+        max_examples=200, stateful_step_count=1000, deadline=None, suppress_health_check=list(HealthCheck)
+    )
