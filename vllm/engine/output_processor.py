@@ -110,9 +110,12 @@ class _Sequence:
             self.logprobs.append(logprob_dict(step, self.tokenizer))
 
     def count_tokens(self, count: int, now: float, request: _Request, metrics: EngineMetrics) -> None:
-        """Tell the metrics how long the newest tokens took: since the request came, then since the token before."""
+        """Tell the metrics how long the newest tokens took: since the request came, for the first token of all its
+        sequences, and since the token before.
+        """
         if self.last_token_time is None:
-            metrics.time_to_first_token.observe(now - request.metrics.arrival_time)
+            if request.metrics.first_token_time is None:
+                metrics.time_to_first_token.observe(now - request.metrics.arrival_time)
         else:
             metrics.time_per_output_token.observe((now - self.last_token_time) / count, count)
         self.last_token_time = now
@@ -333,9 +336,9 @@ class OutputProcessor:
                 if request.is_plain and _is_middle(core_output, sequence):
                     outputs.append(self._take_plain(request, sequence, core_output.new_token_ids, now))
                     continue
-                request.note(core_output, now, self.tokenizer)
                 if metrics is not None and core_output.new_token_ids:
                     sequence.count_tokens(len(core_output.new_token_ids), now, request, metrics)
+                request.note(core_output, now, self.tokenizer)
                 if sequence.take(core_output):
                     aborts.append(core_output.request_id)
             except Exception as error:
