@@ -246,6 +246,7 @@ def test_no_input_of_the_advisories_does_harm(steady: Server, listener: int) -> 
 
     with ThreadPoolExecutor(4) as pool:
         wrong = [problem for problem in pool.map(send, todo) if problem]
+    print(f"T24: {len(wrong)} of {len(todo)} inputs answered wrongly")
     assert not wrong, f"{len(wrong)} of {len(todo)}:\n" + "\n".join(wrong[:40])
     assert Canary.hits == []
     assert steady.get("/health").status == 200

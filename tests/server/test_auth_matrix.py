@@ -101,6 +101,7 @@ def test_nothing_is_answered_without_the_key(locked: Server, routes: list[str]) 
 
     with ThreadPoolExecutor(4) as pool:
         wrong = [problem for problem in pool.map(send, requests) if problem]
+    print(f"T36: {len(wrong)} of {len(requests):,} requests answered without the key")
     assert not wrong, f"{len(wrong)} of {len(requests)}:\n" + "\n".join(wrong[:30])
 
 

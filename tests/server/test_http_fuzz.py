@@ -104,6 +104,7 @@ def throw(server: Server, count: int, seed: int) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         wrong = [problem for problem in pool.map(send, range(count)) if problem]
+    print(f"T26: {len(wrong)} of {count:,} bodies answered wrongly: {statuses}")
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:10])
     assert statuses[200] > count // 20 and statuses[400] > count // 5, statuses
     assert "\x1b[31m" not in server.log

@@ -47,6 +47,7 @@ async def test_starved_cache_changes_no_answer(model_folder):
     async with running(model_folder, separate=False, max_model_len=200, num_gpu_blocks_override=32) as engine:
         for round_ in range(2):
             assert await all_final(engine, prompts, greedy(120), f"small {round_}") == want
+        print(f"T20: 128 of 128 the same bytes, {engine.metrics.stats.num_preemptions} preemptions")
         assert engine.metrics.stats.num_preemptions >= 200
         with pytest.raises(ValueError, match="longer than the maximum"):
             await final(engine, {"prompt_token_ids": [5] * 201}, greedy(), "never fits")
@@ -198,14 +199,14 @@ def test_a_stuck_step_is_unhealthy_and_then_ends_the_server(model_folder):
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm_lets_streams_finish_and_a_second_one_does_not(model_folder, signals):
-    """T14: SIGTERM amid 16 streams: all end whole and the status is 0; after a second signal each gets an error."""
-    body = {"prompt": "Hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    """T14: SIGTERM amid 32 streams: all end whole and the status is 0; after a second signal each gets an error."""
+    body = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
     # Steps that last, so that the signals come amid the streams on any machine.
-    slow = {"VLLM_FAULTS": ",".join(f"forward.sleep@{step}:0.02" for step in range(20, 400))}
-    with Server(model_folder, env=slow) as server, ThreadPoolExecutor(17) as pool:
+    slow = {"VLLM_FAULTS": ",".join(f"forward.sleep@{step}:0.02" for step in range(20, 300))}
+    with Server(model_folder, env=slow) as server, ThreadPoolExecutor(33) as pool:
         assert server.process is not None
-        streams = [pool.submit(server.post, "/v1/completions", body) for _ in range(16)]
-        while server.metric("vllm:num_requests_running") < 16:
+        streams = [pool.submit(server.post, "/v1/completions", body) for _ in range(32)]
+        while server.metric("vllm:num_requests_running") < 32:
             time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
@@ -213,13 +214,15 @@ def test_sigterm_lets_streams_finish_and_a_second_one_does_not(model_folder, sig
         time.sleep(0.1)
         for _ in range(1, signals):
             server.process.send_signal(signal.SIGTERM)
-        answers = [s.result(20).text for s in streams]
+        answers = [s.result(40).text for s in streams]
         assert server.process.wait(10) == 0
         with suppress(OSError):
             assert refused.result(5).status == 503
     if signals == 1:
         texts = ["".join(e["choices"][0]["text"] for e in sse_events(a) if e["choices"]) for a in answers]
         assert len(set(texts)) == 1
-        assert all('"finish_reason":"length"' in a.replace(" ", "") for a in answers)
+        whole = sum('"finish_reason":"length"' in a.replace(" ", "") for a in answers)
+        print(f"T14: {whole} of 32 streams whole after SIGTERM")
+        assert whole == 32
     else:
         assert all('"error"' in a for a in answers), answers[0][-500:]

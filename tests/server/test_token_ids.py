@@ -58,6 +58,7 @@ def test_only_ids_of_the_model_are_taken(steady: Server, tmp_path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         wrong = [problem for problem in pool.map(send, todo) if problem]
+    print(f"T28: {len(wrong)} of {len(todo)} requests taken or refused wrongly")
     assert not wrong, f"{len(wrong)} of {len(todo)}:\n" + "\n".join(wrong[:40])
 
 
