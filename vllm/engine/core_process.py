@@ -39,7 +39,8 @@ PULSE_SECONDS = 0.2
 IDLE_CHECK_SECONDS = 1.0
 # To wake the front end and its clients costs the core about 0.1 ms, a third of it in the call and the rest in the step
 # after it, whose caches they have used: tokens that come closer together than this travel together.
-HOLD_SECONDS = 0.003
+HOLD_SECONDS = 0.006
+LONG_STEP_SECONDS = 0.003  # what such a step brings goes at once: beside it, waking costs little
 # Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
 TAKE_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -77,6 +78,7 @@ class CoreServer:
         self._readable.register(connection, select.POLLIN)
         self._held: dict[str, CoreOutput] = {}  # outputs that were not sent yet, by request
         self._hold_until = 0.0
+        self._reported = 0.0  # when the last step was over
         self._steps = 0  # since the last statistics
         self._send_lock = threading.Lock()
         self._heart = Heart()
@@ -112,15 +114,19 @@ class CoreServer:
                     core.check_idle()
 
     def _report(self, outputs: list[CoreOutput]) -> None:
-        """Send what a step brought; soon, or now if a request has begun or ended or the last news were long ago."""
-        held, urgent = self._held, not outputs
+        """Send what a step brought; soon, or now if it was long, a request has begun or ended, or the last news were
+        long ago.
+        """
+        now = time.monotonic()
+        held, urgent = self._held, not outputs or now - self._reported > LONG_STEP_SECONDS or now > self._hold_until
+        self._reported = now
         for output in outputs:
             urgent = urgent or output.num_cached_tokens is not None or output.finish_reason is not None
             before = held.setdefault(output.request_id, output)
             if before is not output:
                 before.extend(output)
         self._steps += 1
-        if urgent or time.monotonic() > self._hold_until:
+        if urgent:
             self._send_held(self._stats())
 
     def _send_held(self, stats: CoreStats | None = None) -> None:
