@@ -1,12 +1,13 @@
 """The server's throughput against the offline engine's, on the same work at the same concurrency, interleaved.
 
-    python benchmarks/server_vs_offline.py --json benchmarks/results/server_vs_offline.json
+    python -m benchmarks.server_vs_offline --json benchmarks/results/server_vs_offline.json
 
 Work: random prompts, a fixed number of greedy tokens each. A "client" is a request in progress that is replaced as soon
 as it is done, offline by `LLMEngine.add_request`, online by a streamed completion of `vllm bench serve`'s client. Every
-round measures each number of clients offline, on the server, and offline again, one right after the other: the server
-is compared with the mean of the two, so that a machine that gets slower or faster meanwhile favours neither. A figure
-is the median of the rounds.
+round measures each number of clients in pieces of four requests per client: offline, server, offline, server, ...,
+offline. A piece on the server is compared with the mean of the offline ones just before and after it, so that a machine
+that gets slower or faster meanwhile favours neither: on a virtual machine one and the same loop takes 30 % more time
+for some seconds. The ratio is of the sums of all pieces; its spread over the pieces is given as quartiles.
 The server, its core and the client share the cores of this machine, which the offline engine has for itself. Processor
 time per output token of each process says where the time goes, also on a machine that others use at the same time.
 """
@@ -14,7 +15,6 @@ time per output token of each process says where the time goes, also on a machin
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -26,6 +26,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +42,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.event_loop import run_event_loop
 
 START_SECONDS = 120.0
+LATENCIES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms")
 
 
 @contextmanager
@@ -120,54 +122,102 @@ def online(url: str, samples: list[Sample], clients: int) -> dict[str, Any]:
     return summarize(records, seconds, (99.0,), {})
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The same requests offline (mean of before and after) and on the server."""
+
+    tokens: int
+    offline_seconds: float
+    offline_cpu: float  # seconds of processor time of the offline engine
+    server_seconds: float
+    server_cpu: dict[str, float]  # seconds of processor time by process
+    latencies: dict[str, float]  # milliseconds
+
+    @property
+    def ratio(self) -> float:
+        return self.offline_seconds / self.server_seconds
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per number of clients."""
     engine = LLMEngine.from_engine_args(EngineArgs(model=args.model, disable_log_stats=True))
-    plain: dict[int, list[dict[str, Any]]] = {c: [] for c in args.clients}
-    served: dict[int, list[dict[str, Any]]] = {c: [] for c in args.clients}
+    rounds: dict[int, list[list[Piece]]] = {clients: [] for clients in args.clients}
     with server(args.model, args.threads) as (url, pid):
         for number in range(args.rounds + 1):  # the first round warms up
             for clients in args.clients:
-                count = max(args.min_requests, 4 * clients)
-                samples = random_samples(
-                    engine.tokenizer, count, args.input_len, args.output_len, 0.0, 0, 1000 * number + clients
-                )
-                tokens = sum(sample.output_tokens for sample in samples)
-                marks = [cpu_seconds(pid)]
-                alone = {"output_throughput": offline(engine, samples, clients)}
-                marks.append(cpu_seconds(pid))
-                streamed = online(url, samples, clients)
-                marks.append(cpu_seconds(pid))
-                again = offline(engine, samples, clients)
-                alone["output_throughput"] = 2 / (1 / alone["output_throughput"] + 1 / again)  # mean of the times
-                spent = [{k: 1e6 * (b[k] - a[k]) / tokens for k in a} for a, b in itertools.pairwise(marks)]
-                alone["cpu_us_per_token"] = spent[0]["this"]
-                streamed.update({f"{who}_cpu_us_per_token": us for who, us in spent[1].items()})
+                pieces = max(1, args.min_requests // (4 * clients))
+                samples = [
+                    random_samples(
+                        engine.tokenizer,
+                        4 * clients,
+                        args.input_len,
+                        args.output_len,
+                        0.0,
+                        0,
+                        100_000 * number + 1000 * piece + clients,
+                    )
+                    for piece in range(pieces)
+                ]
+                measured = list(_alternate(engine, url, pid, samples, clients))
                 if number:
-                    plain[clients].append(alone)
-                    served[clients].append(streamed)
-    return [_row(clients, plain[clients], served[clients]) for clients in args.clients]
+                    rounds[clients].append(measured)
+    return [_row(clients, rounds[clients]) for clients in args.clients]
 
 
-def _row(clients: int, plain: list[dict[str, Any]], served: list[dict[str, Any]]) -> dict[str, Any]:
-    alone = [r["output_throughput"] for r in plain]
-    rates = [r["output_throughput"] for r in served]
+def _alternate(engine: LLMEngine, url: str, pid: int, pieces: list[list[Sample]], clients: int) -> Iterator[Piece]:
+    """Each piece on the server, between two offline."""
+
+    def alone(samples: list[Sample]) -> tuple[float, float]:
+        """Seconds per token, and of processor time per token."""
+        begin = cpu_seconds(pid)["this"]
+        rate = offline(engine, samples, clients)
+        tokens = sum(sample.output_tokens for sample in samples)
+        return 1 / rate, (cpu_seconds(pid)["this"] - begin) / tokens
+
+    before = alone(pieces[0])
+    for samples in pieces:
+        tokens = sum(sample.output_tokens for sample in samples)
+        begin = cpu_seconds(pid)
+        figures = online(url, samples, clients)
+        end = cpu_seconds(pid)
+        after = alone(samples)
+        yield Piece(
+            tokens=tokens,
+            offline_seconds=tokens * (before[0] + after[0]) / 2,
+            offline_cpu=tokens * (before[1] + after[1]) / 2,
+            server_seconds=tokens / figures["output_throughput"],
+            server_cpu={who: end[who] - begin[who] for who in end},
+            latencies={name: figures[name] for name in LATENCIES},
+        )
+        before = after
+
+
+def _row(clients: int, rounds: list[list[Piece]]) -> dict[str, Any]:
+    pieces = [piece for measured in rounds for piece in measured]
+    tokens = sum(piece.tokens for piece in pieces)
+    alone = sum(piece.offline_seconds for piece in pieces)
+    served = sum(piece.server_seconds for piece in pieces)
+    ratios = sorted(piece.ratio for piece in pieces)
     row = {
         "clients": clients,
-        "offline_tokens_per_s": statistics.median(alone),
-        "server_tokens_per_s": statistics.median(rates),
-        "ratio": statistics.median(s / p for s, p in zip(rates, alone, strict=True)),
-        "offline_rounds": alone,
-        "server_rounds": rates,
+        "offline_tokens_per_s": tokens / alone,
+        "server_tokens_per_s": tokens / served,
+        "ratio": alone / served,
+        "pieces": len(pieces),
+        "ratio_quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios,
+        "ratio_of_each_round": [
+            sum(piece.offline_seconds for piece in measured) / sum(piece.server_seconds for piece in measured)
+            for measured in rounds
+        ],
         "cpu_us_per_token": {
-            "offline": statistics.median(r["cpu_us_per_token"] for r in plain),
-            "core": statistics.median(r["core_cpu_us_per_token"] for r in served),
-            "front_end": statistics.median(r["front_end_cpu_us_per_token"] for r in served),
-            "client": statistics.median(r["this_cpu_us_per_token"] for r in served),
+            "offline": 1e6 * sum(piece.offline_cpu for piece in pieces) / tokens,
+            "core": 1e6 * sum(piece.server_cpu["core"] for piece in pieces) / tokens,
+            "front_end": 1e6 * sum(piece.server_cpu["front_end"] for piece in pieces) / tokens,
+            "client": 1e6 * sum(piece.server_cpu["this"] for piece in pieces) / tokens,
         },
     }
-    for name in ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms"):
-        row[name] = statistics.median(r[name] for r in served)
+    for name in LATENCIES:
+        row[name] = statistics.median(piece.latencies[name] for piece in pieces)
     return row
 
 
@@ -207,8 +257,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--min-requests", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--min-requests", type=int, default=32, help="Requests of a round: at least this, and 4 a client."
+    )
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of the engine on both sides.")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
