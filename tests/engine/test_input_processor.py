@@ -47,6 +47,15 @@ def test_ends_that_the_model_cannot_produce_are_left_out(llm):
     assert child.stop_token_ids == (1, 3)
 
 
+@pytest.mark.parametrize("token", [-1, WIDTH, 2**40])
+def test_ids_that_are_cut_off_are_checked_too(processor, token):
+    params = SamplingParams(truncate_prompt_tokens=2)
+    with pytest.raises(ValueError, match="out of vocabulary"):
+        processor.process(RequestInput("r", {"prompt_token_ids": [token, 5, 6]}, params))
+    request = processor.process(RequestInput("r", {"prompt_token_ids": [WIDTH - 1, 5, 6]}, params))
+    assert request.prompt_token_ids == [5, 6]
+
+
 def test_fan_out(processor):
     params = SamplingParams(n=2, best_of=4, seed=9, prompt_logprobs=1)
     request = processor.process(RequestInput("r", "The fox", params))

@@ -211,10 +211,17 @@ class InputProcessor:
         if len(token_ids) > limit:
             raise _too_long(str(len(token_ids)), limit)
         known = prompt.bounds if token_ids is prompt.token_ids else None
-        low, high = known or (min(token_ids), max(token_ids))
+        hint = "" if prompt.token_ids is not None else " (the tokenizer has more tokens than the model)"
+        self.check_token_ids(token_ids, known, hint)
+
+    def check_token_ids(self, token_ids: list[int], bounds: tuple[int, int] | None = None, hint: str = "") -> None:
+        """Raise VLLMValidationError if the model does not have all of these tokens, of which there is one at least.
+
+        bounds: the smallest and the largest id, where they are known.   hint: ends the message.
+        """
+        low, high = bounds or (min(token_ids), max(token_ids))
         if low < 0 or high >= self._model.logits_width:
             wrong = show(low if low < 0 else high)
-            hint = "" if prompt.token_ids is not None else " (the tokenizer has more tokens than the model)"
             raise VLLMValidationError(f"Token id {wrong} is out of vocabulary{hint}", parameter="prompt_token_ids")
 
     # -- the parameters ------------------------------------------------------------------------------------------------
@@ -290,6 +297,8 @@ class InputProcessor:
         assert not isinstance(request.params, PoolingParams)  # refused by _check_options
         given, beams = _sampling_and_beams(request.params)
         if given.truncate_prompt_tokens is not None:
+            if prompt.token_ids:
+                self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
             token_ids = token_ids[-min(given.truncate_prompt_tokens, self._model.max_model_len) :]
         text = prompt.text
         if self._hook is not None:

@@ -91,6 +91,8 @@ async def _tokens(context: ServerContext, request: CompletionRequest, prompt: st
         ids = prompt
     limit = request.truncate_prompt_tokens
     if limit is not None and limit >= 1:
+        if not isinstance(prompt, str) and ids:
+            context.engine.input_processor.check_token_ids(ids)  # also those that are cut off
         ids = ids[-limit:]
     if not ids:
         raise bad_request("The decoder prompt cannot be empty", "prompt")
