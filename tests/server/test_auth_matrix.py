@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.server.http_server import Server
+from tests.server.http_server import CANARY, Server
 
 KEY = "a-key-of-the-test"
 SECOND_KEY = "another-key"
@@ -42,7 +45,12 @@ def locked(model_folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def routes(locked: Server) -> list[str]:
-    found = sorted(locked.get("/openapi.json").json["paths"])
+    return routes_of(locked)
+
+
+def routes_of(server: Server) -> list[str]:
+    """Every path of the server, and some that it does not have."""
+    found = sorted(server.get("/openapi.json").json["paths"])
     assert len(found) >= 30, found
     return [path.replace("{response_id}", "resp_1") for path in found] + ["/openapi.json", "/", "/nowhere", "/ui/x"]
 
@@ -72,37 +80,140 @@ def status_of(raw: bytes) -> int:
     return int(raw.split(b" ", 2)[1]) if raw.startswith(b"HTTP/1.") else 0
 
 
-def test_nothing_is_answered_without_the_key(locked: Server, routes: list[str]) -> None:
-    closed = [path for path in routes if path not in OPEN]
-    requests: list[tuple[str, str, dict[str, str]]] = []
-    for path in closed:
-        requests += [(method, path, WRONG_KEYS[0]) for method in METHODS]
-        requests += [("POST", path, key) for key in WRONG_KEYS]
-        requests += [("GET", path, WRONG_KEYS[4])]
-        requests += [("POST", trick, {}) for trick in tricks(path)]
-        requests += [("GET", path, {"host": host}) for host in HOSTS]
-        requests.append(("GET", path, {"x-original-url": "/health", "x-rewrite-url": "/health"}))
-        requests.append(("GET", path, {"x-forwarded-prefix": "/health", "x-http-method-override": "OPTIONS"}))
-    assert len(requests) >= 1000
+@dataclass(frozen=True)
+class Attempt:
+    """One request without a right key, as it is sent."""
 
-    def send(request: tuple[str, str, dict[str, str]]) -> str | None:
-        method, path, headers = request
-        lines = {
-            "host": "x",
-            "content-type": "application/json",
-            "content-length": "2",
-            "connection": "close",
-        } | headers
-        head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
-        raw = locked.raw((head + "\r\n{}").encode(), timeout=10)
-        status = status_of(raw)
-        refused = status in (0, 400, 401)
-        return None if refused else f"{request} -> {raw[:200]!r}"
+    method: str
+    path: str
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b"{}"
+    version: str = "1.1"
+
+    @property
+    def raw(self) -> bytes:
+        lines = {"host": "x", "content-type": "application/json", "content-length": str(len(self.body))}
+        lines = {**lines, "connection": "close", **self.headers}
+        if "transfer-encoding" in lines:
+            del lines["content-length"]
+        head = f"{self.method} {self.path} HTTP/{self.version}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
+        sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(self.body), self.body) if "content-length" not in lines else self.body
+        return (head + "\r\n").encode("latin-1") + sent
+
+
+def is_refused(attempt: Attempt, raw: bytes) -> bool:
+    """Whether the answer is a refusal, or what every browser may ask before it sends a key."""
+    if attempt.method == "OPTIONS":
+        return status_of(raw) in (400, 401, 404, 405) or raw.endswith(b"\r\n\r\nOK")
+    return status_of(raw) in (0, 400, 401) or (status_of(raw) == 403 and "upgrade" in attempt.headers)
+
+
+def answered(server: Server, attempts: list[Attempt]) -> list[str]:
+    """The attempts that were not refused."""
+
+    def send(attempt: Attempt) -> str | None:
+        raw = server.raw(attempt.raw, timeout=10)
+        return None if is_refused(attempt, raw) else f"{attempt} -> {raw[:200]!r}"
 
     with ThreadPoolExecutor(4) as pool:
-        wrong = [problem for problem in pool.map(send, requests) if problem]
-    print(f"T36: {len(wrong)} of {len(requests):,} requests answered without the key")
-    assert not wrong, f"{len(wrong)} of {len(requests)}:\n" + "\n".join(wrong[:30])
+        return [problem for problem in pool.map(send, attempts) if problem]
+
+
+def test_nothing_is_answered_without_the_key(locked: Server, routes: list[str]) -> None:
+    attempts: list[Attempt] = []
+    for path in (path for path in routes if path not in OPEN):
+        attempts += [Attempt(method, path) for method in METHODS]
+        attempts += [Attempt("POST", path, key) for key in WRONG_KEYS]
+        attempts += [Attempt("GET", path, WRONG_KEYS[4])]
+        attempts += [Attempt("POST", trick) for trick in tricks(path)]
+        attempts += [Attempt("GET", path, {"host": host}) for host in HOSTS]
+        attempts.append(Attempt("GET", path, {"x-original-url": "/health", "x-rewrite-url": "/health"}))
+        attempts.append(Attempt("GET", path, {"x-forwarded-prefix": "/health", "x-http-method-override": "OPTIONS"}))
+    assert len(attempts) >= 1000
+    wrong = answered(locked, attempts)
+    print(f"T36: {len(wrong)} of {len(attempts):,} requests answered without the key")
+    assert not wrong, f"{len(wrong)} of {len(attempts)}:\n" + "\n".join(wrong[:30])
+
+
+# What the wider set draws from, beside what every run tries.
+ODD_METHODS = ("OPTIONS", "TRACE", "PROPFIND", "QUERY", "get", "Post", "FOO", "M-SEARCH")
+ODD_KEYS: tuple[dict[str, str], ...] = (
+    {"authorization": f"Bearer{KEY}"},
+    {"authorization": f"Bearer:{KEY}"},
+    {"authorization": f"Bearer {KEY[::-1]}"},
+    {"authorization": f"Bearer {KEY}%00"},
+    {"authorization": "Bearer " + KEY.replace("-", "%2d")},
+    {"authorization": f'Bearer "{KEY}"'},
+    {"authorization": f"Bearer {KEY},{SECOND_KEY}"},
+    {"authorization": "Bearer EMPTY"},
+    {"authorization": "Bearer null"},
+    {"authorization": "Bearer *"},
+    {"authorization": "Bearer \xe9\xff"},
+    {"authorization": "Bearer " + "a" * 20_000},
+    {"authorization": f"Digest Bearer {KEY}"},
+    {"proxy-authorization": f"Bearer {KEY}"},
+    {"x-authorization": f"Bearer {KEY}"},
+    {"authorization_": f"Bearer {KEY}"},
+    {"api-key": KEY},
+)
+MORE_HEADERS: tuple[dict[str, str], ...] = (
+    {},
+    {"origin": "http://evil", "access-control-request-method": "POST"},
+    {"x-forwarded-for": "127.0.0.1", "x-real-ip": "127.0.0.1", "x-forwarded-host": "localhost"},
+    {"x-http-method-override": "OPTIONS", "x-method-override": "OPTIONS"},
+    {
+        "connection": "close, upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "MDEyMw==",
+    },
+    {"connection": "close, upgrade, http2-settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAAAAIAAAAA"},
+    {"transfer-encoding": "chunked"},
+    {"expect": "100-continue"},
+    {"referer": "http://x/health", "x-original-url": "/health", "x-forwarded-uri": "/health"},
+    {"x-request-id": "/health", "cookie": f"api_key={KEY}; token={KEY}"},
+)
+
+
+def drawn(routes: list[str], prefix: str, count: int) -> list[Attempt]:
+    """`count` different ways to ask for a closed path without a key, every path as often as any other."""
+    rng = random.Random(36)
+    closed = [path for path in routes if path not in OPEN]
+    body = json.dumps(CANARY).encode()
+    found: dict[bytes, Attempt] = {}
+    while len(found) < count:
+        path = closed[len(found) % len(closed)]
+        if prefix and rng.random() < 0.5:
+            path = prefix + path
+        if rng.random() < 0.6:
+            spelled = [*tricks(path), f"{path}?api_key={KEY}", f"{path}?authorization=Bearer%20{KEY}", path + "%00"]
+            path = rng.choice([*spelled, path + "/.", path + ";/health", prefix + "/health/../.." + path])
+        headers = {**rng.choice(MORE_HEADERS), **rng.choice(WRONG_KEYS + ODD_KEYS)}
+        if rng.random() < 0.2:
+            headers["host"] = rng.choice(HOSTS)
+        method = rng.choice(METHODS * 2 + ODD_METHODS)
+        attempt = Attempt(method, path, headers, rng.choice((b"{}", body)), rng.choice(("1.1", "1.1", "1.0")))
+        found.setdefault(attempt.raw, attempt)
+    return list(found.values())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("prefix", ["", "/behind/proxy"])
+def test_nothing_is_answered_however_it_is_asked(model_folder: Path, prefix: str) -> None:
+    """2,600 requests, half of them to a server behind a proxy's prefix: no answer; with a key, every path has one."""
+    flags = ("--root-path", prefix, "--disable-web-ui", "--enable-request-id-headers") if prefix else ()
+    flags += ("--enable-tokenizer-info-endpoint", "--api-key", KEY, "--api-key", SECOND_KEY)
+    with Server(model_folder, *flags, env={"VLLM_STRICT": "1", "VLLM_SERVER_DEV_MODE": "1"}, key=KEY) as server:
+        before, paths = server.canary(), routes_of(server)
+        for path in paths:
+            assert 401 not in (server.get(path).status, server.get(prefix + path).status), path
+        attempts = drawn(paths, prefix, 1300)
+        wrong = answered(server, attempts)
+        assert server.canary() == before
+        assert server.get("/health").status == 200
+        print(f"T36: {prefix or 'no prefix'}: {len(wrong)} of {len(attempts):,} requests answered without the key")
+        assert not wrong, f"{len(wrong)} of {len(attempts)}:\n" + "\n".join(wrong[:30])
 
 
 def test_each_key_opens_and_open_paths_need_none(locked: Server) -> None:
