@@ -157,10 +157,16 @@ class Server:
 
     def raw(self, data: bytes, *, timeout: float = 30.0, half_close: bool = False) -> bytes:
         """Send bytes, return everything until the server closes or is silent for `timeout` seconds."""
+        return self.pieces([data], timeout=timeout, half_close=half_close)
+
+    def pieces(self, datas: list[bytes], *, timeout: float = 30.0, half_close: bool = False) -> bytes:
+        """As `raw`; the pieces arrive one by one."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
             received = bytearray()
             try:
-                connection.sendall(data)
+                for i, data in enumerate(datas):
+                    time.sleep(0.05 if i else 0.0)
+                    connection.sendall(data)
                 if half_close:
                     connection.shutdown(socket.SHUT_WR)
                 while chunk := connection.recv(65536):

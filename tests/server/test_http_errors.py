@@ -236,6 +236,14 @@ def test_templates_of_requests_when_trusted(flagged: Server) -> None:
     assert info["vocab_size"] == 320
 
 
+def test_tools_that_must_not_be_called_are_shown_to_the_template(flagged: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    body = {"messages": USER, "tools": tools, "chat_template": "{{ tools[0].function.name }}"}
+    shown = flagged.post("/tokenize", {"prompt": "weather", "add_special_tokens": False}).json
+    answer = flagged.post(CHAT, {**body, "tool_choice": "none", "max_tokens": 1})
+    assert answer.json["usage"]["prompt_tokens"] == shown["count"] > 1
+
+
 def test_the_load_counts_a_stream_until_its_end(flagged: Server) -> None:
     body = {"prompt": ["Hi"] * 48, "max_tokens": 500, "n": 4, "ignore_eos": True, "stream": True}
     assert flagged.get("/load").json == {"server_load": 0}

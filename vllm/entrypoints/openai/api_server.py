@@ -280,6 +280,7 @@ def uvicorn_config(app: FastAPI, args: argparse.Namespace) -> Any:
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
         http=connection_class(args.header_timeout, args.max_connections, args.write_timeout, direct),
+        ws="none",
         timeout_keep_alive=75,
         h11_max_incomplete_event_size=64 * 1024,
         server_header=False,

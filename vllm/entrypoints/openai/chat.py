@@ -19,6 +19,11 @@ from vllm.entrypoints.openai.sampling import check_sizes, resolve_max_tokens, to
 from vllm.outputs import CompletionOutput, RequestOutput
 
 PLAIN_END = '}, "logprobs": null, "finish_reason": null}]}\n\n'
+# Variables of a template that have a field of their own in the request, or none that a client may set.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "template", "tokenize", "tokenizer"}
+    | {"add_generation_prompt", "continue_final_message", "content_format", "is_literal", "special_tokens"}
+)
 
 
 @dataclass(slots=True)
@@ -40,22 +45,20 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
     if len(request.messages) > context.limits.max_messages:
         raise bad_request(f"A conversation may have at most {context.limits.max_messages} messages.", "messages")
     template = context.chat_template
-    extra = dict(request.chat_template_kwargs or {})
-    if not context.trust_request_template:
-        if request.chat_template is not None:
+    if request.chat_template is not None:
+        if not context.trust_request_template:
             raise bad_request(
                 "chat_template in a request is refused; start the server with --trust-request-chat-template to allow "
                 "it.",
                 "chat_template",
             )
-        if extra:
-            raise bad_request(
-                "chat_template_kwargs in a request is refused; start the server with --trust-request-chat-template to "
-                "allow it.",
-                "chat_template_kwargs",
-            )
-    elif request.chat_template is not None:
         template = request.chat_template
+    extra = request.chat_template_kwargs or {}
+    if reserved := sorted(RESERVED_VARIABLES.intersection(extra)):
+        raise bad_request(
+            f"chat_template_kwargs is for the template's own variables; {reserved[0]} is none of them.",
+            "chat_template_kwargs",
+        )
     documents = getattr(request, "documents", None)
     return await context.in_pool(
         lambda: apply_chat_template(
@@ -80,7 +83,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     check_sizes(request, context.limits)
     if (request.n or 1) > context.limits.max_sequences:
         raise bad_request(f"n may be at most {context.limits.max_sequences}.", "n")
-    prompt = await render(context, request, request.tools if request.tool_choice != "none" else None)
+    prompt = await render(context, request, request.tools)
     limit = request.truncate_prompt_tokens
     ids = await context.encode(prompt, request.add_special_tokens, truncated=limit is not None)
     if limit is not None and limit >= 1:

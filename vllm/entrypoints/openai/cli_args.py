@@ -75,7 +75,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add(
         "--trust-request-chat-template",
         action="store_true",
-        help="Allow chat_template and chat_template_kwargs in requests. They run in a sandbox.",
+        help="Allow chat_template in requests. Templates run in a sandbox.",
     )
     add("--response-role", default="assistant", help="Role of the answers. Default: assistant.")
     add("--ssl-keyfile", default=None, help="TLS key file.")

@@ -8,15 +8,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.entrypoints.openai.errors import error_body
+from vllm.entrypoints.openai.upgrades import NoUpgrades
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
-
-_Protocol: Any
-try:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Protocol
-except ImportError:
-    from uvicorn.protocols.http.h11_impl import H11Protocol as _Protocol
 
 # Bytes that bring a request no further: an unfinished head, chunk extensions, trailers.
 MAX_IDLE_BYTES = 64 * 1024
@@ -131,7 +126,7 @@ class Outbox:
                 transport.abort()
 
 
-class BoundedConnection(_Protocol):  # type: ignore[misc, valid-type]
+class BoundedConnection(NoUpgrades):
     """uvicorn's protocol for HTTP/1.1 within bounds: cuts clients that send heads slowly or without end, and those that
     do not read what was sent.
 
@@ -159,7 +154,7 @@ class BoundedConnection(_Protocol):  # type: ignore[misc, valid-type]
         self._idle_bytes = 0
         if len(self.connections) > self.max_connections:
             self.app = _busy
-        self._head_timer = self.loop.call_later(self.head_timeout, self._on_slow_head)
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.head_timeout, self._on_slow_head)
 
     def data_received(self, data: bytes) -> None:
         before = self._progress()

@@ -156,12 +156,12 @@ def echoed_id(wanted: str | None) -> str:
     return wanted if wanted and _SAFE_ID.fullmatch(wanted) else uuid.uuid4().hex
 
 
-def new_id(prefix: str, wanted: str | None) -> str:
+def new_id(prefix: str, wanted: str | None, separator: str = "-") -> str:
     """An id for a request. What a client wishes is only ever a part of it: ids are made unique here."""
     unique = uuid.uuid4().hex
     if wanted and _SAFE_ID.fullmatch(wanted):
-        return f"{prefix}-{wanted}-{unique[:8]}"
-    return f"{prefix}-{unique}"
+        return f"{prefix}{separator}{wanted}-{unique[:8]}"
+    return f"{prefix}{separator}{unique}"
 
 
 def as_api_error(error: BaseException) -> APIError:

@@ -73,6 +73,8 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # GET, without the body: that part is the connection's
+            scope = {**scope, "method": "GET"}
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) + 4 for name, value in headers) > self._limits.max_header_bytes:
             await _refuse(receive, send, 431, "The request headers are too large.", "RequestHeaderFieldsTooLarge")

@@ -49,7 +49,8 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         priority=request.priority,
     )
     work = await chat.prepare(context, body, None)
-    return Work(request, new_id("resp", request.request_id or request_id), new_id("msg", None), work)
+    response_id = new_id("resp", request.request_id or request_id, "_")
+    return Work(request, response_id, new_id("msg", None, "_"), work)
 
 
 def _messages(request: ResponsesRequest) -> list[Any]:

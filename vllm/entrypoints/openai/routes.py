@@ -51,6 +51,7 @@ router = APIRouter(route_class=_PlainRoute)
 
 _Model = TypeVar("_Model", bound=_Request)
 INLINE_BYTES = 64 * 1024  # larger bodies are read beside the event loop
+EXACT_FLOATS = 2**53  # below, a float is exactly the integer that it shows
 _WRONG_TYPE = "Unsupported Media Type: Only 'application/json' is allowed"
 
 # Routes of the API whose feature this version does not have: path -> (name, whether it is the model that cannot).
@@ -105,9 +106,20 @@ async def read(request: Request, model: type[_Model]) -> _Model:
         parsed = await context_of(request).in_reader(_parse, model, body) if large else _parse(model, body)
     except ClientDisconnect:
         raise APIError(400, "The client left before the body was complete.") from None
+    except APIError as error:
+        raise _of_encoding(request, error) from None
     if parsed.model_extra:
         context_of(request).log_unknown_fields(parsed.model_extra)
     return parsed
+
+
+def _of_encoding(request: Request, error: APIError) -> APIError:
+    """What to say of a body that could not be read: that it is compressed, if the client has done that."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if error.status != 400 or encoding in ("", "identity"):
+        return error
+    text = f"Unsupported Content-Encoding {encoding[:40]!r}: send the body as it is, without compression."
+    return APIError(415, text, "UnsupportedMediaTypeError")
 
 
 def _parse(model: type[_Model], body: bytes) -> _Model:
@@ -118,6 +130,9 @@ def _parse(model: type[_Model], body: bytes) -> _Model:
         raise bad_request(str(error)) from None
     if len(data) > 256:
         raise bad_request("The body has too many fields.")
+    for name, value in data.items():
+        if type(value) is float and value.is_integer() and abs(value) < EXACT_FLOATS:
+            data[name] = int(value)  # JSON has one kind of numbers: 5.0 is 5
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -214,12 +229,10 @@ async def create_response(request: Request) -> Response:
 
 
 @router.get("/v1/responses/{response_id}")
-async def get_response(response_id: str) -> Response:
-    raise APIError(404, "Responses are not stored by this server.", "NotFoundError")
-
-
-@router.post("/v1/responses/{response_id}/cancel")
-async def cancel_response(response_id: str) -> Response:
+@router.delete("/v1/responses/{response_id}", operation_id="delete_response")
+@router.get("/v1/responses/{response_id}/input_items", operation_id="list_input_items")
+@router.post("/v1/responses/{response_id}/cancel", operation_id="cancel_response")
+async def stored_response(response_id: str) -> Response:
     raise APIError(404, "Responses are not stored by this server.", "NotFoundError")
 
 

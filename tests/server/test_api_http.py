@@ -1,0 +1,61 @@
+"""HTTP as clients, proxies and probes speak it: offers to switch protocols, HEAD, old versions, pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.http_server import Server
+
+BODY = json.dumps({"prompt": "Hi", "max_tokens": 3, "temperature": 0, "ignore_eos": True}).encode()
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+# What Java's HTTP client sends with its first request on a connection.
+H2C = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
+
+
+def parts_of(answer: bytes) -> tuple[int, bytes]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        POST + H2C + LENGTH + BODY,
+        POST + H2C + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+        POST + b"Upgrade: websocket, foo/2\r\nConnection: upgrade,close\r\n" + LENGTH + BODY,
+    ],
+    ids=["length", "chunked", "other"],
+)
+def test_an_offer_to_switch_protocols_is_passed_over(server: Server, data: bytes) -> None:
+    status, body = parts_of(server.raw(data))
+    assert status == 200
+    assert json.loads(body)["choices"][0]["text"] == server.post("/v1/completions", BODY).json["choices"][0]["text"]
+
+
+def test_requests_behind_an_offer_are_answered_too(server: Server) -> None:
+    """Wherever the network cuts them."""
+    offer = b"GET /version HTTP/1.1\r\nHost: a\r\n" + H2C.replace(b", close", b"") + b"\r\n"
+    first = POST + H2C.replace(b", close", b"") + LENGTH + BODY
+    last = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    data = offer * 3 + first + last
+    whole = server.raw(data)
+    assert whole.count(b"HTTP/1.1 200 OK") == 5
+    assert whole.count(b'"version"') == 3
+    assert whole.count(b'"usage"') == 1
+    assert "WebSocket" not in server.log
+    for cut in (len(offer) - 9, 3 * len(offer) + len(first) - len(BODY), 3 * len(offer) + len(first) - 5):
+        assert server.pieces([data[:cut], data[cut:]]).count(b"HTTP/1.1 200 OK") == 5
+
+
+def test_head_is_get_without_the_body(server: Server) -> None:
+    """Probes of load balancers ask so."""
+    for path in ("/health", "/ping", "/version", "/v1/models", "/metrics", "/"):
+        answer = server.request("HEAD", path)
+        assert (answer.status, answer.body) == (200, b""), path
+        asked = b"HEAD %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % path.encode()
+        assert parts_of(server.raw(asked)) == (200, b"")
+    assert server.request("HEAD", "/v1/completions").status == 405
+    assert server.request("HEAD", "/nowhere").status == 404

@@ -1,0 +1,80 @@
+"""What clients written for other servers send, and get: numbers, templates' variables, tools, stored responses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.http_server import MODEL, Server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def error_of(server: Server, route: str, body: Any, **kwargs: Any) -> tuple[int, str]:
+    answer = server.post(route, body, **kwargs)
+    return answer.status, answer.json["error"]["message"]
+
+
+def test_integers_may_be_written_with_a_point(server: Server) -> None:
+    """JSON has one kind of numbers; some languages write all of them as floats."""
+    body = {"prompt": "Hi", "max_tokens": 3.0, "n": 1.0, "logprobs": 2.0, "temperature": 0.0, "ignore_eos": True}
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status == 200, answer.text
+    assert answer.json["usage"]["completion_tokens"] == 3
+    assert all(len(top) in (2, 3) for top in answer.json["choices"][0]["logprobs"]["top_logprobs"])
+    assert error_of(server, COMPLETIONS, {**body, "max_tokens": 3.5}) == (
+        400,
+        "max_tokens: Input should be a valid integer",
+    )
+    refused = {**body, "logprobs": None, "stream": True, "prompt_logprobs": 1.0}
+    assert error_of(server, COMPLETIONS, refused)[1] == "`prompt_logprobs` are not available when `stream=True`."
+    for huge in (b"1e300", b"9007199254740993.0"):
+        sent = b'{"prompt": "Hi", "max_tokens": ' + huge + b"}"
+        assert error_of(server, COMPLETIONS, sent) == (400, "max_tokens: Input should be a valid integer")
+
+
+def test_variables_of_the_template_are_the_clients(server: Server) -> None:
+    """As for models whose template has a switch. A template itself, and what has a field of its own, is refused."""
+    body = {"messages": USER, "max_tokens": 4, "temperature": 0}
+    plain = server.post(CHAT, body).json["choices"]
+    assert server.post(CHAT, {**body, "chat_template_kwargs": {"enable_thinking": False}}).json["choices"] == plain
+    assert server.post("/tokenize", {"messages": USER, "chat_template_kwargs": {"x": [1]}}).status == 200
+    for name in ("messages", "tools", "tokenize", "chat_template", "special_tokens", "is_literal", "template"):
+        for route, fields in ((CHAT, body), ("/tokenize", {"messages": USER})):
+            status, message = error_of(server, route, {**fields, "chat_template_kwargs": {name: "x"}})
+            assert status == 400
+            assert message == f"chat_template_kwargs is for the template's own variables; {name} is none of them."
+    status, message = error_of(server, CHAT, {**body, "chat_template": "x"})
+    assert status == 400
+    assert "--trust-request-chat-template" in message
+
+
+def test_a_compressed_body_is_refused_by_name(server: Server) -> None:
+    plain = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
+    for encoding in ("gzip", "GZIP", "br, gzip"):
+        status, message = error_of(server, COMPLETIONS, gzip.compress(plain), headers={"content-encoding": encoding})
+        assert status == 415
+        assert f"Content-Encoding '{encoding.lower()}'" in message
+    for encoding in ("identity", ""):
+        assert server.post(COMPLETIONS, plain, headers={"content-encoding": encoding}).status == 200
+
+
+def test_stored_responses_are_not_found(client: openai.OpenAI) -> None:
+    made = client.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
+    assert made.id.startswith("resp_")
+    assert made.output[0].id.startswith("msg_")
+    calls = (
+        client.responses.retrieve,
+        client.responses.delete,
+        client.responses.cancel,
+        client.responses.input_items.list,
+    )
+    for call in calls:
+        with pytest.raises(openai.NotFoundError, match="Responses are not stored by this server"):
+            call(made.id)
