@@ -1,7 +1,7 @@
-"""Sums of small tensors over the GPUs of one host, in one kernel that reads every rank's memory directly.
+"""Sums of a few rows of hidden states over the GPUs of one host, in one kernel that writes into every rank's memory.
 
-For the messages of a decode step NCCL needs several times as long, because of its protocol rather than the bytes. Built
-on torch's symmetric memory; NVLink multicast is not used.
+For the messages of a decode step NCCL needs several times as long, because of its protocol rather than the bytes. The
+memory is torch's symmetric memory; NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -23,10 +24,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _BYTES = 1 << 20  # largest message
-_ALIGN = 16
-_DTYPES = (torch.bfloat16, torch.float32)
 _PATIENCE_S = 0.2  # for steps that end by themselves
-_ROUNDS = 1_000_000
 _NUMBERS = itertools.count()  # symmetric memory keeps what it knows of a group's name for ever
 
 
@@ -72,66 +70,90 @@ class _FromZero(dist.Store):
             self._store.wait(keys, timeout)
 
 
-class OneShot:
-    """The buffer that every rank maps, and the sum over it. Made by all ranks together."""
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What is summed: rows of `width` numbers of one dtype."""
 
-    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+class OneShot:
+    """The memory that every rank maps, and the sum over it. Made by all ranks together."""
+
+    def __init__(self, rank: int, world: int, device: torch.device, states: HiddenStates) -> None:
         """Raises what torch raises where memory cannot be shared (RuntimeError, usually)."""
         from torch.distributed import _symmetric_memory as symmetric
 
+        from vllm.ops.triton.rank_sum import Exchange, sum_ranks  # Triton is there where GPUs are
+
+        self._states, self._device = states, device
+        self._rows, words = _BYTES // states.row_bytes, states.row_bytes // 4
         self._name = cast(Any, f"one-shot-{next(_NUMBERS)}")  # a GroupName, which torch has since 2.12
         self._store = _FromZero(dist.PrefixStore("one-shot", dist.distributed_c10d._get_default_store()))
         self._group = dist.ProcessGroup(self._store, rank, world)
         self._group._set_group_name(self._name)
         _register_process_group(self._name, self._group)
-        self._buffer = symmetric.empty(_BYTES, dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(self._buffer, self._name)
-        self._device = device
+        self._inbox = symmetric.empty(2 * world * self._rows * words, dtype=torch.int64, device=device)
+        self._inbox.zero_()
+        torch.cuda.synchronize(device)  # nobody writes into it before
+        self._handle = symmetric.rendezvous(self._inbox, self._name)
+        self._sum = sum_ranks
         self._side = torch.cuda.Stream(device, priority=-1)  # in no queue behind a stream that waits
-        signals = [self._handle.get_signal_pad(r) for r in range(world)]
-        self._count = 1 << (signals[rank].nbytes // 4).bit_length() - 1
-        self._pads = torch.tensor([pad.data_ptr() for pad in signals], device=device)
-        self._rank = rank
-        torch.cuda.synchronize(device)
-        self._answer(0)  # a kernel that gets loaded only while another one waits would wait for that one
+        self._exchange = Exchange(
+            rank,
+            world,
+            self._rows,
+            words,
+            inboxes=torch.tensor([int(address) for address in self._handle.buffer_ptrs], device=device),
+            epochs=torch.zeros(self._rows, dtype=torch.int32, device=device),
+            stopped=torch.zeros(1, dtype=torch.int32, device=device),
+        )
+        self._stop(0)  # a kernel that gets loaded only while another one waits would wait for that one
 
     def accepts(self, x: Tensor) -> bool:
         """Whether `sum` takes it. The same on every rank: it depends on shape and dtype."""
-        return x.dtype in _DTYPES and 0 < x.nbytes <= _BYTES and x.nbytes % _ALIGN == 0
+        states = self._states
+        return x.dtype == states.dtype and x.shape[-1] == states.width and 0 < x.nbytes <= self._rows * states.row_bytes
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, added up in the same order everywhere. x: contiguous, `accepts`."""
-        shared = self._buffer[: x.nbytes].view(x.dtype)
-        out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.view(-1), "sum", self._name)
-        return out.view(x.shape)
+        """The sum of every rank's x, added up in the same order everywhere. x: contiguous, `accepts`."""
+        return self._sum(self._exchange, x)
+
+    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
+        """The RMS norm, times weight, of residual + `sum(x)`, which is left in residual.
+
+        pdl: as for `ops.triton.norm.add_rms_norm`.
+        """
+        return self._sum(self._exchange, x, residual, weight, eps, pdl=pdl)
 
     def release(self) -> None:
-        """Let kernels that wait for a rank which is gone run to their end, with a wrong result.
-
-        They wait for signals in memory, which a kernel beside them gives from now on for a second or two. It must need
-        no further call: those that tear down what is left wait for the device, and others wait for them.
-        """
+        """Let kernels that wait for a rank which is gone run to their end, with a wrong result."""
         idle = torch.cuda.Event()
         idle.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + _PATIENCE_S
         while not idle.query():
             if time.monotonic() > deadline:
-                self._answer(_ROUNDS)
+                self._stop(1)
                 return
             time.sleep(0.001)
 
-    def _answer(self, rounds: int) -> None:
-        from vllm.ops.triton.signals import answer_signals
-
+    def _stop(self, stopped: int) -> None:
         with torch.cuda.stream(self._side):
-            answer_signals(self._pads, self._count, self._rank, rounds)
+            self._exchange.stopped.fill_(stopped)
 
 
-def create(rank: int, world: int, device: torch.device) -> OneShot | None:
+def create(rank: int, world: int, device: torch.device, states: HiddenStates) -> OneShot | None:
     """One for each rank, or None for all of them if some rank cannot."""
     made: OneShot | None = None
     try:
-        made = OneShot(rank, world, device)
+        if states.row_bytes % 4 or states.row_bytes > _BYTES:
+            raise ValueError(f"a row of {states.row_bytes} bytes")
+        made = OneShot(rank, world, device, states)
     except Exception as error:  # whatever it is, NCCL does the same work
         logger.info("Small all-reduces go through NCCL: %s: %s", type(error).__name__, error)
     able = torch.tensor([made is not None], dtype=torch.int32, device=device)

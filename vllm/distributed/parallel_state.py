@@ -30,7 +30,7 @@ class TensorParallel:
     """Rank `rank` of the `world` ranks that hold one shard of every layer each.
 
     `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is
-    communicated; nor for "meta" tensors, of which only shapes matter. `one_shot`, if there is one, sums small tensors.
+    communicated; nor for "meta" tensors, of which only shapes matter. `one_shot`, if there is one, sums a few rows.
     """
 
     rank: int = 0
@@ -48,11 +48,13 @@ class TensorParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, on every rank. May overwrite `x`."""
-        if self.world == 1 or x.is_meta:
+        if self.world == 1:
             return x
         x = x.contiguous()
         if self.one_shot is not None and self.one_shot.accepts(x):
             return self.one_shot.sum(x)
+        if x.is_meta:
+            return x
         dist.all_reduce(x, group=self.group)
         return x
 

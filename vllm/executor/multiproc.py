@@ -184,8 +184,8 @@ class MultiprocExecutor:
             port = listener.getsockname()[1]
             for r in self._ranks:
                 r.send(codec.frame(codec.Begin(document, r.rank, world, port, timeout)))
-            one_shot = not config.parallel_config.disable_custom_all_reduce
-            tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener, one_shot)
+            states = rendezvous.one_shot_states(config)
+            tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener, states)
             self._others.joined = True
         worker = self._others.worker = Worker(config, tp)
         own = worker.count_blocks()

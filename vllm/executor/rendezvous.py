@@ -7,12 +7,18 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from vllm.distributed.one_shot import HiddenStates
 from vllm.distributed.one_shot import create as create_one_shot
 from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.dtypes import dtype_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _HOST = "127.0.0.1"
 _MEETING_S = 60  # every rank is up before the first one waits here
@@ -26,6 +32,14 @@ def open_listener() -> socket.socket:
     return listener
 
 
+def one_shot_states(config: VllmConfig) -> HiddenStates | None:
+    """What `join` may sum by writing into other ranks' memory; None if it must not."""
+    if config.parallel_config.disable_custom_all_reduce:
+        return None
+    model = config.model_config
+    return HiddenStates(model.get_hidden_size(), dtype_of(model.dtype))
+
+
 def join(
     device_type: str,
     rank: int,
@@ -33,11 +47,11 @@ def join(
     port: int,
     timeout_s: int,
     listener: socket.socket | None = None,
-    one_shot: bool = False,
+    one_shot: HiddenStates | None = None,
 ) -> TensorParallel:
     """Become rank `rank` of `world`. The first rank brings the listener that `port` belongs to.
 
-    one_shot: on GPUs, sum small tensors by reading the other ranks' memory, where that is possible.
+    one_shot: on GPUs, sum a few rows of such states by writing into the other ranks' memory, where that is possible.
 
     Raises RuntimeError if this process has a default process group already: torch.distributed knows only one.
     """
@@ -63,7 +77,8 @@ def join(
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
             dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
-            return TensorParallel(rank, world, one_shot=create_one_shot(rank, world, device) if one_shot else None)
+            made = None if one_shot is None else create_one_shot(rank, world, device, one_shot)
+            return TensorParallel(rank, world, one_shot=made)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     return TensorParallel(rank, world)
 

@@ -92,15 +92,14 @@ class Rank:
 
     def _begin(self, message: codec.Begin) -> None:
         from vllm.config import VllmConfig
-        from vllm.executor.rendezvous import join
+        from vllm.executor.rendezvous import join, one_shot_states
         from vllm.model_executor.models.registry import ModelRegistry
         from vllm.worker.worker import Worker
 
         ModelRegistry.restore(message.config.pop("registered_models"))
         config = VllmConfig.from_dict(message.config)
-        one_shot = not config.parallel_config.disable_custom_all_reduce
-        device = config.device_config.device
-        tp = join(device, message.rank, message.world, message.port, message.timeout, one_shot=one_shot)
+        device, states = config.device_config.device, one_shot_states(config)
+        tp = join(device, message.rank, message.world, message.port, message.timeout, one_shot=states)
         self._worker = Worker(config, tp)
         self._send(codec.Ready(self._worker.count_blocks()))
 

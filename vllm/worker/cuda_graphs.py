@@ -254,7 +254,7 @@ class DecodeGraphs:
         needs = Needs(int(np.bitwise_or.reduce(self._params.needs[slots])))
         if not needs:
             return _Kind.GREEDY
-        return _Kind.DRAWN if needs == Needs.DRAW and self._runner.tp.world == 1 else _Kind.HIDDEN
+        return _Kind.DRAWN if needs == Needs.DRAW else _Kind.HIDDEN
 
     def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Handle:
         """Logits and sampling of a batch whose hidden states a graph has computed."""

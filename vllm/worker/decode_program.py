@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
@@ -79,7 +80,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ProgramWeights:
-    """All that the fused step reads of a model. embedding, head: this rank's rows, which begin at `first_row`."""
+    """All that the fused step reads of a model.
+
+    embedding, head: this rank's rows, which begin at `first_row`.   head_rows: of every rank, padding included.
+    """
 
     layers: tuple[LayerWeights, ...]
     embedding: Tensor
@@ -88,6 +92,7 @@ class ProgramWeights:
     eps: float
     vocab_size: int
     first_row: int
+    head_rows: int
     tp: TensorParallel
 
 
@@ -167,7 +172,15 @@ def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | 
     first_row = model.tp.rank * head_rows
     head = model.head.weight.data[: spec.vocab_size - first_row]
     return ProgramWeights(
-        tuple(layers), model.embed.weight.data, head, factor, eps, spec.vocab_size, first_row, model.tp
+        tuple(layers),
+        model.embed.weight.data,
+        head,
+        factor,
+        eps,
+        spec.vocab_size,
+        first_row,
+        head_rows,
+        model.tp,
     )
 
 
@@ -293,10 +306,9 @@ class DecodeProgram:
         """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden:
         [rows, hidden] receives the normalised last hidden states.
 
-        turns: as for `choose_tokens`; `token_ids` is a ring then.   drawing: the ids are drawn instead, by one rank.
+        turns: as for `choose_tokens`; `token_ids` is a ring then.   drawing: the ids are drawn instead, by every rank
+        from the same logits.
         """
-        if drawing is not None and self.weights.tp.world > 1:
-            raise ValueError("Tokens are drawn in the step by a single rank only.")
         if drawing is not None and hidden is None:
             hidden = self._final
         greedy = None if drawing is not None else token_ids
@@ -306,8 +318,15 @@ class DecodeProgram:
             run = self._run_few if self.rows <= MAX_ROWS else self._run_many
         run(table, greedy, hidden, turns)
         if drawing is not None and token_ids is not None and hidden is not None:
-            logits = linear(hidden, self.weights.head, None, torch.float32)
-            draw_tokens(logits, self._slots, self._positions, drawing, table.tokens, token_ids, turns)
+            draw_tokens(self._logits(hidden), self._slots, self._positions, drawing, table.tokens, token_ids, turns)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] fp32, of all ranks."""
+        w = self.weights
+        part = linear(hidden, w.head, None, torch.float32)
+        if w.tp.world == 1:
+            return part
+        return w.tp.all_gather(F.pad(part, (0, w.head_rows - part.shape[1])))[:, : w.vocab_size]
 
     def _attention_rows(self, table: SlotTable) -> DecodeRows:
         t = self._tiling
@@ -391,20 +410,25 @@ class DecodeProgram:
         x, partial = rms_norm(h, w.layers[0].attn_norm, w.eps), self._scaled[0]
         for i, (layer, (qkv, o, gate_up, down)) in enumerate(zip(w.layers, self._products, strict=True)):
             after = w.layers[i + 1].attn_norm if i + 1 < len(w.layers) else w.final_norm
-            decode_attention(self._product(qkv, x, self._qkv), self._context, layer.attention, rows)
-            back = tp.all_reduce(self._product(o, self._context, partial))
-            x, h = add_rms_norm(back, h, layer.ffn_norm, w.eps)
-            back = tp.all_reduce(self._product(down, self._product(gate_up, x, self._mlp), partial))
-            x, h = add_rms_norm(back, h, after, w.eps)
+            decode_attention(self._product(qkv, x, self._qkv), self._context, layer.attention, rows, pdl=self._pdl)
+            x = self._join(self._product(o, self._context, partial), h, layer.ffn_norm)
+            x = self._join(self._product(down, self._product(gate_up, x, self._mlp), partial), h, after)
         if hidden is not None:
             hidden.copy_(x)
         if token_ids is not None:
             self._vote(x, table.tokens, token_ids, turns)
 
+    def _join(self, partial: Tensor, h: Tensor, norm: Tensor) -> Tensor:
+        """Add what the ranks have computed to the stream h, and normalise it."""
+        w = self.weights
+        if w.tp.one_shot is not None and w.tp.one_shot.accepts(partial):
+            return w.tp.one_shot.sum_add_norm(partial, h, norm, w.eps, pdl=self._pdl)
+        return add_rms_norm(w.tp.all_reduce(partial), h, norm, w.eps)[0]
+
     def _product(self, p: Product, x: Tensor, out: Tensor) -> Tensor:
         """One product by our own kernel, into `out`, or by cuBLAS where there are many rows."""
         if self.rows <= MAX_ROWS:
-            run_product(p, self._stream, x, out)
+            run_product(p, self._stream, x, out, pdl=self._pdl)
             return out
         y: Tensor = linear(x, p.weight, p.bias)
         return activate_gated(y, "silu") if p.mode == SILU else y
@@ -413,7 +437,7 @@ class DecodeProgram:
         """Each rank finds the most likely token of its part of the vocabulary; all choose among these."""
         w, s = self.weights, self._stream
         if self.rows <= MAX_ROWS:
-            run_product(self._head, s, x, x)
+            run_product(self._head, s, x, x, pdl=self._pdl)
             tiles = self._head.tiles
         else:
             tiles = argmax_tiles(linear(x, w.head, None, torch.float32), s.best, s.best_at, s.sums)

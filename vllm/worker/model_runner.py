@@ -186,8 +186,8 @@ class ModelRunner:
         """
         logits = self._logits(hidden, batch)
         end = self.context.mark()
-        if self._faults and logits is not None and self._faults.due("forward.nan_row") is not None:
-            logits[0] = torch.nan
+        if self._faults and logits is not None:
+            self._faults.spoil(logits)
         sampled = self._sample(logits, batch)
         if len(batch.sample_rows):
             (where,) = self.context.upload([self.table.token_index(batch.sample_slots, batch.lengths)])

@@ -201,7 +201,7 @@ class Worker:
         longest = self.config.model_config.max_seq_len_to_capture
         self._graphs = runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE, self._compiling)
         ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
-        if ours and self.tp.world == 1 and isinstance(self.model, DecoderModel) and isinstance(context, CudaContext):
+        if ours and isinstance(self.model, DecoderModel) and isinstance(context, CudaContext):
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
 
     def close(self) -> None:
