@@ -67,7 +67,16 @@ REFUSED = [
     ),
     ({"logprobs": -2}, ValueError, "logprobs must be non-negative or -1, got -2."),
     ({"prompt_logprobs": -2}, ValueError, "prompt_logprobs must be non-negative or -1, got -2."),
-    ({"truncate_prompt_tokens": 0}, ValueError, "truncate_prompt_tokens must be >= 1, got 0"),
+    (
+        {"truncate_prompt_tokens": 0},
+        ValueError,
+        "truncate_prompt_tokens must be >= 1, got 0 (-1: as many tokens as the model takes).",
+    ),
+    (
+        {"truncate_prompt_tokens": -2},
+        ValueError,
+        "truncate_prompt_tokens must be >= 1, got -2 (-1: as many tokens as the model takes).",
+    ),
     ({"stop_token_ids": ["a"]}, ValueError, "stop_token_ids must contain only integers, got ['a']."),
     ({"stop": [""]}, ValueError, "stop cannot contain an empty string."),
     (

@@ -123,8 +123,12 @@ def _logprobs(name: str, value: Any) -> int:
 
 def _truncate(name: str, value: Any) -> int:
     number = integer(name, value)
-    if number < 1:
-        raise VLLMValidationError(f"{name} must be >= 1, got {show(number)}", parameter=name, value=value)
+    if number < 1 and number != -1:
+        raise VLLMValidationError(
+            f"{name} must be >= 1, got {show(number)} (-1: as many tokens as the model takes).",
+            parameter=name,
+            value=value,
+        )
     return min(number, INT64_MAX)
 
 

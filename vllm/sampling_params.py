@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     logprobs, prompt_logprobs: how many of the most likely tokens to report per position; 0: the token itself, -1: all.
     detokenize, skip_special_tokens, spaces_between_special_tokens: how token ids become text.
     logits_processors: functions that change the logits, in this process only.
-    truncate_prompt_tokens: keep only that many of the prompt's last tokens.
+    truncate_prompt_tokens: keep only that many of the prompt's last tokens; -1: as many as the model takes.
     output_kind: what the outputs of a running request hold.
     guided_decoding, structured_outputs: the form of the output, older and newer spelling.
     logit_bias: token id -> value in [-100, 100] added to its logit (values beyond are clamped).
@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     spaces_between_special_tokens: bool = True
     logits_processors: Any | None = None
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     output_text_buffer_length: int = 0
     _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)

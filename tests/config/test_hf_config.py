@@ -181,6 +181,31 @@ def test_rope_arguments_replace_the_scaling_and_the_base(tmp_path: Path, spellin
     assert based.rope == RopeSettings(123.0, "default", {}, 0.5)
 
 
+@pytest.mark.parametrize("spelling", ["old", "new"])
+def test_overrides_of_rope_fields_work_in_both_spellings_of_the_file(tmp_path: Path, spelling: str) -> None:
+    raw = document("phi", rope_theta=777.0)
+    if spelling == "new":
+        raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}
+        del raw["rope_theta"], raw["partial_rotary_factor"]
+    write(tmp_path, raw)
+
+    def rope(**changes: Any) -> RopeSettings:
+        return HFConfig.load(tmp_path, hf_overrides=changes).rope
+
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert rope(rope_theta=5.0) == RopeSettings(5.0, "default", {}, 0.5)
+    assert rope(partial_rotary_factor=0.25) == RopeSettings(777.0, "default", {}, 0.25)
+    assert rope(rope_scaling=linear) == RopeSettings(777.0, "linear", {"factor": 2.0}, 0.5)
+    assert rope(rope_scaling=None) == RopeSettings(777.0, "default", {}, 0.5)
+    whole = {**linear, "rope_theta": 5.0, "partial_rotary_factor": 0.5}
+    assert rope(rope_parameters=whole) == RopeSettings(5.0, "linear", {"factor": 2.0}, 0.5)
+    both = rope(rope_scaling=linear, rope_theta=5.0)
+    assert both == RopeSettings(5.0, "linear", {"factor": 2.0}, 0.5)
+    raw["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
+    write(tmp_path, raw)
+    assert rope(rope_parameters=whole) == RopeSettings(5.0, "linear", {"factor": 2.0}, 0.5)
+
+
 # ---- the model-code gate --------------------------------------------------------------------------------------------
 
 

@@ -68,9 +68,20 @@ def test_packaged_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_text("")
-    with pytest.raises(ValueError, match="is a file, expected a folder in Hugging Face format"):
-        resolve(str(tmp_path / "model.gguf"))
+    for name, message in [
+        ("model.bin", "is a file, expected a folder in Hugging Face format"),
+        ("model.gguf", "is a GGUF file, which this version cannot read"),
+    ]:
+        (tmp_path / name).write_text("")
+        with pytest.raises(ValueError, match=message):
+            resolve(str(tmp_path / name))
+
+
+def test_an_address_is_no_name(use: Any, tmp_path: Path) -> None:
+    hub = use(Hub(tmp_path, []))
+    with pytest.raises(ValueError, match="is an address. Name the repository alone, such as 'facebook/opt-125m'"):
+        resolve("https://huggingface.co/facebook/opt-125m")
+    assert hub.asked == []
 
 
 @pytest.mark.parametrize(

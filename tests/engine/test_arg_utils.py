@@ -406,6 +406,7 @@ OBSOLETE: list[dict[str, Any]] = [
     {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"show_hidden_metrics_for_version": "0.7"},
     {"max_loras": 4}, {"max_prompt_adapters": 2},
     {"num_scheduler_steps": 8},
+    {"override_generation_config": {"eos_token_id": 5}},
     {"code_revision": "x"}, {"eplb_window_size": 5}, {"ngram_prompt_lookup_max": 3},
 ]  # fmt: skip
 
@@ -422,6 +423,17 @@ def test_a_setting_without_effect_is_said_to_be_in_one_log_line(
 def test_the_default_arguments_log_no_useless_setting(model: str, logged: list[str]) -> None:
     EngineArgs(model, device="cpu", dtype="float32").create_engine_config()
     assert logged == []
+
+
+def test_folders_may_be_paths(model: str) -> None:
+    config = EngineArgs(Path(model), tokenizer=Path(model), device="cpu").create_engine_config()
+    assert (config.model_config.model, config.model_config.tokenizer) == (model, model)
+    assert config.model_config.served_model_name == model
+
+
+def test_quantization_is_written_in_any_case(model: str) -> None:
+    with pytest.raises(UnsupportedSettingError, match="quantization is set .'awq'."):
+        EngineArgs(model, quantization="AWQ").create_engine_config()
 
 
 def test_the_older_name_of_the_longest_graph_is_accepted(model: str) -> None:
@@ -460,7 +472,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer_mode": "quick"},
      "Unknown tokenizer mode: quick. Must be either 'auto', 'slow', 'mistral' or 'custom'."),
     ({"quantization": "none"}, "Unknown quantization method: none. Must be one of ["),
-    ({"dtype": "int8"}, "Unknown dtype: int8"),
+    ({"dtype": "int8"}, "Unknown dtype: int8. It must be one of auto, half, float16"),
     ({"dtype": 5}, "Unknown dtype: 5"),
     ({"distributed_executor_backend": "mpi"},
      "Unrecognized distributed executor backend mpi. Supported values are 'ray', 'mp' 'uni', 'external_launcher' or "

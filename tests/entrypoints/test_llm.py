@@ -117,8 +117,10 @@ BAD_CALLS = [
         ValueError,
         r"^The decoder prompt \(length 97\) is longer than the maximum model length of 96\.",
     ),
-    ({"prompts": [None]}, TypeError, "^inputs must be a string, TextPrompt, or TokensPrompt$"),
-    ({"prompts": [{"text": "x"}]}, TypeError, "^inputs must be a string, TextPrompt, or TokensPrompt$"),
+    ({"prompts": [None]}, TypeError, "^inputs must be a string, TextPrompt, or TokensPrompt, got NoneType"),
+    ({"prompts": [{"text": "x"}]}, TypeError, r"TextPrompt, or TokensPrompt, got a dict with the keys \['text'\]"),
+    ({"prompts": (p for p in "ab")}, TypeError, "or TokensPrompt, got generator. Several prompts make a list"),
+    ({"prompts": "a", "priority": 0}, TypeError, "priority must be a list with one integer per prompt, got int"),
     ({"prompts": [{"prompt": 5}]}, ValueError, "prompt must be a string, got int"),
     ({"prompts": "a\ud800"}, ValueError, "lone surrogate"),
     (
@@ -147,7 +149,11 @@ BAD_CALLS = [
         ValueError,
         "^The lengths of prompts and lora_request must be the same.$",
     ),
-    ({"prompts": "a", "tokenization_kwargs": {"x": 1}}, ValueError, "Unknown tokenization_kwargs: x"),
+    (
+        {"prompts": "a", "tokenization_kwargs": {"x": 1}},
+        ValueError,
+        "Unknown tokenization_kwargs: x. There are add_special",
+    ),
     ({"prompts": "a", "guided_options_request": {"guided_regex": "a"}}, ValueError, "not available yet"),
     (
         {"prompts": "a", "guided_options_request": {"guided_regex": "a", "guided_json": "{}"}},
@@ -218,6 +224,11 @@ def test_truncate_prompt_tokens_keeps_the_end(llm):
     assert output.prompt_token_ids == ids[-7:]
     (output,) = llm.generate([ids], GREEDY, tokenization_kwargs={"truncate_prompt_tokens": 5}, use_tqdm=False)
     assert output.prompt_token_ids == ids[-5:]
+    for long in (list(range(10, 200)), "ab " * 900):
+        (output,) = llm.generate([long], GREEDY, tokenization_kwargs={"truncate_prompt_tokens": -1}, use_tqdm=False)
+        assert len(output.prompt_token_ids) == MAX_MODEL_LEN
+    (output,) = llm.generate([ids], SamplingParams(truncate_prompt_tokens=-1), use_tqdm=False)
+    assert output.prompt_token_ids == ids
 
 
 def test_users_parameters_are_not_changed(llm):
@@ -471,6 +482,82 @@ def test_works_in_another_thread(llm):
     assert len(found[0][0].outputs[0].token_ids) == 12
 
 
+def test_calls_from_several_threads_run_one_after_another(llm):
+    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    found = {}
+
+    def call(i):
+        found[i] = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[i:], GREEDY, use_tqdm=False)]
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == {i: expected[i:] for i in range(4)}
+    assert_idle(llm)
+
+
+def test_requests_are_added_and_aborted_while_another_thread_steps(llm):
+    engine = llm.llm_engine
+    stop = threading.Event()
+    finished = {}
+
+    def step():
+        while not stop.is_set() or engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output.outputs[0].token_ids
+
+    (expected,) = llm.generate("a", GREEDY, use_tqdm=False)
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    for i in range(40):
+        engine.add_request(f"t{i}", "a", GREEDY)
+        if i % 4 == 0:
+            engine.abort_request(f"t{i}")
+    stop.set()
+    thread.join(timeout=60)
+    kept = [f"t{i}" for i in range(40) if i % 4]
+    assert all(finished[name] == expected.outputs[0].token_ids for name in kept)
+    assert_idle(llm)
+
+
+def test_a_call_inside_another_is_refused(llm):
+    def inner(token_ids, logits):
+        llm.generate("b", GREEDY, use_tqdm=False)
+        return logits
+
+    with pytest.raises(GenerationError, match="in the middle of another call of the same thread"):
+        llm.generate("a", SamplingParams(max_tokens=3, logits_processors=[inner]), use_tqdm=False)
+    assert len(llm.generate("fine", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+    assert_idle(llm)
+
+
+def test_a_request_that_somebody_aborts_does_not_hold_its_call(llm, monkeypatch):
+    engine = llm.llm_engine
+    step = engine.step
+
+    def stepping():
+        outputs = step()
+        engine.abort_request(list(engine.output_processor._requests)[:1])
+        return outputs
+
+    monkeypatch.setattr(engine, "step", stepping)
+    with pytest.raises(GenerationError, match="was aborted before it had finished"):
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert_idle(llm)
+
+
+def test_a_closed_engine_says_so(model_folder):
+    with make_llm(model_folder) as llm:
+        pass
+    for call in (lambda: llm.generate("a", GREEDY), lambda: llm.chat([{"role": "user", "content": "a"}])):
+        with pytest.raises(RuntimeError, match="^This engine has been shut down .* Make a new one.$"):
+            call()
+
+
 def test_steps_in_flight_change_nothing(llm, monkeypatch):
     """Planning a step before the last one's tokens are known, as on a GPU: same outputs, whatever ends them."""
     prompts = ["The", "def f(x):", "it's", "こんにちは", "a", "b"]
@@ -525,9 +612,13 @@ def test_prompts_are_looked_at_while_the_first_step_runs(llm, monkeypatch):
 
 def test_what_only_other_models_or_versions_do_says_so(llm):
     for call, error, text in [
-        (lambda: llm.embed("a"), ValueError, "^Embedding API is only enabled for `--task embed`$"),
-        (lambda: llm.classify("a"), ValueError, "^Classification API is only enabled for `--task classify`$"),
-        (lambda: llm.score("a", "b"), ValueError, "^Score API is only enabled for `--task embed or --task score`$"),
+        (
+            lambda: llm.embed("a"),
+            ValueError,
+            "^Embedding API is only enabled for `--task embed`: it needs a pooling model, which",
+        ),
+        (lambda: llm.classify("a"), ValueError, "^Classification API is only enabled for `--task classify`: "),
+        (lambda: llm.score("a", "b"), ValueError, "^Score API is only enabled for `--task embed or --task score`: "),
         (lambda: llm.encode("a"), ValueError, "only enabled for pooling models"),
         (lambda: llm.sleep(), NotImplementedError, "Sleep mode is not available"),
         (lambda: llm.wake_up(), NotImplementedError, "Sleep mode is not available"),
@@ -555,6 +646,10 @@ def test_tokenizer_can_be_replaced(model_folder):
         assert llm.get_tokenizer() is other
         (output,) = llm.generate("France", GREEDY, use_tqdm=False)
         assert output.prompt_token_ids == other.encode("France")
+        for wrong in ("a name", None):
+            with pytest.raises(TypeError, match="must be a tokenizer of transformers, got"):
+                llm.set_tokenizer(wrong)
+        assert llm.get_tokenizer() is other
 
 
 def test_without_a_tokenizer(model_folder):

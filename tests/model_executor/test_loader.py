@@ -250,6 +250,13 @@ def test_damaged_safetensors_name_the_file(damage: str, folder: Path) -> None:
         load(folder)
 
 
+def test_a_pointer_of_git_lfs_says_how_to_fetch_the_file(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(ValueError, match="is a pointer of Git LFS, whose content `git lfs pull` fetches"):
+        load(folder)
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.999])
 def test_truncated_safetensors_name_the_file(kept: float, folder: Path) -> None:
     file = folder / "model.safetensors"

@@ -59,6 +59,11 @@ def check_sampling_defaults(config: Mapping[str, Any], where: str, advice: str =
             raise ValueError(f"{where}: {error} {advice}".rstrip()) from None
 
 
+def without_effect(config: Mapping[str, Any]) -> list[str]:
+    """The fields of a generation config that are no sampling parameters here."""
+    return [name for name in config if name not in _SAMPLING and name not in _SAMPLING.values()]
+
+
 def _check_ends(value: Any, name: str) -> None:
     """One token id or several. Ids that the model cannot produce (some files say -1) are left out of each request."""
     for token_id in value if isinstance(value, list) else [value]:

@@ -133,7 +133,7 @@ class HFConfig:
         if callable(hf_overrides):
             raw = _override_with_function(folder, hf_overrides, trust_remote_code)
         elif hf_overrides:
-            raw = _merge(raw, hf_overrides)
+            raw = _with_overrides(raw, hf_overrides)
         if rope_scaling:
             raw = _with_rope_scaling(raw, rope_scaling)
         if rope_theta is not None:
@@ -443,6 +443,34 @@ def _override_with_function(folder: Path, function: Callable[[Any], Any], trust_
         )
     fields: dict[str, Any] = json.loads(changed.to_json_string(use_diff=False))
     return fields
+
+
+def _with_overrides(raw: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` laid over the file's fields. Rope fields may be spelled unlike the file's: `rope_parameters` of newer
+    files, `rope_scaling` and its neighbours of older ones.
+    """
+    merged = _merge(raw, changes)
+    if "rope_parameters" in changes:
+        if "rope_scaling" not in changes:
+            merged.pop("rope_scaling", None)
+        return merged
+    if not isinstance(raw.get("rope_parameters"), dict):
+        return merged
+    scaling = changes.get("rope_scaling", {})
+    if scaling is None or isinstance(scaling, Mapping):
+        merged.pop("rope_scaling", None)
+        merged = _with_newer_rope(merged, {"rope_type": "default"} if scaling is None else scaling)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in changes:
+            merged = {**merged, "rope_parameters": {**merged["rope_parameters"], name: merged[name]}}
+    return merged
+
+
+def _with_newer_rope(raw: dict[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole scaling replaces that of `rope_parameters`, a part of one is laid over it."""
+    if "rope_type" in scaling or "type" in scaling:
+        return _with_rope_scaling(raw, scaling)
+    return _merge(raw, {"rope_parameters": scaling})
 
 
 def _with_rope_scaling(raw: dict[str, Any], rope_scaling: Mapping[str, Any]) -> dict[str, Any]:

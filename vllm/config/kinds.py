@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from vllm import validation
@@ -107,21 +108,24 @@ class Text(Kind):
         return super().parse(text) if text else text  # argparse also parses a default of ""
 
     def _check(self, name: str, value: Any) -> str:
-        return validation.text(name, value)
+        return validation.text(name, str(value) if isinstance(value, Path) else value)
 
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of `values`. `error` makes the message for anything else, given the name and the value."""
+    """One of `values`. `error` makes the message for anything else, given the value; `any_case` ones are lower case."""
 
     values: tuple[str, ...] = ()
     error: Callable[[Any], str] | None = None
+    any_case: bool = False
 
     @property
     def words(self) -> str:
         return ", ".join(self.values)
 
     def _check(self, name: str, value: Any) -> Any:
+        if self.any_case and isinstance(value, str):
+            value = value.lower()
         if not isinstance(value, str) or value not in self.values:
             raise ValueError(
                 self.error(value) if self.error else f"{name} must be one of {', '.join(self.values)}, got {value!r}."

@@ -43,7 +43,7 @@ class _Dtype(Kind):
     def _check(self, name: str, value: Any) -> str:
         text = str(value).removeprefix("torch.").lower()
         if text not in DTYPES:
-            raise ValueError(f"Unknown dtype: {value}")
+            raise ValueError(f"Unknown dtype: {value}. It must be one of {', '.join(DTYPES)}.")
         return text
 
     def cli(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ModelConfig:
     )
     quantization: str | None = setting(
         None,
-        Choice(optional=True, values=QUANTIZATIONS, error=_unknown_quantization),
+        Choice(optional=True, values=QUANTIZATIONS, error=_unknown_quantization, any_case=True),
         "How the weights are quantized. Default: what config.json says. (Not supported by this version.)",
         flags=("-q",),
     )

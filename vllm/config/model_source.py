@@ -97,6 +97,11 @@ def _packaged(name: str) -> Path:
 
 def _local(folder: Path, what: str) -> Path:
     if not folder.is_dir():
+        if folder.suffix == ".gguf":
+            raise ValueError(
+                f"The {what} {str(folder)!r} is a GGUF file, which this version cannot read. Use the model in Hugging "
+                "Face format: a folder with config.json, safetensors files and a tokenizer."
+            )
         raise ValueError(
             f"The {what} {str(folder)!r} is a file, expected a folder in Hugging Face format "
             "(config.json, weights, tokenizer). Name the folder that holds the file."
@@ -106,6 +111,10 @@ def _local(folder: Path, what: str) -> Path:
 
 def _check_repo_id(name: str, folder: Path, what: str) -> None:
     """Refuse what can only be a path that does not exist, and anything that is no repository id."""
+    if "://" in name:
+        raise ValueError(
+            f"The {what} {name!r} is an address. Name the repository alone, such as 'facebook/opt-125m', or a folder."
+        )
     if name.startswith(("/", ".", "~", "\\")) or name.count("/") > 1 or "\\" in name:
         raise ValueError(
             f"The {what} folder {name!r} does not exist (looked at {folder.absolute()}). "

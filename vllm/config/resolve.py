@@ -21,7 +21,7 @@ from vllm.config.decoding import DecodingConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.dtype import resolve_dtype
 from vllm.config.fields import UnsupportedSettingError, build
-from vllm.config.generation import check_sampling_defaults, read_generation_config
+from vllm.config.generation import check_sampling_defaults, read_generation_config, without_effect
 from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
@@ -181,6 +181,9 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
     source = args["generation_config"]
     generation_config = read_generation_config(source, path)
     check_sampling_defaults(args["override_generation_config"], "override_generation_config")
+    useless = without_effect(args["override_generation_config"])
+    if useless:
+        logger.warning("override_generation_config: %s changes nothing; it is no sampling parameter.", useless)
     config = build(
         ModelConfig,
         args,

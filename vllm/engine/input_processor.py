@@ -224,6 +224,11 @@ class InputProcessor:
             wrong = show(low if low < 0 else high)
             raise VLLMValidationError(f"Token id {wrong} is out of vocabulary{hint}", parameter="prompt_token_ids")
 
+    def _kept(self, truncate: int) -> int:
+        """How many of a prompt's last tokens `truncate_prompt_tokens` leaves at most."""
+        limit = self._model.max_model_len
+        return limit if truncate == -1 else min(truncate, limit)
+
     # -- the parameters ------------------------------------------------------------------------------------------------
 
     def _check_options(self, request: RequestInput) -> None:
@@ -299,7 +304,7 @@ class InputProcessor:
         if given.truncate_prompt_tokens is not None:
             if prompt.token_ids:
                 self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
-            token_ids = token_ids[-min(given.truncate_prompt_tokens, self._model.max_model_len) :]
+            token_ids = token_ids[-self._kept(given.truncate_prompt_tokens) :]
         text = prompt.text
         if self._hook is not None:
             text, token_ids = _after_hook(self._hook, text, token_ids)

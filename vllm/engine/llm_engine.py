@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,6 +55,7 @@ _Output = TypeVar("_Output")
 class LLMEngine:
     """Runs requests to their end, one step at a time, in this process (its workers may have processes of their own).
 
+    Requests may be added and aborted in other threads than the one that steps; they wait until a step is over.
     stat_loggers: objects with a method `log(stats)`, called with the core's `CoreStats` after each step.
     """
 
@@ -68,6 +70,7 @@ class LLMEngine:
         stat_loggers: dict[str, Any] | None = None,
     ) -> None:
         logger.info("Initializing an LLM engine (v%s) with config: %s", __version__, vllm_config)
+        self._lock = threading.RLock()  # held while requests or the core change
         _refuse_queue_limits(vllm_config.scheduler_config)
         self.usage_context = usage_context
         self.log_stats = log_stats
@@ -154,12 +157,14 @@ class LLMEngine:
 
     def add_requests(self, requests: Sequence[RequestInput]) -> None:
         """Queue several requests, all or none: one that is wrong fails the call and leaves nothing behind."""
+        if not self._finalizer.alive:
+            raise RuntimeError("This engine has been shut down (its `with` block has ended, say). Make a new one.")
         ids: set[str] = set()
         for request in requests:
             if request.request_id in ids or request.request_id in self.output_processor:
                 raise ValueError(f"Request {request.request_id} already exists.")
             ids.add(request.request_id)
-        with collector_paused(), self.input_processor.all_or_none():
+        with self._lock, collector_paused(), self.input_processor.all_or_none():
             first = self._first_step(requests)
             try:
                 self._add(requests[:first])
@@ -189,11 +194,16 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Forget one or several requests; unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        core_ids, _ = self.output_processor.abort(ids)
-        self._client.abort(core_ids)
+        with self._lock:
+            core_ids, _ = self.output_processor.abort(ids)
+            self._client.abort(core_ids)
 
     def step(self) -> list[RequestOutput]:
         """Advance by one step. Returns what became known about any request; finished ones are forgotten."""
+        with self._lock:
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         processed = self.output_processor.process(self._client.step())
         outputs = processed.outputs
         while processed.aborts or processed.follow_ups:
@@ -336,6 +346,8 @@ class LLMEngine:
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer (a transformers object) from the next request on."""
+        if not isinstance(tokenizer, Tokenizer) and not hasattr(tokenizer, "get_vocab"):
+            raise TypeError(f"tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}.")
         own = tokenizer if isinstance(tokenizer, Tokenizer) else from_transformers(tokenizer)
         self.input_processor.tokenizer = own
         self.output_processor.tokenizer = own

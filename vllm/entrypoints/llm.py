@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
@@ -17,6 +18,8 @@ from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
 from vllm.entrypoints.llm_forms import as_list, final_only, merge_legacy, raise_if_failed
 from vllm.entrypoints.progress import Progress, ProgressBar
+from vllm.entrypoints.turn import Turn
+from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -64,8 +67,9 @@ def _init_by_keyword(init: Callable[_Params, None]) -> Callable[_Params, None]:
 class LLM:
     """A language model with its tokenizer and its KV cache.
 
-    Batches what it is given by itself: for the best speed, pass all prompts in one call. Takes every argument of
-    `EngineArgs` as a keyword. Use it as a context manager, or delete it, to free its memory and processes.
+    Batches what it is given by itself: for the best speed, pass all prompts in one call; calls from several threads
+    run one after another. Takes every argument of `EngineArgs` as a keyword. Use it as a context manager, or delete it,
+    to free its memory and processes.
     """
 
     DEPRECATE_LEGACY: ClassVar[bool] = True
@@ -132,6 +136,7 @@ class LLM:
         )
         self.llm_engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         self.request_counter = Counter()
+        self._turn = Turn()
         self._queued: list[str] = []  # ids of enqueue(), in order
         self._finished: dict[str, RequestOutput] = {}  # outputs that nobody has taken yet
 
@@ -177,17 +182,18 @@ class LLM:
         anything about any prompt is wrong; GenerationError if the engine could not finish a request.
         """
         _refuse_processor_options(mm_processor_kwargs)
-        ids = self._add(
-            prompts,
-            sampling_params,
-            prompt_token_ids,
-            lora_request,
-            prompt_adapter_request,
-            guided_options_request,
-            priority,
-            tokenization_kwargs,
-        )
-        return self._run(ids, use_tqdm)
+        with self._turn:
+            ids = self._add(
+                prompts,
+                sampling_params,
+                prompt_token_ids,
+                lora_request,
+                prompt_adapter_request,
+                guided_options_request,
+                priority,
+                tokenization_kwargs,
+            )
+            return self._run(ids, use_tqdm)
 
     def chat(
         self,
@@ -244,10 +250,12 @@ class LLM:
         """The `beam_width` best continuations of each prompt, best first. Tokens and text include the prompt."""
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}.")
-        ids = self._submit(as_list(prompts), [params], lora_request)
+        with self._turn:
+            ids = self._submit(as_list(prompts), [params], lora_request)
+            outputs = self._run(ids, use_tqdm)
         tokenizer = self.llm_engine.input_processor.tokenizer
         found = []
-        for output in self._run(ids, use_tqdm):
+        for output in outputs:
             sequences = []
             for beam in output.outputs:
                 hides_end = beam.finish_reason == "stop" and not params.include_stop_str_in_output
@@ -278,8 +286,9 @@ class LLM:
     ) -> list[str]:
         """Queue prompts and return their request ids; `wait_for_completion` runs them, with the progress bar."""
         _refuse_processor_options(mm_processor_kwargs)
-        ids = self._add(prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs)
-        self._queued += ids
+        with self._turn:
+            ids = self._add(prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs)
+            self._queued += ids
         return ids
 
     def enqueue_chat(
@@ -298,8 +307,9 @@ class LLM:
 
     def wait_for_completion(self, output_type: type[Any] | None = None, *, use_tqdm: ProgressBar = True) -> list[Any]:
         """Run what `enqueue` has queued. Returns the outputs in that order; TypeError if not of `output_type`."""
-        ids, self._queued = self._queued, []
-        outputs = self._run(ids, use_tqdm)
+        with self._turn:
+            ids, self._queued = self._queued, []
+            outputs = self._run(ids, use_tqdm)
         for output in outputs:
             if output_type is not None and not isinstance(output, output_type):
                 raise TypeError(f"Expected output of type {output_type}, but found type {type(output)}")
@@ -320,10 +330,7 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """The pooled hidden states of each prompt."""
-        raise ValueError(
-            "LLM.encode() is only enabled for pooling models (`--task embed`, `classify`, `score` or `reward`), "
-            "which are not available in this version."
-        )
+        raise _needs_pooling("LLM.encode() is only enabled for pooling models")
 
     def embed(
         self,
@@ -336,7 +343,7 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding vector of each prompt."""
-        raise ValueError("Embedding API is only enabled for `--task embed`")
+        raise _needs_pooling("Embedding API is only enabled for `--task embed`")
 
     def classify(
         self,
@@ -349,7 +356,7 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The class probabilities of each prompt."""
-        raise ValueError("Classification API is only enabled for `--task classify`")
+        raise _needs_pooling("Classification API is only enabled for `--task classify`")
 
     def score(
         self,
@@ -366,7 +373,7 @@ class LLM:
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """The similarity of pairs of texts."""
-        raise ValueError("Score API is only enabled for `--task embed or --task score`")
+        raise _needs_pooling("Score API is only enabled for `--task embed or --task score`")
 
     # -- the engine ----------------------------------------------------------------------------------------------------
 
@@ -479,7 +486,10 @@ class LLM:
         special = options.pop("add_special_tokens", True)
         truncate = options.pop("truncate_prompt_tokens", None)
         if options:
-            raise ValueError(f"Unknown tokenization_kwargs: {', '.join(options)}.")
+            raise ValueError(
+                f"Unknown tokenization_kwargs: {', '.join(map(str, options))}. "
+                "There are add_special_tokens and truncate_prompt_tokens."
+            )
         params = [final_only(p, guided, truncate) for p in given]
         return self._submit(found, params, lora_request, prompt_adapter_request, priority, special)
 
@@ -496,6 +506,8 @@ class LLM:
         count = len(prompts)
         if isinstance(lora_request, Sequence) and len(lora_request) != count:
             raise ValueError("The lengths of prompts and lora_request must be the same.")
+        if not isinstance(priority, (Sequence, NoneType)):
+            raise TypeError(f"priority must be a list with one integer per prompt, got {type(priority).__name__}.")
         if priority is not None and len(priority) != count:
             raise ValueError("The lengths of prompts and priority must be the same.")
         requests = [
@@ -558,6 +570,8 @@ class LLM:
             stack.callback(progress.close)
             try:
                 while missing:
+                    if not engine.has_unfinished_requests():
+                        raise GenerationError(f"Request {min(missing, key=int)} was aborted before it had finished.")
                     for output in engine.step():
                         if output.finished:
                             self._finished[output.request_id] = output
@@ -572,6 +586,10 @@ class LLM:
         outputs = [self._finished.pop(request_id) for request_id in ids]
         raise_if_failed(outputs)
         return outputs
+
+
+def _needs_pooling(what: str) -> ValueError:
+    return ValueError(f"{what}: it needs a pooling model, which this version cannot run (it generates text only).")
 
 
 def _refuse_processor_options(mm_processor_kwargs: dict[str, Any] | None) -> None:

@@ -88,4 +88,5 @@ def parse_singleton_prompt(prompt: SingletonPrompt) -> ParsedSingletonPrompt:
             return ParsedTokensPrompt(type="tokens", content=cast("TokensPrompt", prompt))
         if "prompt" in prompt:
             return ParsedTextPrompt(type="text", content=prompt)
-    raise TypeError(_WRONG_PROMPT)
+    got = f"a dict with the keys {list(prompt)}" if isinstance(prompt, dict) else type(prompt).__name__
+    raise TypeError(f"{_WRONG_PROMPT}, got {got}. Several prompts make a list.")

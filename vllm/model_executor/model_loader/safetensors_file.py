@@ -55,7 +55,10 @@ def read_entries(file: Path) -> list[TensorEntry]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(8)
+            if start == b"version ":
+                raise _damaged(file, "it is a pointer of Git LFS, whose content `git lfs pull` fetches")
+            length = int.from_bytes(start, "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise _damaged(file, f"its header claims {length} bytes, but the file has {size} in all")
             header = json.loads(stream.read(length))
