@@ -39,6 +39,19 @@ def test_everything_is_resolved(processor):
     assert (child.eos_token_id, child.stop_token_ids) == (None, (7,))
 
 
+def test_parameters_that_are_given_away_are_used_as_they_are(processor):
+    def made() -> SamplingParams:
+        return SamplingParams(max_tokens=None, logprobs=2, seed=5, stop_token_ids=[7], bad_words=["fox"])
+
+    given = made()
+    copied = processor.process(RequestInput("r", "The fox", made(), arrival_time=3.0))
+    taken = processor.process(RequestInput("r", "The fox", given, arrival_time=3.0, owns_params=True))
+    assert taken.params is given
+    assert taken == copied
+    with pytest.raises(ValueError, match="out-of-vocab"):
+        processor.process(RequestInput("r", "The fox", SamplingParams(stop_token_ids=[WIDTH]), owns_params=True))
+
+
 def test_ends_that_the_model_cannot_produce_are_left_out(llm):
     config = llm.llm_engine.vllm_config
     model = dataclasses.replace(config.model_config, generation_config={"eos_token_id": [-1, 3, WIDTH]})

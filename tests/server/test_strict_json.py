@@ -83,6 +83,11 @@ def test_brackets_and_quotes_inside_strings_are_text() -> None:
         parse_object(b'{"a": "' + b'\\"[' * 100_000)
 
 
+def test_a_byte_order_mark_is_named() -> None:
+    with pytest.raises(ValueError, match="byte order mark"):
+        parse_object('\ufeff{"a": 1}'.encode())
+
+
 def test_long_integers_are_found_wherever_they_stand() -> None:
     digits = "9" * (MAX_INTEGER_DIGITS + 5)
     for before in (1, (1 << 20) - 20, (1 << 20) - 10 - MAX_INTEGER_DIGITS, 1 << 20, (1 << 20) + 1):

@@ -370,9 +370,10 @@ class AsyncLLMEngine:
     ) -> RequestStream:
         """Begin a request for a consumer that wants to be called rather than to wait; it has to close the stream.
 
-        Raises, here or through the stream, what `generate` raises.
+        The parameters are the engine's from here on. Raises, here or through the stream, what `generate` raises.
         """
-        return await self._open(RequestInput(request_id, prompt, sampling_params, None, None, None, priority), timeout)
+        request = RequestInput(request_id, prompt, sampling_params, priority=priority, owns_params=True)
+        return await self._open(request, timeout)
 
     async def encode(
         self,

@@ -7,7 +7,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,7 +45,10 @@ _priority = integer_in(-(2**31), 2**31 - 1)
 
 
 class RequestInput(NamedTuple):
-    """One request as a user passes it."""
+    """One request as a user passes it.
+
+    owns_params: the parameters were made, and so checked, for this request alone, and nobody else has them.
+    """
 
     request_id: str
     prompt: PromptType
@@ -56,10 +58,10 @@ class RequestInput(NamedTuple):
     prompt_adapter_request: PromptAdapterRequest | None = None
     priority: int = 0
     add_special_tokens: bool = True  # bos, where the tokenizer adds one; chat templates write their own
+    owns_params: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessedRequest:
+class ProcessedRequest(NamedTuple):
     """A request that is in order. `params` is our own copy; `children` has one message per sequence, none for beams.
 
     `returned` of the children are given to the user; if there are more (best_of), the most likely ones.
@@ -114,7 +116,9 @@ class InputProcessor:
 
     def process(self, request: RequestInput) -> ProcessedRequest:
         """Raises ValueError or TypeError, with nothing changed, if anything about the request is wrong."""
-        return self.process_batch([request])[0]
+        self._check_options(request)
+        prompt = self._parse(request.prompt)
+        return self._build(request, prompt, self._tokenize([request], [prompt])[0], {})
 
     def process_batch(self, requests: Sequence[RequestInput]) -> list[ProcessedRequest]:
         """Several requests, tokenized together. One bad request fails all of them, with nothing changed."""
@@ -251,6 +255,11 @@ class InputProcessor:
         """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
         params = params.clone()
         params.verify()  # fields may have been changed since
+        self._adapt(params)
+        return params
+
+    def _adapt(self, params: SamplingParams) -> None:
+        """Check the parameters against the model and fill in what it decides. Raises ValueError."""
         width = self._model.logits_width
         if params.guided_decoding is not None or params.structured_outputs is not None:
             raise ValueError(
@@ -273,7 +282,6 @@ class InputProcessor:
             params.logprobs = width
         if params.prompt_logprobs == -1:
             params.prompt_logprobs = width
-        return params
 
     def _eos_token_id(self) -> int | None:
         if self.tokenizer is None:
@@ -285,10 +293,14 @@ class InputProcessor:
         self, request: RequestInput, given: SamplingParams, num_prompt_tokens: int, checked: dict[int, SamplingParams]
     ) -> SamplingParams:
         """The request's own parameters, with nothing left open."""
-        found = checked.get(id(request.params))
-        if found is None:
-            found = checked[id(request.params)] = self._checked(given)
-        params = found.clone()
+        if request.owns_params:
+            params = given
+            self._adapt(params)
+        else:
+            found = checked.get(id(request.params))
+            if found is None:
+                found = checked[id(request.params)] = self._checked(given)
+            params = found.clone()
         if params.max_tokens is None:
             params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
         return params
@@ -323,7 +335,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             beams=beams,
         )
-        return made if beams is not None else replace(made, children=tuple(self._children(made)))
+        return made if beams is not None else made._replace(children=tuple(self._children(made)))
 
     def _children(self, request: ProcessedRequest) -> list[CoreRequest]:
         """One message per sequence. The first has the request's own seed, so that n = 1 gives the first of n = 4."""

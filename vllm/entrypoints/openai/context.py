@@ -130,15 +130,14 @@ class Prompt:
     priority: int
     timeout: float | None
 
-    def generate(self) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs as they come."""
-        return self.engine.generate(
-            self.item,  # type: ignore[arg-type]
-            self.params,
-            self.request_id,
-            priority=self.priority,
-            timeout=self.timeout,
-        )
+    async def generate(self) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs as they come. Leaving the generator aborts the request."""
+        stream = await self.open()
+        try:
+            async for output in stream.outputs():
+                yield output
+        finally:
+            stream.close()
 
     async def open(self) -> RequestStream:
         """Begin; the outputs come through the stream, which the caller has to close."""
