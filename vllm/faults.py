@@ -1,9 +1,10 @@
 """Faults on purpose, for tests of survival: switched on by VLLM_FAULTS only, and then announced loudly.
 
-VLLM_FAULTS is a comma-separated list of `point@where` or `point@where:seconds`:
+VLLM_FAULTS is a comma-separated list of `point@where` or `point@where:number`:
 
     forward.raise@K       the K-th step raises            forward.sleep@K:S   the K-th step takes S seconds longer
     forward.nan_row@K     one row's logits of step K are NaN                  alloc.oom@K   step K finds no memory
+    forward.logits@K:V    all logits of step K are V: nan, inf, -inf          forward.logit@K:V   one of each row is
     sampler.raise@ID      sampling raises for the request whose id contains ID
     tokenizer.raise@ID    tokenizing raises for it        tokenizer.sleep@ID:S   tokenizing it takes S seconds longer
     detok.raise@ID        detokenizing raises for it      ipc.drop@K   the core ends without a word after K messages
@@ -11,17 +12,26 @@ VLLM_FAULTS is a comma-separated list of `point@where` or `point@where:seconds`:
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.logger import init_logger
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 logger = init_logger(__name__)
 
-STEP_POINTS = frozenset({"forward.raise", "forward.sleep", "forward.nan_row", "alloc.oom", "ipc.drop"})
+STEP_POINTS = frozenset(
+    {
+        *("forward.raise", "forward.sleep", "forward.nan_row", "forward.logits", "forward.logit"),
+        *("alloc.oom", "ipc.drop"),
+    }
+)
 REQUEST_POINTS = frozenset({"sampler.raise", "tokenizer.raise", "tokenizer.sleep", "detok.raise"})
 
 
@@ -44,11 +54,11 @@ class Faults:
         text = envs.VLLM_FAULTS
         for entry in filter(None, (part.strip() for part in text.split(","))):
             point, _, where = entry.partition("@")
-            where, _, seconds = where.partition(":")
+            where, _, number = where.partition(":")
             if point in STEP_POINTS and where.isdigit():
-                faults.steps[point, int(where)] = float(seconds or 0)
+                faults.steps[point, int(where)] = float(number or 0)
             elif point in REQUEST_POINTS and where:
-                faults.requests.append((point, where, float(seconds or 0)))
+                faults.requests.append((point, where, float(number or 0)))
             else:
                 raise ValueError(
                     f"VLLM_FAULTS has {entry!r}; expected point@number or point@request for one of "
@@ -62,7 +72,7 @@ class Faults:
         return bool(self.steps or self.requests)
 
     def due(self, point: str) -> float | None:
-        """Count one passage of a step point; the fault's seconds if this is the one, else None."""
+        """Count one passage of a step point; the fault's number if this is the one, else None."""
         count = self.counts[point] = self.counts.get(point, 0) + 1
         return self.steps.get((point, count))
 
@@ -75,6 +85,17 @@ class Faults:
             time.sleep(seconds)
         if self.due("forward.raise") is not None:
             raise InjectedFault("forward pass failed (injected)")
+
+    def spoil(self, logits: Tensor) -> None:
+        """Change the logits of this step, in place, if it is the one. logits: [rows, vocab]."""
+        if self.due("forward.nan_row") is not None:
+            logits[0] = math.nan
+        value = self.due("forward.logits")
+        if value is not None:
+            logits[:] = value
+        value = self.due("forward.logit")
+        if value is not None:
+            logits[:, logits.shape[1] // 2] = value
 
     def on_request(self, point: str, request_id: str) -> None:
         """Raise or sleep if this request is the one."""

@@ -42,6 +42,8 @@ struct FloatMath {
     static void store_value(Element* to, const Stored* const* values, int64_t head_dim) {
         for_each_vector(head_dim, [&](int64_t i, int64_t n) { store(to + i, load_some(values[0] + i, n)); });
     }
+    // Makes zero what lies outside of [first, last], counted from the step's own first number.
+    static void clip(Element*, int64_t, int64_t) {}
 };
 
 #if defined(__AVX512BF16__)
@@ -77,6 +79,12 @@ struct DotMath {
             const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
             _mm512_storeu_si512(to + i, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
         });
+    }
+    static void clip(Element* values, int64_t first, int64_t last) {
+        for (int i = 0; i < W; i++) {
+            if (first > 0) values[i].low = bf16{};
+            if (last < 1) values[i].high = bf16{};
+        }
     }
 };
 #endif
@@ -182,6 +190,9 @@ class Attention {
                 locate(*then, then->begin / kChunk * kChunk, then->end, next);
             }
             load_chunk(keys, here, last && !then ? nullptr : next);
+            // Zero times what is no number is none: where rows see different keys, those that one does not see must not be touched.
+            const bool differ = tile.tokens > 1 && (c_.window || position(tile, 0) < chunk + keys - 1);
+            careful_ = differ && !values_are_finite(round_up(keys, kKeyVectors * W));
             // Groups of rows that differ by at most one: a group of one or two would not keep the arithmetic units busy.
             const int64_t groups = (tile.rows + kRows - 1) / kRows;
             for (int64_t g = 0; g < groups; g++) {
@@ -347,6 +358,10 @@ class Attention {
         }
         float decay[W];
         softmax_rows<Rows>(tile, row, chunk, padded, decay, sums);
+        if (careful_) {
+            for (int r = 0; r < Rows; r++) add_seen_values(tile, row, r, chunk, keys, decay[r], sums);
+            return;
+        }
         int64_t column = 0;
         for (; column + kValueVectors * W <= shape_.padded_dim; column += kValueVectors * W) {
             add_values<Rows, kValueVectors>(row, column, padded, decay, sums);
@@ -371,6 +386,35 @@ class Attention {
         }
         for (int r = 0; r < Rows; r++) {
             for (int v = 0; v < Vectors; v++) store(out + r * shape_.padded_dim + v * W, sum[r][v]);
+        }
+    }
+
+    bool values_are_finite(int64_t padded) const {
+        const Element zero{};
+        constexpr int kSums = 4;  // independent, so that none waits for another
+        vf sums[kSums] = {};
+        const int64_t count = padded / Math::kStep * shape_.padded_dim;  // padded / kStep is a multiple of kSums
+        for (int64_t i = 0; i < count; i += kSums * W) {
+            for (int k = 0; k < kSums; k++) sums[k] = Math::multiply(sums[k], &zero, w_.values + i + k * W);
+        }
+        return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])) == 0.0f;
+    }
+
+    // `add_values` for row `row + r`, with the same roundings, of the values that it sees and no others.
+    void add_seen_values(const Tile& tile, int64_t row, int r, int64_t chunk, int64_t keys, float decay, const Sums& sums) {
+        const Range seen = visible(tile, row + r, chunk);
+        const int64_t last = std::min<int64_t>(seen.last, keys - 1);
+        const Element* probs = w_.probs + r * (kChunk / Math::kStep);
+        for (int64_t column = 0; column < shape_.padded_dim; column += W) {
+            float* out = sums.out + (row + r) * shape_.padded_dim + column;
+            vf sum = load(out) * decay;
+            for (int64_t key = seen.first / Math::kStep * Math::kStep; key <= last; key += Math::kStep) {
+                Element values[W];
+                std::copy_n(w_.values + key / Math::kStep * shape_.padded_dim + column, W, values);
+                Math::clip(values, seen.first - key, last - key);
+                sum = Math::multiply(sum, probs + key / Math::kStep, values);
+            }
+            store(out, sum);
         }
     }
 
@@ -452,6 +496,7 @@ class Attention {
     const Workspace<Math>& w_;
     const Shape<Math> shape_;
     const int64_t group_;
+    bool careful_ = false;  // the chunk at hand has values that are not finite, and not every row sees all keys
 };
 
 int64_t segments_of(const Tile& tile) {

@@ -6,11 +6,12 @@ import itertools
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.core.simulation import EOS, Simulation, expected_output, full_layout, mixed_layout
-from vllm.core.plan import StepPlan
+from vllm.core.plan import StepPlan, StepResult
 from vllm.core.policies import DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import SchedulerLimits
 
@@ -215,6 +216,31 @@ def test_a_request_that_breaks_the_step_ends_alone(depth: int) -> None:
         if key != "4":
             assert sim.finished[key] == "length" and sim.output[key] == expected_output(prompt, 20)
     assert sim.scheduler.kv.pool.num_free == 99
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_finds_the_blocks_of_a_request_that_failed(depth: int) -> None:
+    """Its numbers may be none, also in front of the token that was to blame."""
+    sim = Simulation(full_layout(), 100, limits(), depth)
+    prompt = list(range(30))
+    collect = sim.device.collect
+
+    def fails() -> StepResult:
+        return replace(collect(), errors={0: "not finite"})
+
+    sim.add("good", prompt, 4)
+    sim.run()
+    sim.device.collect = fails  # type: ignore[method-assign]
+    sim.add("bad", [*prompt, 1, 2, 3, 4, 5], 4)
+    sim.run()
+    sim.device.collect = collect  # type: ignore[method-assign]
+    assert sim.finished == {"good": "length", "bad": "error"}
+    assert sim.scheduler.kv.pool.num_free == 99
+    hits = sim.scheduler.stats().prefix_cache_hits
+    sim.add("again", prompt, 4)
+    sim.run()
+    assert sim.output["again"] == sim.output["good"]
+    assert sim.scheduler.stats().prefix_cache_hits == hits == 28
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -241,6 +241,29 @@ def test_any_part_of_a_prompt_gives_the_same_bits_as_the_whole(native, data):
         assert torch.equal(native.attend(q[begin:end], kv_cache, params, *part), whole[begin:end])
 
 
+@quick
+@given(data=st.data())
+def test_tokens_before_one_that_is_no_number_have_the_same_bits(native, data):
+    """NaN or infinities in a key and value reach the queries that see it, no others: zero times NaN would be NaN."""
+    draw = data.draw
+    length, head_dim = draw(st.integers(2, 300)), draw(st.sampled_from([12, 40, 64]))
+    kv_heads, group = draw(st.sampled_from([(1, 7), (2, 1), (2, 3)]))
+    dtype, window = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([None, 1, 9, 100]))
+    torch.manual_seed(length)
+    kv_cache, step, tables = long_batch([length], [length], kv_heads, head_dim, dtype)
+    q = torch.randn(length, kv_heads * group, head_dim).to(dtype)
+    params = AttentionParams(head_dim**-0.5, window)
+    clean = native.attend(q, kv_cache, params, step, tables)
+    at, number = draw(st.integers(0, length - 1)), draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+    block, slot = int(tables.block_table[0, at // 16]), at % 16
+    kv_cache[:, block, :, slot, draw(st.integers(0, head_dim - 1))] = number
+    got = native.attend(q, kv_cache, params, step, tables)
+    seen = slice(at, length if window is None else min(length, at + window))
+    assert not torch.isfinite(got[seen]).all(-1).any()
+    got[seen] = clean[seen]
+    assert torch.equal(got, clean)
+
+
 # ---- norms, activations, rotation
 
 

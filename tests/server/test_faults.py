@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import shutil
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.server.engines import OPTIONS, PROMPTS, all_final, assert_idle, core_pid, final, greedy, running
-from vllm import LLM
-from vllm.engine.async_llm_engine import AsyncEngineDeadError
+from vllm import LLM, SamplingParams
+from vllm.engine.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
 from vllm.exceptions import EngineGenerateError
 from vllm.faults import Faults, InjectedFault
 
@@ -82,6 +87,111 @@ async def test_nan_in_one_row_ends_one_request(model_folder, offline, monkeypatc
         assert all(texts[i] == offline[i] for i in range(32) if i not in failed)
         await assert_idle(engine)
         assert await all_final(engine, PROMPTS, greedy(LONG), "again") == offline
+
+
+# Batches of 32 whose tokens are chosen by different code: the maximum; drawn; everything that changes logits, several
+# sequences, logprobs and beams side by side.
+ALL_KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {5: 3.0}},
+    {"temperature": 1.0, "seed": 5, "n": 3, "min_tokens": 5, "bad_words": ["the"]},
+    {"temperature": 1.0, "seed": 6, "top_k": 7, "min_p": 0.05, "allowed_token_ids": list(range(5, 200))},
+    {"temperature": 0.0, "n": 2, "use_beam_search": True},
+    {"temperature": 0.0, "logprobs": 3, "stop_token_ids": [1]},
+)
+BATCHES: dict[str, list[SamplingParams]] = {
+    "greedy": [greedy(LONG)] * 32,
+    "drawn": [SamplingParams(temperature=0.8, seed=i, max_tokens=LONG, ignore_eos=True) for i in range(32)],
+    "all kinds": [SamplingParams(**ALL_KINDS[i % 7], max_tokens=LONG, ignore_eos=True) for i in range(32)],
+}
+NOT_FINITE = ("forward.logits@{}:nan", "forward.logits@{}:inf", "forward.logits@{}:-inf")
+NOT_FINITE += ("forward.logit@{}:nan", "forward.logit@{}:inf", "forward.logit@{}:-inf")
+
+
+async def texts_of(engine: AsyncLLMEngine, batch: list[SamplingParams], tag: str) -> list[Any]:
+    """The texts of a batch, a tuple for each request, or its exception."""
+
+    async def one(i: int) -> tuple[str, ...]:
+        return tuple(o.text for o in (await final(engine, PROMPTS[i], batch[i], f"{tag}-{i}")).outputs)
+
+    return await asyncio.gather(*(one(i) for i in range(32)), return_exceptions=True)
+
+
+async def whole_steps_without_a_finite_number(folder: Path, separate: bool, rounds: int) -> tuple[int, int]:
+    """T17: steps whose rows are all NaN, inf or -inf, or have one such logit each, in three kinds of batches. Every
+    request of the step ends with the error, later ones are exact. A beam search may be between two of its own steps
+    then; if so it is exact, too. Returns how many others ended, and how many texts after it all were exact.
+    """
+    patch = pytest.MonkeyPatch()
+    patch.delenv("VLLM_FAULTS", raising=False)
+    async with running(folder, max_num_seqs=96, separate=separate) as engine:
+        want = {name: await texts_of(engine, batch, name) for name, batch in BATCHES.items()}
+        assert not [t for texts in want.values() for t in texts if isinstance(t, BaseException)]
+    # One fault every 60 steps: long after all requests of a batch have begun, long before the first has ended.
+    kinds = [(point, name) for _ in range(rounds) for point in NOT_FINITE for name in BATCHES]
+    patch.setenv("VLLM_FAULTS", ",".join(p.format(60 * (i + 1)) for i, (p, _) in enumerate(kinds)))
+    ended = exact = 0
+    try:
+        async with running(folder, max_num_seqs=96, separate=separate) as engine:
+            for i, (point, name) in enumerate(kinds):
+                found = await texts_of(engine, BATCHES[name], f"{i}")
+                for text, params, alone in zip(found, BATCHES[name], want[name], strict=True):
+                    if isinstance(text, EngineGenerateError) and "not finite" in str(text):
+                        ended += not params.use_beam_search
+                    else:
+                        assert params.use_beam_search and text == alone, (point, name, text)
+                await assert_idle(engine)
+            await engine.check_health()
+            for name, batch in BATCHES.items():
+                exact += sum(a == b for a, b in zip(await texts_of(engine, batch, name), want[name], strict=True))
+            await assert_idle(engine)
+    finally:
+        patch.undo()
+    return ended, exact
+
+
+async def test_steps_without_a_finite_number_end_all_their_requests(model_folder):
+    ended, exact = await whole_steps_without_a_finite_number(model_folder, separate=False, rounds=1)
+    print(f"T17: whole steps: {ended} of 552 ended with the error, {exact} of 96 after them exact")
+    assert (ended, exact) == (552, 96)
+
+
+def damage(source: Path, folder: Path, tokens: list[int]) -> Path:
+    """Copy the model and make the embeddings of these tokens NaN, inf and -inf by turns."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for i, token in enumerate(tokens):
+        tensors["model.embed_tokens.weight"][token] = float(("nan", "inf", "-inf")[i % 3])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("separate", [True, False])
+async def test_damaged_weights_hurt_only_who_uses_them(model_folder, tmp_path, separate):
+    """T17 without a fault point: requests with damaged tokens leave NaN in blocks of the cache that others get next."""
+    rng = random.Random(17)
+    prompts = [[rng.randrange(5, 300) for _ in range(rng.randint(1, 60))] for _ in range(32)]
+    with LLM(str(model_folder), **{k: v for k, v in OPTIONS.items() if k != "disable_log_requests"}) as llm:
+        good = [{"prompt_token_ids": p} for p in prompts]
+        outputs = [o.outputs[0] for o in llm.generate(good, greedy(30), use_tqdm=False)]
+    want = [o.text for o in outputs]
+    used = {5, *(t for p in prompts for t in p), *(t for o in outputs for t in o.token_ids)}
+    tokens = [t for t in range(5, 320) if t not in used][:3]
+    damaged = damage(model_folder, tmp_path / "model", tokens)
+    bad = [{"prompt_token_ids": [*p[: i % 40], tokens[i % 3], *p[i % 40 :]]} for i, p in enumerate(prompts)]
+    # Room for about ten requests at once, so that blocks go round.
+    ended = exact = 0
+    async with running(damaged, num_gpu_blocks_override=120, max_num_seqs=10, separate=separate) as engine:
+        for round_ in range(3):
+            mixed = [p for pair in zip(bad, good, strict=True) for p in pair]
+            found = await all_final(engine, mixed, greedy(30), f"{round_}")
+            ended += sum(isinstance(t, EngineGenerateError) and "not finite" in str(t) for t in found[::2])
+            after = await all_final(engine, good, greedy(30), f"after {round_}")
+            exact += sum(a == b for a, b in zip([*found[1::2], *after], [*want, *want], strict=True))
+            await assert_idle(engine)
+    assert (ended, exact) == (96, 192)
+    print(f"T17: damaged weights: {ended} of 96 requests ended with the error, {exact} of 192 others exact")
 
 
 async def test_slow_tokenizer_holds_up_nobody_else(model_folder, offline, monkeypatch):

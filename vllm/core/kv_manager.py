@@ -154,6 +154,14 @@ class KVManager:
         self.settle()
         self.pool.reset_cache()
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find the blocks of a request that failed: what they hold may be no numbers."""
+        self.settle()
+        for table in request.tables:
+            for block in table:
+                if block != NULL_BLOCK:
+                    self.pool.forget(block)
+
     # -- release -------------------------------------------------------------------------------------------------------
 
     def free(self, requests: Iterable[Request]) -> None:

@@ -422,6 +422,7 @@ class Scheduler:
             if request.status is finished_status:
                 continue
             if extras and i in errors:
+                self.kv.forget(request)
                 finished.append(request)
                 outputs.append(CoreOutput(request.id, [], finish_reason="error", error=errors[i]))
                 continue
