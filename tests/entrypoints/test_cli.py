@@ -83,7 +83,8 @@ def test_an_unknown_command_is_named(capsys):
 
 def test_an_unknown_kind_of_bench_shows_the_kinds(capsys):
     assert run(["bench", "speed"]) == 2
-    assert "latency,throughput,serve" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "unknown kind 'speed'" in error and "latency,throughput,serve" in error
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,9 @@ def test_bad_flags_exit_with_2_and_name_the_flag(argv, message, capsys):
     with pytest.raises(SystemExit) as stop:
         run(argv)
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) < 10, "the message is not hidden behind all flags"
 
 
 def test_the_installed_command_runs():
@@ -257,6 +260,8 @@ def test_every_flag_of_every_command_is_explained():
         (["throughput", "--num-prompts", "0"], "--num-prompts must be 1 or more"),
         (["throughput", "--n", "0"], "--n must be 1 or more"),
         (["throughput", "--dataset", "/nowhere/x.json"], "There is no file /nowhere/x.json"),
+        (["throughput", "--output-json", "/nowhere/x.json"], "in a folder that exists, got /nowhere/x.json"),
+        (["latency", "--output-json", "/"], "--output-json must be a file in a folder that exists, got /"),
     ],
 )
 def test_a_measurement_that_cannot_be_made_is_one_line(argv, message, capsys):

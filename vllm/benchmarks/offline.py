@@ -63,6 +63,9 @@ def _check(parser: FlexibleArgumentParser, args: argparse.Namespace) -> None:
     dataset = getattr(args, "dataset", None)
     if dataset is not None and not dataset.is_file():
         parser.error(f"There is no file {dataset}; --dataset takes conversations in ShareGPT's format")
+    output = args.output_json
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        parser.error(f"--output-json must be a file in a folder that exists, got {output}")
 
 
 def _measure(kind: str, args: argparse.Namespace) -> int:

@@ -7,9 +7,10 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _MAX_CONFIG_BYTES = 2**20
+_SHORT_USAGE = 20  # flags whose usage fits on a screen
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _FLAG_ACTIONS = (argparse.BooleanOptionalAction, argparse._StoreTrueAction, argparse._StoreFalseAction)
 
@@ -47,6 +48,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             hints = "".join(self._near(word) for word in unknown if word.startswith("-"))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hints}")
         return found
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2: the message alone, where a usage of hundreds of flags would hide it."""
+        if len(self._actions) <= _SHORT_USAGE:
+            super().error(message)
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains all flags.\n")
 
     def _near(self, word: str) -> str:
         key = word.partition("=")[0]
@@ -211,6 +218,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             action = self._option_string_actions.get(option.partition(".")[0])
             if action is None:
                 self.error(f"{file}: unknown option {key!r}{self._near(option)}")
+            if action.dest == "config":
+                self.error(f"{file}: a config file cannot name another one")
             if id(action) not in mentioned and value is not None:
                 words.extend(self._words_of_value(option, action, value))
         return words

@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
         return run_offline(kind, argv[2:])
     text = "usage: vllm bench {latency,throughput,serve} ...\n\n"
     text += "\n".join(f"  {name:<11} {what}" for name, what in KINDS.items())
+    if len(argv) > 1 and not kind.startswith("-"):
+        text = f"vllm bench: unknown kind {kind!r}\n\n{text}"
     wanted = kind in ("-h", "--help")
     print(text, file=sys.stdout if wanted else sys.stderr)
     return 0 if wanted else 2
