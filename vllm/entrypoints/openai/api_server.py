@@ -264,11 +264,18 @@ def bind(args: argparse.Namespace) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket, *, tls: bool) -> str:
+    """Where clients find what listens there."""
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def uvicorn_config(app: FastAPI, args: argparse.Namespace) -> Any:
     """How uvicorn serves the application: our bounds on connections, its parser, the operator's TLS."""
     import uvicorn
 
     from vllm.entrypoints.openai.connection import connection_class
+    from vllm.entrypoints.openai.open_files import room_for_connections
 
     direct = not args.middleware  # the operator's may want to see what is sent
     return uvicorn.Config(
@@ -279,7 +286,9 @@ def uvicorn_config(app: FastAPI, args: argparse.Namespace) -> Any:
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
-        http=connection_class(args.header_timeout, args.max_connections, args.write_timeout, direct),
+        http=connection_class(
+            args.header_timeout, room_for_connections(args.max_connections), args.write_timeout, direct
+        ),
         ws="none",
         timeout_keep_alive=75,
         h11_max_incomplete_event_size=64 * 1024,
@@ -332,7 +341,6 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     await engine.check_health()  # begins to listen to the core
     gc.freeze()  # what start-up has made stays: collections need not look at it again and again
     collecting = asyncio.ensure_future(collect_when_idle(lambda: engine.get_num_unfinished_requests() == 0))
-    host, port = listener.getsockname()[:2]
     if args.ssl_keyfile:  # a client that never says hello must not hold a connection for asyncio's full minute
         loop.create_server = functools.partial(  # type: ignore[method-assign]
             loop.create_server, ssl_handshake_timeout=args.header_timeout
@@ -340,7 +348,7 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.005)
-    logger.info("Serving on http%s://%s:%d", "s" if args.ssl_keyfile else "", host, port)
+    logger.info("Serving on %s", url_of(listener, tls=bool(args.ssl_keyfile)))
     watching = asyncio.ensure_future(_watch(engine))
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({serving, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)

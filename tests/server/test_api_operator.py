@@ -1,0 +1,84 @@
+"""What the one who runs a server sees: its limits of the machine, its address, its config file."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+
+from vllm.entrypoints.openai.api_server import bind, url_of
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.openai.open_files import OTHER_FILES, room_for_connections
+from vllm.utils.argparse import FlexibleArgumentParser
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "room", "raised"),
+    [
+        (1024, 524288, 4096, 4096 + OTHER_FILES),
+        (1024, resource.RLIM_INFINITY, 4096, 4096 + OTHER_FILES),
+        (1024, 2000, 2000 - OTHER_FILES, 2000),
+        (64, 64, 32, 64),
+        (65536, 524288, 4096, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, None),
+    ],
+)
+def test_connections_fit_into_the_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soft: int,
+    hard: int,
+    room: int,
+    raised: int | None,
+) -> None:
+    """A limit that can be raised is raised; else fewer connections are served, and the log says so."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        assert room_for_connections(4096) == room
+    assert asked == ([] if raised is None else [(raised, hard)])
+    assert (f"it serves {room} connections at once, not 4096" in caplog.text) == (room < 4096)
+
+
+def test_a_limit_that_the_system_does_not_raise_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 524288))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert room_for_connections(4096) == 1024 - OTHER_FILES
+
+
+@pytest.mark.parametrize(("host", "url"), [("::1", "https://[::1]:"), ("127.0.0.1", "https://127.0.0.1:")])
+def test_the_address_in_the_log_can_be_opened(host: str, url: str) -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    try:
+        listener = bind(parser.parse_args(["--host", host, "--port", "0"]))
+    except ValueError:
+        assert host == "::1" and not _has_ipv6()
+        return
+    with listener:
+        assert url_of(listener, tls=True) == f"{url}{listener.getsockname()[1]}"
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_config_file_names_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("port: 1\nconfig: other.yaml\n")
+    with pytest.raises(SystemExit):
+        make_arg_parser(FlexibleArgumentParser()).parse_args(["--config", str(file)])
+    assert "a config file cannot name another one" in capsys.readouterr().err
