@@ -21,9 +21,8 @@ from vllm.entrypoints.openai.routes import answer, context_of, health, read, str
 from vllm.entrypoints.openai.sse import EventStream
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.entrypoints.openai.limits import App
     from vllm.outputs import RequestOutput
 
 router = APIRouter()
@@ -69,7 +68,7 @@ class _Texts:
         return b""
 
 
-def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
+def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> App:
     """The application with its one route, behind the same layers as the large server's."""
     from fastapi import FastAPI
 
@@ -78,8 +77,7 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
     app.state.context = make_context(args, engine)
     app.include_router(router)
     add_error_handlers(app)
-    add_layers(app, args)
-    return app
+    return add_layers(app, args, router, {"/generate"})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +28,17 @@ from vllm.utils.event_loop import run_event_loop
 from vllm.version import __version__
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from fastapi import APIRouter, FastAPI
 
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.entrypoints.openai.limits import App
 
 logger = init_logger("vllm.entrypoints.openai.api_server")  # also when run as __main__
 
 # Of each connection (inherited from the listener): what a client that does not read may make the kernel hold.
 SEND_BUFFER_BYTES = 128 * 1024
 HEALTH_POLL_SECONDS = 0.5
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 # After this long, work beside the event loop (large bodies and answers) gives way to it.
 SWITCH_SECONDS = 0.0005
 WEB_FOLDER = Path(__file__).parent.parent / "web"
@@ -46,7 +48,7 @@ CSP = (
 )
 
 
-def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
+def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> App:
     """The application with all its layers, around a running engine."""
     from fastapi import FastAPI
 
@@ -66,21 +68,22 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> FastAPI:
     add_error_handlers(app)
     if not args.disable_web_ui and (WEB_FOLDER / "index.html").is_file():
         _add_page(app)
-    add_layers(app, args)
-    return app
+    return add_layers(app, args, router, GENERATING_ROUTES)
 
 
-def add_layers(app: FastAPI, args: argparse.Namespace) -> None:
-    """What every request passes before a route: counting, CORS (a page must be able to read a refusal, too), limits and
-    key, the operator's own middleware.
+def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter, generating: Collection[str]) -> App:
+    """What every request passes before a route, in this order: counting, CORS (a page must be able to read a refusal,
+    too), limits and key, the operator's own middleware. Routes of the router at the paths `generating` are then called
+    directly, unless there is such middleware, or a prefix to take off the path.
     """
     from starlette.middleware.cors import CORSMiddleware
 
+    from vllm.entrypoints.openai.direct import DirectRoutes
     from vllm.entrypoints.openai.limits import KeyChecker, Limits, LimitsMiddleware, RequestIdMiddleware
     from vllm.metrics.http import HttpMetrics, HttpMetricsMiddleware
 
     for path in args.middleware:
-        _add_middleware(app, load_middleware(path))
+        _add_middleware(application, load_middleware(path))
     keys = list(args.api_key or ())
     if envs.VLLM_API_KEY:
         keys.append(envs.VLLM_API_KEY)
@@ -90,21 +93,22 @@ def add_layers(app: FastAPI, args: argparse.Namespace) -> None:
     if args.root_path:  # proxies that leave the prefix in place
         open_paths |= {args.root_path.rstrip("/").encode() + path for path in open_paths}
     limits = Limits(max_body_bytes=args.max_body_size, body_timeout=args.body_timeout, write_timeout=args.write_timeout)
+    app: App = application if args.middleware or args.root_path else DirectRoutes(application, router, generating)
     if args.enable_request_id_headers:
-        app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(LimitsMiddleware, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
-    app.add_middleware(
-        CORSMiddleware,
+        app = RequestIdMiddleware(app)
+    app = LimitsMiddleware(app, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
+    app = CORSMiddleware(
+        app,
         allow_origins=args.allowed_origins,
         allow_credentials=args.allow_credentials,
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
     )
-    app.state.http_metrics = HttpMetrics()
-    app.add_middleware(HttpMetricsMiddleware, metrics=app.state.http_metrics)
+    application.state.http_metrics = HttpMetrics()
+    return HttpMetricsMiddleware(app, metrics=application.state.http_metrics)
 
 
-AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "FastAPI"]
+AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "App"]
 
 
 def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
@@ -139,14 +143,12 @@ def add_error_handlers(app: FastAPI) -> None:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
+    from vllm.entrypoints.openai.direct import crash_response, error_response
     from vllm.entrypoints.openai.errors import APIError, error_body, status_phrase
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, APIError)
-        body = error.body
-        if error.status == 415:
-            body = {"detail": error.message, **body}
-        return JSONResponse(body, status_code=error.status, headers=error.headers)
+        return error_response(error)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -156,9 +158,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     async def on_crash(request: Request, error: Exception) -> Response:
-        logger.error("Unexpected error in a route", exc_info=error)
-        text = "The server failed to process the request."
-        return JSONResponse(error_body(text, "InternalServerError", 500), status_code=500)
+        return crash_response(error)
 
     app.add_exception_handler(APIError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
@@ -270,7 +270,7 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def uvicorn_config(app: FastAPI, args: argparse.Namespace) -> Any:
+def uvicorn_config(app: App, args: argparse.Namespace) -> Any:
     """How uvicorn serves the application: our bounds on connections, its parser, the operator's TLS."""
     import uvicorn
 

@@ -34,7 +34,8 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        return error_body(self.message, self.type, self.status, self.param)
+        body = error_body(self.message, self.type, self.status, self.param)
+        return {"detail": self.message, **body} if self.status == 415 else body
 
 
 def bad_request(message: str, param: str | None = None) -> APIError:
