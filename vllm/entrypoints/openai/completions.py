@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import CompletionRequest
-from vllm.entrypoints.openai.sampling import check_sizes, resolve_max_tokens, to_sampling_params
+from vllm.entrypoints.openai.sampling import check_sizes, kept_tokens, resolve_max_tokens, to_sampling_params
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
@@ -89,8 +89,8 @@ async def _tokens(context: ServerContext, request: CompletionRequest, prompt: st
         ids = await context.encode(prompt, request.add_special_tokens, truncated)
     else:
         ids = prompt
-    limit = request.truncate_prompt_tokens
-    if limit is not None and limit >= 1:
+    limit = kept_tokens(request, context.max_model_len, request.max_tokens)
+    if limit is not None:
         if not isinstance(prompt, str) and ids:
             context.engine.input_processor.check_token_ids(ids)  # also those that are cut off
         ids = ids[-limit:]

@@ -88,6 +88,18 @@ def to_sampling_params(
     )
 
 
+def kept_tokens(
+    request: CompletionRequest | ChatCompletionRequest, max_model_len: int, max_tokens: int | None
+) -> int | None:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; None for all. -1: all that leave room for the
+    `max_tokens` that are asked for, or for one.
+    """
+    limit = request.truncate_prompt_tokens
+    if limit == -1:
+        return max(1, max_model_len - max(1, max_tokens or 1))
+    return limit if limit is not None and limit >= 1 else None  # SamplingParams refuses what is no limit
+
+
 def resolve_max_tokens(
     asked: int | None, prompt_tokens: int, max_model_len: int, default: dict[str, Any], what: str = "messages"
 ) -> int:
