@@ -379,6 +379,44 @@ def test_chat(llm):
     assert_idle(llm)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"tools": "weather"}, TypeError, "tools must be a list of dictionaries that describe functions, got weather"),
+        ({"tools": [5]}, TypeError, "tools must be a list of dictionaries"),
+        ({"chat_template_kwargs": 5}, TypeError, "chat_template_kwargs must be a dictionary, got int"),
+        ({"chat_template_kwargs": {"messages": []}}, ValueError, "own variables; messages is none of them"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, ValueError, "add_generation_prompt is none of"),
+    ],
+)
+def test_wrong_options_of_chat(llm, options, error, text):
+    for call in (llm.chat, llm.enqueue_chat):
+        with pytest.raises(error, match=text):
+            call([{"role": "user", "content": "Hello"}], GREEDY, **options)
+
+
+def test_queued_chats_take_the_options_of_chat(llm):
+    conversation = [{"role": "user", "content": "Hello"}]
+    options = {
+        "chat_template": "{{ documents[0].text }}{{ messages[0].content[0].text }}{{ mood }}",
+        "chat_template_content_format": "openai",
+        "chat_template_kwargs": {"mood": "!" * 30, "documents": [{"text": "a"}]},
+        "tokenization_kwargs": {"truncate_prompt_tokens": 9},
+    }
+    (now,) = llm.chat(conversation, GREEDY, use_tqdm=False, **options)
+    assert len(now.prompt_token_ids) == 9
+    llm.enqueue_chat(conversation, GREEDY, **options)
+    (later,) = llm.wait_for_completion(use_tqdm=False)
+    assert (later.prompt, later.prompt_token_ids) == (now.prompt, now.prompt_token_ids)
+    with pytest.raises(TypeError, match="^enqueue_chat has no argument 'temperature'; it takes those of chat.$"):
+        llm.enqueue_chat(conversation, GREEDY, temperature=0)
+
+
+def test_a_missing_chat_template_is_found_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="nothing.jinja. appears path-like, but doesn't exist"):
+        LLM("no-such-model", chat_template=str(tmp_path / "nothing.jinja"))
+
+
 def test_queue_now_and_wait_later(llm):
     ids = llm.enqueue(PROMPTS[:2], GREEDY, use_tqdm=False)
     chat_ids = llm.enqueue_chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)

@@ -20,6 +20,11 @@ from jinja2.visitor import NodeTransformer
 MAX_SECONDS = 5.0
 MAX_CHARACTERS = 10 << 20  # of the rendered text, and of any text the template builds on the way
 MAX_TEMPLATE_CHARACTERS = 1 << 20
+# Variables of a template that have an argument (or field of a request) of their own, or none that a user may set.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "template", "tokenize", "tokenizer"}
+    | {"add_generation_prompt", "continue_final_message", "content_format", "is_literal", "special_tokens"}
+)
 _TICKS_PER_LOOK = 256
 _BUDGET = "__budget__"
 # It ends in a space so that a template which strips message contents is recognised.

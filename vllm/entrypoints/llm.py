@@ -16,7 +16,15 @@ from vllm.engine.input_processor import RequestInput
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
-from vllm.entrypoints.llm_forms import as_list, final_only, merge_legacy, raise_if_failed
+from vllm.entrypoints.llm_forms import (
+    CHAT_OPTIONS,
+    as_list,
+    check_chat_options,
+    check_path_of_template,
+    final_only,
+    merge_legacy,
+    raise_if_failed,
+)
 from vllm.entrypoints.progress import Progress, ProgressBar
 from vllm.entrypoints.turn import Turn
 from vllm.exceptions import GenerationError
@@ -107,6 +115,7 @@ class LLM:
         # Who runs a batch waits for its result, and has a progress bar instead of statistics.
         kwargs.setdefault("disable_log_stats", True)
         self._chat_template: Path | str | None = kwargs.pop("chat_template", None)
+        check_path_of_template(self._chat_template)
         arguments = EngineArgs(
             model=model,
             tokenizer=tokenizer,
@@ -221,14 +230,14 @@ class LLM:
         """
         prompts = self._render(
             messages,
+            tokenization_kwargs,
             chat_template=chat_template,
-            content_format=chat_template_content_format,
+            chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             mm_processor_kwargs=mm_processor_kwargs,
             chat_template_kwargs=chat_template_kwargs,
-            add_special_tokens=(tokenization_kwargs or {}).get("add_special_tokens", False),
         )
         return self.generate(
             prompts,
@@ -298,12 +307,16 @@ class LLM:
         use_tqdm: ProgressBar = True,
         lora_request: LoRARequest | None = None,
         priority: list[int] | None = None,
+        *,
+        tokenization_kwargs: dict[str, Any] | None = None,
         **chat_options: Any,
     ) -> list[str]:
         """Queue conversations; the options are those of `chat`."""
-        content_format = chat_options.pop("chat_template_content_format", "auto")
-        prompts = self._render(messages, content_format=content_format, **chat_options)
-        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm)
+        unknown = sorted(chat_options.keys() - CHAT_OPTIONS)
+        if unknown:
+            raise TypeError(f"enqueue_chat has no argument {unknown[0]!r}; it takes those of chat.")
+        prompts = self._render(messages, tokenization_kwargs, **chat_options)
+        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, tokenization_kwargs)
 
     def wait_for_completion(self, output_type: type[Any] | None = None, *, use_tqdm: ProgressBar = True) -> list[Any]:
         """Run what `enqueue` has queued. Returns the outputs in that order; TypeError if not of `output_type`."""
@@ -528,18 +541,20 @@ class LLM:
     def _render(
         self,
         messages: Any,
+        tokenization_kwargs: dict[str, Any] | None,
         *,
         chat_template: Path | str | None = None,
-        content_format: ContentFormatOption = "auto",
+        chat_template_content_format: ContentFormatOption = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        add_special_tokens: bool = False,
     ) -> list[Any]:
         """The prompts of one or several conversations."""
         _refuse_processor_options(mm_processor_kwargs)
+        check_chat_options(tools, chat_template_kwargs)
+        add_special_tokens = (tokenization_kwargs or {}).get("add_special_tokens", False)
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
         tokenizer = self.llm_engine.tokenizer
         prompts = []
@@ -548,7 +563,7 @@ class LLM:
                 tokenizer,
                 conversation,
                 chat_template=chat_template or self._chat_template,
-                content_format=content_format,
+                content_format=chat_template_content_format,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,

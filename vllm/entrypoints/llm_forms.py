@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.input_processor import listed
+from vllm.entrypoints.chat_template import RESERVED_VARIABLES
+from vllm.entrypoints.chat_utils import validate_chat_template
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.validation import show
 
 if TYPE_CHECKING:
     from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest, LLMGuidedOptions
+
+CHAT_OPTIONS = {
+    "chat_template",
+    "chat_template_content_format",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "mm_processor_kwargs",
+    "chat_template_kwargs",
+}
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -60,6 +74,25 @@ def final_only(
             raise ValueError("Cannot set both guided_options_request and params.guided_decoding.")
         params.guided_decoding = guided.to_params()
     return params
+
+
+def check_path_of_template(chat_template: Path | str | None) -> None:
+    """Raise, before a model is loaded, for the path of a template's file that does not exist.
+
+    Anything else may be a template, or the name of one that the tokenizer has.
+    """
+    if isinstance(chat_template, Path) or (isinstance(chat_template, str) and chat_template.endswith(".jinja")):
+        validate_chat_template(chat_template)
+
+
+def check_chat_options(tools: Any, variables: Any) -> None:
+    """Raise TypeError or ValueError unless these are tools and variables for a chat template."""
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise TypeError(f"tools must be a list of dictionaries that describe functions, got {show(tools)}.")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dictionary, got {type(variables).__name__}.")
+    for name in sorted((RESERVED_VARIABLES - {"documents"}).intersection(variables or ())):
+        raise ValueError(f"chat_template_kwargs is for the template's own variables; {name} is none of them.")
 
 
 def raise_if_failed(outputs: list[RequestOutput]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
+from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import apply_chat_template
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
 from vllm.entrypoints.openai.completions import DONE, usage_of
@@ -15,15 +16,10 @@ from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.logprobs import TokenText, chat_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.sampling import check_sizes, resolve_max_tokens, to_sampling_params
+from vllm.entrypoints.openai.sampling import check_sizes, kept_tokens, resolve_max_tokens, to_sampling_params
 from vllm.outputs import CompletionOutput, RequestOutput
 
 PLAIN_END = '}, "logprobs": null, "finish_reason": null}]}\n\n'
-# Variables of a template that have a field of their own in the request, or none that a client may set.
-RESERVED_VARIABLES = frozenset(
-    {"messages", "conversation", "tools", "documents", "chat_template", "template", "tokenize", "tokenizer"}
-    | {"add_generation_prompt", "continue_final_message", "content_format", "is_literal", "special_tokens"}
-)
 
 
 @dataclass(slots=True)
@@ -84,11 +80,11 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     if (request.n or 1) > context.limits.max_sequences:
         raise bad_request(f"n may be at most {context.limits.max_sequences}.", "n")
     prompt = await render(context, request, request.tools)
-    limit = request.truncate_prompt_tokens
-    ids = await context.encode(prompt, request.add_special_tokens, truncated=limit is not None)
-    if limit is not None and limit >= 1:
-        ids = ids[-limit:]
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    limit = kept_tokens(request, context.max_model_len, asked)
+    ids = await context.encode(prompt, request.add_special_tokens, truncated=limit is not None)
+    if limit is not None:
+        ids = ids[-limit:]
     params = to_sampling_params(
         request,
         default=context.default_sampling,
