@@ -29,7 +29,7 @@ from vllm.executor.base import public_method
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.worker.model_runner import Handle
-from vllm.worker.worker import Worker
+from vllm.worker.worker import Worker, compile_ahead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,16 +178,17 @@ class MultiprocExecutor:
         timeout = config.parallel_config.distributed_timeout_seconds or _DEFAULT_TIMEOUT_S
         for rank in range(1, world):
             self._ranks.append(RankProcess(rank))
+        states = rendezvous.one_shot_states(config)
+        compiling = compile_ahead(config, rendezvous.dry_run(world, states))
         for rank_process in self._ranks:
             rank_process.receive()  # it runs: from here on, meeting it takes no longer than the others
         with rendezvous.open_listener() as listener:
             port = listener.getsockname()[1]
             for r in self._ranks:
                 r.send(codec.frame(codec.Begin(document, r.rank, world, port, timeout)))
-            states = rendezvous.one_shot_states(config)
             tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener, states)
             self._others.joined = True
-        worker = self._others.worker = Worker(config, tp)
+        worker = self._others.worker = Worker(config, tp, compiling)
         own = worker.count_blocks()
         num_blocks = min([own, *(self._ready(r) for r in self._ranks)])
         self._broadcast(codec.Start(num_blocks))

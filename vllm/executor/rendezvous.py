@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from vllm.distributed.one_shot import HiddenStates
+from vllm.distributed.one_shot import HiddenStates, without_memory
 from vllm.distributed.one_shot import create as create_one_shot
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.dtypes import dtype_of
@@ -34,10 +34,15 @@ def open_listener() -> socket.socket:
 
 def one_shot_states(config: VllmConfig) -> HiddenStates | None:
     """What `join` may sum by writing into other ranks' memory; None if it must not."""
-    if config.parallel_config.disable_custom_all_reduce:
+    if config.device_config.device != "cuda" or config.parallel_config.disable_custom_all_reduce:
         return None
     model = config.model_config
     return HiddenStates(model.get_hidden_size(), dtype_of(model.dtype))
+
+
+def dry_run(world: int, states: HiddenStates | None) -> TensorParallel:
+    """The first rank of a group that has not met yet, for finding out which kernels it will need."""
+    return TensorParallel(0, world, one_shot=None if states is None else without_memory(0, world, states))
 
 
 def join(

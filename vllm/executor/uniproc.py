@@ -10,7 +10,7 @@ from vllm.core.plan import StepPlan, StepResult
 from vllm.exceptions import EngineDeadError
 from vllm.executor.base import public_method
 from vllm.worker.model_runner import Handle
-from vllm.worker.worker import Worker
+from vllm.worker.worker import Worker, compile_ahead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,7 +20,7 @@ class UniprocExecutor:
     """Executes plans with a worker of its own."""
 
     def __init__(self, config: VllmConfig) -> None:
-        worker = Worker(config)
+        worker = Worker(config, compiling=compile_ahead(config))
         self._worker: Worker | None = worker
         self.kv_layout = worker.layout
         self.num_blocks = worker.count_blocks()

@@ -40,17 +40,33 @@ _WIDEST_LAYER = 1 << 16  # outputs; a weight with more of them makes logits
 _CPU_HINT = " On the CPU, the cache's size is set by VLLM_CPU_KVCACHE_SPACE (in GiB)."
 
 
+def compile_ahead(config: VllmConfig, tp: TensorParallel = SINGLE) -> Precompilation | None:
+    """Start to compile the first rank's kernels in processes of their own, while weights are loaded here. The other
+    ranks find what it has compiled.
+    """
+    if config.device_config.device != "cuda":
+        return None
+    from vllm.worker.cuda_precompile import start
+
+    cuda_early.finish()
+    ops.setup("cuda")  # the processes start with what this has imported
+    return start(config, torch.cuda.get_device_capability(tp.rank), tp)
+
+
 class Worker:
     """Made in three steps, as ranks must agree on the number of blocks: the model, `count_blocks()`, `start(n)`."""
 
-    def __init__(self, config: VllmConfig, tp: TensorParallel = SINGLE) -> None:
+    def __init__(
+        self, config: VllmConfig, tp: TensorParallel = SINGLE, compiling: Precompilation | None = None
+    ) -> None:
+        """compiling: what `compile_ahead` has started, on the first rank."""
         self.config = config
         self.tp = tp
         self.device = self._open_device()
         self.context: DeviceContext = create_context(self.device)
         ops.setup(self.device.type)
         attention = attention_backends.use(config.model_config.attention_backend, self.device)
-        self._compiling = self._compile_ahead()
+        self._compiling = compiling
         self.model = self._load()
         if config.lora_config is None and config.model_config.attention_backend != "TORCH_SDPA":
             ops.fuse(self.model, self.device.type)
@@ -75,15 +91,6 @@ class Worker:
             torch.cuda.set_device(device)
             return device
         raise RuntimeError(f"Not support device type: {kind}")
-
-    def _compile_ahead(self) -> Precompilation | None:
-        """Start to compile this model's kernels in processes of their own, while weights are loaded here."""
-        if self.device.type != "cuda" or not self.tp.is_first:  # the other ranks find what the first has compiled
-            return None
-        from vllm.worker.cuda_precompile import start
-
-        cuda_early.finish()
-        return start(self.config, torch.cuda.get_device_capability(self.device), self.tp)
 
     def _load(self) -> Any:
         from vllm.model_executor.model_loader import load_model

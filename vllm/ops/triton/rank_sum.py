@@ -80,8 +80,7 @@ def _sum_kernel(
     share = rows.to(tl.int64) * WORDS  # what one rank writes
     place = (epoch & 1) * WORLD * share + at
     for step in tl.static_range(1, WORLD):
-        peer: tl.constexpr = (RANK + step) % WORLD
-        inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
+        inbox = tl.load(inboxes + (RANK + step) % WORLD).to(tl.pointer_type(tl.int64))
         tl.store(inbox + place + RANK * share, letter, mask=keep)
     each: tl.constexpr = 2 if PAIRS else 1
     if NORM:  # while the words are on their way
@@ -92,21 +91,22 @@ def _sum_kernel(
     inbox = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
     lower = tl.zeros([WP], tl.float32)
     upper = tl.zeros([WP], tl.float32)
-    for sender in tl.static_range(WORLD):
-        if sender == RANK:
-            word = mine
-        else:
-            sent = inbox + place + sender * share
-            letter = tl.load(sent, mask=keep, other=0, volatile=True)
-            # 1 > 0 while something is missing
-            while tl.max((keep & ((letter >> 32).to(tl.int32) != epoch)).to(tl.int32), 0) > tl.load(
-                stopped, volatile=True
-            ):
-                letter = tl.load(sent, mask=keep, other=0, volatile=True)
-            word = letter.to(tl.int32)
-        lower += _lower(word, dtype, PAIRS)
-        if PAIRS:
-            upper += _upper(word, dtype)
+    missing = 1
+    while missing > 0:  # the sum of what is there; the last time, that is everything
+        lower = tl.zeros([WP], tl.float32)
+        upper = tl.zeros([WP], tl.float32)
+        wrong = tl.zeros([WP], tl.int32)
+        for sender in tl.static_range(WORLD):
+            if sender == RANK:
+                word = mine
+            else:
+                letter = tl.load(inbox + place + sender * share, mask=keep, other=0, volatile=True)
+                wrong |= (letter >> 32).to(tl.int32) ^ epoch
+                word = letter.to(tl.int32)
+            lower += _lower(word, dtype, PAIRS)
+            if PAIRS:
+                upper += _upper(word, dtype)
+        missing = tl.max((keep & (wrong != 0)).to(tl.int32), 0) - tl.load(stopped, volatile=True)
     tl.store(epochs + row, epoch)
     total = _word(lower, upper, dtype, PAIRS)
     if NORM:
