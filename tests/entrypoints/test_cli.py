@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.http_server import MODEL, Server
+from vllm.entrypoints.cli.client import _message
 from vllm.entrypoints.cli.main import COMMANDS, run, usage
 from vllm.version import __version__
 
@@ -132,8 +133,16 @@ def test_chat_sends_the_system_prompt_and_prints_the_answer(demo_server, url, ca
     assert capsys.readouterr().out == expected + "\n"
 
 
-def test_an_interactive_chat_remembers_the_turns(demo_server, url, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n\nWhat is 2 + 2?\n"))
+class Typed(io.StringIO):
+    """Lines that somebody types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("source", [Typed, io.StringIO])
+def test_a_chat_remembers_the_turns(demo_server, url, capsys, monkeypatch, source):
+    monkeypatch.setattr("sys.stdin", source("Hello!\n\nWhat is 2 + 2?\n"))
     assert run(["chat", "--url", url, "--temperature", "0", "--max-tokens", "24"]) == 0
     messages = [{"role": "user", "content": "Hello!"}]
     answers = []
@@ -141,8 +150,11 @@ def test_an_interactive_chat_remembers_the_turns(demo_server, url, capsys, monke
         body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 24}
         answers.append(demo_server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"])
         messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": following}]
-    # The empty line asks nothing: it only shows the prompt again.
-    assert capsys.readouterr().out.split("\n", 1)[1] == f"> {answers[0]}\n> > {answers[1]}\n> \n"
+    said = capsys.readouterr().out
+    if source is Typed:  # the empty line asks nothing: it only shows the prompt again
+        assert said.split("\n", 1)[1] == f"> {answers[0]}\n> > {answers[1]}\n> \n"
+    else:  # nothing but the answers
+        assert said == f"{answers[0]}\n{answers[1]}\n"
 
 
 @pytest.mark.parametrize("command", ["complete", "chat"])
@@ -159,6 +171,11 @@ def test_the_key_is_needed(demo_server, capsys, monkeypatch):
     assert run(argv) == 1
     assert "answered 401" in capsys.readouterr().err
     assert run([*argv, "--api-key", "sesame", "--max-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("body", ['{"error": {"message": "no"}}', '{"error": "no"}', '{"message": "no"}', "no"])
+def test_the_errors_of_all_servers_are_read(body):
+    assert _message(body.encode()) == "no"
 
 
 # -- complete and chat, against servers that misbehave -----------------------------------------------------------------

@@ -55,6 +55,22 @@ def test_variables_of_the_template_are_the_clients(server: Server) -> None:
     assert "--trust-request-chat-template" in message
 
 
+def test_a_prompt_is_cut_to_what_the_model_takes(server: Server) -> None:
+    """truncate_prompt_tokens=-1 leaves room for the answer."""
+    text = "word " * 600
+    answer = server.post(COMPLETIONS, {"prompt": text, "max_tokens": 5, "truncate_prompt_tokens": -1, "temperature": 0})
+    last = server.post("/tokenize", {"prompt": text}).json["tokens"][-507:]
+    same = server.post(COMPLETIONS, {"prompt": last, "max_tokens": 5, "temperature": 0})
+    assert answer.json["choices"] == same.json["choices"]
+    assert answer.json["usage"]["prompt_tokens"] == 507
+    messages = [{"role": "user", "content": text}]
+    answer = server.post(CHAT, {"messages": messages, "truncate_prompt_tokens": -1})
+    assert answer.json["usage"]["prompt_tokens"] == 511
+    answer = server.post(CHAT, {"messages": messages, "truncate_prompt_tokens": -1, "max_completion_tokens": 12})
+    assert answer.json["usage"]["prompt_tokens"] == 500
+    assert error_of(server, COMPLETIONS, {"prompt": text, "truncate_prompt_tokens": -2})[0] == 400
+
+
 def test_a_compressed_body_is_refused_by_name(server: Server) -> None:
     plain = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
     for encoding in ("gzip", "GZIP", "br, gzip"):

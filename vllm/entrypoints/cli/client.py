@@ -87,7 +87,9 @@ def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
 def _message(body: bytes) -> str:
     try:
         data = json.loads(body)
-        return str(data.get("message") or data.get("detail") or data)
+        nested = data.get("error")
+        found = nested.get("message") if isinstance(nested, dict) else nested
+        return str(found or data.get("message") or data.get("detail") or data)
     except (ValueError, AttributeError):
         return body[:500].decode(errors="replace")
 
@@ -126,11 +128,13 @@ def _inputs(quick: str | None) -> Iterator[str]:
     if quick is not None:
         yield quick
         return
+    typed = sys.stdin.isatty()  # out of a pipe, lines come without anybody to ask
     while True:
         try:
-            line = input("> ")
+            line = input("> " if typed else "")
         except EOFError:
-            print()
+            if typed:
+                print()
             return
         if line.strip():
             yield line
@@ -160,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         client = Client(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
         model = args.model_name or client.first_model()
-        if args.quick is None:
+        if args.quick is None and sys.stdin.isatty():
             print(f"{model} at {args.url}; end with Ctrl-D.")
         (_chat if argv[0] == "chat" else _complete)(client, args, model)
     except ServerError as error:
