@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -269,6 +270,18 @@ def test_a_request_that_takes_too_long_ends_with_an_error(flagged: Server) -> No
     last = sse_events(streamed.text)[-1]
     assert last["error"]["type"] == "TimeoutError"
     assert "not finished" in last["error"]["message"]
+
+
+def test_every_line_of_the_log_says_how_bad_and_when(flagged: Server) -> None:
+    """Also those of the HTTP server: one per request."""
+    flagged.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+    flagged.get("/nowhere?a=b")
+    lines = flagged.log.splitlines()
+    start = re.compile(r"(DEBUG|INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \S+\] ")
+    assert [line for line in lines if not start.match(line)] == []
+    access = [line.partition("] ")[2] for line in lines if " access] " in line]
+    assert re.fullmatch(r'127.0.0.1:\d+ - "GET /nowhere\?a=b HTTP/1.1" 404 Not Found', access[-1])
+    assert re.fullmatch(r'127.0.0.1:\d+ - "POST /v1/completions HTTP/1.1" 200 OK', access[-2])
 
 
 def test_the_log_cannot_be_forged(flagged: Server) -> None:

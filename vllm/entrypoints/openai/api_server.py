@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import functools
 import gc
 import importlib
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.logger import init_logger
+from vllm.logger import DATE_FORMAT, init_logger
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse import FlexibleArgumentParser
 from vllm.utils.collector import collect_when_idle
@@ -270,6 +271,21 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def uvicorn_logging() -> dict[str, Any]:
+    """uvicorn's own settings of its log, with lines that look like ours: they say when."""
+    from uvicorn.config import LOGGING_CONFIG
+
+    settings = copy.deepcopy(LOGGING_CONFIG)
+    start = "%(levelname)s %(asctime)s"
+    lines = {
+        "default": f"{start} uvicorn] %(message)s",
+        "access": f'{start} access] %(client_addr)s - "%(request_line)s" %(status_code)s',
+    }
+    for name, line in lines.items():
+        settings["formatters"][name] |= {"fmt": line, "datefmt": DATE_FORMAT}
+    return settings
+
+
 def uvicorn_config(app: App, args: argparse.Namespace) -> Any:
     """How uvicorn serves the application: our bounds on connections, its parser, the operator's TLS."""
     import uvicorn
@@ -280,6 +296,7 @@ def uvicorn_config(app: App, args: argparse.Namespace) -> Any:
     direct = not args.middleware  # the operator's may want to see what is sent
     return uvicorn.Config(
         app,
+        log_config=uvicorn_logging(),
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
         ssl_keyfile=args.ssl_keyfile,
