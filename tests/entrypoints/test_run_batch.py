@@ -96,6 +96,8 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
         (["-i", "{tmp}/in.jsonl", "-o", "s3://bucket/out"], "URLs are not fetched"),
         (["-i", "{tmp}/nowhere.jsonl", "-o", "{tmp}/out"], "There is no file"),
         (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/no/folder/out"], "There is no folder"),
+        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}"], "--output-file must be a file, but"),
+        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/../{tmp.name}/in.jsonl"], "--output-file is the input file"),
         (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/out", "--max-in-progress", "0"], "1 or more"),
     ],
 )
@@ -114,6 +116,8 @@ def test_empty_lines_are_no_requests(tmp_path: Path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\n  \n{}\r\n\n[]")
     assert read_lines(path) == [b"{}", b"[]"]
+    path.write_bytes(b"\xef\xbb\xbf{}\r\n[]\r\n")
+    assert read_lines(path) == [b"{}", b"[]"], "a byte order mark is none either"
 
 
 def test_a_line_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import json
 import sys
 import uuid
@@ -46,11 +47,15 @@ def _local_file(text: str, flag: str) -> Path:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The non-empty lines of the input. Raises ValueError if there is no such file or a line is too long."""
+    """The non-empty lines of the input, without a byte order mark before the first.
+
+    Raises ValueError if there is no such file or a line is too long.
+    """
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
     with path.open("rb") as file:
         lines = [line.strip() for line in file]
+    lines[:1] = [line.removeprefix(codecs.BOM_UTF8) for line in lines[:1]]
     if any(len(line) > MAX_LINE_BYTES for line in lines):
         raise ValueError(f"A line of {path} is longer than {MAX_LINE_BYTES} bytes.")
     return [line for line in lines if line]
@@ -157,6 +162,10 @@ def execute(args: argparse.Namespace) -> int:
     lines = read_lines(source)
     if not target.parent.is_dir():
         raise ValueError(f"There is no folder {target.parent} to write {target.name} to.")
+    if target.is_dir():
+        raise ValueError(f"--output-file must be a file, but {target} is a folder.")
+    if target.exists() and target.samefile(source):
+        raise ValueError(f"--output-file is the input file, {source}, which would be lost. Name another one.")
     args.disable_frontend_multiprocessing = False
     engine = make_engine(args)
     answers = asyncio.run(run(engine, lines, args.response_role, args.max_in_progress))
