@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm.entrypoints.openai.api_server import bind, url_of
+from vllm.entrypoints.openai.api_server import bind, url_of, uvicorn_logging
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.entrypoints.openai.open_files import OTHER_FILES, room_for_connections
 from vllm.utils.argparse import FlexibleArgumentParser
@@ -74,6 +74,16 @@ def _has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.parametrize("name", ["uvicorn", "uvicorn.access"])
+def test_the_operators_own_settings_of_the_http_log_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for logger in ("uvicorn", "uvicorn.access", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(logger), "handlers", [])
+    settings = uvicorn_logging()
+    assert settings is not None and "asctime" in settings["formatters"]["access"]["fmt"]
+    monkeypatch.setattr(logging.getLogger(name), "handlers", [logging.NullHandler()])
+    assert uvicorn_logging() is None
 
 
 def test_a_config_file_names_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

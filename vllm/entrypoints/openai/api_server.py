@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -271,10 +272,14 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def uvicorn_logging() -> dict[str, Any]:
-    """uvicorn's own settings of its log, with lines that look like ours: they say when."""
+def uvicorn_logging() -> dict[str, Any] | None:
+    """uvicorn's own settings of its log, with lines that look like ours: they say when. None if the operator's file
+    (VLLM_LOGGING_CONFIG_PATH) has made settings for it.
+    """
     from uvicorn.config import LOGGING_CONFIG
 
+    if any(logging.getLogger(name).handlers for name in ("uvicorn", "uvicorn.access", "uvicorn.error")):
+        return None
     settings = copy.deepcopy(LOGGING_CONFIG)
     start = "%(levelname)s %(asctime)s"
     lines = {
