@@ -120,29 +120,30 @@ async def texts_of(engine: AsyncLLMEngine, batch: list[SamplingParams], tag: str
 
 async def whole_steps_without_a_finite_number(folder: Path, separate: bool, rounds: int) -> tuple[int, int]:
     """T17: steps whose rows are all NaN, inf or -inf, or have one such logit each, in three kinds of batches. Every
-    request of the step ends with the error, later ones are exact. A beam search may be between two of its own steps
-    then; if so it is exact, too. Returns how many others ended, and how many texts after it all were exact.
+    request ends with the error, later ones are exact. Returns how many ended, and how many were exact after it all.
     """
     patch = pytest.MonkeyPatch()
     patch.delenv("VLLM_FAULTS", raising=False)
     async with running(folder, max_num_seqs=96, separate=separate) as engine:
         want = {name: await texts_of(engine, batch, name) for name, batch in BATCHES.items()}
         assert not [t for texts in want.values() for t in texts if isinstance(t, BaseException)]
-    # One fault every 60 steps: long after all requests of a batch have begun, long before the first has ended.
+    # Every 60 steps: long after all requests of a batch have begun, long before the first has ended. Five steps in a
+    # row, for a beam search that is between two of its own; what is left of them may strike the next batch's prompts.
     kinds = [(point, name) for _ in range(rounds) for point in NOT_FINITE for name in BATCHES]
-    patch.setenv("VLLM_FAULTS", ",".join(p.format(60 * (i + 1)) for i, (p, _) in enumerate(kinds)))
+    faults = [point.format(60 * (i + 1) + step) for i, (point, _) in enumerate(kinds) for step in range(5)]
+    patch.setenv("VLLM_FAULTS", ",".join(faults))
     ended = exact = 0
     try:
         async with running(folder, max_num_seqs=96, separate=separate) as engine:
             for i, (point, name) in enumerate(kinds):
                 found = await texts_of(engine, BATCHES[name], f"{i}")
-                for text, params, alone in zip(found, BATCHES[name], want[name], strict=True):
-                    if isinstance(text, EngineGenerateError) and "not finite" in str(text):
-                        ended += not params.use_beam_search
-                    else:
-                        assert params.use_beam_search and text == alone, (point, name, text)
+                wrong = [t for t in found if not isinstance(t, EngineGenerateError) or "not finite" not in str(t)]
+                assert not wrong, (point, name, wrong)
+                ended += len(found)
                 await assert_idle(engine)
             await engine.check_health()
+            for i in range(5):  # nothing of the last five is left
+                await asyncio.gather(final(engine, "Hello", greedy(1), f"last-{i}"), return_exceptions=True)
             for name, batch in BATCHES.items():
                 exact += sum(a == b for a, b in zip(await texts_of(engine, batch, name), want[name], strict=True))
             await assert_idle(engine)
@@ -153,8 +154,8 @@ async def whole_steps_without_a_finite_number(folder: Path, separate: bool, roun
 
 async def test_steps_without_a_finite_number_end_all_their_requests(model_folder):
     ended, exact = await whole_steps_without_a_finite_number(model_folder, separate=False, rounds=1)
-    print(f"T17: whole steps: {ended} of 552 ended with the error, {exact} of 96 after them exact")
-    assert (ended, exact) == (552, 96)
+    print(f"T17: whole steps: {ended} of 576 ended with the error, {exact} of 96 after them exact")
+    assert (ended, exact) == (576, 96)
 
 
 def damage(source: Path, folder: Path, tokens: list[int]) -> Path:

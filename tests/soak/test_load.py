@@ -8,7 +8,9 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -150,6 +152,114 @@ def test_t04_two_hundred_readers_that_do_not_read(model_folder):
             for connection in held:
                 connection.close()
         assert server.canary() == canary
+
+
+NAME = "a-model-with-a-long-name-" * 16  # so that the events of a stream are large, and nothing else is
+
+
+async def gaps(port: int, done: asyncio.Event) -> list[float]:
+    """The seconds between the events of a client's streams, one stream after the other, until `done`."""
+    found: list[float] = []
+    body = {"model": NAME, "prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    while not done.is_set():
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post_head(len(data), extra="connection: close\r\n") + data)
+        assert (await reader.readuntil(b"data: ")).startswith(b"HTTP/1.1 200")
+        last = time.monotonic()
+        while await reader.read(65536):
+            now = time.monotonic()
+            found.append(now - last)
+            last = now
+        writer.close()
+    return found
+
+
+async def drip(connection: socket.socket, done: asyncio.Event) -> int:
+    """Read one byte a second. Returns how many bytes came before the connection was cut, or `done`."""
+    count = 0
+    loop = asyncio.get_running_loop()
+    while not done.is_set():
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(done.wait(), 1.0)
+        try:
+            if not await asyncio.wait_for(loop.sock_recv(connection, 1), 1.0):
+                break
+            count += 1
+        except asyncio.TimeoutError:
+            continue
+        except ConnectionError:
+            break
+    return count
+
+
+async def test_t04_pace_and_memory_beside_two_hundred_slow_readers(model_folder):
+    """The gaps in four other clients' streams, and the server's memory: alone, beside 200 clients that read, beside
+    200 that read a byte a second while their answers are computed, and when these are done and wait to be read.
+    """
+    flags = ("--write-timeout", "40", "--max-num-seqs", "512", "--max-num-queued-reqs", "4000")
+    with Server(model_folder, *flags, "--served-model-name", NAME, env=STRICT) as server:
+        process = psutil.Process(server.process.pid)
+        body = {"model": NAME, "prompt": "Hi", "n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        data = json.dumps(body).encode()
+        loop = asyncio.get_running_loop()
+        p99: dict[str, float] = {}
+        memory: dict[str, float] = {}
+
+        async def watch(what: str, until: Awaitable[Any]) -> None:
+            """The pace of four clients and the most memory until that has come."""
+            done = asyncio.Event()
+            others = [asyncio.ensure_future(gaps(server.port, done)) for _ in range(4)]
+            waiting = asyncio.ensure_future(until)
+            memory[what] = 0.0
+            while not waiting.done():
+                memory[what] = max(memory[what], process.memory_info().rss / 2**20)
+                await asyncio.sleep(0.05)
+            await waiting
+            done.set()
+            found = sorted(gap for client in await asyncio.gather(*others) for gap in client)
+            p99[what] = 1000 * found[int(0.99 * len(found))]
+
+        async def all_computed() -> None:
+            """Of the streams of 200, each of two sequences; the four clients' own are four."""
+            while await loop.run_in_executor(None, server.metric, "vllm:num_requests_running") > 4:
+                await asyncio.sleep(0.2)
+
+        async def all_read() -> None:
+            assert all(a[0] == 200 for a in await asyncio.gather(*(ask(server.port, body) for _ in range(200))))
+
+        await watch("alone", asyncio.sleep(5))
+        for _ in range(2):  # the first time the memory grows for good
+            await watch("200 that read", all_read())
+        done, held = asyncio.Event(), []
+        for _ in range(200):
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, ("127.0.0.1", server.port))
+            await loop.sock_sendall(connection, post_head(len(data)) + data)
+            held.append(connection)
+        readers = [asyncio.ensure_future(drip(connection, done)) for connection in held]
+        try:
+            await asyncio.sleep(0.5)
+            await watch("200 slow", all_computed())
+            await watch("200 slow, computed", asyncio.sleep(5))
+            begun = time.monotonic()
+            while sum(c.status == psutil.CONN_ESTABLISHED for c in process.net_connections(kind="tcp")) > 1:
+                assert time.monotonic() - begun < 60
+                await asyncio.sleep(0.1)
+        finally:
+            done.set()
+            await asyncio.gather(*readers)
+            for connection in held:
+                connection.close()
+        assert eventually(lambda: idle(server) and server.metric("vllm:gpu_cache_usage_perc") == 0, 2)
+        each = (max(memory["200 slow"], memory["200 slow, computed"]) - memory["200 that read"]) * 1024 / 200
+        told = ", ".join(f"{what} {ms:.0f} ms and {memory[what]:.0f} MB" for what, ms in p99.items())
+        print(f"T04: p99 of the gaps in others' streams, and memory: {told}; {each:.0f} KiB for each slow reader")
+        assert p99["200 slow"] <= 2 * p99["200 that read"]
+        assert p99["200 slow, computed"] <= 2 * p99["alone"] + 10
+        assert each <= 64
 
 
 def test_t06_a_thousand_clients_leave(model_folder):
