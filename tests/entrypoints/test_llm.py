@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -255,6 +257,28 @@ def test_end_of_sequence_ids_of_tokenizer_and_generation_config(llm):
         assert llm.generate("a", params, use_tqdm=False)[0].outputs[0].token_ids == [token] * 5
         params = SamplingParams(max_tokens=5, allowed_token_ids=[token, 50], min_tokens=3)
         assert len(llm.generate("a", params, use_tqdm=False)[0].outputs[0].token_ids) >= 3
+
+
+@pytest.mark.parametrize("skip_tokenizer_init", [False, True])
+def test_without_a_generation_config_the_ids_of_config_json_end_a_text(
+    model_folder, hf_model, tmp_path, skip_tokenizer_init
+):
+    from transformers import LlamaForCausalLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "generation_config.json").unlink()
+    ids = [50, 60, 70]
+    free = hf_greedy(hf_model, ids, 12)
+    end = next(token for token in free[2:] if token not in free[:2])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, end]}))
+    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    with make_llm(folder, skip_tokenizer_init=skip_tokenizer_init) as llm:
+        completion = llm.generate([ids], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0].outputs[0]
+    assert completion.token_ids == expected == free[: free.index(end) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", end)
 
 
 def test_stop_strings(llm):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ _SAMPLING = {
 }
 
 
-def read_generation_config(source: str | None, model_folder: Path) -> dict[str, Any]:
-    """The file of the model ("auto", "vllm", None: an empty dict if there is none) or of the folder `source`.
+def read_generation_config(source: str | None, model_folder: Path, ends: Sequence[int] = ()) -> dict[str, Any]:
+    """The file of the model ("auto", "vllm", None) or of the folder `source`.
+
+    ends: the end-of-sequence ids of config.json, which stand for the model's file if there is none.
 
     Raises ValueError, naming file and field, for a folder without the file and for values that cannot be used. With
     "vllm" and None the file's sampling parameters are not used, and so not checked.
@@ -32,7 +34,7 @@ def read_generation_config(source: str | None, model_folder: Path) -> dict[str, 
     if source in ("auto", "vllm", None):
         file = model_folder / FILE_NAME
         if not file.is_file():
-            return {}
+            return {"eos_token_id": list(ends)} if ends else {}
     else:
         file = Path(str(source)).expanduser() / FILE_NAME
         if not file.is_file():

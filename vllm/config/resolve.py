@@ -179,7 +179,7 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
     names = args["served_model_name"] or args["model"]
     names = (names,) if isinstance(names, str) else tuple(names)
     source = args["generation_config"]
-    generation_config = read_generation_config(source, path)
+    generation_config = read_generation_config(source, path, hf.eos_token_ids)
     check_sampling_defaults(args["override_generation_config"], "override_generation_config")
     useless = without_effect(args["override_generation_config"])
     if useless:
