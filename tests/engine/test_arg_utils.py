@@ -432,6 +432,8 @@ def test_folders_may_be_paths(model: str) -> None:
 
 
 def test_quantization_is_written_in_any_case(model: str) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert parser.parse_args(["-q", "AWQ"]).quantization == "awq"
     with pytest.raises(UnsupportedSettingError, match="quantization is set .'awq'."):
         EngineArgs(model, quantization="AWQ").create_engine_config()
 
@@ -573,7 +575,7 @@ def test_a_wrong_value_is_refused_with_the_documented_text(model: str, kwargs: d
         ("--gpu-memory-utilization x", "Value x cannot be converted to"),
         ("--limit-mm-per-prompt image", "Each item should be in the form KEY=VALUE"),
         ("--limit-mm-per-prompt image=1,image=2", "Conflicting values specified for key: image"),
-        ("--rope-scaling {", "Value { cannot be converted to"),
+        ("--rope-scaling {", "Value { cannot be converted to JSON."),
         ("--rope-scaling [1]", "Value [1] cannot be converted to"),
         ("--dtype int8", "invalid choice: 'int8'"),
         ("--enforce-eager=maybe", "expected true or false, got 'maybe'"),

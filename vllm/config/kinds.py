@@ -51,7 +51,7 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise argparse.ArgumentTypeError(f"Value {text} cannot be converted to {json.loads}.") from None
+        raise argparse.ArgumentTypeError(f"Value {text} cannot be converted to JSON.") from None
 
 
 def key_values(text: str) -> dict[str, int]:
@@ -131,6 +131,9 @@ class Choice(Kind):
                 self.error(value) if self.error else f"{name} must be one of {', '.join(self.values)}, got {value!r}."
             )
         return value
+
+    def _parse(self, text: str) -> str:
+        return text.lower() if self.any_case else text
 
     def cli(self) -> dict[str, Any]:
         choices = [*self.values, None] if self.optional else list(self.values)
