@@ -239,6 +239,8 @@ class FakeTransport(asyncio.Transport):
 
     def resume_reading(self) -> None: ...
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
 
 async def answer_of(prompt: FakePrompt, direct: bool, later: Callable[[], None]) -> list[bytes]:
     """What is written to a client that asks for a stream of `prompt`; `later` is called after the first output."""

@@ -17,6 +17,8 @@ logger = init_logger(__name__)
 MAX_IDLE_BYTES = 64 * 1024
 # Of a body whose request was answered already, so that a client which sends first and reads later sees the answer.
 MAX_IGNORED_BYTES = 2 * 1024 * 1024
+# Of an answer that the kernel does not take, before its writer is told to wait: the kernel's own buffer holds plenty.
+MAX_UNSENT_BYTES = 16 * 1024
 
 
 class ChunkWriter(Protocol):
@@ -144,6 +146,7 @@ class BoundedConnection(NoUpgrades):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         # Layers above get no other way to drop a client that reads nothing.
         self.app_state = {**self.app_state, "drop_connection": transport.abort}
         if self.direct:
