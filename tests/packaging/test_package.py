@@ -22,8 +22,6 @@ PROJECT = SETTINGS["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client", "starlette": "fastapi"}
 # Imported only where a machine or a wish calls for it, after a check and with a clear error.
 OPTIONAL = {"triton", "openai", "pynvml", "flash_attn", "flashinfer"}
-# Not imported by us: uvicorn uses them where it finds them.
-INDIRECT = {"httptools"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -61,7 +59,7 @@ def test_every_import_is_declared() -> None:
 
 def test_every_dependency_is_used() -> None:
     used = {DISTRIBUTIONS.get(module, module).lower() for module in imported_modules()}
-    assert names(PROJECT["dependencies"]) - used == INDIRECT
+    assert names(PROJECT["dependencies"]) - used == set()
 
 
 def test_dependencies_are_ranges() -> None:

@@ -81,6 +81,45 @@ def test_a_compressed_body_is_refused_by_name(server: Server) -> None:
         assert server.post(COMPLETIONS, plain, headers={"content-encoding": encoding}).status == 200
 
 
+def test_a_response_honours_or_refuses_what_chats_know(server: Server) -> None:
+    """Nothing that another route understands is dropped, least of all what constrains the answer."""
+    ours = {"input": "Hi", "max_output_tokens": 6, "temperature": 0}
+    theirs = {"messages": USER, "max_tokens": 6, "temperature": 0}
+    honoured: tuple[dict[str, Any], ...] = (
+        {"logit_bias": {"40": 100}},
+        {"allowed_token_ids": [40, 41]},
+        {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 1.5},
+        {"ignore_eos": True, "min_tokens": 6},
+        {"stop_token_ids": [40], "logit_bias": {"40": 100}, "include_stop_str_in_output": True},
+        {"truncate_prompt_tokens": 2, "skip_special_tokens": False},
+        {"chat_template_kwargs": {"x": 1}, "priority": 0, "seed": 5, "user": "u"},
+    )
+    for extra in honoured:
+        response = server.post("/v1/responses", {**ours, **extra})
+        assert response.status == 200, response.text
+        chat = server.post(CHAT, {**theirs, **extra}).json
+        assert response.json["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"], extra
+        assert response.json["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+    refused: tuple[dict[str, Any], ...] = (
+        {"n": 2}, {"best_of": 2}, {"echo": True}, {"use_beam_search": True}, {"prompt_logprobs": 1}, {"max_tokens": 5},
+        {"logprobs": True}, {"response_format": {"type": "json_object"}}, {"guided_json": {}}, {"chat_template": "x"},
+        {"structured_outputs": {"choice": ["a"]}}, {"chat_template_kwargs": {"tools": []}}, {"min_tokens": 7},
+        {"logit_bias": {"x": 1}}, {"bad_words": [""]}, {"n": 0},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+    )  # fmt: skip
+    for extra in refused:
+        assert error_of(server, "/v1/responses", {**ours, **extra})[0] == 400, extra
+    neutral = {
+        "n": 1,
+        "echo": False,
+        "best_of": None,
+        "response_format": {"type": "text"},
+        "stream": False,
+        "logprobs": False,
+    }
+    assert server.post("/v1/responses", {**ours, **neutral}).status == 200
+
+
 def test_stored_responses_are_not_found(client: openai.OpenAI) -> None:
     made = client.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
     assert made.id.startswith("resp_")

@@ -43,6 +43,9 @@ LATER_FIELDS = (
     "lora_request",
 )
 
+# Parameters of the other two routes that ask for what a response cannot hold.
+NOT_OF_RESPONSES = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "max_tokens", "logprobs")
+
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_REASONING = "reasoning.encrypted_content"
 
@@ -175,6 +178,14 @@ class _Sampling(_Request):
     @property
     def wants_usage_always(self) -> bool:
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+# What a response has in common with the chat that it comes down to.
+SHARED_WITH_CHAT = frozenset({*_Sampling.model_fields, "chat_template", "chat_template_kwargs"}) - {
+    *NOT_OF_RESPONSES,
+    "stream_options",
+    "request_id",
+}
 
 
 class CompletionRequest(_Sampling):
@@ -339,34 +350,25 @@ class DetokenizeRequest(_Request):
     tokens: ListOf[int]
 
 
-class ResponsesRequest(_Request):
+class ResponsesRequest(_Sampling):
     """POST /v1/responses, for text."""
 
     input: str | list[Any]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | ListOf[str] | None = None
     include: ListOf[str] | None = None
+    logprobs: Any = None
     top_logprobs: int | None = None
-    stream: bool | None = False
     metadata: Texts | None = None
-    user: str | None = None
-    priority: int = 0
-    request_id: Annotated[str, Field(max_length=128)] | None = None
     text: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # Accepted where they ask for what is done anyway, else refused.
     truncation: Literal["auto", "disabled"] | None = "disabled"
     store: bool | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: Any = None
     tools: list[Any] | None = None
-    stream_options: dict[str, Any] | None = None
     # Features of later versions.
     background: bool | None = False
     previous_response_id: str | None = None
@@ -376,7 +378,12 @@ class ResponsesRequest(_Request):
     max_tool_calls: int | None = None
 
     def refuse_later_features(self) -> None:
-        """Raise the error of the first parameter whose feature this version does not have."""
+        """Raise the error of the first parameter whose feature this version, or this API, does not have."""
+        super().refuse_later_features()
+        for name in NOT_OF_RESPONSES:
+            value = getattr(self, name)
+            if value is not None and value is not False and value != type(self).model_fields[name].default:
+                raise bad_request(f"{name} is no parameter of the Responses API.", name)
         absent = ("previous_response_id", "conversation", "prompt", "tools", "background", "reasoning")
         for name in (*absent, "max_tool_calls"):
             if getattr(self, name) not in (None, False, []):
@@ -387,7 +394,7 @@ class ResponsesRequest(_Request):
             raise bad_request("This server stores no responses; leave store unset or false.", "store")
         if self.truncation == "auto":
             raise bad_request("truncation='auto' is not available in this version; shorten the input.", "truncation")
-        if (self.stream_options or {}).get("include_obfuscation"):
+        if self.stream_options is not None and (self.stream_options.model_extra or {}).get("include_obfuscation"):
             raise bad_request("stream_options.include_obfuscation is not available.", "stream_options")
         for item in self.include or ():
             if item not in (INCLUDE_LOGPROBS, INCLUDE_REASONING):  # there is no reasoning to include

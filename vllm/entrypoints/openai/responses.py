@@ -10,7 +10,7 @@ from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.context import ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.logprobs import chat_logprobs
-from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+from vllm.entrypoints.openai.protocol import SHARED_WITH_CHAT, ChatCompletionRequest, ResponsesRequest
 from vllm.outputs import CompletionOutput, RequestOutput
 
 EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": None}
@@ -34,19 +34,11 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
             f"max_output_tokens must be at least 1, got {request.max_output_tokens}.", "max_output_tokens"
         )
     body = ChatCompletionRequest(
-        model=request.model,
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
         logprobs=request.wants_logprobs,
         top_logprobs=request.top_logprobs or 0,
-        seed=request.seed,
-        stop=request.stop,
-        stream=bool(request.stream),
-        priority=request.priority,
+        **{name: getattr(request, name) for name in SHARED_WITH_CHAT & request.model_fields_set},
     )
     work = await chat.prepare(context, body, None)
     response_id = new_id("resp", request.request_id or request_id, "_")
