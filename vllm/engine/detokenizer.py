@@ -66,10 +66,8 @@ class Detokenizer:
         return bool(self._stops or self._hold_back)
 
     def push_plain(self, token_ids: Sequence[int]) -> str:
-        """`push` and `take_delta` in one, for a text that nothing holds back."""
+        """`push` and `take_delta` in one, for a text that nothing holds back and that nobody wants as a whole."""
         text = "".join(map(self._stream.feed, token_ids))
-        if text:
-            self._pieces.append(text)
         if self._pending:
             text = "".join(self._pending) + text
             self._pending.clear()

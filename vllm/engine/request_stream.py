@@ -16,18 +16,20 @@ class Wakeups:
     """Calls listeners once per turn of the event loop, however many outputs each got: one callback for all of them."""
 
     def __init__(self) -> None:
-        self._due: list[Callable[[], None]] = []
+        self._due: list[RequestStream] = []
 
-    def add(self, loop: asyncio.AbstractEventLoop, listener: Callable[[], None]) -> None:
+    def add(self, loop: asyncio.AbstractEventLoop, stream: RequestStream) -> None:
         if not self._due:
             loop.call_soon(self._run)
-        self._due.append(listener)
+        self._due.append(stream)
 
     def _run(self) -> None:
         due, self._due = self._due, []
-        for listener in due:
+        for stream in due:
+            stream.due = False
             try:
-                listener()
+                if stream.listener is not None:
+                    stream.listener()
             except Exception:
                 logger.exception("A consumer has failed; the others go on")
 
@@ -40,7 +42,7 @@ class RequestStream:
     """
 
     __slots__ = (
-        "_due", "_error", "_listener", "_loop", "_on_close", "_output", "_timer", "_waiter", "_wakeups", "kind",
+        "_error", "_loop", "_on_close", "_output", "_timer", "_waiter", "_wakeups", "due", "kind", "listener",
         "request_id",
     )  # fmt: skip
 
@@ -54,9 +56,9 @@ class RequestStream:
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._listener: Callable[[], None] | None = None
+        self.listener: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._due = False  # the listener is about to be called
+        self.due = False  # the listener is about to be called
         self._timer: asyncio.TimerHandle | None = None
 
     # -- the engine's side ---------------------------------------------------------------------------------------------
@@ -80,23 +82,18 @@ class RequestStream:
 
     def _wake(self) -> None:
         if self._loop is not None:
-            if not self._due:
-                self._due = True
-                self._wakeups.add(self._loop, self._notify)
+            if not self.due:
+                self.due = True
+                self._wakeups.add(self._loop, self)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _notify(self) -> None:
-        self._due = False
-        if self._listener is not None:
-            self._listener()
 
     # -- the consumer's side -------------------------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` on this event loop, soon, whenever there is something new to `take`, and once for what is."""
         self._loop = asyncio.get_running_loop()
-        self._listener = listener
+        self.listener = listener
         if self._output is not None or self._error is not None:
             self._wake()
 
@@ -129,7 +126,7 @@ class RequestStream:
 
     def close(self) -> None:
         """Nobody reads any more. May be called twice."""
-        self._listener = None
+        self.listener = None
         if self._timer is not None:
             self._timer.cancel()
         on_close, self._on_close = self._on_close, None

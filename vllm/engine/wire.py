@@ -105,6 +105,8 @@ class FrameReader:
     def feed(self, data: bytes) -> list[bytes]:
         """Bodies completed by `data`. Raises ValueError for a frame beyond the limit."""
         buffer = self._buffer
+        if not buffer and len(data) >= _HEADER.size and _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:
+            return [data[_HEADER.size :]]  # exactly one, as nearly always
         buffer += data
         bodies = []
         offset = 0

@@ -204,18 +204,16 @@ class CompletionEvents:
         self._always = request.wants_usage_always
         self._plain = request.logprobs is None and not work.echo and not self._always
         self._count = work.count
-        self._prompt_tokens = [0] * len(work.prompts)
-        self._sent_tokens: dict[int, int] = {}
+        self._sent_tokens = [0] * (len(work.prompts) * work.count)
         self._offsets: dict[int, int] = {}
         self._echoed: set[int] = set()
-        self._last: dict[int, RequestOutput] = {}
+        self._last: dict[int, RequestOutput] = {}  # of each prompt
         # Prompt logprobs come once, with the first choice; the others echo them too.
         self._of_prompt: dict[int, list[Any]] = {}
         self._plain_heads: dict[int, str] = {}
 
     def feed(self, index: int, result: RequestOutput) -> bytes:
         """The events of one output of prompt number `index`."""
-        self._prompt_tokens[index] = len(result.prompt_token_ids or ())
         self._last[index] = result
         if result.prompt_logprobs:
             self._of_prompt[index] = list(result.prompt_logprobs)
@@ -230,7 +228,7 @@ class CompletionEvents:
             return self._chunk(prompt, result, output)
         index = prompt * self._count + output.index
         new_tokens = len(output.token_ids)
-        self._sent_tokens[index] = self._sent_tokens.get(index, 0) + new_tokens
+        self._sent_tokens[index] += new_tokens
         if not output.text and not new_tokens:
             return ""
         head = self._plain_heads.get(index)
@@ -242,7 +240,7 @@ class CompletionEvents:
         work, request = self._work, self._work.request
         index = prompt * self._count + output.index
         text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
-        self._sent_tokens[index] = self._sent_tokens.get(index, 0) + len(token_ids)
+        self._sent_tokens[index] += len(token_ids)
         if work.echo and index not in self._echoed:
             self._echoed.add(index)
             if request.max_tokens == 0:
@@ -266,7 +264,7 @@ class CompletionEvents:
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        usage = usage_of(self._prompt_tokens[prompt], self._sent_tokens[index]) if self._always else None
+        usage = usage_of(_prompt_length(result), self._sent_tokens[index]) if self._always else None
         return f'{self._head}{json.dumps([choice])},"usage":{json.dumps(usage)}}}\n\n'
 
     def end(self) -> bytes:
@@ -274,9 +272,14 @@ class CompletionEvents:
         if not self._work.request.wants_usage:
             return DONE
         cached = self._context.cached_tokens(self._last.values())
-        whole = usage_of(sum(self._prompt_tokens), sum(self._sent_tokens.values()), cached)
+        whole = usage_of(sum(map(_prompt_length, self._last.values())), sum(self._sent_tokens), cached)
         total = {k: v for k, v in whole.items() if v is not None}
         return f'{self._head}[],"usage":{json.dumps(total)}}}\n\n'.encode() + DONE
+
+
+def _prompt_length(result: RequestOutput) -> int:
+    """In tokens."""
+    return len(result.prompt_token_ids or ())
 
 
 class WholeEvents:

@@ -139,7 +139,8 @@ class EventStream(Response):
                 return
             self._writer = writer
             writer.open(self._write)
-            self._write()
+            if not writer.paused:
+                self._write()
             while not self._complete:
                 await self._changed.wait()
                 self._changed.clear()
@@ -150,20 +151,22 @@ class EventStream(Response):
     def _on_output(self, index: int) -> None:
         """A stream has something."""
         self._due[index] = None
-        if self._writer is None:
+        writer = self._writer
+        if writer is None:
             self._changed.set()
-        elif not self._writer.paused:
+        elif not writer.paused:
             self._write()
 
     def _write(self) -> None:
-        """Put what there is on the connection; the last events are left to `_send_all`, which ends the response."""
-        ready = self._ready + self._collect()
-        if not self._complete and ready and self._writer is not None and not self._writer.paused:
-            self._writer.write(ready)
-            ready = b""
-        self._ready = ready
+        """Put what there is on the connection, which is not behind; the last events are left to `_send_all`, which ends
+        the response.
+        """
+        ready, self._ready = self._ready + self._collect(), b""
         if self._complete:
+            self._ready = ready
             self._changed.set()
+        elif ready and self._writer is not None:
+            self._writer.write(ready)
 
     def _collect(self) -> bytes:
         """The events of everything that has come. Raises an error that is the first thing to come."""
