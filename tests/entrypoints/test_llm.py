@@ -84,8 +84,9 @@ def test_every_form_of_prompt(llm):
 def test_legacy_arguments_still_work_and_warn(llm):
     ids = [llm.get_tokenizer().encode(p) for p in PROMPTS[:2]]
     expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)]
-    with pytest.warns(DeprecationWarning, match="prompt_token_ids is deprecated"):
+    with pytest.warns(DeprecationWarning, match="prompt_token_ids is deprecated") as warned:
         outputs = llm.generate(None, GREEDY, ids, use_tqdm=False)
+    assert warned[0].filename == __file__, "it names the line of the caller"
     assert [o.outputs[0].token_ids for o in outputs] == expected
     with pytest.warns(DeprecationWarning):
         outputs = llm.generate(PROMPTS[0], GREEDY, prompt_token_ids=ids[0], use_tqdm=False)

@@ -482,7 +482,7 @@ class LLM:
                 warnings.warn(
                     "prompt_token_ids is deprecated. Pass token ids as prompts: {'prompt_token_ids': ids}.",
                     DeprecationWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
             found = merge_legacy(prompts, prompt_token_ids)
         elif prompts is None:
