@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm.entrypoints.cli.main import run
+from vllm.entrypoints.openai import api_server
 from vllm.entrypoints.openai.api_server import bind, url_of, uvicorn_logging
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.entrypoints.openai.open_files import OTHER_FILES, room_for_connections
@@ -84,6 +86,23 @@ def test_the_operators_own_settings_of_the_http_log_are_kept(name: str, monkeypa
     assert settings is not None and "asctime" in settings["formatters"]["access"]["fmt"]
     monkeypatch.setattr(logging.getLogger(name), "handlers", [logging.NullHandler()])
     assert uvicorn_logging() is None
+
+
+def test_the_model_of_the_command_line_wins_over_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model: of-the-file\nport: 5\n")
+    served: list[tuple[str, int]] = []
+    monkeypatch.setattr(api_server, "serve", lambda args: served.append((args.model, args.port)) or 0)
+    for words in (["of-the-line"], ["--model", "of-the-line"], ["--model=of-the-line"], []):
+        assert run(["serve", *words, "--config", str(file), "--port", "6"]) == 0
+    assert served == [("of-the-line", 6)] * 3 + [("of-the-file", 6)]
+
+
+@pytest.mark.parametrize("words", [["--model", "/nowhere/at/all"], ["--model", "demo", "--port", "-1"]])
+def test_what_cannot_be_explained_is_one_line(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert api_server.serve(make_arg_parser(FlexibleArgumentParser()).parse_args([*words, "--explain"])) == 1
+    error = capfd.readouterr().err
+    assert "ERROR" in error and len(error.splitlines()) == 1
 
 
 def test_a_config_file_names_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,8 @@ def main(argv: Sequence[str]) -> int:
     parser = make_arg_parser(parser)
     parser.set_defaults(model=None)
     args = parser.parse_args(list(argv[1:]))
-    if args.model_tag is not None and args.model is not None and args.model != args.model_tag:
+    twice = args.model_tag is not None and any(word.partition("=")[0] == "--model" for word in argv)
+    if twice and args.model != args.model_tag:  # a config file may name another: the command line wins
         parser.error(f"two models are given: {args.model_tag!r} and --model {args.model!r}")
     args.model = args.model_tag or args.model or DEFAULT_MODEL
     from vllm.entrypoints.openai.api_server import serve

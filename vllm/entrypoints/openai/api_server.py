@@ -404,11 +404,12 @@ async def _watch(engine: AsyncLLMEngine) -> None:
 
 def serve(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
     """Run the server with the flags in `args`; returns the process's exit status."""
-    if args.explain:
-        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        print(config.explain())
-        return 0
     try:
+        if args.explain:
+            validate_parsed_serve_args(args)
+            config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+            print(config.explain())
+            return 0
         return run_event_loop(run_server(args, build))
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         logger.error("%s", error)
