@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 
 import numpy as np
 import pytest
@@ -377,6 +378,10 @@ def test_priority_needs_its_policy_and_orders_requests(model_folder):
         outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[5, 0, 2], use_tqdm=False)
         order = sorted(range(3), key=lambda i: outputs[i].metrics.first_scheduled_time)
         assert order == [1, 2, 0]
+        params = deque([GREEDY] * 3)
+        outputs = llm.generate(["a", "b", "c"], params, priority=np.array([2, 1, 0]), use_tqdm=False)
+        order = sorted(range(3), key=lambda i: outputs[i].metrics.first_scheduled_time)
+        assert order == [2, 1, 0]
 
 
 def test_chat(llm):

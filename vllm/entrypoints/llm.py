@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.input_processor import RequestInput
+from vllm.engine.input_processor import RequestInput, listed
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
@@ -491,7 +491,7 @@ class LLM:
             found = as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        several = isinstance(sampling_params, (list, tuple))
+        several = isinstance(sampling_params, Sequence)
         given: list[Any] = list(sampling_params) if several else [sampling_params]  # type: ignore[arg-type]
         if several and len(given) != len(found):
             raise ValueError("The lengths of prompts and params must be the same.")
@@ -519,6 +519,7 @@ class LLM:
         count = len(prompts)
         if isinstance(lora_request, Sequence) and len(lora_request) != count:
             raise ValueError("The lengths of prompts and lora_request must be the same.")
+        priority = listed(priority)
         if not isinstance(priority, (Sequence, NoneType)):
             raise TypeError(f"priority must be a list with one integer per prompt, got {type(priority).__name__}.")
         if priority is not None and len(priority) != count:
