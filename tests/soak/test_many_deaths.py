@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
-from tests.server.engines import PROMPTS, all_final, assert_idle, final, greedy, make, running
+from tests.server.engines import PROMPTS, all_final, assert_idle, final, greedy, leftovers, make, running
 from tests.server.test_faults import whole_steps_without_a_finite_number
-from tests.server.test_reliability import alive, death_of_a_server, deaths_of_the_core, starts_and_stops
+from tests.server.test_reliability import alive, death_of_a_server, deaths_of_the_core, starts_and_stops, tree
 from tests.tiny_models import hf_greedy
 from vllm import SamplingParams
 from vllm.engine.async_llm_engine import AsyncEngineDeadError
@@ -54,6 +57,42 @@ async def test_t16_one_bad_request_in_32_50_times(model_folder, monkeypatch):
             assert [t for j, t in enumerate(got) if j != 13] == [t for j, t in enumerate(want) if j != 13]
         await assert_idle(engine)
     print("T16: 50 of 50 bad requests ended alone, 1,550 of 1,550 neighbours exact")
+
+
+def test_t15_twenty_deaths_while_a_server_starts(model_folder, tmp_path):
+    """kill -9 of the core at any moment before the server is ready; SIGTERM to the server at any moment."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder), "--port", "0"]
+    rng, worst, ready = random.Random(15), 0.0, 0
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    for i in range(20):
+        before = leftovers()
+        with open(tmp_path.with_suffix(".log"), "w") as log:
+            server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        children: list[psutil.Process] = []
+        while not children:  # the core
+            assert server.poll() is None, tmp_path.with_suffix(".log").read_text()
+            children = psutil.Process(server.pid).children(recursive=True)
+            time.sleep(0.01)
+        time.sleep(rng.random() * 3)
+        ready += "Serving on" in tmp_path.with_suffix(".log").read_text()
+        pids = tree(server.pid)
+        start = time.monotonic()
+        if i % 2:
+            os.kill(server.pid, signal.SIGTERM)
+        else:
+            for child in children:
+                child.kill()
+        status = server.wait(10)
+        while alive(pids):
+            assert time.monotonic() - start < 10, alive(pids)
+            time.sleep(0.01)
+        worst = max(worst, time.monotonic() - start)
+        assert status != 0 or i % 2
+        assert leftovers() == before
+        assert os.listdir(tmp_path) == []
+        assert "Traceback" not in tmp_path.with_suffix(".log").read_text() or i % 2 == 0
+    print(f"T15: 20 of 20 ended within {worst:.2f} s and left nothing; {ready} of them had just begun to serve")
+    assert ready < 20
 
 
 @pytest.mark.parametrize("separate", [True, False])

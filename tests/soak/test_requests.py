@@ -117,6 +117,57 @@ def test_t29_pairs_of_options(model_folder):
         assert seen[200] > len(pairs) / 2
 
 
+def test_t40_one_id_a_thousand_times_and_salts(model_folder):
+    """1,000 requests of one X-Request-Id, with five salts: every answer is its own, and a salt finds its own prefix."""
+    prompts = [f"Number {i} " + "of many says " * 8 for i in range(50)]
+    with Server(model_folder, "--enable-prompt-tokens-details", env=STRICT) as server:
+
+        def ask(i: int) -> tuple[str, str, bool]:
+            body = {"prompt": prompts[i % 50], "max_tokens": 8, "temperature": 0, "cache_salt": f"salt {i // 50 % 5}"}
+            answer = server.post("/v1/completions", body, headers={"x-request-id": "the-same"})
+            assert answer.status == 200, answer.text
+            choice, details = answer.json["choices"][0], answer.json["usage"]["prompt_tokens_details"]
+            return answer.json["id"], choice["text"], details is not None
+
+        first = [ask(i) for i in range(250)]  # one by one: what each is the first to ask with its salt
+        with ThreadPoolExecutor(16) as pool:
+            later = list(pool.map(ask, range(250, 1000)))
+        ids = {name for name, _, _ in first + later}
+        right = sum(text == first[i % 50][1] for i, (_, text, _) in enumerate(first + later))
+        leaked = sum(hit for _, _, hit in first[50:])  # prompts that only other salts had asked
+        found = sum(hit for _, _, hit in later)
+    print(
+        f"T40: {right} of 1,000 answers right, {len(ids)} ids, {leaked} of 200 saw another salt's prefix, {found} own"
+    )
+    assert (right, len(ids), leaked, found) == (1000, 1000, 0, 750)
+
+
+def test_t41_ten_thousand_names_make_no_series(model_folder):
+    with Server(model_folder, env=STRICT) as server:
+
+        def send(i: int) -> None:
+            if i % 3 == 0:
+                server.get(f"/path-{i}")
+            elif i % 3 == 1:
+                server.post("/v1/completions", {"prompt": "x", "model": f"model-{i}"})
+            else:
+                server.raw(f"METHOD{i} / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode(), timeout=5)
+
+        def series() -> set[str]:
+            lines = server.get("/metrics").text.splitlines()
+            return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
+
+        series()
+        for i in range(3):
+            send(i)
+        before = series()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(send, range(3, 10_000)))
+        new = series() - before
+        print(f"T41: {len(new)} new series of metrics after 10,000 names")
+        assert not new
+
+
 class BadNetwork:
     """A proxy on a port of its own that does to each connection what its number says."""
 
