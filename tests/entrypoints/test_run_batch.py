@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai import run_batch
+from vllm.entrypoints.openai.protocol import CompletionRequest, checked
 from vllm.entrypoints.openai.run_batch import main, read_lines
 
 PROMPT = "The capital of France is"
@@ -126,3 +130,44 @@ def test_a_line_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch):
     path.write_bytes(b"1234567890\n12345678901\n")
     with pytest.raises(ValueError, match="longer than 10 bytes"):
         read_lines(path)
+
+
+def test_what_was_answered_is_kept_when_the_run_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are written in order as they come, not all at the end."""
+
+    async def answer(context: Any, text: bytes) -> dict[str, Any]:
+        if text == b"2":
+            raise RuntimeError("The engine is gone.")
+        await asyncio.sleep(0.02 if text == b"0" else 0)
+        return {"custom_id": text.decode(), "error": None}
+
+    ended: list[float] = []
+
+    async def shutdown(timeout: float) -> None:
+        ended.append(timeout)
+
+    model = SimpleNamespace(
+        served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
+    )
+    engine: Any = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), shutdown=shutdown)
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_batch, "answer_line", answer)
+    with pytest.raises(RuntimeError, match="gone"):
+        asyncio.run(run_batch.run(engine, [b"0", b"1", b"2", b"3"], "assistant", 2, written.append))
+    assert [item["custom_id"] for item in written] == ["0", "1"]
+    assert ended == [0.0]
+
+
+def test_an_answer_file_that_cannot_be_written_is_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(GOOD[0])
+    monkeypatch.setattr("vllm.entrypoints.openai.api_server.make_engine", lambda args: pytest.fail("too late"))
+    assert main(["run-batch", "-i", str(source), "-o", "/proc/answers.jsonl", "--model", "demo"]) == 1
+    assert "/proc/answers.jsonl" in capsys.readouterr().err
+
+
+def test_numbers_are_read_as_the_server_reads_them() -> None:
+    read = checked(CompletionRequest, {"prompt": "x", "max_tokens": 3.0})
+    assert read.max_tokens == 3

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.errors import APIError, bad_request
 
 _T = TypeVar("_T")
 # Only the first wrong item is reported: a million errors, each with its own text, would take minutes.
 ListOf = Annotated[list[_T], Field(fail_fast=True)]
 MAX_ENTRIES = 100_000
+EXACT_FLOATS = 2**53  # below, a float is exactly the integer that it shows
 
 
 def _entries(value: type, *others: type) -> BeforeValidator:
@@ -54,6 +55,28 @@ class _Request(BaseModel):
     """Unknown fields are kept, and logged once by the route: newer clients send what older servers do not know."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+_Model = TypeVar("_Model", bound=_Request)
+
+
+def checked(model: type[_Model], data: dict[str, Any]) -> _Model:
+    """`data` as a `model`, whole numbers in it as integers. Raises APIError 400."""
+    for name, value in data.items():
+        if type(value) is float and value.is_integer() and abs(value) < EXACT_FLOATS:
+            data[name] = int(value)  # JSON has one kind of numbers: 5.0 is 5
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _of_fields(error) from None
+
+
+def _of_fields(error: ValidationError) -> APIError:
+    """What is wrong, field by field, without echoing values."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    parts = [f"{'.'.join(str(p) for p in item['loc'][:3])}: {item['msg']}" for item in found[:5]]
+    param = str(found[0]["loc"][0]) if found and found[0]["loc"] else None
+    return bad_request("; ".join(parts), param)
 
 
 class StreamOptions(_Request):

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
@@ -27,6 +26,7 @@ from vllm.entrypoints.openai.protocol import (
     ResponsesRequest,
     TokenizeRequest,
     _Request,
+    checked,
 )
 from vllm.entrypoints.openai.sse import EventStream
 from vllm.entrypoints.openai.strict_json import parse_object
@@ -51,7 +51,6 @@ router = APIRouter(route_class=_PlainRoute)
 
 _Model = TypeVar("_Model", bound=_Request)
 INLINE_BYTES = 64 * 1024  # larger bodies are read beside the event loop
-EXACT_FLOATS = 2**53  # below, a float is exactly the integer that it shows
 _WRONG_TYPE = "Unsupported Media Type: Only 'application/json' is allowed"
 
 # Routes of the API whose feature this version does not have: path -> (name, whether it is the model that cannot).
@@ -130,21 +129,7 @@ def _parse(model: type[_Model], body: bytes) -> _Model:
         raise bad_request(str(error)) from None
     if len(data) > 256:
         raise bad_request("The body has too many fields.")
-    for name, value in data.items():
-        if type(value) is float and value.is_integer() and abs(value) < EXACT_FLOATS:
-            data[name] = int(value)  # JSON has one kind of numbers: 5.0 is 5
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise _validation_error(error) from None
-
-
-def _validation_error(error: ValidationError) -> APIError:
-    """What is wrong, field by field, without echoing values."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    parts = [f"{'.'.join(str(p) for p in item['loc'][:3])}: {item['msg']}" for item in found[:5]]
-    param = str(found[0]["loc"][0]) if found and found[0]["loc"] else None
-    return bad_request("; ".join(parts), param)
+    return checked(model, data)
 
 
 async def answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]) -> Response:

@@ -8,7 +8,7 @@ import codecs
 import json
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,33 +101,31 @@ async def _answer(context: ServerContext, url: Any, body: Any) -> dict[str, Any]
 
 
 async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
-    from pydantic import ValidationError
-
     from vllm.entrypoints.openai import chat, completions
     from vllm.entrypoints.openai.errors import bad_request
-    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, checked
 
     if not isinstance(body, dict):
         raise bad_request("body must be an object.")
     if body.get("stream"):
         raise bad_request("A request of a batch must not be sent in stream mode; leave stream unset.", "stream")
-    try:
-        if url == "/v1/chat/completions":
-            chat_request = ChatCompletionRequest.model_validate(body)
-            context.log_unknown_fields(chat_request.model_extra or ())
-            return await chat.complete(context, await chat.prepare(context, chat_request, None))
-        if url == "/v1/completions":
-            request = CompletionRequest.model_validate(body)
-            context.log_unknown_fields(request.model_extra or ())
-            return await completions.complete(context, await completions.prepare(context, request, None))
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise bad_request(f"{'.'.join(map(str, found['loc'][:3]))}: {found['msg']}") from None
+    if url == "/v1/chat/completions":
+        chat_request = checked(ChatCompletionRequest, body)
+        context.log_unknown_fields(chat_request.model_extra or ())
+        return await chat.complete(context, await chat.prepare(context, chat_request, None))
+    if url == "/v1/completions":
+        request = checked(CompletionRequest, body)
+        context.log_unknown_fields(request.model_extra or ())
+        return await completions.complete(context, await completions.prepare(context, request, None))
     raise bad_request("url must be /v1/chat/completions or /v1/completions in this version.")
 
 
-async def run(engine: AsyncLLMEngine, lines: Sequence[bytes], role: str, width: int) -> list[dict[str, Any]]:
-    """Answers in the order of the lines, at most `width` in progress."""
+async def run(
+    engine: AsyncLLMEngine, lines: Sequence[bytes], role: str, width: int, write: Callable[[dict[str, Any]], None]
+) -> None:
+    """Pass answers to `write` in the order of the lines, each as soon as it and those before it are there; at most
+    `width` are in progress.
+    """
     from vllm.entrypoints.openai.context import ServerContext
 
     model = engine.vllm_config.model_config
@@ -145,9 +143,13 @@ async def run(engine: AsyncLLMEngine, lines: Sequence[bytes], role: str, width: 
         async with gate:
             return await answer_line(context, line)
 
+    tasks = [asyncio.ensure_future(one(line)) for line in lines]
     try:
-        return list(await asyncio.gather(*(one(line) for line in lines)))
+        for task in tasks:
+            write(await task)
     finally:
+        for task in tasks:
+            task.cancel()
         await engine.shutdown(0.0)
 
 
@@ -167,13 +169,19 @@ def execute(args: argparse.Namespace) -> int:
     if target.exists() and target.samefile(source):
         raise ValueError(f"--output-file is the input file, {source}, which would be lost. Name another one.")
     args.disable_frontend_multiprocessing = False
-    engine = make_engine(args)
-    answers = asyncio.run(run(engine, lines, args.response_role, args.max_in_progress))
+    with target.open("a"):  # what is not allowed is known before the model is loaded
+        engine = make_engine(args)
+    failed = 0
     with target.open("w", encoding="utf-8") as file:
-        for item in answers:
+
+        def write(item: dict[str, Any]) -> None:
+            nonlocal failed
+            failed += item["error"] is not None
             file.write(json.dumps(item) + "\n")
-    failed = sum(1 for item in answers if item["error"] is not None)
-    logger.info("%d requests answered, %d of them with an error; the answers are in %s", len(answers), failed, target)
+            file.flush()  # what was answered is kept, whatever happens to the rest
+
+        asyncio.run(run(engine, lines, args.response_role, args.max_in_progress, write))
+    logger.info("%d requests answered, %d of them with an error; the answers are in %s", len(lines), failed, target)
     return 1 if engine.errored else 0
 
 
