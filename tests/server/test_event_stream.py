@@ -53,21 +53,22 @@ class FakeConnection:
         self.paused = False
         self.chunks: list[bytes] = []
         self.on_writable: Callable[[], None] | None = None
+        self.on_lost: Callable[[], None] | None = None
 
     def hold_head(self, scope: Any) -> None: ...
 
     def takes_chunks(self, scope: Any) -> bool:
         return True
 
-    def open(self, on_writable: Callable[[], None]) -> None:
-        self.on_writable = on_writable
+    def open(self, on_writable: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        self.on_writable, self.on_lost = on_writable, on_lost
 
     def write(self, data: bytes) -> None:
         assert data and not self.paused
         self.chunks.append(data)
 
     def close(self) -> None:
-        self.on_writable = None
+        self.on_writable = self.on_lost = None
 
 
 class Exchange:
@@ -94,6 +95,13 @@ class Exchange:
         await self.response.start()
         self.task = asyncio.ensure_future(self.response(self.scope, self._receive, self._send))
         await turns()
+
+    def leave(self) -> None:
+        """The client goes: a connection that writes directly says so itself, and nobody waits for the message."""
+        if self.connection.on_lost is not None:
+            self.connection.on_lost()
+        else:
+            self.left.set()
 
     async def end(self) -> bytes:
         assert self.task is not None
@@ -146,7 +154,7 @@ async def test_what_comes_in_one_turn_is_one_output_and_one_chunk():
         exchange.prompts[0].put(text)
     await turns()
     assert exchange.connection.chunks == [b"0:a\n", b"0:bcd\n"]
-    exchange.left.set()
+    exchange.leave()
     await exchange.end()
     assert exchange.prompts[0].closed == 1
 
@@ -198,11 +206,12 @@ async def test_an_error_before_the_first_event_is_raised_by_start():
     assert [prompt.closed for prompt in exchange.prompts] == [1, 1]
 
 
-async def test_a_client_that_leaves_ends_its_requests():
-    exchange = Exchange(prompts=2)
+@pytest.mark.parametrize("direct", [True, False])
+async def test_a_client_that_leaves_ends_its_requests(direct):
+    exchange = Exchange(prompts=2, direct=direct)
     exchange.prompts[0].put("a")
     await exchange.begin()
-    exchange.left.set()
+    exchange.leave()
     await exchange.end()
     assert [prompt.closed for prompt in exchange.prompts] == [1, 1]
     exchange.prompts[1].put("late")  # nobody is called any more

@@ -39,8 +39,10 @@ class ChunkWriter(Protocol):
     def paused(self) -> bool:
         """Whether the client is behind: nothing should be written until `on_writable` is called."""
 
-    def open(self, on_writable: Callable[[], None]) -> None:
-        """Begin: from now on a client that stays behind for too long is cut."""
+    def open(self, on_writable: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        """Begin: from now on a client that stays behind for too long is cut. `on_lost` is called if the connection ends
+        before `close`.
+        """
 
     def write(self, data: bytes) -> None:
         """Send one chunk, not empty."""
@@ -152,6 +154,7 @@ class BoundedConnection(NoUpgrades):
         if self.direct:
             self.app_state["chunk_writer"] = self
         self._on_writable: Callable[[], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._held_head: _HeldHead | None = None
         self._idle_bytes = 0
@@ -161,14 +164,14 @@ class BoundedConnection(NoUpgrades):
 
     def data_received(self, data: bytes) -> None:
         before = self._progress()
-        if before[2] and self._head_timer is None:  # between two requests: this begins the next one
-            self._head_timer = self.loop.call_later(self.head_timeout, self._on_slow_head)
         super().data_received(data)
         after = self._progress()
         at_rest = not after[2] and not after[3]  # received whole, not answered yet
         self._idle_bytes = 0 if after != before or at_rest else self._idle_bytes + len(data)
         if not after[2]:
             self._stop_head_timer()
+        elif before[2] and self._head_timer is None:  # the head of the next request has begun, and is not whole
+            self._head_timer = self.loop.call_later(self.head_timeout, self._on_slow_head)
         limit = MAX_IGNORED_BYTES if after[2] and after[3] and after[0] is not None else MAX_IDLE_BYTES
         if self._idle_bytes > limit and not self.transport.is_closing():
             text = "The request headers are too large."
@@ -186,6 +189,8 @@ class BoundedConnection(NoUpgrades):
         self._stop_head_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
+        if self._on_lost is not None:
+            self._on_lost()
 
     # -- chunks of a streamed body, see ChunkWriter ----------------------------------------------------------------
 
@@ -213,8 +218,8 @@ class BoundedConnection(NoUpgrades):
     def paused(self) -> bool:
         return bool(self.flow.write_paused)
 
-    def open(self, on_writable: Callable[[], None]) -> None:
-        self._on_writable = on_writable
+    def open(self, on_writable: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        self._on_writable, self._on_lost = on_writable, on_lost
         if self.flow.write_paused:
             self._start_write_timer()
 
@@ -227,7 +232,7 @@ class BoundedConnection(NoUpgrades):
         head = self._take_head()
         if head and not self.transport.is_closing():
             self.transport.write(head)
-        self._on_writable = None
+        self._on_writable = self._on_lost = None
         self._stop_write_timer()
 
     def pause_writing(self) -> None:

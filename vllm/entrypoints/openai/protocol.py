@@ -43,6 +43,12 @@ LATER_FIELDS = (
     "prompt_embeds",
     "lora_request",
 )
+_GUIDED_KINDS = ("guided_json", "guided_regex", "guided_choice")
+_GUIDED_FIELDS = (
+    "guided_grammar", "structural_tag", "structured_outputs", "guided_decoding_backend", "guided_whitespace_pattern",
+)  # fmt: skip
+# Most requests have none of these, which is seen at one glance.
+_NOT_YET = frozenset({*_GUIDED_KINDS, *_GUIDED_FIELDS, "response_format", "logits_processors", *LATER_FIELDS})
 
 # Parameters of the other two routes that ask for what a response cannot hold.
 NOT_OF_RESPONSES = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "max_tokens", "logprobs")
@@ -161,7 +167,9 @@ class _Sampling(_Request):
 
     def refuse_later_features(self) -> None:
         """Raise the error of the first parameter whose feature this version does not have."""
-        guided = [f"guided_{kind}" for kind in ("json", "regex", "choice") if self._set(f"guided_{kind}")]
+        if _NOT_YET.isdisjoint(self.model_fields_set):
+            return
+        guided = [name for name in _GUIDED_KINDS if self._set(name)]
         if len(guided) > 1:
             raise bad_request(
                 "You can only use one kind of guided decoding ('guided_json', 'guided_regex' or 'guided_choice').",
@@ -172,8 +180,7 @@ class _Sampling(_Request):
             raise bad_request(
                 "response_format other than {'type': 'text'} is not available in this version.", "response_format"
             )
-        of_guided = ("guided_grammar", "structural_tag", "structured_outputs")
-        for name in (*guided, *of_guided, "guided_decoding_backend", "guided_whitespace_pattern"):
+        for name in (*guided, *_GUIDED_FIELDS):
             if self._set(name):
                 raise bad_request(f"Guided decoding ({name}) is not available in this version.", name)
         if self.logits_processors:

@@ -58,6 +58,7 @@ class EventStream(Response):
         self._ready = b""  # events that were not sent yet
         self._complete = False  # and none will come after them
         self._begun = False  # the status was decided
+        self._gone = False  # the connection has ended
         self.on_close: Callable[[], None] | None = None  # called once, when nothing more will be sent
 
     async def start(self) -> None:
@@ -79,6 +80,27 @@ class EventStream(Response):
             raise
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        head = {"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra}
+        writer = chunk_writer(scope)
+        try:
+            with suppress(SlowReaderError, ConnectionError):
+                if writer is None:
+                    await send(head)
+                    await self._pass_on(receive, send)
+                else:
+                    await self._write_to(writer, scope, receive, send, head)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._complete = True
+        for stream in self._streams:
+            stream.close()
+        if self.on_close is not None:
+            self.on_close()
+
+    async def _pass_on(self, receive: Any, send: Any) -> None:
+        """Send all events through the layers of the application, and look out for the end of the connection."""
         sender = asyncio.current_task()
         gone = False
 
@@ -91,8 +113,13 @@ class EventStream(Response):
         watcher = asyncio.ensure_future(_until_disconnect(receive))
         watcher.add_done_callback(leave)
         try:
-            with suppress(SlowReaderError, ConnectionError):
-                await self._send_all(scope, send)
+            while not self._complete:
+                if self._ready:
+                    await send({"type": "http.response.body", "body": self._ready, "more_body": True})
+                await self._changed.wait()
+                self._changed.clear()
+                self._ready = self._collect()
+            await self._end(send)
         except asyncio.CancelledError:
             if not gone:
                 raise
@@ -100,53 +127,36 @@ class EventStream(Response):
         finally:
             watcher.remove_done_callback(leave)
             watcher.cancel()
-            self._close()
 
-    def _close(self) -> None:
-        self._complete = True
-        for stream in self._streams:
-            stream.close()
-        if self.on_close is not None:
-            self.on_close()
-
-    async def _send_all(self, scope: Any, send: Any) -> None:
-        head = {"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra}
-        writer = chunk_writer(scope)
-        if writer is None:
-            await send(head)
-            await self._pass_on(send)
-        else:
-            await self._write_to(writer, scope, send, head)
+    async def _end(self, send: Any) -> None:
+        """Send the last events."""
         await send({"type": "http.response.body", "body": self._ready, "more_body": False})
 
-    async def _pass_on(self, send: Any) -> None:
-        """Send all events but the last through the layers of the application."""
-        while not self._complete:
-            if self._ready:
-                await send({"type": "http.response.body", "body": self._ready, "more_body": True})
-            await self._changed.wait()
-            self._changed.clear()
-            self._ready = self._collect()
-
-    async def _write_to(self, writer: ChunkWriter, scope: Any, send: Any, head: dict[str, Any]) -> None:
-        """Have head and all events but the last written as they come."""
+    async def _write_to(self, writer: ChunkWriter, scope: Any, receive: Any, send: Any, head: dict[str, Any]) -> None:
+        """Have head and events written as they come; the connection says when it has ended."""
         writer.hold_head(scope)
         try:
             await send(head)
-            if not writer.takes_chunks(scope):
-                writer.close()
-                await self._pass_on(send)
-                return
-            self._writer = writer
-            writer.open(self._write)
-            if not writer.paused:
-                self._write()
-            while not self._complete:
-                await self._changed.wait()
-                self._changed.clear()
+            if writer.takes_chunks(scope):
+                self._writer = writer
+                writer.open(self._write, self._on_lost)
+                if not writer.paused:
+                    self._write()
+                while not self._complete:
+                    await self._changed.wait()
+                    self._changed.clear()
         finally:
             writer.close()
-            self._writer = None
+            taken, self._writer = self._writer is not None, None
+        if not taken:
+            await self._pass_on(receive, send)
+        elif not self._gone:
+            await self._end(send)
+
+    def _on_lost(self) -> None:
+        """The client is gone."""
+        self._gone = self._complete = True
+        self._changed.set()
 
     def _on_output(self, index: int) -> None:
         """A stream has something."""
@@ -158,8 +168,8 @@ class EventStream(Response):
             self._write()
 
     def _write(self) -> None:
-        """Put what there is on the connection, which is not behind; the last events are left to `_send_all`, which ends
-        the response.
+        """Put what there is on the connection, which is not behind; the last events are left to `_end`, which ends the
+        response.
         """
         ready, self._ready = self._ready + self._collect(), b""
         if self._complete:
