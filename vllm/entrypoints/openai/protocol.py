@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -93,7 +93,9 @@ class StreamOptions(_Request):
 
 
 class _Sampling(_Request):
-    """What completions and chat share. None means: the model's recommendation, else the neutral value."""
+    """What all generating routes share. None means: the model's recommendation, else the neutral value."""
+
+    options_need_a_stream: ClassVar[bool] = True
 
     model: str | None = None
     n: int | None = 1
@@ -155,7 +157,7 @@ class _Sampling(_Request):
     def _check_streams(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if data.get("stream_options") is not None and not data.get("stream"):
+        if cls.options_need_a_stream and data.get("stream_options") is not None and not data.get("stream"):
             raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
         prompt_logprobs = data.get("prompt_logprobs")
         if isinstance(prompt_logprobs, int) and not isinstance(prompt_logprobs, bool):
@@ -383,6 +385,7 @@ class DetokenizeRequest(_Request):
 class ResponsesRequest(_Sampling):
     """POST /v1/responses, for text."""
 
+    options_need_a_stream: ClassVar[bool] = False  # which have no effect without one
     input: str | list[Any]
     instructions: str | None = None
     max_output_tokens: int | None = None
