@@ -277,6 +277,7 @@ def test_every_flag_of_every_command_is_explained():
         (["throughput", "--num-prompts", "0"], "--num-prompts must be 1 or more"),
         (["throughput", "--n", "0"], "--n must be 1 or more"),
         (["throughput", "--dataset", "/nowhere/x.json"], "There is no file /nowhere/x.json"),
+        (["throughput", "--dataset", __file__, "--input-len", "5"], "--input-len is the length of random prompts"),
         (["throughput", "--output-json", "/nowhere/x.json"], "in a folder that exists, got /nowhere/x.json"),
         (["latency", "--output-json", "/"], "--output-json must be a file in a folder that exists, got /"),
     ],
@@ -287,3 +288,27 @@ def test_a_measurement_that_cannot_be_made_is_one_line(argv, message, capsys):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput"])
+def test_lengths_that_do_not_fit_the_model_are_not_measured(kind, capsys):
+    few = ["--num-prompts", "1"] if kind == "throughput" else ["--batch-size", "1", "--num-iters", "1"]
+    with pytest.raises(SystemExit) as stop:
+        run(["bench", kind, "--max-model-len", "64", "--input-len", "60", "--output-len", "5", *few])
+    assert stop.value.code == 1
+    assert "--input-len 60 and --output-len 5 do not fit into max_model_len=64" in capsys.readouterr().err
+
+
+def test_throughput_counts_what_was_generated(tmp_path, capsys):
+    turns = [
+        {"from": "human", "value": "What is the capital of France?"},
+        {"from": "gpt", "value": "It is Paris, I say."},
+    ]
+    dataset, figures = tmp_path / "talks.json", tmp_path / "figures.json"
+    dataset.write_text(json.dumps([{"conversations": turns}]))
+    argv = ["bench", "throughput", "--dataset", str(dataset), "--num-prompts", "3", "--output-json", str(figures)]
+    assert run([*argv, "--output-len", "7", "--n", "2"]) == 0
+    found = json.loads(figures.read_text())
+    tokens = round(found["output_tokens_per_second"] * found["elapsed_time"])
+    assert (found["num_requests"], tokens) == (3, 3 * 2 * 7)
+    assert found["total_num_tokens"] > tokens

@@ -8,21 +8,28 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.benchmarks.datasets import Sample, random_samples, sharegpt_samples
 from vllm.benchmarks.serve import percentile
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse import FlexibleArgumentParser
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
+INPUT_LENGTHS = {"latency": 32, "throughput": 512}
+OUTPUT_LENGTH = 128
+LONGEST = 2048  # tokens of prompt and answer of a conversation
+
 
 def make_parser(kind: str) -> FlexibleArgumentParser:
     """Flags of one of the two, and all of the engine's."""
     parser = FlexibleArgumentParser(prog=f"vllm bench {kind}", description="Measure the offline engine.")
     add = parser.add_argument
-    length = 32 if kind == "latency" else 512
-    add("--input-len", type=int, default=length, help="Tokens of each random prompt (default: %(default)s).")
-    add("--output-len", type=int, default=128, help="Tokens generated for each (default: %(default)s).")
+    add("--input-len", type=int, help=f"Tokens of each random prompt (default: {INPUT_LENGTHS[kind]}).")
+    without = "" if kind == "latency" else "; with --dataset: the length of its answer"
+    add("--output-len", type=int, help=f"Tokens generated for each (default: {OUTPUT_LENGTH}{without}).")
     add("--output-json", type=Path, default=None, help="Write the figures here.")
     add("--n", type=int, default=1, help="Sequences per prompt (default: %(default)s).")
     if kind == "latency":
@@ -56,13 +63,16 @@ def main(kind: str, argv: Sequence[str]) -> int:
 def _check(parser: FlexibleArgumentParser, args: argparse.Namespace) -> None:
     """End with a message for counts that measure nothing and for files that are not there."""
     for name in ("n", "input_len", "output_len", "batch_size", "num_iters", "num_prompts"):
-        if getattr(args, name, 1) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     if getattr(args, "num_iters_warmup", 0) < 0:
         parser.error(f"--num-iters-warmup must be 0 or more, got {args.num_iters_warmup}")
     dataset = getattr(args, "dataset", None)
     if dataset is not None and not dataset.is_file():
         parser.error(f"There is no file {dataset}; --dataset takes conversations in ShareGPT's format")
+    if dataset is not None and args.input_len is not None:
+        parser.error("--input-len is the length of random prompts; leave it out with --dataset")
     output = args.output_json
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         parser.error(f"--output-json must be a file in a folder that exists, got {output}")
@@ -72,12 +82,7 @@ def _measure(kind: str, args: argparse.Namespace) -> int:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**vars(EngineArgs.from_cli_args(args)))
-    tokenizer = llm.llm_engine.tokenizer
-    count = args.batch_size if kind == "latency" else args.num_prompts
-    if kind == "throughput" and args.dataset is not None:
-        samples = sharegpt_samples(tokenizer, args.dataset, count, None, 0)
-    else:
-        samples = random_samples(tokenizer, count, args.input_len, args.output_len, 0.0, 0, 0)
+    samples = _samples(kind, args, llm)
     params = [
         SamplingParams(n=args.n, temperature=1.0 if args.n > 1 else 0.0, ignore_eos=True, max_tokens=s.output_tokens)
         for s in samples
@@ -94,6 +99,21 @@ def _measure(kind: str, args: argparse.Namespace) -> int:
     if args.output_json is not None:
         args.output_json.write_text(json.dumps(result, indent=1))
     return 0
+
+
+def _samples(kind: str, args: argparse.Namespace, llm: LLM) -> list[Sample]:
+    """The prompts and their numbers of tokens. Raises ValueError for lengths that the model does not have."""
+    tokenizer, longest = llm.llm_engine.tokenizer, llm.model_config.max_model_len
+    count = args.batch_size if kind == "latency" else args.num_prompts
+    if kind == "throughput" and args.dataset is not None:
+        return sharegpt_samples(tokenizer, args.dataset, count, args.output_len, 0, min(LONGEST, longest))
+    lengths = args.input_len or INPUT_LENGTHS[kind], args.output_len or OUTPUT_LENGTH
+    if sum(lengths) > longest:
+        raise ValueError(
+            f"--input-len {lengths[0]} and --output-len {lengths[1]} do not fit into max_model_len={longest}: "
+            "fewer tokens would be generated than counted. Make them shorter."
+        )
+    return random_samples(tokenizer, count, *lengths, 0.0, 0, 0)
 
 
 def _prompt(sample: Sample) -> Any:
