@@ -413,6 +413,8 @@ def test_a_refused_request_ends_the_run_with_the_servers_words(demo_server, caps
         (["--extra-body", "[1]"], "JSON object"),
         (["--goodput", "itl:5"], "--goodput takes"),
         (["--goodput", "ttft:fast"], "milliseconds"),
+        (["--save-result", "--result-dir", f"{__file__}/figures"], "cannot be made: Not a directory"),
+        (["--plot", "/nowhere/rates.png"], "--plot: there is no folder /nowhere"),
     ],
 )
 def test_bad_flags_are_refused_before_anything_is_sent(flags, message, capsys):

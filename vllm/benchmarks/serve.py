@@ -383,7 +383,19 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Plan:
         parser.error("--extra-body takes a JSON object")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
+    _check_places(parser, args)
     return Plan(metrics, percentiles, _goodput(parser, args.goodput))
+
+
+def _check_places(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Make the folder of the figures, so that a long measurement cannot end without a place for them."""
+    if args.plot is not None and not args.plot.parent.is_dir():
+        parser.error(f"--plot: there is no folder {args.plot.parent}")
+    if args.save_result:
+        try:
+            args.result_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--result-dir {args.result_dir} cannot be made: {error.strerror}")
 
 
 def _measure(args: argparse.Namespace, plan: Plan) -> int:
@@ -478,7 +490,6 @@ def _conditions(args: argparse.Namespace, model: str, rate: float) -> dict[str, 
 
 def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     name = args.result_filename or f"{args.backend}-{datetime.now().strftime('%Y%m%d-%H%M%S')}.json"
-    args.result_dir.mkdir(parents=True, exist_ok=True)
     path = args.result_dir / name
     path.write_text(json.dumps(results[0] if len(results) == 1 else results, indent=1))
     print(f"Results are in {path}")
