@@ -429,6 +429,13 @@ def test_a_quantized_checkpoint_is_refused(make: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("ends", [[1, None], "2", 1.5, [[3]]])
+def test_ends_of_a_text_are_token_ids(make: Any, tmp_path: Path, ends: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must be an int"):
+        make()
+
+
 def test_sampling_defaults_come_from_the_model_and_the_user(make: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "eos_token_id": [1, 2], "do_sample": True})

@@ -173,6 +173,14 @@ def test_a_tokenizer_that_needs_no_vocabulary_loads(tmp_path):
     assert tokenizer.decode(tokenizer.encode("Grüße", add_special_tokens=False)) == "Grüße"
 
 
+@pytest.mark.parametrize("settings", [{"tokenizer_class": 5}, {"tokenizer_class": {"a": 1}}, {"eos_token": 1.5}])
+def test_settings_of_a_wrong_kind_name_the_folder(tmp_path, settings):
+    make.save(tmp_path, make.byte_level(300))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load_tokenizer(tmp_path, mode="slow")
+
+
 def test_damaged_files_say_which(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):

@@ -68,8 +68,8 @@ def without_effect(config: Mapping[str, Any]) -> list[str]:
 
 def _check_ends(value: Any, name: str) -> None:
     """One token id or several. Ids that the model cannot produce (some files say -1) are left out of each request."""
-    for token_id in value if isinstance(value, list) else [value]:
-        if token_id is not None:
+    if value is not None:
+        for token_id in value if isinstance(value, list) else [value]:
             validation.integer(name, token_id)
 
 

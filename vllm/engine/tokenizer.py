@@ -426,6 +426,9 @@ def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) 
         if not has_vocabulary:
             raise _no_tokenizer(path) from error
         raise
+    except (TypeError, AttributeError, KeyError, IndexError) as error:  # settings of a kind that nobody expected
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"The tokenizer in {path} cannot be read; its files may be damaged: {problem}") from error
     if not has_vocabulary and not found.encode("a", add_special_tokens=False):
         raise _no_tokenizer(path)  # other classes make an empty one
     return found
