@@ -207,6 +207,13 @@ def test_lone_surrogate_is_named():
         tokenizer.encode("abc\ud800")
 
 
+@pytest.mark.parametrize("template", [[[]], [5], [{"name": "default"}], 5, {"a": "b"}])
+def test_a_chat_template_of_a_wrong_kind_is_named(tmp_path, template):
+    make.save(tmp_path, make.byte_level(), chat_template=template)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template must be a text"):
+        load_tokenizer(tmp_path)
+
+
 def test_chat_templates_are_read(tmp_path):
     make.save(tmp_path, make.byte_level(), chat_template="from settings")
     assert load_tokenizer(tmp_path).chat_template == "from settings"

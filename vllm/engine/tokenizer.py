@@ -528,11 +528,23 @@ def _read_chat_template(path: Path, settings: dict[str, Any]) -> str | dict[str,
     if default is None and not named:
         template = settings.get("chat_template")
         if isinstance(template, list):
-            return {entry["name"]: entry["template"] for entry in template}
+            try:
+                return {str(entry["name"]): str(entry["template"]) for entry in template}
+            except (TypeError, KeyError):
+                raise _wrong_template(path) from None
+        if not isinstance(template, str | None):
+            raise _wrong_template(path)
         return template
     if not named:
         return default
     return named if default is None else {"default": default, **named}
+
+
+def _wrong_template(path: Path) -> ValueError:
+    return ValueError(
+        f"{path / 'tokenizer_config.json'}: chat_template must be a text, or a list of objects with `name` and "
+        "`template`."
+    )
 
 
 def _byte_fallback_steps(decoder: dict[str, Any]) -> dict[str, Any] | None:
