@@ -3,11 +3,11 @@
     python -m benchmarks.server_frontends --work build/peers --json benchmarks/results/server_frontends.json
 
 Both servers run the same tiny model with random weights (2 layers, hidden size 128), with one thread for the model, and
-are up at the same time; one is measured while the other is idle. The client is `vllm bench serve`'s, for both. A
-round measures each number of streams on both servers, one right after the other; a figure is the median of the rounds,
-or for `best_...` the lowest. Processor time is the kernel's count of nanoseconds on a core, of the process that speaks
-HTTP (front end) and of all that it has started (core); a machine with other work to do makes both larger, so compare
-within one run. The client shares the cores, which bounds tokens per second.
+are up at the same time; one is measured when the other has become idle, which takes vLLM's core a second. The client is
+`vllm bench serve`'s, for both. A round measures each number of streams on both servers, one right after the other; a
+figure is the median of the rounds, or for `best_...` the lowest. Processor time is the kernel's count of nanoseconds on
+a core, of the process that speaks HTTP (front end) and of all that it has started (core); a machine with other work to
+do makes both larger, so compare within one run. The client shares the cores, which bounds tokens per second.
 
 The peer's environment is made below `--work` by `benchmarks.cpu.compare` if it is not there.
 """
@@ -39,6 +39,7 @@ from vllm.engine.tokenizer import load_tokenizer
 from vllm.utils.event_loop import run_event_loop
 
 START_SECONDS = 400.0
+IDLE_SECONDS = 30.0
 MODEL = "tiny"
 # As small as it can be: vLLM's attention on the CPU takes no heads of fewer than 32 values.
 KIND, SHAPE = SHAPES["tiny"][0], {**SHAPES["tiny"][1], "hidden_size": 128, "num_attention_heads": 2}
@@ -138,6 +139,18 @@ def _is_healthy(url: str) -> bool:
     return True
 
 
+def wait_until_idle(servers: list[Server]) -> None:
+    """Until none of them computes any more: threads that wait by spinning go on for a while after the last request."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while time.monotonic() < deadline:
+        before = [sum(server.cpu_seconds().values()) for server in servers]
+        time.sleep(0.5)
+        after = [sum(server.cpu_seconds().values()) for server in servers]
+        if max(b - a for a, b in zip(before, after, strict=True)) < 0.05 * 0.5:
+            return
+    raise SystemExit(f"The servers are not idle after {IDLE_SECONDS:.0f} s.")
+
+
 def trial(server: Server, streams: int, args: argparse.Namespace, tokenizer: Any, seed: int) -> dict[str, float]:
     """Microseconds per streamed token of each process, and what the client saw."""
     count = max(args.min_requests, 2 * streams)
@@ -176,6 +189,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for number in range(args.rounds + 1):  # the first round warms up
             for streams in args.streams:
                 for server in servers if number % 2 else servers[::-1]:
+                    wait_until_idle(servers)
                     found = trial(server, streams, args, tokenizer, 1000 * number + streams)
                     if number:
                         trials.setdefault((streams, server.name), []).append(found)
