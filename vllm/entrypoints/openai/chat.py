@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import apply_chat_template
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
-from vllm.entrypoints.openai.completions import DONE, usage_of
+from vllm.entrypoints.openai.completions import usage_of
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.events import DONE, AnswerEvents, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, chat_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.sampling import check_sizes, kept_tokens, resolve_max_tokens, to_sampling_params
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.tool_parsers.deltas import Delta
 
 PLAIN_END = '}, "logprobs": null, "finish_reason": null}]}\n\n'
 
@@ -166,11 +168,12 @@ def _logprobs(work: Chat, output: CompletionOutput) -> dict[str, Any] | None:
 # -- streamed ----------------------------------------------------------------------------------------------------------
 
 
-class ChatEvents:
-    """The answer as server-sent events: a role chunk per choice, content chunks, a last one with the finish reason.
-
-    What is the same in all content chunks of a choice is encoded once.
+class ChatEvents(AnswerEvents):
+    """The answer as server-sent events: a role chunk per choice, chunks of its message, a last one with the finish
+    reason.
     """
+
+    _after = PLAIN_END
 
     def __init__(self, context: ServerContext, work: Chat) -> None:
         self._context = context
@@ -178,64 +181,42 @@ class ChatEvents:
         fixed = {"id": work.id, "object": "chat.completion.chunk", "created": work.created, "model": work.model}
         self._head = "data: " + json.dumps(fixed)[:-1] + ', "choices":'
         self._always = work.request.wants_usage_always
-        self._plain = not work.request.logprobs and not self._always
-        self._sent: dict[int, int] = {}
-        self._prompt_tokens = 0
-        self._cached: int | None = None
-        self._plain_heads: dict[int, str] = {}
+        super().__init__(1, work.request.n or 1, not work.request.logprobs and not self._always)
 
-    def feed(self, index: int, result: RequestOutput) -> bytes:
-        """The events of one output."""
-        self._prompt_tokens = len(result.prompt_token_ids or ())
-        self._cached = self._context.cached_tokens([result])
-        # The roles come with the first output, so that early errors are plain HTTP errors.
-        parts = [] if self._sent else [self._roles()]
-        content = self._plain_content if self._plain else self._content
-        parts += [content(output) for output in result.outputs]
-        return "".join(parts).encode()
-
-    def _roles(self) -> str:
+    def _opening(self, result: RequestOutput) -> str:
         parts = []
-        for index in range(self._work.request.n or 1):
-            self._sent[index] = 0
+        for index in range(self._count):
             delta = {"role": self._work.role, "content": ""}
-            parts.append(self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}))
+            first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            parts.append(self._chunk(first, result))
             if self._work.last_content:
-                parts.append(self._chunk(_choice_delta(index, self._work.last_content)))
+                parts.append(self._chunk(_choice_delta(index, self._work.last_content), result))
         return "".join(parts)
 
-    def _plain_content(self, output: CompletionOutput) -> str:
-        """What `_content` makes of an output without extras, put together from its constant parts."""
-        if output.finish_reason is not None:
-            return self._content(output)
-        index = output.index
-        self._sent[index] += len(output.token_ids)
-        if not output.text:
-            return ""
-        head = self._plain_heads.get(index)
-        if head is None:
-            head = self._plain_heads[index] = f'{self._head}[{{"index": {index}, "delta": {{"content": '
-        return head + json_text(output.text) + PLAIN_END
+    def _before(self, choice: int) -> str:
+        return f'{self._head}[{{"index": {choice}, "delta": {{"content": '
 
-    def _content(self, output: CompletionOutput) -> str:
-        self._sent[output.index] += len(output.token_ids)
+    def _events(self, choice: int, result: RequestOutput, output: CompletionOutput, deltas: Sequence[Delta]) -> str:
         logprobs = _logprobs(self._work, output)
         if output.finish_reason is None:
-            return self._chunk(_choice_delta(output.index, output.text, logprobs)) if output.text or logprobs else ""
-        choice = _choice_delta(output.index, output.text, logprobs)
-        return self._chunk({**choice, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason})
+            if not output.text and not logprobs:
+                return ""
+            return self._chunk(_choice_delta(choice, output.text, logprobs), result)
+        last = _choice_delta(choice, output.text, logprobs)
+        return self._chunk({**last, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason}, result)
 
-    def _chunk(self, choice: dict[str, Any]) -> str:
+    def _chunk(self, choice: dict[str, Any], result: RequestOutput) -> str:
         usage = ""
         if self._always:
-            usage = f', "usage":{json.dumps(_usage(self._prompt_tokens, self._sent.get(choice["index"], 0)))}'
+            usage = f', "usage":{json.dumps(_usage(prompt_length(result), self._sent[choice["index"]]))}'
         return f"{self._head}{json.dumps([choice])}{usage}}}\n\n"
 
     def end(self) -> bytes:
         """The events after the last output: the usage, if it was asked for, and the end mark."""
         if not self._work.request.wants_usage:
             return DONE
-        whole = usage_of(self._prompt_tokens, sum(self._sent.values()), self._cached)
+        cached = self._context.cached_tokens(self._last.values())
+        whole = usage_of(sum(map(prompt_length, self._last.values())), sum(self._sent), cached)
         total = {k: v for k, v in whole.items() if v is not None}
         return f'{self._head}[], "usage":{json.dumps(total)}}}\n\n'.encode() + DONE
 

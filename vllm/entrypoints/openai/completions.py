@@ -6,19 +6,19 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.events import DONE, AnswerEvents, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.sampling import check_sizes, kept_tokens, resolve_max_tokens, to_sampling_params
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers.deltas import Delta
 
-DONE = b"data: [DONE]\n\n"
 PLAIN_END = ', "logprobs": null, "finish_reason": null, "stop_reason": null}],"usage":null}\n\n'
 
 
@@ -192,8 +192,11 @@ def prompt_text_of(context: ServerContext, final: RequestOutput) -> str:
 # -- streamed ----------------------------------------------------------------------------------------------------------
 
 
-class CompletionEvents:
-    """The answer as server-sent events. What is the same in all chunks of a choice is encoded once."""
+class CompletionEvents(AnswerEvents):
+    """The answer as server-sent events: a chunk per output, the last one of a choice with the finish reason."""
+
+    _after = PLAIN_END
+    _writes_empty = True
 
     def __init__(self, context: ServerContext, work: Completion) -> None:
         self._context = context
@@ -202,47 +205,24 @@ class CompletionEvents:
         self._head = "data: " + json.dumps(fixed)[:-1] + ', "choices":'
         request = work.request
         self._always = request.wants_usage_always
-        self._plain = request.logprobs is None and not work.echo and not self._always
-        self._count = work.count
-        self._sent_tokens = [0] * (len(work.prompts) * work.count)
+        is_plain = request.logprobs is None and not work.echo and not self._always
+        super().__init__(len(work.prompts), work.count, is_plain)
         self._offsets: dict[int, int] = {}
         self._echoed: set[int] = set()
-        self._last: dict[int, RequestOutput] = {}  # of each prompt
         # Prompt logprobs come once, with the first choice; the others echo them too.
         self._of_prompt: dict[int, list[Any]] = {}
-        self._plain_heads: dict[int, str] = {}
 
-    def feed(self, index: int, result: RequestOutput) -> bytes:
-        """The events of one output of prompt number `index`."""
-        self._last[index] = result
-        if result.prompt_logprobs:
-            self._of_prompt[index] = list(result.prompt_logprobs)
-        chunk = self._plain_chunk if self._plain else self._chunk
-        if len(result.outputs) == 1:
-            return chunk(index, result, result.outputs[0]).encode()
-        return "".join([chunk(index, result, output) for output in result.outputs]).encode()
+    def _before(self, choice: int) -> str:
+        return f'{self._head}[{{"index": {choice}, "text": '
 
-    def _plain_chunk(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
-        """What `_chunk` makes of an output without extras, put together from its constant parts."""
-        if output.finish_reason is not None:
-            return self._chunk(prompt, result, output)
-        index = prompt * self._count + output.index
-        new_tokens = len(output.token_ids)
-        self._sent_tokens[index] += new_tokens
-        if not output.text and not new_tokens:
-            return ""
-        head = self._plain_heads.get(index)
-        if head is None:
-            head = self._plain_heads[index] = f'{self._head}[{{"index": {index}, "text": '
-        return head + json_text(output.text) + PLAIN_END
-
-    def _chunk(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
+    def _events(self, choice: int, result: RequestOutput, output: CompletionOutput, deltas: Sequence[Delta]) -> str:
         work, request = self._work, self._work.request
-        index = prompt * self._count + output.index
         text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
-        self._sent_tokens[index] += len(token_ids)
-        if work.echo and index not in self._echoed:
-            self._echoed.add(index)
+        prompt = choice // self._count
+        if result.prompt_logprobs:
+            self._of_prompt[prompt] = list(result.prompt_logprobs)
+        if work.echo and choice not in self._echoed:
+            self._echoed.add(choice)
             if request.max_tokens == 0:
                 text, token_ids, steps = "", [], []
             text = prompt_text_of(self._context, result) + text
@@ -254,32 +234,27 @@ class CompletionEvents:
             return ""
         logprobs = None
         if request.logprobs is not None and steps is not None:
-            offset = self._offsets.get(index, 0)
+            offset = self._offsets.get(choice, 0)
             logprobs = completion_logprobs(token_ids, steps, request.logprobs, work.text_of, offset)
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        choice = {
-            "index": index,
+            self._offsets[choice] = offset + sum(map(len, logprobs["tokens"]))
+        chunk = {
+            "index": choice,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        usage = usage_of(_prompt_length(result), self._sent_tokens[index]) if self._always else None
-        return f'{self._head}{json.dumps([choice])},"usage":{json.dumps(usage)}}}\n\n'
+        usage = usage_of(prompt_length(result), self._sent[choice]) if self._always else None
+        return f'{self._head}{json.dumps([chunk])},"usage":{json.dumps(usage)}}}\n\n'
 
     def end(self) -> bytes:
         """The events after the last output: the usage, if it was asked for, and the end mark."""
         if not self._work.request.wants_usage:
             return DONE
         cached = self._context.cached_tokens(self._last.values())
-        whole = usage_of(sum(map(_prompt_length, self._last.values())), sum(self._sent_tokens), cached)
+        whole = usage_of(sum(map(prompt_length, self._last.values())), sum(self._sent), cached)
         total = {k: v for k, v in whole.items() if v is not None}
         return f'{self._head}[],"usage":{json.dumps(total)}}}\n\n'.encode() + DONE
-
-
-def _prompt_length(result: RequestOutput) -> int:
-    """In tokens."""
-    return len(result.prompt_token_ids or ())
 
 
 class WholeEvents:

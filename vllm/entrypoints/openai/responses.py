@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.context import ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.events import AnswerEvents, prompt_length
 from vllm.entrypoints.openai.logprobs import chat_logprobs
 from vllm.entrypoints.openai.protocol import SHARED_WITH_CHAT, ChatCompletionRequest, ResponsesRequest
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.tool_parsers.deltas import Delta
 
 EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": None}
 
@@ -138,67 +142,71 @@ async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
     return _body(work, status, usage, text=answer.text, logprobs=_logprobs(work, answer), reason=reason)
 
 
-class ResponseEvents:
+class ResponseEvents(AnswerEvents):
     """The answer as events, in the order clients expect them."""
 
+    _after = ', "logprobs": []}\n\n'
+
     def __init__(self, work: Work) -> None:
+        super().__init__(1, 1, not work.request.wants_logprobs)
         self._work = work
         self._number = -1
         self._place = {"item_id": work.message_id, "output_index": 0, "content_index": 0}
+        self._plain_place = json.dumps(self._place)[1:-1]
         self._pieces: list[str] = []
         self._logprobs: list[Any] = []
-        self._tokens = self._prompt_tokens = 0
-        self._cached: int | None = None
-        self._reason: str | None = None
-        self._started = False
 
-    def feed(self, index: int, result: RequestOutput) -> bytes:
-        """The events of one output."""
-        events = []
-        if not self._started:
-            self._started = True
-            self._cached = result.num_cached_tokens
-            events = self._opening()
-        self._prompt_tokens = len(result.prompt_token_ids or ())
-        answer = result.outputs[0]
-        self._tokens += len(answer.token_ids)
-        self._reason = answer.finish_reason or self._reason
-        logprobs = _logprobs(self._work, answer) or []
-        if answer.text or logprobs:
-            self._pieces.append(answer.text)
-            self._logprobs += logprobs
-            text = {"delta": answer.text, "logprobs": logprobs}
-            events.append(self._event("response.output_text.delta", **self._place, **text))
-        return b"".join(events)
-
-    def _opening(self) -> list[bytes]:
+    def _opening(self, result: RequestOutput) -> str:
         item = {**_message(self._work, "", None, "in_progress"), "content": []}
-        return [
-            self._event("response.created", response=_body(self._work, "in_progress")),
-            self._event("response.in_progress", response=_body(self._work, "in_progress")),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **self._place, part=EMPTY_TEXT),
-        ]
+        return "".join(
+            [
+                self._event("response.created", response=_body(self._work, "in_progress")),
+                self._event("response.in_progress", response=_body(self._work, "in_progress")),
+                self._event("response.output_item.added", output_index=0, item=item),
+                self._event("response.content_part.added", **self._place, part=EMPTY_TEXT),
+            ]
+        )
+
+    def _plain(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
+        self._sent[0] += len(output.token_ids)
+        text = output.text
+        if not text:
+            return ""
+        self._pieces.append(text)
+        self._number += 1
+        return (
+            f'event: response.output_text.delta\ndata: {{"type": "response.output_text.delta", "sequence_number": '
+            f'{self._number}, {self._plain_place}, "delta": {json_text(text)}{self._after}'
+        )
+
+    def _events(self, choice: int, result: RequestOutput, output: CompletionOutput, deltas: Sequence[Delta]) -> str:
+        logprobs = _logprobs(self._work, output) or []
+        if not output.text and not logprobs:
+            return ""
+        self._pieces.append(output.text)
+        self._logprobs += logprobs
+        text = {"delta": output.text, "logprobs": logprobs}
+        return self._event("response.output_text.delta", **self._place, **text)
 
     def end(self) -> bytes:
         """The events after the last output."""
-        work, text = self._work, "".join(self._pieces)
+        work, text, last = self._work, "".join(self._pieces), self._last[0]
         logprobs = self._logprobs if work.request.wants_logprobs else None
-        status, why = _ending(self._reason)
-        usage = _usage(self._prompt_tokens, self._tokens, self._cached)
+        status, why = _ending(last.outputs[0].finish_reason)
+        usage = _usage(prompt_length(last), self._sent[0], last.num_cached_tokens)
         body = _body(work, status, usage, text=text, logprobs=logprobs, reason=why)
         part = {**EMPTY_TEXT, "text": text, "logprobs": logprobs}
         item = _message(work, text, logprobs, status)
-        return b"".join(
+        return "".join(
             [
                 self._event("response.output_text.done", **self._place, text=text, logprobs=self._logprobs),
                 self._event("response.content_part.done", **self._place, part=part),
                 self._event("response.output_item.done", output_index=0, item=item),
                 self._event(f"response.{status}", response=body),
             ]
-        )
+        ).encode()
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> str:
         self._number += 1
         data = json.dumps({"type": kind, "sequence_number": self._number, **fields})
-        return f"event: {kind}\ndata: {data}\n\n".encode()
+        return f"event: {kind}\ndata: {data}\n\n"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.responses import Response
 
 from vllm.engine.request_stream import RequestStream, is_failed
-from vllm.entrypoints.openai.completions import DONE
 from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
 from vllm.entrypoints.openai.context import Prompt, as_api_error
 from vllm.entrypoints.openai.errors import stream_error
+from vllm.entrypoints.openai.events import DONE
 from vllm.entrypoints.openai.limits import SlowReaderError, take_back_cancel
 
 if TYPE_CHECKING:
