@@ -20,15 +20,15 @@ class Reasoning(NamedTuple):
 class CallStart(NamedTuple):
     """A call of a function begins. Calls of a message are numbered from 0, one ends before the next begins."""
 
-    index: int
+    number: int
     id: str
     name: str
 
 
 class CallArguments(NamedTuple):
-    """More of the JSON text of the arguments of call number `index`, the one that began last."""
+    """More of the JSON text of the arguments of call `number`, the one that began last."""
 
-    index: int
+    number: int
     text: str
 
 
