@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,48 @@ def test_a_stored_flag_may_be_false() -> None:
         ("--settings.a 1", {"a": 1}),
         ("--settings.a=1 --settings.b.c=x", {"a": 1, "b": {"c": "x"}}),
         ("-S.a true", {"a": True}),
-        ("--settings.some-key 2", {"some_key": 2}),
+        ("--settings.some-key 2 --settings.some_key 3", {"some-key": 2, "some_key": 3}),
         ('--settings.list [1,"two"]', {"list": [1, "two"]}),
         ('--settings {"a":1,"b":{"c":2}} --settings.b.d 3', {"a": 1, "b": {"c": 2, "d": 3}}),
         ('--settings.b.d 3 --settings={"b":{"c":2}}', {"b": {"c": 2, "d": 3}}),
         ("--settings.a 1 --settings.a 2", {"a": 2}),
         ("--settings.a -5", {"a": -5}),
+        ("--settings.a.b+ -x --settings.a.b+=+y,-z", {"a": {"b": ["-x", "+y", "-z"]}}),
     ],
 )
 def test_dotted_keys_build_an_object(words: str, value: Any) -> None:
     assert parse(words)["settings"] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("-O3", {"level": 3}),
+        ("-O 2", {"level": 2}),
+        ("-O=1", {"level": 1}),
+        ("-O.backend x -O1", {"backend": "x", "level": 1}),
+        ("-O1 -O.level 2 -O3", {"level": 3}),
+        ('-O {"backend":"y"} -O2', {"backend": "y", "level": 2}),
+        ("-O.custom_ops+ -quant_fp8 -O.custom_ops+=+silu_mul,-rms_norm",
+         {"custom_ops": ["-quant_fp8", "+silu_mul", "-rms_norm"]}),
+    ],
+)  # fmt: skip
+def test_levels_of_compilation_are_keys_like_others(words: str, value: Any) -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("-O", "--compilation-config", type=json.loads)
+    assert parser.parse_args(words.split()).compilation_config == value
+
+
+def test_the_last_of_duplicate_keys_counts_and_the_log_names_them(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        assert parse("--settings.a 1 --settings.a 2 --settings.b 3")["settings"] == {"a": 2, "b": 3}
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "duplicate" in caplog.text
+    assert "--settings.a" in caplog.text
+    assert "--settings.b" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -115,6 +148,7 @@ def test_dotted_keys_build_an_object(words: str, value: Any) -> None:
         (["--settings.", "1"], "empty name between dots"),
         (["--settings.a", "1", "--settings.a.b", "2"], "already has a value that is no object"),
         (["--settings", "5", "--settings.a", "1"], "not both"),
+        (["--settings.a", "1", "--settings.a+", "2"], "already has a value that is no list"),
         (["--nothing.a", "1"], "unrecognized arguments: --nothing.a"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from tests.config.families import document
 from vllm import EngineArgs
 from vllm.config import HFConfig, VllmConfig, resolve
-from vllm.config.compilation import graph_sizes
+from vllm.config.compilation import CompilationConfig, graph_sizes
 from vllm.config.dtype import resolve_dtype
 from vllm.config.max_model_len import resolve_max_model_len
 from vllm.platforms.interface import DeviceCapability, Platform
@@ -317,6 +317,9 @@ def test_graphs_are_for_cuda_only(make: Any) -> None:
     assert make(GPU, enforce_eager=True).compilation_config.cudagraph_capture_sizes == ()
     assert make(GPU, compilation_config={"use_cudagraph": False}).compilation_config.cudagraph_capture_sizes == ()
     assert make(GPU, compilation_config=3).compilation_config.level == 3
+    assert make(GPU, compilation_config=CompilationConfig(level=2)).compilation_config.level == 2
+    given = CompilationConfig.from_cli('{"level": 1, "cudagraph_capture_sizes": [3]}')
+    assert make(GPU, compilation_config=given).compilation_config.cudagraph_capture_sizes == (3,)
     exact = {"compilation_config": {"cudagraph_capture_sizes": [7, 3]}}, {"cudagraph_capture_sizes": [3, 7]}
     for kwargs in (*exact, {"cuda_graph_sizes": [3, 7]}):
         assert make(GPU, **kwargs).compilation_config.cudagraph_capture_sizes == (3, 7)

@@ -128,8 +128,10 @@ GUIDE_FLAGS: list[tuple[str, str, Any]] = [
     ("--engine-use-ray", "engine_use_ray", True),
     ("--disable-log-requests", "disable_log_requests", True),
     # and of the versions after it
-    ("-O3", "compilation_config", 3),
-    ("-O 3", "compilation_config", 3),
+    ("-O3", "compilation_config", {"level": 3}),
+    ("-O 3", "compilation_config", {"level": 3}),
+    ("--compilation-config 3", "compilation_config", {"level": 3}),
+    ("-O.backend x -O1", "compilation_config", {"backend": "x", "level": 1}),
     ('-O {"level":3}', "compilation_config", {"level": 3}),
     ("-O.level 2", "compilation_config", {"level": 2}),
     ('--compilation-config {"level":1,"cache_dir":"x"}', "compilation_config", {"level": 1, "cache_dir": "x"}),

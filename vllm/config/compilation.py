@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config.fields import setting
-from vllm.config.kinds import Integer, JsonOr, NumberList
+from vllm.config.kinds import Integer, Kind, NumberList, parse_json
 
 _MAX_LEVEL = 3
 _LARGEST_GRAPH = 1024
@@ -22,19 +23,36 @@ _OWN_KEYS = frozenset({"level", "use_cudagraph", "cudagraph_capture_sizes"})
 
 
 @dataclass(frozen=True)
+class _Compilation(Kind):
+    """A level, a JSON object or a `CompilationConfig`; always a dictionary once it is checked."""
+
+    @property
+    def words(self) -> str:
+        return "JSON object or a level from 0 to 3"
+
+    def _check(self, name: str, value: Any) -> dict[str, Any]:
+        if isinstance(value, CompilationConfig):
+            return value.keys()
+        return read_compilation_config(value)
+
+    def _parse(self, text: str) -> Any:
+        value = parse_json(text)
+        if isinstance(value, bool) or not isinstance(value, int | Mapping):
+            raise argparse.ArgumentTypeError(f"Value {text} cannot be converted to {dict}.")
+        return {"level": value} if isinstance(value, int) else value
+
+
+@dataclass(frozen=True)
 class CompilationConfig:
     """CUDA graphs: whether they are used, and for which batch sizes.
 
-    `cudagraph_capture_sizes` is empty where there are no graphs; else the batch sizes, ascending.
+    `cudagraph_capture_sizes` is empty where there are no graphs; else the batch sizes, ascending. Users may make one
+    with the keys of a compilation_config and give it to the engine; those that steer a compiler change nothing.
     """
 
     given: dict[str, Any] = setting(
         {},
-        JsonOr(
-            optional=True,
-            accept=lambda value: isinstance(value, int) and not isinstance(value, bool),
-            expected="a level from 0 to 3",
-        ),
+        _Compilation(optional=True),
         "A level from 0 to 3, or a JSON object. Nothing is compiled at any level; use_cudagraph and "
         "cudagraph_capture_sizes steer CUDA graphs.",
         name="compilation_config",
@@ -58,6 +76,21 @@ class CompilationConfig:
     use_cudagraph: bool = False
     cudagraph_capture_sizes: tuple[int, ...] = field(default=())
 
+    @classmethod
+    def from_cli(cls, cli_value: str) -> CompilationConfig:
+        """What `--compilation-config` or `-O` was given: a level or a JSON object."""
+        given = read_compilation_config(_Compilation().parse(cli_value))
+        return cls(given=given, level=given.get("level", 0))
+
+    def keys(self) -> dict[str, Any]:
+        """This config as the dictionary that makes an equal one."""
+        own: dict[str, Any] = {}
+        if self.level:
+            own["level"] = self.level
+        if self.cudagraph_capture_sizes:
+            own["cudagraph_capture_sizes"] = list(self.cudagraph_capture_sizes)
+        return {**self.given, **own}
+
 
 def read_compilation_config(given: Any) -> dict[str, Any]:
     """A compilation_config in its dictionary form, its keys checked."""
@@ -66,7 +99,7 @@ def read_compilation_config(given: Any) -> dict[str, Any]:
     if isinstance(given, int):
         given = {"level": given}
     if not isinstance(given, Mapping):
-        raise ValueError(f"compilation_config must be a level from 0 to {_MAX_LEVEL} or a dict, got {given!r}.")
+        raise ValueError(f"compilation_config must be a dict or a level from 0 to {_MAX_LEVEL}, got {given!r}.")
     unknown = sorted(str(key) for key in given if key not in _COMPILER_KEYS | _OWN_KEYS)
     if unknown:
         known = ", ".join(sorted(_COMPILER_KEYS | _OWN_KEYS))

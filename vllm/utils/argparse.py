@@ -9,6 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 _MAX_CONFIG_BYTES = 2**20
 _SHORT_USAGE = 20  # flags whose usage fits on a screen
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -23,7 +27,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that is easier on its users.
 
     `--foo_bar` is `--foo-bar`. `--flag=true` and `--flag=false` work for flags. `--a.b.c value` builds the JSON object
-    of `--a`. `--config file.yaml` gives values for flags that the command line does not mention. `-O3` is `-O 3`.
+    of `--a`, `--a.b+ x,y` adds to a list in it; the last of several values counts, and the log names the others.
+    `--config file.yaml` gives values for flags that the command line does not mention. `-O3` is `-O.level 3`.
     """
 
     def parse_known_args(  # type: ignore[override]
@@ -37,7 +42,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         if self._subparsers is None:  # a parser with commands leaves its words to them
             words, rest = self._split(words)
             words = self._with_config_file([self._spelled(word) for word in words] + rest)
-            words = self._join_flags(self._join_dotted(words))
+            words = self._join_flags(self._join_dotted(self._with_levels(words)))
         return super().parse_known_args(words, namespace)
 
     def parse_args(  # type: ignore[override]
@@ -135,11 +140,29 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     # ---- dotted keys ---------------------------------------------------------------------------------------------
 
+    def _with_levels(self, words: list[str]) -> list[str]:
+        """`-O3`, `-O=3` and `-O 3` as `-O.level 3`, where the parser has an option `-O`."""
+        if "-O" not in self._option_string_actions:
+            return words
+        result: list[str] = []
+        for word in words:
+            if result and result[-1] == "-O" and word.isdecimal():
+                result[-1:] = ["-O.level", word]
+            elif word.startswith("-O") and word[2:].removeprefix("=").isdecimal():
+                result += ["-O.level", word[2:].removeprefix("=")]
+            else:
+                result.append(word)
+        return result
+
     def _join_dotted(self, words: list[str]) -> list[str]:
-        """`--a.b 1 --a.c.d x` as `--a={"b": 1, "c": {"d": "x"}}`, laid over a `--a={...}` that is given too."""
+        """`--a.b 1 --a.c.d x` as `--a={"b": 1, "c": {"d": "x"}}`, laid over a `--a={...}` that is given too.
+
+        `--a.b+ x,y` adds "x" and "y" to the list `b`.
+        """
         words, rest = self._split(words)
         result: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
+        repeated: list[str] = []
         position = 0
         while position < len(words):
             word = words[position]
@@ -156,7 +179,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                     self.error(f"argument {key}: expected a value")
                 value = words[position]
                 position += 1
-            _set_path(objects.setdefault(option, {}), path.replace("-", "_").split("."), _value_of(value), key, self)
+            target = objects.setdefault(option, {})
+            if path.endswith("+"):
+                _add_to_list(target, path[:-1].split("."), value.split(","), key, self)
+            elif _set_path(target, path.split("."), _value_of(value), key, self):
+                repeated.append(key)
+        if repeated:
+            logger.warning("Found duplicate keys %s: the last value of each counts.", ", ".join(sorted(set(repeated))))
         for option, changes in objects.items():
             result = self._merge_json(result, option, changes)
         return result + rest
@@ -261,16 +290,36 @@ def _value_of(text: str) -> Any:
         return text
 
 
-def _set_path(target: dict[str, Any], path: list[str], value: Any, key: str, parser: argparse.ArgumentParser) -> None:
+def _parent(target: dict[str, Any], path: list[str], key: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The object in `target` that holds the last name of `path`, made where it is missing."""
+    if not all(path):
+        parser.error(f"argument {key}: empty name between dots")
     for name in path[:-1]:
         target = target.setdefault(name, {})
         if not isinstance(target, dict):
             parser.error(f"argument {key}: {name!r} already has a value that is no object")
-    if not all(path):
-        parser.error(f"argument {key}: empty name between dots")
-    if isinstance(value, dict) and isinstance(target.get(path[-1]), dict):
-        value = _deep_merge(target[path[-1]], value)
-    target[path[-1]] = value
+    return target
+
+
+def _set_path(target: dict[str, Any], path: list[str], value: Any, key: str, parser: argparse.ArgumentParser) -> bool:
+    """Set the value at `path`; whether it replaces one that was given before."""
+    target, name = _parent(target, path, key, parser), path[-1]
+    old = target.get(name)
+    if isinstance(value, dict) and isinstance(old, dict):
+        target[name] = _deep_merge(old, value)
+        return False
+    replaces = name in target
+    target[name] = value
+    return replaces
+
+
+def _add_to_list(
+    target: dict[str, Any], path: list[str], values: list[str], key: str, parser: argparse.ArgumentParser
+) -> None:
+    found = _parent(target, path, key, parser).setdefault(path[-1], [])
+    if not isinstance(found, list):
+        parser.error(f"argument {key}: {path[-1]!r} already has a value that is no list")
+    found += [_value_of(value) for value in values]
 
 
 def _deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
