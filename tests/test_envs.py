@@ -217,3 +217,14 @@ def test_wrong_logging_file_is_refused(tmp_path: Path, text: str | None, expecte
 def test_logging_file_needs_logging_to_be_configured(tmp_path: Path) -> None:
     done = run(LOG, VLLM_LOGGING_CONFIG_PATH=str(tmp_path / "x"), VLLM_CONFIGURE_LOGGING="0")
     assert "needs VLLM_CONFIGURE_LOGGING=1, got 0" in done.stderr
+
+
+def test_a_variable_says_whether_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PORT", raising=False)
+    assert not envs.is_set("VLLM_PORT")
+    assert envs.get_vllm_port() is None
+    monkeypatch.setenv("VLLM_PORT", "5570")
+    assert envs.is_set("VLLM_PORT")
+    assert envs.get_vllm_port() == 5570
+    with pytest.raises(AttributeError, match="VLLM_PROT"):
+        envs.is_set("VLLM_PROT")

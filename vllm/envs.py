@@ -229,9 +229,7 @@ _TABLE = (
     ),
     EnvVar("VLLM_TORCH_PROFILER_DIR", _path, None, "Turns the torch profiler on; absolute folder of its traces."),
     # --- Processes and network ---
-    EnvVar(
-        "VLLM_HOST_IP", _text, lambda: os.environ.get("HOST_IP", ""), "This node's address, for its peers.", _ONE_HOST
-    ),
+    EnvVar("VLLM_HOST_IP", _text, lambda: os.environ.get("HOST_IP", ""), "This node's address, for its peers."),
     EnvVar("VLLM_PORT", _port, None, "First port for traffic between processes (not the API server's port)."),
     EnvVar("VLLM_INSTANCE_ID", _text, None, "Name shared by all processes of one instance.", _ONE_HOST),
     EnvVar(
@@ -337,6 +335,19 @@ environment_variables: dict[str, EnvVar] = {variable.name: variable for variable
 def set_without_effect() -> dict[str, str]:
     """Variables of this package that are set although they change nothing, each with the reason (for one log line)."""
     return {v.name: v.unused for v in _TABLE if v.unused and v.is_set and v.name.startswith("VLLM_")}
+
+
+def is_set(name: str) -> bool:
+    """Whether the environment sets this variable. Raises AttributeError for a name that is none of ours."""
+    if name not in environment_variables:
+        raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
+    return environment_variables[name].is_set
+
+
+def get_vllm_port() -> int | None:
+    """VLLM_PORT, the first port of communication between processes; None if it is not set."""
+    port: int | None = environment_variables["VLLM_PORT"]()
+    return port
 
 
 def __getattr__(name: str) -> Any:

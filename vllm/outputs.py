@@ -12,6 +12,16 @@ from vllm.sequence import PromptLogprobs, RequestMetrics, SampleLogprobs
 if TYPE_CHECKING:
     import torch
 
+
+def __getattr__(name: str) -> Any:
+    """`BeamSearchOutput`, whose home imports this module."""
+    if name == "BeamSearchOutput":
+        from vllm.beam_search import BeamSearchOutput
+
+        return BeamSearchOutput
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 Output = TypeVar("Output")
 Form = TypeVar("Form")
 

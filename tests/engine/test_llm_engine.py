@@ -10,6 +10,7 @@ from tests.tiny_llama import MAX_MODEL_LEN, assert_idle
 from vllm import EngineArgs, LLMEngine, PoolingParams, RequestOutput, SamplingParams
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.input_processor import RequestInput
+from vllm.engine.metrics import LoggingStatLogger
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
@@ -210,6 +211,27 @@ def test_statistics(model_folder, caplog):
     assert "Avg generation throughput" in caplog.text
     engine.shutdown()
     engine.shutdown()
+
+
+def test_the_older_way_to_make_an_engine(model_folder, caplog):
+    """Parts of a configuration by keyword; a logger of a user's own class."""
+    args = EngineArgs(str(model_folder), dtype="float32", max_model_len=64, num_gpu_blocks_override=40)
+    config = args.create_engine_config()
+    parts = {name: getattr(config, name) for name in ("model_config", "cache_config", "scheduler_config")}
+    line = LoggingStatLogger(local_interval=0.0, vllm_config=config)
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    engine = LLMEngine(**parts, device_config=config.device_config, lora_config=None, stat_loggers={"line": line})
+    try:
+        engine.add_request("a", "The", GREEDY)
+        assert finish(engine)
+        assert "KV cache usage" in caplog.text
+        assert engine.model_executor.collective_rpc(lambda worker: worker.tp.rank) == [0]
+    finally:
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+        engine.shutdown()
+    for wrong in ({}, {"model_confg": 1}, {"vllm_config": config, **parts}):
+        with pytest.raises(TypeError, match="LLMEngine"):
+            LLMEngine(**wrong)
 
 
 def test_outputs_are_validated_when_asked(monkeypatch):

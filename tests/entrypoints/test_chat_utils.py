@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +19,7 @@ from vllm.entrypoints.chat_utils import (
     parse_chat_messages,
     resolve_chat_template,
     resolve_content_format,
+    resolve_hf_chat_template,
     validate_chat_template,
 )
 
@@ -101,6 +103,22 @@ def test_equals_transformers(hf, tokenizer, template, conversation, prompt):
     }
     ours = apply_chat_template(tokenizer, conversation, content_format="string", **options)
     assert ours == hf.apply_chat_template(conversation, tokenize=False, **options)
+
+
+def test_the_template_of_a_transformers_tokenizer_is_found(hf, tmp_path):
+    """`lm_eval` and others ask for it under this name."""
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ messages }}")
+    assert resolve_hf_chat_template(hf, None, None, model_config=None) == CHATML
+    assert resolve_hf_chat_template(hf, file, None, model_config=None) == "{{ messages }}"
+    with pytest.warns(DeprecationWarning, match="trust_remote_code"):
+        resolve_hf_chat_template(hf, None, TOOLS, model_config=None, trust_remote_code=True)
+    several = SimpleNamespace(chat_template={"tool_use": "t", "default": "d"})
+    assert resolve_hf_chat_template(several, None, TOOLS) == "t"
+    assert resolve_hf_chat_template(several, None, None) == "d"
+    assert resolve_hf_chat_template(several, "tool_use", None) == "t"
+    for none in (SimpleNamespace(chat_template=None), SimpleNamespace(chat_template={"rag": "r"}), object()):
+        assert resolve_hf_chat_template(none, None, None) is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import pytest
@@ -21,6 +22,7 @@ from tests.server.engines import (
 )
 from vllm import LLM, SamplingParams
 from vllm.engine.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
+from vllm.engine.protocol import EngineClient
 from vllm.exceptions import QueueOverflowError
 from vllm.metrics.registry import render
 from vllm.sampling_params import RequestOutputKind
@@ -317,6 +319,43 @@ async def test_shutdown_ends_what_takes_too_long(model_folder, how):
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert time.monotonic() - start < 3.0
         assert all(isinstance(e, AsyncEngineDeadError) for e in ends), ends
+
+
+async def test_a_plain_call_of_shutdown_ends_the_engine(model_folder):
+    """Older clients neither await it nor know that they could."""
+    async with running(model_folder) as engine:
+        assert (await final(engine, "Hello", greedy(3), "a")).finished
+        engine.shutdown()
+        await settle(lambda: engine._core._process.returncode == 0)
+
+
+def test_shutdown_outside_of_an_event_loop_ends_the_engine(model_folder):
+    engine = make(model_folder)
+    result = engine.shutdown()
+    assert engine.is_stopped
+
+    async def awaited() -> None:
+        await result
+
+    asyncio.run(awaited())
+
+
+async def test_older_keywords_of_generate_are_taken(model_folder, offline, caplog):
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        async with running(model_folder) as engine:
+            headers = {"traceparent": "00-1-2-01"}
+            stream = engine.generate(inputs=PROMPTS[0], sampling_params=greedy(), request_id="a", trace_headers=headers)
+            last = [output async for output in stream][-1]
+            assert last.outputs[0].text == offline[PROMPTS[0]]
+            with pytest.raises(TypeError, match="needs a prompt"):
+                await anext(engine.generate(sampling_params=greedy(), request_id="b"))
+            assert engine.tokenizer is engine.input_processor.tokenizer
+            assert isinstance(engine, EngineClient)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "trace headers of request a are not used" in caplog.text
 
 
 async def test_background_loop_by_hand(model_folder):

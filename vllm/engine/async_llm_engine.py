@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,7 @@ class AsyncLLMEngine:
         self._stopped = False
         self._death: BaseException | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None  # a reference, so that it is not collected
         record_usage(vllm_config, usage_context)
 
     # -- making one ----------------------------------------------------------------------------------------------------
@@ -274,11 +275,31 @@ class AsyncLLMEngine:
         self._core.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def shutdown(self, timeout: float | None = None) -> None:
-        """Refuse new requests, let running ones finish for `timeout` seconds (None: no limit), then stop."""
+    def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
+        """Refuse new requests, let running ones finish for `timeout` seconds (None: no limit), then stop.
+
+        Await the result to know that it is done. A plain call outside of an event loop ends everything at once; inside
+        one it goes on by itself.
+        """
         if self._admission.closed:
             timeout = 0.0  # asked a second time: now
         self._admission.closed = True
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.shutdown_background_loop()
+            return _Done()
+        self._ending = loop.create_task(self._shutdown(timeout), name="engine-shutdown")
+        return self._ending
+
+    async def _shutdown(self, timeout: float | None) -> None:
+        try:
+            await self._finish(timeout)
+        except asyncio.CancelledError:  # the event loop ends before we do
+            self.shutdown_background_loop()
+            raise
+
+    async def _finish(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._streams and self._death is None and (deadline is None or time.monotonic() < deadline):
             await asyncio.sleep(0.02)
@@ -321,7 +342,7 @@ class AsyncLLMEngine:
             prompt = inputs
         if prompt is None or params is None:
             raise ValueError("A request needs a prompt and sampling parameters.")
-        _refuse_tracing(trace_headers)
+        _ignore_tracing(request_id, trace_headers)
         stream = await self._begin(
             RequestInput(request_id, prompt, params, arrival_time, lora_request, prompt_adapter_request, priority)
         )
@@ -329,24 +350,29 @@ class AsyncLLMEngine:
 
     async def generate(
         self,
-        prompt: PromptType,
-        sampling_params: SamplingParams,
-        request_id: str,
+        prompt: PromptType | None = None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: int = 0,
         *,
+        inputs: PromptType | None = None,
         arrival_time: float | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they come. Leaving the generator aborts the request.
+        """Outputs of one request as they come. Leaving the generator aborts the request. `inputs` is an older name of
+        `prompt`.
 
         Raises ValueError or TypeError for a request that is not in order, QueueOverflowError when the queue is full,
         TimeoutError `timeout` seconds after the start, EngineGenerateError if this request failed, EngineDeadError if
         the engine did.
         """
-        _refuse_tracing(trace_headers)
+        prompt = prompt if inputs is None else inputs
+        if prompt is None or sampling_params is None or request_id is None:
+            raise TypeError("generate() needs a prompt, sampling_params and a request_id.")
+        _ignore_tracing(request_id, trace_headers)
         stream = await self._open(
             RequestInput(
                 request_id, prompt, sampling_params, arrival_time, lora_request, prompt_adapter_request, priority
@@ -377,12 +403,14 @@ class AsyncLLMEngine:
 
     async def encode(
         self,
-        prompt: PromptType,
-        pooling_params: PoolingParams,
-        request_id: str,
+        prompt: PromptType | None = None,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
         lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        *,
+        inputs: PromptType | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """Pooled hidden states; this version has no pooling models, so it raises ValueError."""
         raise ValueError("The model generates text; encode() needs a pooling model, which comes later.")
@@ -535,6 +563,16 @@ class AsyncLLMEngine:
             raise ValueError("The engine has no tokenizer: `skip_tokenizer_init` is True.")
         return self._tokenizer.hf_tokenizer
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's own tokenizer, None if there is none; `get_tokenizer` gives the one of transformers."""
+        return self._tokenizer
+
+    @property
+    def limit_concurrency(self) -> int | None:
+        """The number of HTTP connections that a server in front should allow: there is no such limit."""
+        return None
+
     async def is_tracing_enabled(self) -> bool:
         return False
 
@@ -601,6 +639,14 @@ def _cache_info(config: VllmConfig) -> dict[str, Any]:
     return {field.name: getattr(config.cache_config, field.name) for field in dataclasses.fields(config.cache_config)}
 
 
-def _refuse_tracing(trace_headers: Mapping[str, str] | None) -> None:
+def _ignore_tracing(request_id: str, trace_headers: Mapping[str, str] | None) -> None:
     if trace_headers:
-        raise ValueError("Tracing is not available in this version; leave trace_headers unset.")
+        logger.warning("Tracing is not enabled: the trace headers of request %s are not used.", request_id)
+
+
+class _Done:
+    """Something to await that is over already, also where there is no event loop."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield

@@ -89,6 +89,11 @@ class EngineCore:
         return self.scheduler.num_waiting > 0
 
     @property
+    def executor(self) -> Executor:
+        """What runs the steps."""
+        return self._executor
+
+    @property
     def overlaps(self) -> bool:
         """Whether the device computes a step while the host does something else."""
         return self._executor.max_in_flight > 1

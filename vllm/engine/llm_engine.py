@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm.config import (
@@ -39,6 +39,7 @@ from vllm.version import __version__
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.executor.base import Executor
     from vllm.inputs import PromptType
     from vllm.lora.request import LoRARequest
     from vllm.pooling_params import PoolingParams
@@ -63,12 +64,15 @@ class LLMEngine:
 
     def __init__(
         self,
-        vllm_config: VllmConfig,
+        vllm_config: VllmConfig | None = None,
         executor_class: type[Any] | None = None,
         log_stats: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: dict[str, Any] | None = None,
+        **parts: Any,
     ) -> None:
+        """`parts` are the older way to give a configuration: model_config, cache_config and so on, by keyword."""
+        vllm_config = _whole_config(vllm_config, parts)
         logger.info("Initializing an LLM engine (v%s) with config: %s", __version__, vllm_config)
         self._lock = threading.RLock()  # held while requests or the core change
         _refuse_queue_limits(vllm_config.scheduler_config)
@@ -320,6 +324,11 @@ class LLMEngine:
         return self.vllm_config.prompt_adapter_config
 
     @property
+    def model_executor(self) -> Executor:
+        """What runs the steps; `collective_rpc` reaches its workers."""
+        return self._client.core.executor
+
+    @property
     def core(self) -> InprocClient:
         """The client of the core, for tools and tests."""
         return self._client
@@ -459,6 +468,21 @@ class LLMEngine:
         if self._finalizer.alive:
             self._finalizer()
             gc.collect()  # modules and hooks refer to each other
+
+
+def _whole_config(config: VllmConfig | None, parts: dict[str, Any]) -> VllmConfig:
+    """The configuration of `LLMEngine(config)` or of `LLMEngine(model_config=..., ...)`. Raises TypeError."""
+    known = {field.name for field in fields(VllmConfig)}
+    unknown = sorted(parts.keys() - known - {"input_registry"})
+    if unknown:
+        raise TypeError(f"LLMEngine has no argument {unknown[0]!r}; the parts of a configuration are {sorted(known)}.")
+    if config is not None:
+        if parts:
+            raise TypeError(f"LLMEngine takes either vllm_config or its parts, got both ({', '.join(sorted(parts))}).")
+        return config
+    if parts.get("model_config") is None:
+        raise TypeError("LLMEngine needs vllm_config or model_config; LLMEngine.from_engine_args() makes both.")
+    return VllmConfig(**{name: part for name, part in parts.items() if name != "input_registry" and part is not None})
 
 
 def _refuse_queue_limits(scheduler: SchedulerConfig) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Union
 
@@ -12,6 +15,7 @@ from vllm.entrypoints.chat_template import accepts_content_parts, render_chat
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam as OpenAIChatCompletionMessageParam
 
+    from vllm.config import ModelConfig
     from vllm.engine.tokenizer import Tokenizer
 
 ContentFormat = Literal["string", "openai"]
@@ -43,6 +47,14 @@ class CustomChatCompletionMessageParam(TypedDict, total=False):
 
 
 ChatCompletionMessageParam: TypeAlias = "OpenAIChatCompletionMessageParam | CustomChatCompletionMessageParam"
+
+
+def __getattr__(name: str) -> Any:
+    """Types of the openai package that integrations import from here, where that package is installed."""
+    if name.startswith("ChatCompletion") and name.endswith("Param"):
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(import_module("openai.types.chat"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ConversationMessage(TypedDict, total=False):
@@ -119,6 +131,29 @@ def resolve_chat_template(
         "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template "
         "if the tokenizer does not define one."
     )
+
+
+def resolve_hf_chat_template(
+    tokenizer: Any,
+    chat_template: Path | str | None,
+    tools: Sequence[Any] | None,
+    *,
+    model_config: ModelConfig | None = None,
+    trust_remote_code: bool | None = None,
+) -> str | None:
+    """The template that a transformers tokenizer would be used with, or None if it has none.
+
+    A template that is given stands for itself, its file, or its name in the tokenizer. `model_config` decides nothing
+    here; `trust_remote_code` is deprecated, since reading a template runs no code.
+    """
+    if trust_remote_code is not None:
+        warnings.warn("resolve_hf_chat_template no longer needs trust_remote_code.", DeprecationWarning, stacklevel=2)
+    own = getattr(tokenizer, "chat_template", None)
+    if chat_template is None and (own is None or (isinstance(own, dict) and not {"default", "tool_use"} & own.keys())):
+        return None
+    if chat_template is None and isinstance(own, dict) and "default" not in own and not tools:
+        return None
+    return resolve_chat_template(tokenizer, chat_template, tools)
 
 
 def resolve_content_format(template: str, content_format: ContentFormatOption = "auto") -> ContentFormat:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -154,9 +154,14 @@ class LLM:
         return cls(**vars(engine_args))
 
     @classmethod
-    def deprecate_legacy_api(cls) -> None:
-        """Warn of the older arguments of `generate` and `encode` from now on."""
-        cls.DEPRECATE_LEGACY = True
+    @contextmanager
+    def deprecate_legacy_api(cls) -> Iterator[None]:
+        """In this context, warn of the older arguments of `generate` and `encode`."""
+        before, cls.DEPRECATE_LEGACY = cls.DEPRECATE_LEGACY, True
+        try:
+            yield
+        finally:
+            cls.DEPRECATE_LEGACY = before
 
     def __enter__(self) -> LLM:
         return self
@@ -256,7 +261,9 @@ class LLM:
         lora_request: LoRARequest | None = None,
         use_tqdm: ProgressBar = False,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, best first. Tokens and text include the prompt."""
+        """The `beam_width` best continuations of each prompt, best first. Tokens and text include the prompt; tokens,
+        unlike the text, also the end-of-sequence token of a beam that it ended.
+        """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}.")
         with self._turn:
@@ -267,15 +274,15 @@ class LLM:
         for output in outputs:
             sequences = []
             for beam in output.outputs:
+                tokens = [*(output.prompt_token_ids or ()), *beam.token_ids]
                 hides_end = beam.finish_reason == "stop" and not params.include_stop_str_in_output
-                ids_of_output = list(beam.token_ids[:-1] if hides_end else beam.token_ids)
-                tokens = [*(output.prompt_token_ids or ()), *ids_of_output]
+                shown = tokens[:-1] if hides_end else tokens
                 sequences.append(
                     BeamSearchSequence(
                         tokens=tokens,
                         logprobs=beam.logprobs or [],
                         cum_logprob=beam.cumulative_logprob or 0.0,
-                        text=None if tokenizer is None else tokenizer.decode(tokens, params.skip_special_tokens),
+                        text=None if tokenizer is None else tokenizer.decode(shown, params.skip_special_tokens),
                         finish_reason=beam.finish_reason,
                         stop_reason=beam.stop_reason,
                     )

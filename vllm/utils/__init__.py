@@ -8,7 +8,7 @@ import socket
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeGuard, TypeVar
 
@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-__all__ = ["Counter", "FlexibleArgumentParser", "get_open_port", "is_list_of", "make_async", "random_uuid"]
+__all__ = [
+    "Counter",
+    "FlexibleArgumentParser",
+    "get_ip",
+    "get_open_port",
+    "is_list_of",
+    "is_pin_memory_available",
+    "make_async",
+    "random_uuid",
+]
 
 _HOME_OF = {"FlexibleArgumentParser": "vllm.utils.argparse"}
 _LARGEST_PORT = 65535
@@ -62,6 +71,26 @@ def is_list_of(value: object, typ: type[T], *, check: Literal["first", "all"] = 
         return False
     items = value[:1] if check == "first" else value
     return all(isinstance(item, typ) for item in items)
+
+
+def get_ip() -> str:
+    """The address under which other machines find this one: VLLM_HOST_IP, else that of the default route, else
+    127.0.0.1.
+    """
+    if envs.VLLM_HOST_IP:
+        return envs.VLLM_HOST_IP
+    for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # nothing is sent there
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe, suppress(OSError):
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def is_pin_memory_available() -> bool:
+    """Whether host memory can be pinned for copies to a device."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def get_open_port() -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+__all__ = ["AsyncEngineArgs", "AsyncLLM"]
 
 
 class AsyncLLM(AsyncLLMEngine):

@@ -1,0 +1,53 @@
+"""`StatLoggerBase`, from which loggers of a user's own derive, and one that writes a line every few seconds."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.messages import CoreStats
+
+logger = init_logger(__name__)
+
+
+class StatLoggerBase(ABC):
+    """Hears of every step. Give objects of it to an engine as `stat_loggers` or with `add_logger`.
+
+    local_interval: seconds between two lines, for those that write lines.
+    """
+
+    def __init__(self, local_interval: float = 10.0, vllm_config: VllmConfig | None = None) -> None:
+        self.local_interval = local_interval
+        self.vllm_config = vllm_config
+
+    @abstractmethod
+    def log(self, stats: CoreStats) -> None:
+        """Called after each step."""
+
+    def info(self, type: str, obj: Any) -> None:  # noqa: B027 - most loggers have no use for it
+        """Facts that do not change, such as the cache's configuration."""
+
+
+class LoggingStatLogger(StatLoggerBase):
+    """Writes requests running and waiting and the use of the cache to the log, once per `local_interval` seconds."""
+
+    _last = 0.0
+
+    def log(self, stats: CoreStats) -> None:
+        now = time.monotonic()
+        if now - self._last < self.local_interval:
+            return
+        self._last = now
+        total = max(1, stats.kv_blocks_total)
+        logger.info(
+            "Running: %d reqs, Waiting: %d reqs, KV cache usage: %.1f%%, preemptions: %d",
+            stats.num_running,
+            stats.num_waiting,
+            100 * (total - stats.kv_blocks_free) / total,
+            stats.num_preemptions,
+        )
