@@ -7,6 +7,8 @@ import torch
 import transformers
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from tests.models.spec_flips import Flip, build, flips
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.ops import activation, attention, cpu, embedding, linear, norm, rotary
 from vllm.ops.cpu import blocks, library
 from vllm.ops.registry import Op
@@ -68,7 +70,7 @@ def test_all_layers_in_one_call_give_the_same_bits_and_what_hugging_face_gives(r
     model = load(folder)
     prompts = _prompts()
     one_by_one = PagedDriver(model, requests=4).run(prompts, [7, 50, 3])
-    fused = blocks.fuse(registered.library, list(model.blocks), torch.float32)
+    fused = blocks.fuse(registered.library, model)
     if name == "gemma2":  # norms on both sides of each branch, which the call does not know
         assert fused is None
         return
@@ -82,12 +84,47 @@ def test_all_layers_in_one_call_give_the_same_bits_and_what_hugging_face_gives(r
         assert relative_error(b, expected) < 2e-5
 
 
+@pytest.mark.parametrize("seen", [True, False], ids=["another result", "the same result"])
+def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(native_builds, unregistered, seen):
+    native = next(iter(native_builds.values()))
+    native.register()
+    prompts, known = _prompts()[:2], {}
+
+    def logits(spec, at_once):
+        model = build(spec, torch.float32)
+        for module in model.modules():
+            if isinstance(module, LinearBase):
+                module.process_after_load()
+        if at_once:
+            model.fused_blocks = blocks.fuse(native.library, model)
+            if model.fused_blocks is None:
+                return None
+        return PagedDriver(model, requests=2).run(prompts, [9, 20])
+
+    def plain(spec):
+        if spec not in known:
+            known[spec] = logits(spec, False)
+        return known[spec]
+
+    def check(flip: Flip):
+        wanted, base, found = plain(flip.spec), plain(flip.base), logits(flip.spec, True)
+        same = all(a.shape == b.shape and relative_error(a, b) < 1e-2 for a, b in zip(wanted, base, strict=True))
+        assert same != flip.seen, f"{flip.name}: the value must show, or the test shows nothing"
+        if found is not None:
+            assert all(map(torch.equal, found, wanted)), flip.name
+        return found is not None
+
+    covered = [check(flip) for flip in flips() if flip.seen == seen]
+    assert any(covered)
+    assert not all(covered) or not seen
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_logits_are_the_same_bits_however_a_prompt_is_scheduled(registered, folders, dtype):
     """At once, in chunks, token by token, alone or in company: what makes greedy tokens reproducible in any dtype."""
     folder, _ = folders["qwen3"]
     model = load(folder, dtype=dtype)
-    model.fused_blocks = blocks.fuse(registered.library, list(model.blocks), model.dtype)
+    model.fused_blocks = blocks.fuse(registered.library, model)
     prompts = _prompts()
     together = PagedDriver(model, requests=4).run(prompts, [64])
     chunked = PagedDriver(model, requests=4, seed=1).run(prompts, [5, 13, 1, 2])
@@ -103,7 +140,7 @@ def test_logits_are_the_same_bits_however_a_prompt_is_scheduled(registered, fold
 def test_rows_that_nobody_wants_change_no_bit_of_the_others(registered, folders, dtype):
     folder, _ = folders["qwen3"]
     model = load(folder, dtype=dtype)
-    model.fused_blocks = blocks.fuse(registered.library, list(model.blocks), model.dtype)
+    model.fused_blocks = blocks.fuse(registered.library, model)
     chunks = [(i, 0, prompt) for i, prompt in enumerate(_prompts())]
     every = PagedDriver(model, requests=4).step(chunks)
     for rows in (torch.tensor([30, 31, 81, 98]), torch.randperm(99)[:40], torch.tensor([], dtype=torch.int64)):
@@ -113,7 +150,7 @@ def test_rows_that_nobody_wants_change_no_bit_of_the_others(registered, folders,
 def test_layers_that_the_call_does_not_know_run_one_by_one(native, unregistered, folders):
     folder, _ = folders["qwen2"]
     model = load(folder)  # the references pack nothing
-    assert blocks.fuse(native.library, list(model.blocks), torch.float32) is None
+    assert blocks.fuse(native.library, model) is None
 
 
 def test_the_library_for_this_processor_is_the_best_it_can_run():

@@ -9,7 +9,7 @@ attention and MLP are added up between the kernels, so that norms are kernels of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.decoder import DecoderModel
-from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Norm
+from vllm.model_executor.models.spec import Attn, Block, Decoder, Mlp, Norm, Rope
 from vllm.ops.activation import activate_gated
 from vllm.ops.linear import linear
 from vllm.ops.norm import rms_norm
@@ -28,6 +28,7 @@ from vllm.ops.triton.attention import choose_splits
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
 from vllm.ops.triton.decode_linear import (
     ARGMAX,
+    DTYPES,
     RESIDUAL,
     SILU,
     STORE,
@@ -103,39 +104,74 @@ def _plain(linear: Any, mode: int) -> Tensor | None:
     return linear.weight.data if supports(linear.weight.data, mode) else None
 
 
-def _usual_norm(norm: Norm | None, eps: float | None = None) -> bool:
-    return (
-        norm is not None and norm.kind == "rms" and norm.weight and not norm.bias and (eps is None or norm.eps == eps)
+def _norm_computed(norm: Norm) -> Norm:
+    return Norm("rms", norm.eps, norm.offset)
+
+
+def _block_computed(block: Block) -> Block | None:
+    """What the step computes of a layer: the spec rebuilt from the fields that are read, all others at their default.
+
+    None for a layer of another kind.
+    """
+    attn, ffn = block.attn, block.ffn
+    if type(block) is not Block or type(attn) is not Attn or type(ffn) is not Mlp or type(attn.rope) is not Rope:
+        return None
+    rope = Rope(attn.head_dim, attn.rope.theta, scaling=attn.rope.scaling)  # these two through the table
+    qk_norm = None if attn.qk_norm is None else _norm_computed(attn.qk_norm)
+    return Block(
+        Attn(
+            attn.heads, attn.kv_heads, attn.head_dim, rope, scale=attn.scale, qk_norm=qk_norm, qkv_bias=attn.qkv_bias
+        ),
+        Mlp("silu", ffn.hidden),
+        _norm_computed(block.norm),
     )
 
 
-def _usual_attention(attn: Attn) -> bool:
-    rope, group = attn.rope, attn.heads // attn.kv_heads
-    if rope is None or rope.interleaved or rope.dim != attn.head_dim:
+def computed(spec: Decoder) -> Decoder | None:
+    """What the fused step computes of a decoder: `spec` again if it reads every field that is not at its default.
+
+    None for layers of another kind. A field that is not named here is taken for its default, so that one which is
+    added to a spec refuses the step, instead of being ignored by it.
+    """
+    blocks = tuple(_block_computed(block) for block in spec.blocks)
+    if spec.norm is None or None in blocks:
+        return None
+    known = tuple(block for block in blocks if block is not None)
+    return Decoder(spec.vocab_size, spec.hidden_size, known, _norm_computed(spec.norm), spec.tied)
+
+
+def _canonical(spec: Decoder) -> Decoder:
+    """The same decoder, synonyms replaced."""
+
+    def canonical(block: Block) -> Block:
+        if type(block.ffn) is not Mlp or block.ffn.act not in ("silu", "swish"):
+            return block
+        return replace(block, ffn=replace(block.ffn, act="silu"))
+
+    return replace(spec, blocks=tuple(canonical(block) for block in spec.blocks))
+
+
+def covers(spec: Decoder) -> bool:
+    """Whether the fused step computes what a decoder of this spec does."""
+    wanted = _canonical(spec)
+    if not spec.blocks or computed(wanted) != wanted:
         return False
-    plain = attn.window is None and attn.softcap is None and not attn.out_bias
-    qk_norm = attn.qk_norm is None or _usual_norm(attn.qk_norm)
-    return plain and qk_norm and attn.head_dim in (64, 128) and group <= 16
-
-
-def _usual_block(block: Block, eps: float) -> bool:
-    ffn = block.ffn
-    mlp = isinstance(ffn, Mlp) and ffn.gated and ffn.act in ("silu", "swish") and not ffn.bias
-    return block.layout is Layout.PRE and mlp and _usual_norm(block.norm, eps) and _usual_attention(block.attn)
+    eps = {spec.norm.eps if spec.norm is not None else None, *(block.norm.eps for block in spec.blocks)}
+    # buffers are made for the first layer, and serve all
+    sizes = {(b.attn.heads, b.attn.kv_heads, b.attn.head_dim, b.ffn.hidden) for b in spec.blocks}
+    heads, kv_heads, head_dim, _ = next(iter(sizes))
+    return len(eps) == len(sizes) == 1 and head_dim in (64, 128) and heads // kv_heads <= 16
 
 
 def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | None:
     """The weights of a model that the fused step can run, else None."""
-    if not isinstance(model, DecoderModel) or model.dtype != torch.bfloat16:
+    if not isinstance(model, DecoderModel) or model.dtype not in DTYPES:
         return None
     spec = model.spec
-    eps = spec.blocks[0].norm.eps
-    usual = all(_usual_block(block, eps) for block in spec.blocks) and _usual_norm(spec.norm, eps)
-    scaled = spec.embed_scale != 1.0 or spec.logit_scale != 1.0 or spec.logit_softcap is not None
-    extra = spec.positions is not None or model.project_in is not None or spec.head_bias
-    one_cache = len(model.kv_groups) == 1 and all(c.dtype == torch.bfloat16 for c in kv_caches)
-    if not usual or scaled or extra or not one_cache or model.head.packed is not None:
+    one_cache = len(model.kv_groups) == 1 and all(cache.dtype == model.dtype for cache in kv_caches)
+    if not covers(spec) or not one_cache or model.head.packed is not None:
         return None
+    eps = spec.blocks[0].norm.eps
     if not supports(model.head.weight.data, ARGMAX):
         return None
     head_rows = len(model.head.weight.data)
@@ -272,7 +308,7 @@ class DecodeProgram:
         self._head = Product(weights.head, None, ARGMAX, alone, t.head)
         products = [*self._products[0], self._head]
 
-        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        def empty(*shape: int, dtype: torch.dtype = weights.embedding.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         fp32, int32 = torch.float32, torch.int32

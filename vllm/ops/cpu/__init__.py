@@ -41,4 +41,4 @@ def fuse(model: Any) -> None:
         loaded = library.load(path)
     except (OSError, RuntimeError):
         return  # register() has said why
-    model.fused_blocks = blocks.fuse(loaded, list(model.blocks), model.dtype)
+    model.fused_blocks = blocks.fuse(loaded, model)

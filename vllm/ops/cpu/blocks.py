@@ -12,7 +12,8 @@ from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.blocks import DecoderBlock, FeedForward
-from vllm.model_executor.models.spec import Layout, Mlp
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.spec import Attn, Block, Mlp, Norm, Rope
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
 from vllm.ops.cpu.packed import PackedWeight
 from vllm.worker.step_inputs import StepInputs
@@ -100,20 +101,48 @@ class FusedBlocks:
         return out[:wanted], stream
 
 
-def fuse(library: ctypes.CDLL, blocks: Sequence[nn.Module], dtype: torch.dtype) -> FusedBlocks | None:
-    """The layers as one call; None if one of them does something that the call does not know.
+def fuse(library: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:
+    """The model's layers as one call; None if one of them does something that the call does not know.
 
     Known: an attention and a plain or gated feed-forward layer, each after a norm and added to the stream, on one rank,
-    with unquantized packed weights of `dtype`.
+    with unquantized packed weights of the model's dtype.
     """
-    if blocks and all(isinstance(block, DecoderBlock) and _covers(block, dtype) for block in blocks):
-        return FusedBlocks(library, blocks)  # type: ignore[arg-type]
+    blocks: list[DecoderBlock] = list(model.blocks)  # type: ignore[arg-type]
+    pairs = zip(model.spec.blocks, blocks, strict=True)
+    if blocks and all(computed(spec) == spec and _covers(block, model.dtype) for spec, block in pairs):
+        return FusedBlocks(library, blocks)
     return None
+
+
+def computed(block: Block) -> Block | None:
+    """What the call computes of a layer: its spec again if the call reads every field that is not at its default.
+
+    None for a layer of another kind. A field that is not named here is taken for its default, so that one which is
+    added to a spec refuses the call, instead of being ignored by it.
+    """
+    attn, ffn = block.attn, block.ffn
+    if type(block) is not Block or type(attn) is not Attn or type(ffn) is not Mlp:
+        return None
+    rope = attn.rope
+    if rope is not None:  # dimensions, base and scaling through the table
+        rope = Rope(rope.dim, rope.theta, rope.interleaved, rope.scaling)
+    qk_norm = attn.qk_norm
+    if qk_norm is not None:
+        qk_norm = Norm("rms", qk_norm.eps, qk_norm.offset)
+    norm = block.norm
+    return Block(
+        Attn(
+            attn.heads, attn.kv_heads, attn.head_dim, rope, attn.scale, attn.window, attn.softcap, qk_norm,
+            attn.qkv_bias, attn.out_bias,
+        ),
+        Mlp(ffn.act, ffn.hidden, ffn.gated, ffn.bias),
+        Norm(norm.kind, norm.eps, norm.offset, norm.weight, norm.bias),
+    )  # fmt: skip
 
 
 def _covers(block: DecoderBlock, dtype: torch.dtype) -> bool:
     attn, ffn = block.attn, block.ffn
-    if block.layout is not Layout.PRE or block.tp.world != 1 or type(ffn) is not FeedForward:
+    if type(block) is not DecoderBlock or block.tp.world != 1 or type(ffn) is not FeedForward:
         return False
     head_norms = (attn.q_norm, attn.k_norm)
     return (

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 STORE, SILU, RESIDUAL, ARGMAX = range(4)
+DTYPES = [torch.bfloat16]  # of weights and rows; what is prefetched is counted in numbers of two bytes
 
 
 @triton.jit
@@ -366,8 +367,8 @@ def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
 
 
 def supports(weight: Tensor, mode: int) -> bool:
-    """Whether a weight [outputs, inputs] can be used: bf16, dense, and widths that the tiles divide."""
+    """Whether a weight [outputs, inputs] can be used: of a known dtype, dense, and widths that the tiles divide."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == SILU else 1
     whole = inputs % 64 == 0 and (mode == ARGMAX or outputs % 64 == 0)
-    return weight.dtype == torch.bfloat16 and weight.is_contiguous() and whole
+    return weight.dtype in DTYPES and weight.is_contiguous() and whole

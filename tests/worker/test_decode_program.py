@@ -1,0 +1,127 @@
+"""The fused decode step in Triton's interpreter against the model's own forward pass: what it covers, and what not."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.spec_flips import BASES, Flip, build, flips
+from vllm.core.plan import SlotInit
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.spec import Decoder
+from vllm.sampling_params import SamplingParams
+from vllm.worker.device import CpuContext
+from vllm.worker.slot_table import SlotTable
+from vllm.worker.step_inputs import GroupInputs, StepInputs
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter is not chosen", allow_module_level=True)
+
+from vllm.ops.triton import decode_linear
+from vllm.worker import decode_program
+from vllm.worker.decode_program import DecodeProgram, choose_step_tiling, read_weights
+
+BLOCK = 16
+LENGTHS = (23, 6)
+LIMIT = 1e-4  # relative
+
+
+@pytest.fixture(autouse=True)
+def exact_numbers(monkeypatch):
+    """The step in fp32, which nobody would run, but which shows differences that bf16 hides."""
+    monkeypatch.setattr(decode_linear, "DTYPES", [torch.float32])
+    monkeypatch.setattr(decode_program, "DTYPES", [torch.float32])
+
+
+def setting(model: DecoderModel) -> tuple[SlotTable, list[torch.Tensor], StepInputs, torch.Tensor, torch.Tensor]:
+    """Two requests among four slots, a cache of random keys, and the step that computes the last token of each."""
+    layout, rng = model.kv_layout(BLOCK), np.random.default_rng(0)
+    table = SlotTable(4, 64, layout, CpuContext())
+    slots, groups, free = [2, 0], len(layout.groups), iter(range(1, 100))
+    for slot, n in zip(slots, LENGTHS, strict=True):
+        ids = rng.integers(0, 96, n).tolist()
+        blocks = tuple([next(free) for _ in range(-(-n // BLOCK))] for _ in range(groups))
+        table.enter([SlotInit("r", slot, ids, 1, n - 1, blocks, SamplingParams(), 0, ())])
+    gen = torch.Generator().manual_seed(1)
+    shape = (2, 100, layout.kv_heads, BLOCK, layout.head_dim)
+    caches = [torch.randn(shape, generator=gen) for _ in range(layout.layers_per_group)]
+    at, rows = torch.tensor(LENGTHS) - 1, torch.tensor(slots)
+    inputs = []
+    for blocks in table.tables:
+        home = blocks[rows, at // BLOCK].long() * BLOCK + at % BLOCK
+        inputs.append(GroupInputs(home, blocks[rows]))
+    starts, lens = np.arange(3, dtype=np.int32), np.array(LENGTHS, np.int32)
+    step = StepInputs(
+        table.tokens[rows, at].long(), at, torch.from_numpy(starts), torch.from_numpy(lens), None, tuple(inputs), 1,
+        max(LENGTHS), starts, lens,
+    )  # fmt: skip
+    return table, caches, step, rows.int(), at.int()
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative."""
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+@torch.inference_mode()
+def fused(spec: Decoder) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Hidden states and logits by the fused step, or None if it refuses the decoder. Ids and caches are checked."""
+    model = build(spec, torch.float32)
+    table, caches, step, slots, positions = setting(model)
+    twins = [cache.clone() for cache in caches]
+    weights = read_weights(model, caches)
+    if weights is None:
+        return None
+    slots, positions = torch.cat([slots, torch.tensor([-1]).int()]), torch.cat([positions, torch.tensor([0]).int()])
+    tiling = replace(choose_step_tiling(weights, 3, 64), splits=2, tile=16)
+    program = DecodeProgram(weights, 3, 64, slots, positions, tiling=tiling, pdl=False)
+    hidden = torch.full((3, spec.hidden_size), float("nan"), dtype=torch.float32)
+    ids = torch.full((3,), -7, dtype=torch.int32)
+    program.run(table, token_ids=ids, hidden=hidden)
+    logits = program._logits(hidden[:2])
+    chosen = logits.gather(1, ids[:2, None].long())[:, 0]
+    assert (logits.amax(-1) - chosen < 0.05 * logits.std()).all()
+    model(step, twins)
+    for cache, twin in zip(caches, twins, strict=True):
+        assert error(cache[:, 1:], twin[:, 1:]) < LIMIT
+    return hidden[:2], logits
+
+
+@functools.cache
+@torch.inference_mode()
+def general(spec: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and logits by the model's own forward pass."""
+    model = build(spec, torch.float32)
+    _, caches, step, _, _ = setting(model)
+    hidden = model(step, caches)
+    return hidden, model.logits(hidden)
+
+
+def differs(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return any(x.shape != y.shape or error(x, y) > 100 * LIMIT for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("walk", ["few", "many"])
+@pytest.mark.parametrize("name", ["plain", "head norms", "yarn"])
+def test_what_is_covered_is_what_the_model_computes(name, walk, monkeypatch):
+    if walk == "many":
+        monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    found = fused(BASES[name])
+    assert found is not None
+    for ours, wanted in zip(found, general(BASES[name]), strict=True):
+        assert error(ours, wanted) < LIMIT
+
+
+@pytest.mark.parametrize("flip", flips(), ids=lambda flip: flip.name)
+def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(flip: Flip):
+    wanted = general(flip.spec)
+    assert differs(wanted, general(flip.base)) == flip.seen, "the value must show, or the test shows nothing"
+    found = fused(flip.spec)
+    if found is not None:
+        for ours, want in zip(found, wanted, strict=True):
+            assert error(ours, want) < LIMIT
