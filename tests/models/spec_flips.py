@@ -141,12 +141,13 @@ def spec_classes() -> set[type]:
         if isinstance(kind, types.UnionType) or typing.get_args(kind):
             for part in typing.get_args(kind):
                 visit(part)
-        elif isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)):
-            if kind not in found:
+        elif isinstance(kind, type) and kind not in found:
+            if dataclasses.is_dataclass(kind):
                 found.add(kind)
-                if dataclasses.is_dataclass(kind):
-                    for hint in typing.get_type_hints(kind).values():
-                        visit(hint)
+                for hint in typing.get_type_hints(kind).values():
+                    visit(hint)
+            elif issubclass(kind, enum.Enum):
+                found.add(kind)
 
     visit(Decoder)
     return found
@@ -178,7 +179,9 @@ def _contains(spec: Any, kind: type) -> bool:
         return True
     if isinstance(spec, tuple):
         return any(_contains(part, kind) for part in spec)
-    return dataclasses.is_dataclass(spec) and any(_contains(getattr(spec, f.name), kind) for f in dataclasses.fields(spec))
+    return dataclasses.is_dataclass(spec) and any(
+        _contains(getattr(spec, f.name), kind) for f in dataclasses.fields(spec)
+    )
 
 
 def flips() -> Iterator[Flip]:

@@ -8,10 +8,18 @@ from vllm.model_executor.models.spec import Block
 
 
 def test_every_field_of_every_spec_has_another_value() -> None:
-    fields = {(kind, f.name) for kind in spec_classes() if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind)}
+    fields = {
+        (kind, f.name) for kind in spec_classes() if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind)
+    }
     assert fields - set(VALUES) == set(), "give these fields values in VALUES that change what a model computes"
     assert set(VALUES) - fields == set(), "these fields are gone"
-    compared = {(kind, f.name) for kind in spec_classes() if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind) if f.compare}
+    compared = {
+        (kind, f.name)
+        for kind in spec_classes()
+        if dataclasses.is_dataclass(kind)
+        for f in dataclasses.fields(kind)
+        if f.compare
+    }
     assert compared == fields, "what equality does not see, programs cannot cover by equality"
 
 

@@ -119,9 +119,7 @@ def _block_computed(block: Block) -> Block | None:
     rope = Rope(attn.head_dim, attn.rope.theta, scaling=attn.rope.scaling)  # these two through the table
     qk_norm = None if attn.qk_norm is None else _norm_computed(attn.qk_norm)
     return Block(
-        Attn(
-            attn.heads, attn.kv_heads, attn.head_dim, rope, scale=attn.scale, qk_norm=qk_norm, qkv_bias=attn.qkv_bias
-        ),
+        Attn(attn.heads, attn.kv_heads, attn.head_dim, rope, scale=attn.scale, qk_norm=qk_norm, qkv_bias=attn.qkv_bias),
         Mlp("silu", ffn.hidden),
         _norm_computed(block.norm),
     )

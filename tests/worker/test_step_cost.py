@@ -1,0 +1,233 @@
+"""What a step costs, counted: kernels by name for each kind of step, and transfers and bytes between host and device.
+
+Counts stand in for time, which no test can measure. A change that raises one needs a reason; write it down with the
+new number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.worker.toy import Driver, Toy
+from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, Mlp, Norm, Rope
+from vllm.worker.device import CpuContext, Download
+from vllm.worker.model_runner import ModelRunner
+
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is not chosen")
+
+# views and allocations launch nothing
+_FREE = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
+    "flatten", "new_empty", "new_empty_strided", "select", "slice", "split", "split_with_sizes", "t", "transpose",
+    "unbind", "unsqueeze", "view",
+}  # fmt: skip
+
+
+class _Launches(TorchDispatchMode):
+    """Counts torch's own kernels beside what is added by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split("::")[1].split(".")[0]
+        result = func(*args, **(kwargs or {}))
+        if name not in _FREE and not (name == "to" and result is args[0]):
+            self.count[name] += 1
+        return result
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts the kernels that are launched on "meta" tensors, and runs none."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from vllm.ops import linear as linear_ops
+    from vllm.ops import triton as kernels
+    from vllm.ops.triton.linear import shape_only
+
+    launches = _Launches()
+
+    def run(self: Any, *args: Any, **options: Any) -> None:
+        launches.count[self.__name__.strip("_").removesuffix("_kernel")] += 1
+
+    def product(*args: Any, **options: Any) -> torch.Tensor:
+        launches.count["cublas"] += 1
+        return shape_only(*args, **options)
+
+    kernels.register("meta")
+    linear_ops.linear.register("meta", product)
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    with launches, torch.inference_mode():
+        yield launches.count
+    linear_ops.linear.register("meta", shape_only)
+
+
+def _decoder(window: int | None = None, **kind: Any) -> Decoder:
+    norm = Norm()
+    blocks = [
+        Block(Attn(32, 8, 128, Rope(128), window=window if i % 2 else None), Mlp("silu", 14336), norm, **kind)
+        for i in range(4)
+    ]
+    return Decoder(128256, 4096, tuple(blocks), norm, tied=False)
+
+
+def _decode_step(spec: Decoder, rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The kernels of a decode step of so many rows that ends as `kind` says."""
+    from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
+    from vllm.worker.cuda_precompile import META, DryRun, _Table, mixed_step
+    from vllm.worker.decode_program import DecodeProgram, read_weights
+
+    run = DryRun(spec, torch.bfloat16, 131072, 16, torch.bfloat16, 256, [rows])
+    run._spec = spec  # every layer, also those that are alike
+    model, layout, caches = run._model()
+    table: Any = _Table(256, layout)
+    slots, positions, ids = (torch.empty(rows, dtype=torch.int32, device=META) for _ in range(3))
+    one, hidden = torch.empty(rows, device=META), torch.empty(rows, spec.hidden_size, device=META, dtype=torch.bfloat16)
+    starts = torch.empty(rows, dtype=torch.int64, device=META)
+    drawing = Drawing(one, one, ids, one, starts) if kind == "drawn" else None
+    weights = read_weights(model, caches)
+    with recorded(monkeypatch) as count:
+        if weights is not None:
+            program = DecodeProgram(weights, rows, 1024, slots, positions)
+            count.clear()
+            program.run(
+                table, token_ids=None if kind == "hidden" else ids, hidden=hidden if kind == "hidden" else None,
+                drawing=drawing,
+            )  # fmt: skip
+            return dict(sorted(count.items()))
+        step = replace(mixed_step(np.ones(rows, np.int32), layout, cached=1023), logits_rows=None)
+        count.clear()
+        for g, group in enumerate(step.groups):
+            gather_inputs(
+                slots, positions, table.tokens, table.tables[g], (step.token_ids, step.positions, step.seq_lens),
+                group.slot_mapping, group.block_table, 16, g == 0,
+            )  # fmt: skip
+        logits = model(step, caches)
+        if kind != "hidden":
+            logits = model.logits(logits)
+        if drawing is not None:
+            draw_tokens(logits, slots, positions, drawing, table.tokens, ids)
+        elif kind == "greedy":
+            best = torch.empty(rows, 64, device=META)
+            tiles = argmax_tiles(logits, best, torch.empty(rows, 64, dtype=torch.int32, device=META), best)
+            choose_tokens(slots, positions, best, ids, best, tiles, 128256, table.tokens, ids)
+        return dict(sorted(count.items()))
+
+
+# of 4 layers: 4 products and an attention each, or 3 by cuBLAS and norms of their own for many rows
+_FEW = {"decode": 4, "embed": 1}
+_MANY = {"cublas": 12, "decode": 4, "embed": 1, "norm": 9}
+_DRAW = {"deliver": 1, "draw": 1, "maxima": 1, "uniform": 1}
+FUSED = {
+    (1, "greedy"): {**_FEW, "gemv": 17, "choose": 1},
+    (1, "drawn"): {**_FEW, "gemv": 16, "normalize": 1, "cublas": 1, **_DRAW},
+    (1, "hidden"): {**_FEW, "gemv": 16, "normalize": 1},
+    (32, "greedy"): {**_FEW, "skinny": 17, "choose": 1},
+    (32, "drawn"): {**_FEW, "skinny": 16, "normalize": 1, "cublas": 1, **_DRAW},
+    (32, "hidden"): {**_FEW, "skinny": 16, "normalize": 1},
+    (256, "greedy"): {**_MANY, "wide": 5, "choose": 1},
+    (256, "drawn"): {**_MANY, "wide": 4, "cublas": 13, "copy_": 1, **_DRAW},
+    (256, "hidden"): {**_MANY, "wide": 4, "copy_": 1},
+}
+_GENERAL = {"attend": 4, "combine": 4, "cublas": 16, "gated": 4, "norm": 9, "rotate": 4}
+GENERAL = {
+    "greedy": {**_GENERAL, "cublas": 17, "argmax": 1, "choose": 1},
+    "drawn": {**_GENERAL, "cublas": 17, **_DRAW},
+    "hidden": _GENERAL,
+}
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "kind"), FUSED)
+def test_kernels_of_a_fused_decode_step(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _decode_step(_decoder(), rows, kind, monkeypatch) == FUSED[rows, kind]
+
+
+@interpreted
+@pytest.mark.parametrize("kind", GENERAL)
+def test_kernels_of_a_general_decode_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = _decode_step(_decoder(window=4096), 32, kind, monkeypatch)
+    assert windows == {**GENERAL[kind], "inputs": 2}  # once for each KV group
+    assert _decode_step(_decoder(layout=Layout.SANDWICH), 32, kind, monkeypatch) == {
+        **GENERAL[kind], "inputs": 1, "norm": 17
+    }  # fmt: skip
+
+
+class _Counting(CpuContext):
+    """A device with memory of its own, as far as calls tell: counts transfers and their bytes."""
+
+    is_async = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.up, self.up_bytes, self.down, self.down_bytes = 0, 0, 0, 0
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        return self.up, self.up_bytes, self.down, self.down_bytes
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        self.up += 1
+        self.up_bytes += sum(array.nbytes for array in arrays)
+        return [torch.from_numpy(array.copy()) for array in arrays]
+
+    def download(self, tensors: Sequence[torch.Tensor]) -> Download:
+        self.down += 1
+        self.down_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return super().download(tensors)
+
+
+def _driver() -> tuple[Driver, _Counting]:
+    context = _Counting()
+    driver = Driver(Toy())
+    runner = driver.runner
+    driver.runner = ModelRunner(
+        runner.model, runner.layout, runner.kv_caches, context, num_slots=8, max_model_len=300, vocab_size=97
+    )
+    return driver, context
+
+
+@pytest.mark.parametrize(
+    ("params", "ceiling"),
+    [
+        # inputs and the place of the new token; ids and whether they are finite
+        ({}, (2, 516, 1, 72)),
+        ({"temperature": 0.7}, (3, 676, 1, 72)),
+        ({"temperature": 0.7, "top_p": 0.5, "top_k": 9}, (3, 676, 1, 72)),
+        ({"presence_penalty": 0.5}, (5, 900, 1, 80)),
+        ({"logprobs": 2}, (2, 516, 1, 424)),
+    ],
+)
+def test_transfers_of_a_decode_step_of_eight_rows(params: dict[str, Any], ceiling: tuple[int, int, int, int]) -> None:
+    driver, context = _driver()
+    for i in range(8):
+        driver.add(f"r{i}", list(range(i + 1, i + 6)), **params)
+    driver.step()
+    driver.step()  # no block begins in the next one: 7 of 8 tokens of the second block
+    context.clear()
+    driver.step()
+    assert all(found <= most for found, most in zip(context.counts, ceiling, strict=True)), context.counts
+
+
+def test_transfers_of_a_prompt() -> None:
+    """New rows cost their tokens, blocks and sampling parameters, once."""
+    driver, context = _driver()
+    for i in range(4):
+        driver.add(f"r{i}", list(range(20)))
+    driver.step()
+    assert all(found <= most for found, most in zip(context.counts, (5, 3492, 1, 36), strict=True)), context.counts
