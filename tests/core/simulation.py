@@ -131,9 +131,10 @@ class Simulation:
         self.depth = depth
         self.output: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
+        self.reasons: dict[str, tuple[str, int | str | None]] = {}
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, **kwargs: object) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, min_tokens: int = 0, **kwargs: object) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, min_tokens=min_tokens)
         self.output[request_id] = []
         self.scheduler.add(CoreRequest(request_id, prompt, params, seed=0, **kwargs))  # type: ignore[arg-type]
 
@@ -143,6 +144,7 @@ class Simulation:
             self.output[out.request_id] += out.new_token_ids
             if out.finish_reason is not None:
                 self.finished[out.request_id] = out.finish_reason
+                self.reasons[out.request_id] = (out.finish_reason, out.stop_reason)
 
     def step(self) -> bool:
         """Plan one more step if possible, then take in the oldest result. False when there was nothing to do."""

@@ -272,13 +272,25 @@ def test_a_single_request_that_always_fails_ends_at_the_second_try() -> None:
     assert sim.finished == {"only": "error"} and sim.output == {"only": []}
 
 
-def test_min_tokens_and_stop_token_reasons() -> None:
-    sim = Simulation(full_layout(), 100, limits(), 1)
+def test_stop_tokens_count_after_min_tokens_and_the_reason_names_them() -> None:
+    """The reason is the stop token's id, None for the model's own end and for length."""
     prompt = [4, 8, 15]
     answer = expected_output(prompt, 20)
-    sim.add("stop", prompt, 20, stop_token_ids=(answer[4],))
+    sim = Simulation(full_layout(), 100, limits(), 1)
+    stop, later = answer[4], answer[9]
+    assert answer.index(stop) == 4 and later not in answer[:9]
+    sim.add("stop", prompt, 20, stop_token_ids=(stop,))
+    sim.add("eos", prompt, 20, stop_token_ids=(stop,), eos_token_id=stop)
+    sim.add("min", prompt, 20, min_tokens=5, stop_token_ids=(stop, later))
+    sim.add("exactly", prompt, 20, min_tokens=4, stop_token_ids=(stop, later))
+    sim.add("length", prompt, 4, stop_token_ids=(stop,))
     sim.run()
-    assert sim.output["stop"] == answer[: answer.index(answer[4]) + 1]
+    assert sim.output["stop"] == sim.output["eos"] == sim.output["exactly"] == answer[:5]
+    assert sim.output["min"] == answer[:10] and sim.output["length"] == answer[:4]
+    assert sim.reasons == {
+        "stop": ("stop", stop), "eos": ("stop", None), "min": ("stop", later), "exactly": ("stop", stop),
+        "length": ("length", None),
+    }  # fmt: skip
 
 
 def test_delay_policy_lets_prompts_gather() -> None:
