@@ -1,0 +1,110 @@
+"""Which parsers there are, by the names that `--tool-call-parser` takes."""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.tool_parsers.harmony import MARKERS, HarmonyMessages
+from vllm.tool_parsers.header_calls import DeepseekCalls, KimiCalls, MistralCalls
+from vllm.tool_parsers.json_calls import JsonCalls, JsonFormat
+from vllm.tool_parsers.machine import CallMachine
+from vllm.tool_parsers.python_calls import PythonCalls
+from vllm.tool_parsers.schema_values import properties_of
+from vllm.tool_parsers.xml_calls import MINIMAX_M2, QWEN3_CODER, SEED_OSS, GlmCalls, XmlCalls, XmlFormat
+
+MakeId = Callable[[int], str]
+Tools = Sequence[Any]
+
+
+def default_id(number: int) -> str:
+    """An id that no other call has."""
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def mistral_id(number: int) -> str:
+    """Mistral's templates take nine letters and digits."""
+    return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A way to write calls: `parser(tools)` reads one text. `markers` that are special tokens must stay visible."""
+
+    parser: Callable[[Tools], CallMachine]
+    markers: tuple[str, ...] = ()
+    make_id: MakeId = default_id
+
+
+def _json(form: JsonFormat) -> ToolFormat:
+    return ToolFormat(lambda tools: JsonCalls(form, default_id, properties_of(tools)), (*form.starts, *form.ends))
+
+
+def _xml(form: XmlFormat) -> ToolFormat:
+    return ToolFormat(lambda tools: XmlCalls(form, default_id, properties_of(tools)), form.block)
+
+
+HERMES = _json(JsonFormat(("<tool_call>",), ("</tool_call>",)))
+MISTRAL = ToolFormat(lambda tools: MistralCalls(mistral_id), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), mistral_id)
+LLAMA3 = _json(JsonFormat(("<|python_tag|>", "<|python_start|>"), ("<|python_end|>",), opens_with="{"))
+PYTHON = ToolFormat(lambda tools: PythonCalls(default_id))
+LLAMA4 = ToolFormat(
+    lambda tools: PythonCalls(default_id, ("<|python_start|>", "<|python_end|>")),
+    ("<|python_start|>", "<|python_end|>"),
+)
+DEEPSEEK = ToolFormat(
+    lambda tools: DeepseekCalls(default_id),
+    (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+)
+KIMI = ToolFormat(
+    lambda tools: KimiCalls(default_id),
+    (*KimiCalls.openers, KimiCalls.begin, *KimiCalls.separators, KimiCalls.end),
+)
+GLM = ToolFormat(
+    lambda tools: GlmCalls(default_id, properties_of(tools)),
+    ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+JAMBA = _json(JsonFormat(("<tool_calls>",), ("</tool_calls>",)))
+HARMONY = ToolFormat(lambda tools: HarmonyMessages(default_id), MARKERS)
+
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": HERMES,
+    "qwen25": HERMES,
+    "ernie45": HERMES,
+    "granite4": HERMES,
+    "longcat": _json(JsonFormat(("<longcat_tool_call>",), ("</longcat_tool_call>",))),
+    "mistral": MISTRAL,
+    "llama3_json": LLAMA3,
+    "llama4_json": LLAMA3,
+    "pythonic": PYTHON,
+    "llama4_pythonic": LLAMA4,
+    "internlm": _json(JsonFormat(("<|action_start|><|plugin|>",), ("<|action_end|>",))),
+    "jamba": JAMBA,
+    "hunyuan_a13b": JAMBA,
+    "minimax": JAMBA,
+    "granite": _json(JsonFormat(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))),
+    "granite-20b-fc": _json(JsonFormat(("<function_call>",))),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK,
+    "qwen3_coder": _xml(QWEN3_CODER),
+    "qwen3_xml": _xml(QWEN3_CODER),
+    "seed_oss": _xml(SEED_OSS),
+    "minimax_m2": _xml(MINIMAX_M2),
+    "kimi_k2": KIMI,
+    "glm45": GLM,
+    "glm47": GLM,
+    "phi4_mini_json": _json(JsonFormat(("functools[",), in_list=True)),
+    "openai": HARMONY,
+    "xlam": _json(JsonFormat(("[TOOL_CALLS]", "<tool_call>", "```json"), ("</tool_call>", "```"), opens_with="[{")),
+}
+FORMATS["phi4_mini"] = FORMATS["phi4_mini_json"]
