@@ -227,9 +227,9 @@ class Machine(ABC):
             return None
         return value if isinstance(value, str) else None
 
-    @staticmethod
-    def _drop(text: str) -> None:
-        """A sink for what is no part of the message."""
+
+def drop(text: str) -> None:
+    """A sink for what is no part of the message."""
 
 
 class CallMachine(Machine):
@@ -321,7 +321,7 @@ class CallMachine(Machine):
                     return False
                 if not (yield from self._json_arguments(self._arguments if held is None else held.append)):
                     return False
-            elif not (yield from self._json_value(self._drop)):
+            elif not (yield from self._json_value(drop)):
                 return False
 
     def _json_arguments(self, sink: Sink) -> Routine[bool]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.tool_parsers.header_calls import NAME
-from vllm.tool_parsers.machine import CallMachine, Markers, Routine
+from vllm.tool_parsers.machine import CallMachine, Markers, Routine, drop
 from vllm.tool_parsers.schema_values import as_json, types_of
 
 Properties = Mapping[str, Mapping[str, Any]]
@@ -148,14 +148,14 @@ class XmlCalls(_Parameters):
         if end is None or not NAME.fullmatch(name):
             return None
         self._begin_named(name)
-        marker_after = yield from self._until(self._next, self._drop)
+        marker_after = yield from self._until(self._next, drop)
         while marker_after == self._form.parameter[0]:
             key, end = yield from self._read_until(self._parameter_name)
             if end is None:
                 return None
             marker_after = yield from self._parameter(key.strip().strip("\"'"), self._value_end)
             if marker_after == self._form.parameter_end:
-                marker_after = yield from self._until(self._next, self._drop)
+                marker_after = yield from self._until(self._next, drop)
         if marker_after is None:
             return None
         self._end_call()
@@ -191,16 +191,16 @@ class GlmCalls(_Parameters):
             return
         self._begin_named(name)
         if marker == "\n":
-            marker = yield from self._until(self._next, self._drop)
+            marker = yield from self._until(self._next, drop)
         while marker == "<arg_key>":
             key, marker = yield from self._read_until(self._key_end)
             if marker is None:
                 return
-            marker = yield from self._until(self._value_start, self._drop)
+            marker = yield from self._until(self._value_start, drop)
             if marker == "<arg_value>":
                 marker = yield from self._parameter(key.strip(), self._value_end)
                 if marker is None:
                     return
-                marker = yield from self._until(self._next, self._drop)
+                marker = yield from self._until(self._next, drop)
         if marker is not None:
             self._end_call()
