@@ -19,6 +19,7 @@ import torch
 from benchmarks.h200.timing import capture, device_ms
 from vllm.config.hf import HFConfig
 from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops.triton.decode_linear import Tiling
 from vllm.ops.triton.precompile import precompile
@@ -118,7 +119,7 @@ class Bench:
             model = DecoderModel(spec, dtype=torch.bfloat16, max_positions=context + 64, device=torch.device(device))
         for p in model.parameters():
             p.data.normal_(std=0.02)
-        layout = model.kv_layout(BLOCK)
+        layout = layout_of(model.traits, BLOCK)
         self.table = Table(rows, context, device)
         shape = (2, self.table.tables[0].numel() + 1, layout.kv_heads, BLOCK, layout.head_dim)
         caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in spec.blocks]

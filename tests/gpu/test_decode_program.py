@@ -6,6 +6,7 @@ import torch
 
 from vllm.core.plan import SlotInit
 from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.spec import Attn, Block, Decoder, Mlp, Norm, Rope
 from vllm.ops import shared_prefix
 from vllm.sampling_params import SamplingParams
@@ -60,7 +61,7 @@ def build(hidden, heads, kv_heads, head_dim, mlp, vocab, qk_norm=False, bias=Fal
 )  # fmt: skip
 def test_fused_step_computes_what_the_model_computes(shape, rows):
     model = build(**shape)
-    layout = model.kv_layout(16)
+    layout = layout_of(model.traits, 16)
     context = CudaContext(DEVICE)
     table = SlotTable(rows + 2, 2048, layout, context)
     rng = np.random.default_rng(rows)
@@ -107,7 +108,7 @@ def test_a_shared_prefix_read_once_gives_what_reading_it_for_everybody_gives(row
     monkeypatch.setattr(shared_prefix, "_WORTH", 0)
     shape = {"hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "mlp": 3072, "vocab": 5003, "qk_norm": True}
     model = build(**shape)
-    layout, context = model.kv_layout(16), CudaContext(DEVICE)
+    layout, context = layout_of(model.traits, 16), CudaContext(DEVICE)
     table = SlotTable(rows, 2048, layout, context)
     rng = np.random.default_rng(rows)
     free = iter((rng.permutation(rows * 20 + 100) + 1).tolist())
@@ -128,7 +129,7 @@ def test_a_shared_prefix_read_once_gives_what_reading_it_for_everybody_gives(row
     assert weights is not None
     d_slots = torch.tensor([*slots.tolist(), -1], dtype=torch.int32, device=DEVICE)
     d_positions = torch.tensor([*(lengths - 1).tolist(), 0], dtype=torch.int32, device=DEVICE)
-    heads = Heads.of(model, layout)
+    heads = Heads.of(model.traits, layout)
     assert heads is not None
     sharing = PrefixSharing(table, 0, heads, rows + 1, context)
     assert sharing.find(slots, lengths - 1, rows + 1)

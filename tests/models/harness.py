@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.models.kv_groups import layout_of
 from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
@@ -60,13 +61,13 @@ class PagedDriver:
 
     def __init__(self, model: Any, *, block_size: int = 4, max_len: int = 64, requests: int = 1, seed: int = 0) -> None:
         self.model, self.block_size = model, block_size
-        self.layout = model.kv_layout(block_size, "auto")
+        self.layout = layout_of(model.traits, block_size)
         per_request = -(-max_len // block_size)
         groups = len(self.layout.groups)
         num_blocks = 1 + groups * requests * per_request
         shape = (2, num_blocks, self.layout.kv_heads, block_size, self.layout.head_dim)
         # garbage that shows if it is ever read
-        self.caches = [torch.full(shape, 1e4, dtype=model.dtype) for _ in range(self.layout.layers_per_group)]
+        self.caches = [torch.full(shape, 1e4, dtype=model.traits.dtype) for _ in range(self.layout.layers_per_group)]
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks, dtype=np.int32))
         self.tables = torch.from_numpy(ids.reshape(groups, requests, per_request))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm.model_executor.layers.rope_table import (
+from vllm.model_executor.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -65,6 +66,7 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Block, "ffn"): (Moe("silu", 64, 4, 2), Mlp("relu", 64, gated=False, bias=True)),
     (Block, "norm"): (Norm("layer", bias=True),),
     (Block, "layout"): tuple(layout for layout in Layout if layout is not Layout.PRE),
+    (Block, "residual_scale"): (0.3,),
     (Attn, "heads"): (4,),
     (Attn, "kv_heads"): (2,),
     (Attn, "head_dim"): (32, 128),
@@ -75,6 +77,7 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Attn, "qk_norm"): (_NORM, Norm("layer", bias=True)),
     (Attn, "qkv_bias"): (True,),
     (Attn, "out_bias"): (True,),
+    (Attn, "alibi"): (8.0, 2.0),
     (Mlp, "act"): ("swish", "gelu", "relu"),
     (Mlp, "hidden"): (128,),
     (Mlp, "gated"): (False,),
@@ -146,6 +149,9 @@ def spec_classes() -> set[type]:
                 found.add(kind)
                 for hint in typing.get_type_hints(kind).values():
                     visit(hint)
+                for derived in vars(sys.modules[kind.__module__]).values():
+                    if isinstance(derived, type) and kind in derived.__bases__:
+                        visit(derived)
             elif issubclass(kind, enum.Enum):
                 found.add(kind)
 

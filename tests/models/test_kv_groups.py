@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from hypothesis import strategies as st
 
 from tests.models.harness import load, save_random_hf_model
 from vllm.core.kv_spec import KVKind
-from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
+from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places, layout_of
+from vllm.model_executor.models.traits import Traits, check_traits
+from vllm.step.kv_need import KVNeed, KVTensor, attention_need
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([None, 4, 9]), min_size=1, max_size=40))
 def test_every_layer_has_one_place_among_layers_of_its_kind(windows: list[int | None]) -> None:
-    groups = group_layers(windows)
+    groups = group_layers([attention_need(2, 8, window) for window in windows])
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
     smallest = min(windows.count(window) for window in set(windows))
     for group in groups:
@@ -46,13 +49,13 @@ def test_gemma2_has_a_group_of_each_kind_unless_no_sequence_outgrows_the_window(
         sliding_window=16,
     )
     save_random_hf_model(config, tmp_path)
-    layout = load(tmp_path, max_model_len=64).kv_layout(8, "auto")
+    layout = layout_of(load(tmp_path, max_model_len=64).traits, 8)
     assert [(g.kind, g.layers, g.window) for g in layout.groups] == [
         (KVKind.FULL, (1, 3), None),
         (KVKind.SLIDING, (0, 2), 16),
     ]
     assert (layout.kv_heads, layout.head_dim, layout.block_size, layout.bytes_per_element) == (2, 12, 8, 4)
-    relaxed = load(tmp_path, max_model_len=16).kv_layout(8, "fp8")
+    relaxed = layout_of(load(tmp_path, max_model_len=16).traits, 8, "fp8")
     assert [(g.kind, g.layers) for g in relaxed.groups] == [(KVKind.FULL, (0, 1, 2, 3))]
     assert relaxed.bytes_per_element == 1
 
@@ -70,3 +73,46 @@ def test_learned_positions_limit_the_length(tmp_path: Path) -> None:
     load(tmp_path, max_model_len=32)
     with pytest.raises(ValueError, match="max_model_len of at most 32"):
         load(tmp_path, max_model_len=33)
+
+
+def traits(*kv: KVNeed | None, **others: Any) -> Traits:
+    return Traits(48, torch.float32, 131, kv, range(len(kv)), **others)
+
+
+def test_layers_may_keep_nothing_or_share() -> None:
+    reader = KVNeed(KVKind.FULL, (), same_as=1)
+    kv = (None, attention_need(2, 8), attention_need(2, 8, 4), reader)
+    groups = group_layers(kv)
+    assert [group.layers for group in groups] == [(1,), (2,)]
+    places = kv_places(groups, kv)
+    assert sorted(places) == [1, 2, 3]
+    assert places[3] == places[1] != places[2]
+    layout = layout_of(traits(*kv), 16, "fp8")
+    assert (layout.kv_heads, layout.head_dim, layout.bytes_per_element) == (2, 8, 1)
+    assert layout_of(traits(), 16).groups == ()
+
+
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        ((attention_need(2, 8), attention_need(4, 8)), "unlike key/value heads"),
+        ((KVNeed(KVKind.RECURRENT, (KVTensor((3, 8), "float32"),)),), "expected keys and values"),
+    ],
+)
+def test_what_one_pool_cannot_hold_is_refused(kv: tuple[KVNeed, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_of(traits(*kv), 16)
+
+
+def test_a_model_that_the_engine_cannot_run_as_it_is_set_up_is_refused() -> None:
+    usual: dict[str, Any] = {"name": "M", "chunked": True, "prefix_caching": True, "features": frozenset()}
+    check_traits(traits(), **usual)
+    for changes, message in [
+        ({"heads": ("pooled",)}, "computes no logits"),
+        ({"takes": frozenset({"images"})}, "needs images"),
+        ({"chunkable": False}, "enable_chunked_prefill=False"),
+        ({"prefix": 0}, "enable_prefix_caching=False"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_traits(traits(**changes), **usual)
+    check_traits(traits(chunkable=False, prefix=0), **usual | {"chunked": False, "prefix_caching": False})

@@ -13,6 +13,7 @@ import torch
 from tests.models.spec_flips import BASES, Flip, build, flips
 from vllm.core.plan import SlotInit
 from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.spec import Decoder
 from vllm.sampling_params import SamplingParams
 from vllm.worker.device import CpuContext
@@ -40,7 +41,7 @@ def exact_numbers(monkeypatch):
 
 def setting(model: DecoderModel) -> tuple[SlotTable, list[torch.Tensor], StepInputs, torch.Tensor, torch.Tensor]:
     """Two requests among four slots, a cache of random keys, and the step that computes the last token of each."""
-    layout, rng = model.kv_layout(BLOCK), np.random.default_rng(0)
+    layout, rng = layout_of(model.traits, BLOCK), np.random.default_rng(0)
     table = SlotTable(4, 64, layout, CpuContext())
     slots, groups, free = [2, 0], len(layout.groups), iter(range(1, 100))
     for slot, n in zip(slots, LENGTHS, strict=True):

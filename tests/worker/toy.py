@@ -6,10 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
 from vllm.core.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
+from vllm.model_executor.models.kv_groups import layout_of
+from vllm.model_executor.models.traits import Traits
 from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.sampling_params import SamplingParams
+from vllm.step.kv_need import attention_need
 from vllm.worker.device import CpuContext
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.step_inputs import StepInputs
@@ -30,10 +32,8 @@ class Toy(nn.Module):
         self.head = torch.randn(width, vocab, generator=generator)
         self.windows = (None, window)
         self.poison: set[int] = set()  # token ids whose hidden state becomes NaN
-
-    def kv_layout(self, block_size: int = BLOCK) -> KVLayout:
-        groups = (KVGroup(KVKind.FULL, (0,)), KVGroup(KVKind.SLIDING, (1,), self.windows[1]))
-        return KVLayout(groups, block_size, HEADS, DIM, 4)
+        kv = tuple(attention_need(HEADS, DIM, window) for window in self.windows)
+        self.traits = Traits(width, torch.float32, vocab, kv, range(2))
 
     def forward(self, step: StepInputs, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed[step.token_ids] + self.place[step.positions]
@@ -75,7 +75,7 @@ class Driver:
     def __init__(
         self, model: Toy, num_slots: int = 8, num_blocks: int = 256, max_model_len: int = 300, vocab: int = VOCAB
     ) -> None:
-        layout = model.kv_layout()
+        layout = layout_of(model.traits, BLOCK)
         caches = [torch.zeros(2, num_blocks, HEADS, layout.block_size, DIM)]
         self.runner = ModelRunner(
             model, layout, caches, CpuContext(), num_slots=num_slots, max_model_len=max_model_len, vocab_size=vocab

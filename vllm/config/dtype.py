@@ -7,8 +7,6 @@ from vllm.platforms import Platform
 
 _ALIASES = {"half": "float16", "float": "float32"}
 _KNOWN = ("float16", "bfloat16", "float32")
-# Families whose activations leave float16's range -> their makers' choice, bfloat16.
-_OVERFLOWS_FLOAT16 = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"})
 
 
 def resolve_dtype(requested: str, hf: HFConfig, platform: Platform) -> tuple[str, str]:
@@ -28,7 +26,7 @@ def resolve_dtype(requested: str, hf: HFConfig, platform: Platform) -> tuple[str
 def _check(dtype: str, hf: HFConfig, platform: Platform) -> None:
     if dtype not in _KNOWN:
         raise ValueError(f"Unknown dtype: {dtype}")
-    if dtype == "float16" and hf.model_type in _OVERFLOWS_FLOAT16:
+    if dtype == "float16" and hf.facts.wide_range:
         raise ValueError(
             f"Models of type {hf.model_type!r} do not work in float16: their activations leave its range. "
             "Use dtype='bfloat16' or dtype='float32'."
@@ -46,7 +44,7 @@ def _check(dtype: str, hf: HFConfig, platform: Platform) -> None:
 
 
 def _on_cuda(stored: str, says: str, hf: HFConfig, platform: Platform) -> tuple[str, str]:
-    needs_range = hf.model_type in _OVERFLOWS_FLOAT16
+    needs_range = hf.facts.wide_range
     if stored == "bfloat16" or needs_range:
         if platform.supports_bfloat16():
             return "bfloat16", f"{says}, and its family leaves float16's range" if stored != "bfloat16" else says

@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm.config.hf_defaults import CLASS_DEFAULTS, NO_SLIDING_WINDOW, WINDOW_ON_REQUEST
+from vllm.config.facts import Facts, Windows, facts_of
+from vllm.config.hf_defaults import class_defaults
 from vllm.config.hf_rope import ROPE_KINDS, RopeSettings, parse_rope
 
 __all__ = ["ROPE_KINDS", "HFConfig", "RopeSettings", "read_json_object", "refuse_model_code"]
@@ -172,10 +173,10 @@ class HFConfig:
                     return source[name]
                 explicit_null = explicit_null or name in source
         if not explicit_null:
-            class_defaults = CLASS_DEFAULTS.get(self.model_type, {})
-            for name in names:
-                if name in class_defaults:
-                    return class_defaults[name]
+            for defaults in (self.facts.defaults, class_defaults(self.model_type)):
+                for name in names:
+                    if name in defaults:
+                        return defaults[name]
         return _MISSING
 
     def get_int(self, *names: str, default: Any = _MISSING, minimum: int = 1, maximum: int = _MAX_LENGTH) -> Any:
@@ -243,6 +244,11 @@ class HFConfig:
         return tuple(value)
 
     @cached_property
+    def facts(self) -> Facts:
+        """What the model's family states about all its models."""
+        return facts_of(self.architectures, self.model_type)
+
+    @cached_property
     def torch_dtype(self) -> str | None:
         """The checkpoint's dtype by name ("float16", "bfloat16", "float32"), None if the file does not say."""
         value = self.get("dtype", "torch_dtype", default=None)
@@ -289,6 +295,8 @@ class HFConfig:
     @cached_property
     def num_kv_heads(self) -> int:
         """Key/value heads; the number of attention heads if the file does not say."""
+        if self.facts.kv_heads is not None:
+            return self.facts.kv_heads(self)
         count: int | None = self.get_int(*_NAMES["num_kv_heads"], default=None, maximum=_MAX_HEADS)
         return self.num_heads if count is None else count
 
@@ -318,9 +326,10 @@ class HFConfig:
     @cached_property
     def sliding_window(self) -> int | None:
         """Tokens that a windowed layer sees (itself included); None if no layer has a window."""
-        if self.model_type in NO_SLIDING_WINDOW:
+        windows = self.facts.windows
+        if windows is Windows.NONE:
             return None
-        if self.model_type in WINDOW_ON_REQUEST and not self.get_bool("use_sliding_window", default=False):
+        if windows is Windows.ON_REQUEST and not self.get_bool("use_sliding_window", default=False):
             return None
         window: int | None = self.get_int("sliding_window", "sliding_window_size", default=None)
         return window
@@ -342,12 +351,10 @@ class HFConfig:
         )
 
     def _has_window(self, layer: int) -> bool:
-        if self.model_type == "gemma2":
-            return layer % 2 == 0
-        if self.model_type in WINDOW_ON_REQUEST:
+        if self.facts.windows is Windows.ON_REQUEST:
             first: int = self.get_int("max_window_layers", default=0, minimum=0)
             return layer >= first
-        pattern: int | None = self.get_int("sliding_window_pattern", default=None)
+        pattern: int | None = self.get_int("sliding_window_pattern", default=self.facts.window_pattern)
         return pattern is None or (layer + 1) % pattern != 0
 
     @cached_property
@@ -372,7 +379,7 @@ class HFConfig:
             partial_rotary_factor=self._partial_rotary_factor(),
             original_max_position_embeddings=self.get_int("original_max_position_embeddings", default=None),
             max_position_embeddings=self.max_position_embeddings,
-            model_type=self.model_type,
+            kinds=self.facts.rope_kinds,
             fail=self._wrong,
         )
 

@@ -1,185 +1,28 @@
-"""What a field missing from config.json means: the default values of Hugging Face's own configuration classes."""
+"""What a field missing from config.json means: the default values of Hugging Face's own configuration classes.
+
+They stand in `hf_class_defaults.json`, which `tools/hf_class_defaults.py` writes.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 
-_MISTRAL: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096 * 32,
-    "rms_norm_eps": 1e-6,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "sliding_window": 4096,
-}
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    document: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("hf_class_defaults.json").read_text())
+    return document
 
-_QWEN2: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
 
-_GEMMA: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-}
+def class_defaults(model_type: str) -> dict[str, Any]:
+    """Field -> value for models of `model_type`. A field whose class default is None (or is computed) is not listed."""
+    defaults: dict[str, Any] = _table().get(model_type, {}).get("defaults", {})
+    return defaults
 
-# model_type -> field -> value. A field whose class default is None (or is computed) is not listed.
-CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "mixtral": {
-        **{name: value for name, value in _MISTRAL.items() if name != "sliding_window"},
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-    },
-    "qwen2": _QWEN2,
-    "qwen3": {**_QWEN2, "head_dim": 128, "attention_bias": False},
-    "gemma": _GEMMA,
-    "gemma2": {
-        **{name: value for name, value in _GEMMA.items() if name != "hidden_act"},
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-    },
-    "phi": {
-        "vocab_size": 51200,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "hidden_act": "gelu_new",
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "partial_rotary_factor": 0.5,
-        "qk_layernorm": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "phi3": {
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 32000,
-        "pad_token_id": 32000,
-    },
-    "opt": {
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "ffn_dim": 3072,
-        "max_position_embeddings": 2048,
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "num_attention_heads": 12,
-        "activation_function": "relu",
-        "pad_token_id": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "enable_bias": True,
-        "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": True,
-    },
-    "gpt2": {
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "tie_word_embeddings": True,
-    },
-    "gpt_neox": {
-        "vocab_size": 50432,
-        "hidden_size": 6144,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "intermediate_size": 24576,
-        "hidden_act": "gelu",
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-        "use_parallel_residual": True,
-        "rotary_pct": 0.25,
-        "attention_bias": True,
-    },
-}
 
-# Families that ignore a `sliding_window` in their config.json, because no layer of theirs has one.
-NO_SLIDING_WINDOW = frozenset({"llama", "gemma", "phi", "opt", "gpt2", "gpt_neox"})
-
-# Families whose window is off unless `use_sliding_window` is set, and then covers layers from `max_window_layers` on.
-WINDOW_ON_REQUEST = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
+def architecture_of(model_type: str) -> str | None:
+    """The architecture of transformers' causal language models of `model_type`, None if there is none."""
+    return _table().get(model_type, {}).get("architecture")

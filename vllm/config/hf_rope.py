@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,17 +51,18 @@ def parse_rope(
     partial_rotary_factor: float,
     original_max_position_embeddings: int | None,
     max_position_embeddings: int | None,
-    model_type: str,
     fail: Fail,
+    kinds: Mapping[str, str] | None = None,
 ) -> RopeSettings:
     """Normalise one rope dictionary (`where` names it in errors).
 
     `theta` and `partial_rotary_factor` are what holds when the dictionary does not say.
     `original_max_position_embeddings` is the config's own top-level field, which wins over the dictionary's.
+    kinds: what the family calls a kind -> its usual name.
     """
     if not isinstance(params, dict):
         raise fail(where, params, "an object")
-    kind = _kind(params, where, model_type, fail)
+    kind = _kind(params, where, kinds or {}, fail)
     for name in _REQUIRED.get(kind, ()):
         if params.get(name) is None:
             raise fail(f"{where}.{name}", None, f'a value, because the rope type is "{kind}"')
@@ -91,11 +92,12 @@ def parse_rope(
     return RopeSettings(theta, kind, known, partial)
 
 
-def _kind(params: dict[str, Any], where: str, model_type: str, fail: Fail) -> str:
+def _kind(params: dict[str, Any], where: str, kinds: Mapping[str, str], fail: Fail) -> str:
     name = params.get("rope_type") or params.get("type") or "default"
     if not isinstance(name, str):
         raise fail(f"{where}.rope_type", name, f"one of {', '.join(ROPE_KINDS)}")
-    if name == "su" or (name == "yarn" and model_type == "phi3"):  # both are early names of Phi-3's scaling
+    name = kinds.get(name, name)
+    if name == "su":  # an early name
         name = "longrope"
     if name == "default" and params.get("mrope_section") is not None:
         name = "mrope"

@@ -16,9 +16,6 @@ _LENGTH_FIELDS = (
 )  # fmt: skip
 # Scalings whose range is already in the length fields.
 _LENGTH_INCLUDES_SCALING = frozenset({"default", "longrope", "llama3", "mrope"})
-_FAMILY_INCLUDES_SCALING = frozenset({"gemma3", "gemma3_text"})
-# Families with one learned vector per position: there is none past the last.
-_LEARNED_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "openai-gpt"})
 
 
 def resolve_max_model_len(requested: int | None, hf: HFConfig, disable_sliding_window: bool) -> tuple[int, str]:
@@ -47,7 +44,7 @@ def _derive(hf: HFConfig, disable_sliding_window: bool) -> tuple[str, int | None
     if disable_sliding_window and window is not None and (derived is None or window < derived):
         key, derived = "sliding_window", window
     rope = hf.rope
-    if derived is None or rope.kind in _LENGTH_INCLUDES_SCALING or hf.model_type in _FAMILY_INCLUDES_SCALING:
+    if derived is None or rope.kind in _LENGTH_INCLUDES_SCALING or hf.facts.length_has_scaling:
         return key, derived
     if disable_sliding_window:
         raise NotImplementedError(
@@ -73,7 +70,7 @@ def _check_longer(requested: int, derived: int, key: str, hf: HFConfig, disable_
         f"({key.partition(' ')[0]}={derived} or model_max_length={model_max_length} in model's config.json). This may "
         "lead to incorrect model outputs or CUDA errors."
     )
-    if hf.model_type in _LEARNED_POSITIONS:
+    if hf.facts.learned_positions:
         raise ValueError(f"{message} This model has no position embeddings beyond {derived}.")
     if not envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN:
         raise ValueError(f"{message} To allow overriding this maximum, set the env var VLLM_ALLOW_LONG_MAX_MODEL_LEN=1")

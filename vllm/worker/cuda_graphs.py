@@ -24,7 +24,6 @@ from torch import Tensor
 from vllm.core.plan import StepPlan, StepResult
 from vllm.core.rng import stream_start
 from vllm.logger import init_logger
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
@@ -173,8 +172,7 @@ class DecodeGraphs:
         self._runner, self._max_seq_len, self._not_finite = runner, max_seq_len, not_finite
         self._table, self._params = runner.table, runner.sampler.params
         self._sizes = list(sizes)
-        model: Any = runner.model
-        self._weights: ProgramWeights | None = read_weights(model, runner.kv_caches)
+        self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
         self._sharing = self._prefix_sharing()
         self._graphs: dict[tuple[int, _Kind, int, bool], _Entry] = {}  # by size, kind, span, shared prefix
         self._width = self._table.width
@@ -268,7 +266,7 @@ class DecodeGraphs:
     def _prefix_sharing(self) -> PrefixSharing | None:
         """What finds common prefixes in batches, by the first KV group; None if the model has no use for it."""
         runner = self._runner
-        heads = Heads.of(runner.model, runner.layout) if isinstance(runner.model, DecoderModel) else None
+        heads = Heads.of(runner.model.traits, runner.layout)
         if heads is None or not heads.fit:
             return None
         return PrefixSharing(self._table, 0, heads, self._sizes[-1], runner.context)
@@ -302,12 +300,9 @@ class DecodeGraphs:
         logger.debug("Captured a decode step in %.3f s.", time.perf_counter() - start)
 
     def _hidden_buffer(self) -> Tensor:
-        """[largest size, hidden] for hidden states that leave a graph; the runner's model knows their width and
-        dtype.
-        """
-        model: Any = self._runner.model
-        device = self._runner.context.device
-        return torch.empty(self._sizes[-1], model.spec.hidden_size, dtype=model.dtype, device=device)
+        """[largest size, hidden] for hidden states that leave a graph."""
+        traits, device = self._runner.model.traits, self._runner.context.device
+        return torch.empty(self._sizes[-1], traits.hidden_size, dtype=traits.dtype, device=device)
 
     def _fused(
         self, size: int, kind: _Kind, span: int, shared: SharedPlan | None
@@ -328,7 +323,7 @@ class DecodeGraphs:
     ) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
         """The model's own forward pass over static inputs."""
         runner, table = self._runner, self._table
-        model: Any = runner.model
+        model = runner.model
         step, fill = self._static_step(size, span, plan)
         vocab = self._params.vocab_size
         tiles = -(-vocab // 4096)

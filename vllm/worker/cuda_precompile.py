@@ -14,10 +14,12 @@ from torch import Tensor
 from vllm.core.kv_spec import KVLayout
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.model_executor.layers.dtypes import dtype_of
-from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.model_loader.loader import build_decoder
 from vllm.model_executor.models.family import Family
+from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Decoder
+from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import plan_gathering
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
@@ -52,6 +54,7 @@ def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = 
         scheduler.max_num_seqs,
         config.compilation_config.cudagraph_capture_sizes,
         tp,
+        family.modules,
     )
     return precompile([run.first], [run.larger, run.sampling], capability[0] * 10 + capability[1])
 
@@ -71,20 +74,18 @@ class DryRun:
 
     def __init__(
         self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
-        max_num_seqs: int, graphs: Sequence[int], tp: TensorParallel = SINGLE,
+        max_num_seqs: int, graphs: Sequence[int], tp: TensorParallel = SINGLE, modules: str | None = None,
     ) -> None:  # fmt: skip
         """graphs: batch sizes whose decode steps are captured, and fused where that is possible."""
         kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
         self._spec = replace(spec, blocks=kinds)
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
         self._cache_dtype, self._max_num_seqs, self._graphs, self._tp = cache_dtype, max_num_seqs, graphs, tp
+        self._modules = modules
 
-    def _model(self) -> tuple[DecoderModel, KVLayout, list[Tensor]]:
-        with META:
-            model = DecoderModel(
-                self._spec, dtype=self._dtype, tp=self._tp, max_positions=self._max_positions, device=META
-            )
-        layout = model.kv_layout(self._block_size, self._cache_dtype)
+    def _model(self) -> tuple[Model, KVLayout, list[Tensor]]:
+        model = build_decoder(self._spec, self._dtype, self._max_positions, META, self._tp, modules=self._modules)
+        layout = layout_of(model.traits, self._block_size, self._cache_dtype)
         shape = (2, 1000, layout.kv_heads, layout.block_size, layout.head_dim)
         return (
             model,
@@ -118,12 +119,12 @@ class DryRun:
         tokens = torch.empty(2, _TABLE_WIDTH, dtype=torch.int32, device=META)
         draw_tokens(logits, ids, ids, Drawing(one, one, ids, one, starts), tokens, ids)
 
-    def _decode(self, model: DecoderModel, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
+    def _decode(self, model: Model, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
         if not sizes:
             return
         table: Any = _Table(self._max_num_seqs, layout)
         weights = read_weights(model, caches)
-        heads = Heads.of(model, layout)
+        heads = Heads.of(model.traits, layout)
         heads = heads if heads is not None and heads.fit else None
         # as wide as the real ones: where a row of them begins decides how it is read
         inputs = torch.empty(2, self._graphs[-1], dtype=torch.int32, device=META)

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.decoder import DecoderModel
-from vllm.model_executor.models.spec import Attn, Block, Decoder, Mlp, Norm, Rope
+from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Decoder, Mlp, Norm, Rope
+from vllm.model_executor.models.traits import Model
 from vllm.ops.activation import activate_gated
 from vllm.ops.linear import linear
 from vllm.ops.norm import rms_norm
@@ -108,13 +109,15 @@ def _norm_computed(norm: Norm) -> Norm:
     return Norm("rms", norm.eps, norm.offset)
 
 
-def _block_computed(block: Block) -> Block | None:
+def _block_computed(block: BlockSpec) -> Block | None:
     """What the step computes of a layer: the spec rebuilt from the fields that are read, all others at their default.
 
     None for a layer of another kind.
     """
+    if type(block) is not Block:
+        return None
     attn, ffn = block.attn, block.ffn
-    if type(block) is not Block or type(attn) is not Attn or type(ffn) is not Mlp or type(attn.rope) is not Rope:
+    if type(attn) is not Attn or type(ffn) is not Mlp or type(attn.rope) is not Rope:
         return None
     rope = Rope(attn.head_dim, attn.rope.theta, scaling=attn.rope.scaling)  # these two through the table
     qk_norm = None if attn.qk_norm is None else _norm_computed(attn.qk_norm)
@@ -141,8 +144,8 @@ def computed(spec: Decoder) -> Decoder | None:
 def _canonical(spec: Decoder) -> Decoder:
     """The same decoder, synonyms replaced."""
 
-    def canonical(block: Block) -> Block:
-        if type(block.ffn) is not Mlp or block.ffn.act not in ("silu", "swish"):
+    def canonical(block: BlockSpec) -> BlockSpec:
+        if type(block) is not Block or type(block.ffn) is not Mlp or block.ffn.act not in ("silu", "swish"):
             return block
         return replace(block, ffn=replace(block.ffn, act="silu"))
 
@@ -152,24 +155,25 @@ def _canonical(spec: Decoder) -> Decoder:
 def covers(spec: Decoder) -> bool:
     """Whether the fused step computes what a decoder of this spec does."""
     wanted = _canonical(spec)
-    if not spec.blocks or computed(wanted) != wanted:
+    blocks = [block for block in spec.blocks if isinstance(block, Block)]
+    if not blocks or computed(wanted) != wanted:
         return False
-    eps = {spec.norm.eps if spec.norm is not None else None, *(block.norm.eps for block in spec.blocks)}
+    eps = {spec.norm.eps if spec.norm is not None else None, *(block.norm.eps for block in blocks)}
     # buffers are made for the first layer, and serve all
-    sizes = {(b.attn.heads, b.attn.kv_heads, b.attn.head_dim, b.ffn.hidden) for b in spec.blocks}
+    sizes = {(b.attn.heads, b.attn.kv_heads, b.attn.head_dim, b.ffn.hidden) for b in blocks}
     heads, kv_heads, head_dim, _ = next(iter(sizes))
     return len(eps) == len(sizes) == 1 and head_dim in (64, 128) and heads // kv_heads <= 16
 
 
-def read_weights(model: nn.Module, kv_caches: list[Tensor]) -> ProgramWeights | None:
+def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None:
     """The weights of a model that the fused step can run, else None."""
     if not isinstance(model, DecoderModel) or model.dtype not in DTYPES:
         return None
     spec = model.spec
     one_cache = len(model.kv_groups) == 1 and all(cache.dtype == model.dtype for cache in kv_caches)
-    if not covers(spec) or not one_cache or model.head.packed is not None:
+    if spec.norm is None or not covers(spec) or not one_cache or model.head.packed is not None:
         return None
-    eps = spec.blocks[0].norm.eps
+    eps = spec.norm.eps
     if not supports(model.head.weight.data, ARGMAX):
         return None
     head_rows = len(model.head.weight.data)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def _at_least(sizes: tuple[int, ...], wanted: int) -> int:
 
 
 class MixedGraphs:
-    """The graphs of one runner's model, which must be a `DecoderModel` on this package's own attention kernels."""
+    """The graphs of one runner's model, which must be `replayable`, on this package's own attention kernels."""
 
     def __init__(self, runner: ModelRunner, context: CudaContext, max_seq_len: int) -> None:
         """max_seq_len: longer sequences are left to the eager path."""
@@ -84,8 +84,7 @@ class MixedGraphs:
         self._entries: dict[tuple[int, int, int], _Entry] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._width = runner.table.width
-        model: Any = runner.model
-        self._sizes = step_sizes(sum(p.numel() for p in model.parameters()))
+        self._sizes = step_sizes(sum(p.numel() for p in runner.model.parameters()))
 
     def close(self) -> None:
         """Destroy the graphs, without waiting for the device."""
@@ -156,5 +155,4 @@ class MixedGraphs:
 
     def _run(self, shape: Laid, device: list[Tensor], context: int) -> tuple[StepInputs, Tensor]:
         step = self._runner.builder.inputs(shape, device, context)
-        model: Any = self._runner.model
-        return step, model(step, self._runner.kv_caches)
+        return step, self._runner.model(step, self._runner.kv_caches)

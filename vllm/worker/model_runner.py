@@ -14,6 +14,7 @@ from vllm.core.kv_spec import KVLayout
 from vllm.core.plan import StepPlan, StepResult, TokenLogprobs
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.faults import Faults
+from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import copy_blocks
 from vllm.worker.device import DeviceContext, Download
 from vllm.worker.input_builder import Batch, InputBuilder, Laid
@@ -31,16 +32,6 @@ IMPOSSIBLE = (
     "No token is possible: allowed_token_ids, bad_words, min_tokens or logits_processors exclude the whole vocabulary "
     "(or a processor returned NaN)."
 )
-
-
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    def __call__(self, step: StepInputs, kv_caches: list[Tensor]) -> Tensor:
-        """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocabulary] fp32."""
 
 
 class Handle(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm.core.kv_spec import KVKind, KVLayout
-from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.traits import Traits
 from vllm.ops.shared_prefix import ITEM, ROW, Group, SharedPlan, Tiles, cut, find_groups, worthwhile
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
@@ -30,13 +30,17 @@ class Heads:
     itemsize: int
 
     @classmethod
-    def of(cls, model: DecoderModel, layout: KVLayout) -> Heads | None:
-        """Those of a rank's layers in the first KV group; None if these differ, or see less than the whole sequence."""
+    def of(cls, traits: Traits, layout: KVLayout) -> Heads | None:
+        """Those of a rank's layers in the first KV group; None if these differ, are not known, or see less than the
+        whole sequence.
+        """
+        if not layout.groups or not traits.query_heads:
+            return None
         group = layout.groups[0]
-        kinds = {model.spec.blocks[layer].attn.heads for layer in group.layers}
+        kinds = {traits.query_heads[layer] for layer in group.layers}
         if group.kind is not KVKind.FULL or len(kinds) != 1:
             return None
-        return cls(kinds.pop() // model.tp.world, layout.kv_heads, layout.head_dim, layout.bytes_per_element)
+        return cls(kinds.pop(), layout.kv_heads, layout.head_dim, layout.bytes_per_element)
 
     @property
     def fit(self) -> bool:

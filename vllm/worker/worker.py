@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from vllm.core.kv_spec import KVLayout
 from vllm.core.plan import StepPlan
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.logger import init_logger
+from vllm.model_executor.models.kv_groups import layout_of
+from vllm.model_executor.models.traits import Model, check_traits
 from vllm.ops import attention_backends
 from vllm.platforms import cuda_early
 from vllm.worker import kv_memory
@@ -68,14 +70,21 @@ class Worker:
         attention = attention_backends.use(config.model_config.attention_backend, self.device)
         self._compiling = compiling
         self.model = self._load()
+        check_traits(
+            self.model.traits,
+            name=" or ".join(config.model_config.architectures) or "The model",
+            chunked=config.scheduler_config.enable_chunked_prefill is not False,
+            prefix_caching=config.cache_config.enable_prefix_caching is not False,
+            features=frozenset(),
+        )
         if config.lora_config is None and config.model_config.attention_backend != "TORCH_SDPA":
             ops.fuse(self.model, self.device.type)
         cache = config.cache_config
-        self.layout: KVLayout = self.model.kv_layout(cache.block_size, cache.cache_dtype)
+        self.layout: KVLayout = layout_of(self.model.traits, cache.block_size, cache.cache_dtype)
         if attention is not None:
             stored = kv_memory.cache_dtype(cache.cache_dtype, config.model_config.dtype)
             dtype = kv_memory.cache_dtype("auto", config.model_config.dtype)
-            attention_backends.check(attention, self.model, self.layout.head_dim, dtype, stored)
+            attention_backends.check(attention, cast(torch.nn.Module, self.model), self.layout.head_dim, dtype, stored)
         self.runner: ModelRunner | None = None
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
@@ -92,7 +101,7 @@ class Worker:
             return device
         raise RuntimeError(f"Not support device type: {kind}")
 
-    def _load(self) -> Any:
+    def _load(self) -> Model:
         from vllm.model_executor.model_loader import load_model
 
         try:
@@ -199,7 +208,6 @@ class Worker:
 
     def _use_graphs(self, runner: ModelRunner) -> None:
         """Let captured CUDA graphs run decode steps; each is captured when its batch size is first seen."""
-        from vllm.model_executor.models.decoder import DecoderModel
         from vllm.worker.cuda_graphs import DecodeGraphs
         from vllm.worker.mixed_graphs import MixedGraphs
         from vllm.worker.model_runner import NOT_FINITE
@@ -208,7 +216,7 @@ class Worker:
         longest = self.config.model_config.max_seq_len_to_capture
         self._graphs = runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE, self._compiling)
         ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
-        if ours and isinstance(self.model, DecoderModel) and isinstance(context, CudaContext):
+        if ours and self.model.traits.replayable and isinstance(context, CudaContext):
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
 
     def close(self) -> None:

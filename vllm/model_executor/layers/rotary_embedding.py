@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config.hf_rope import parse_rope
-from vllm.model_executor.layers.rope_table import Rope, rope_table, scaling_from_params
+from vllm.model_executor.layers.rope import Rope, scaling_from_params
+from vllm.model_executor.layers.rope_table import rope_table
 from vllm.ops.rotary import rotate
 
 
@@ -66,7 +67,6 @@ def get_rope(
         partial_rotary_factor=partial_rotary_factor,
         original_max_position_embeddings=None,
         max_position_embeddings=max_position,
-        model_type="",
         fail=lambda name, value, expected: ValueError(f"get_rope: {name} is {value!r}, expected {expected}."),
     )
     dim = int(rotary_dim * settings.partial_rotary_factor)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class WeightLayout(Enum):
@@ -32,6 +33,8 @@ def canonical(tensor: Tensor, layout: WeightLayout, heads: int, kv_heads: int) -
         return tensor
     if layout is WeightLayout.TRANSPOSED:
         return tensor.t() if tensor.ndim == 2 else tensor
+    import torch  # here, so that families can name a layout without it
+
     groups = kv_heads if layout is WeightLayout.QKV_BY_GROUP else heads
     queries = heads // groups
     # [groups, queries + 2, head_dim, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 import zlib
 from collections.abc import Iterable
@@ -17,14 +18,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear_method import QuantizationConfig
-from vllm.model_executor.layers.rope_table import LongRopeScaling
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
-from vllm.model_executor.models.out_of_tree import load_out_of_tree
+from vllm.model_executor.models.out_of_tree import OutOfTreeModel, load_out_of_tree
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Decoder
 
@@ -38,10 +38,11 @@ _NAMES_SHOWN = 8
 _DUMMY_SCALE = 0.02
 
 
-def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorParallel | None = None) -> nn.Module:
-    """The model of `vllm_config`, this rank's weights on `device`.
+def load_model(
+    vllm_config: VllmConfig, device: torch.device | str, tp: TensorParallel | None = None
+) -> DecoderModel | OutOfTreeModel:
+    """The model of `vllm_config`, this rank's weights on `device`, as the engine knows models (`traits.Model`).
 
-    It has `kv_layout(block_size, cache_dtype)`, `forward(step, kv_caches) -> hidden` and `logits(hidden)`.
     Raises ValueError for an unknown architecture, and for a checkpoint that does not fit the model.
     """
     device, tp = torch.device(device), TensorParallel() if tp is None else tp
@@ -56,9 +57,9 @@ def load_model(vllm_config: VllmConfig, device: torch.device | str, tp: TensorPa
                 "Use the unquantized version of the model."
             )
         spec = family.decoder(hf)
-        _warn_of_long_factors(spec, config.max_model_len)
-        model: nn.Module = build_decoder(
-            spec, dtype_of(config.dtype), config.max_model_len, device, tp, vllm_config.quant_config
+        _warn_of_long_factors(hf, config.max_model_len)
+        model: DecoderModel | OutOfTreeModel = build_decoder(
+            spec, dtype_of(config.dtype), config.max_model_len, device, tp, vllm_config.quant_config, family.modules
         )
         started = time.perf_counter()
         if load_format == "dummy":
@@ -85,11 +86,10 @@ def _load_format(vllm_config: VllmConfig) -> str:
     return name
 
 
-def _warn_of_long_factors(spec: Decoder, max_positions: int) -> None:
-    rope = spec.blocks[0].attn.rope
-    if rope is None or not isinstance(rope.scaling, LongRopeScaling):
+def _warn_of_long_factors(hf: HFConfig, max_positions: int) -> None:
+    if hf.rope.kind != "longrope":
         return
-    original = rope.scaling.original_positions
+    original = hf.rope.params["original_max_position_embeddings"]
     if max_positions > original:
         logger.warning(
             "max_model_len is %d, so LongRoPE's factors for long sequences are used for every sequence. If none of "
@@ -107,11 +107,19 @@ def build_decoder(
     device: torch.device,
     tp: TensorParallel,
     quant_config: QuantizationConfig | None = None,
+    modules: str | None = None,
 ) -> DecoderModel:
-    """The modules of `spec` without weights; only rotary tables are on `device` yet."""
+    """The modules of `spec` without weights; only rotary tables are on `device` yet. modules: `Family.modules`."""
+    table = {} if modules is None else importlib.import_module(modules).MODULES
     with torch.device("meta"):
         return DecoderModel(
-            spec, dtype=dtype, max_positions=max_positions, device=device, tp=tp, quant_config=quant_config
+            spec,
+            dtype=dtype,
+            max_positions=max_positions,
+            device=device,
+            tp=tp,
+            quant_config=quant_config,
+            modules=table,
         )
 
 
@@ -162,8 +170,7 @@ def fill_from_checkpoint(
 def _canonical(tensor: Tensor, layout: WeightLayout, target: str, spec: Decoder) -> Tensor:
     if layout is WeightLayout.PLAIN:
         return tensor
-    attn = spec.blocks[int(target.split(".")[1])].attn
-    return canonical(tensor, layout, attn.heads, attn.kv_heads)
+    return canonical(tensor, layout, *spec.blocks[int(target.split(".")[1])].heads())
 
 
 def _some(names: list[str]) -> str:

@@ -6,14 +6,16 @@ addition before them, rotation together with the cache write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.activation import activation_kind
+from vllm.model_executor.layers.alibi import alibi_slopes
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -26,7 +28,7 @@ from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.rope_table import rope_table
 from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, whole
 from vllm.model_executor.models.kv_groups import KVPlace
-from vllm.model_executor.models.spec import Attn, Block, Layout, Mlp, Moe, Norm, Rope
+from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.moe import expert_mlp, route
@@ -98,7 +100,10 @@ class SelfAttention(nn.Module):
         )
         self.heads, self.kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self.params = AttentionParams(scale=scale, window=spec.window, softcap=spec.softcap)
+        slopes = None
+        if spec.alibi is not None:
+            slopes = alibi_slopes(spec.heads, spec.alibi).tensor_split(ctx.tp.world)[ctx.tp.rank].to(ctx.device)
+        self.params = AttentionParams(scale=scale, window=spec.window, softcap=spec.softcap, alibi_slopes=slopes)
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
             self.q_norm = build_norm(spec.qk_norm, spec.head_dim, ctx.dtype)
@@ -231,9 +236,11 @@ class DecoderBlock(nn.Module):
     """One layer. Between blocks the stream is kept as (x, residual), their sum still to be made, so that the next norm
     can add and normalise in one pass."""
 
-    def __init__(self, spec: Block, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str) -> None:
+    def __init__(self, spec: Block, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str) -> None:
         super().__init__()
-        self.layout, self.tp = spec.layout, ctx.tp
+        if place is None:
+            raise ValueError(f"{prefix} has no place in the cache.")
+        self.spec, self.layout, self.tp, self.scale = spec, spec.layout, ctx.tp, spec.residual_scale
         # two branches that are added anyway need one reduction, not two
         reduce = spec.layout not in (Layout.PARALLEL, Layout.PARALLEL_SHARED)
         self.attn = SelfAttention(spec.attn, hidden_size, place, ctx, f"{prefix}.attn", reduce=reduce)
@@ -253,29 +260,40 @@ class DecoderBlock(nn.Module):
 
         rows: [rows] int64, the tokens whose output is wanted; None for all. The others take part in the attention only.
         """
-        norm = self.norms
+        norm, scaled = self.norms, self._scaled
         if rows is not None and not len(rows):
             h = x if self.layout is Layout.POST else add_norm(norm[0], x, residual)[0]
             return self.attn(h, step, kv_caches, rows), None
         match self.layout:
             case Layout.PRE:
                 h, residual = add_norm(norm[0], x, residual)
-                h, residual = add_norm(norm[1], self.attn(h, step, kv_caches, rows), _pick(residual, rows))
-                return self.ffn(h), residual
+                h = scaled(self.attn(h, step, kv_caches, rows))
+                h, residual = add_norm(norm[1], h, _pick(residual, rows))
+                return scaled(self.ffn(h)), residual
             case Layout.SANDWICH:
                 h, residual = add_norm(norm[0], x, residual)
-                h = norm[1](self.attn(h, step, kv_caches, rows))
+                h = scaled(norm[1](self.attn(h, step, kv_caches, rows)))
                 h, residual = add_norm(norm[2], h, _pick(residual, rows))
-                return norm[3](self.ffn(h)), residual
+                return scaled(norm[3](self.ffn(h))), residual
             case Layout.PARALLEL | Layout.PARALLEL_SHARED:
                 h, residual = add_norm(norm[0], x, residual)
                 residual = _pick(residual, rows)
                 h2 = norm[1](residual) if self.layout is Layout.PARALLEL else _pick(h, rows)
-                return self.tp.all_reduce(self.ffn(h2) + self.attn(h, step, kv_caches, rows)), residual
+                return scaled(self.tp.all_reduce(self.ffn(h2) + self.attn(h, step, kv_caches, rows))), residual
             case Layout.POST:
-                x, _ = add_norm(norm[0], self.attn(x, step, kv_caches, rows), _pick(x, rows))
-                x, _ = add_norm(norm[1], self.ffn(x), x)
+                x, _ = add_norm(norm[0], scaled(self.attn(x, step, kv_caches, rows)), _pick(x, rows))
+                x, _ = add_norm(norm[1], scaled(self.ffn(x)), x)
                 return x, None
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.scale == 1.0 else branch * self.scale
+
+
+# (spec, hidden_size, place, ctx, prefix) -> a module whose forward is that of `DecoderBlock`.
+# place: where the layer's cache is, None if its spec needs none.   prefix: of its parameters' names.
+BlockModule = Callable[[Any, int, KVPlace | None, BuildContext, str], nn.Module]
+# a spec's class -> the module it becomes; families with a block of their own add to it (`Family.modules`)
+MODULES: Mapping[type[BlockSpec], BlockModule] = {Block: DecoderBlock}
 
 
 def _pick(x: Tensor, rows: Tensor | None) -> Tensor:

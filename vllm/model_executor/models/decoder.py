@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from vllm.core.kv_spec import KVLayout
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.blocks import BuildContext, DecoderBlock, add_norm, build_norm
-from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
-from vllm.model_executor.models.spec import Block, Decoder, LearnedPositions
+from vllm.model_executor.models.blocks import MODULES, BlockModule, BuildContext, add_norm, build_norm
+from vllm.model_executor.models.kv_groups import group_layers, kv_places
+from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions
+from vllm.model_executor.models.traits import Traits
 from vllm.worker.step_inputs import StepInputs
 
 # (x, step, kv_caches, rows) -> (x, residual), as the blocks one by one
@@ -26,14 +26,7 @@ FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tu
 
 def without_idle_windows(spec: Decoder, max_positions: int) -> Decoder:
     """The same decoder with windows dropped that no sequence of `max_positions` tokens can outgrow."""
-
-    def relax(block: Block) -> Block:
-        window = block.attn.window
-        if window is None or window < max_positions:
-            return block
-        return replace(block, attn=replace(block.attn, window=None))
-
-    return replace(spec, blocks=tuple(relax(block) for block in spec.blocks))
+    return replace(spec, blocks=tuple(block.within(max_positions) for block in spec.blocks))
 
 
 class DecoderModel(nn.Module):
@@ -41,6 +34,8 @@ class DecoderModel(nn.Module):
 
     Built with uninitialised weights on torch's default device (the loader builds on "meta" and fills them); rotary
     tables are computed at once, on `device`.
+
+    modules: what blocks become, by their specs' class, beside `blocks.MODULES`.
     """
 
     def __init__(
@@ -52,6 +47,7 @@ class DecoderModel(nn.Module):
         device: torch.device | None = None,
         tp: TensorParallel | None = None,
         quant_config: QuantizationConfig | None = None,
+        modules: Mapping[type[BlockSpec], BlockModule] | None = None,
     ) -> None:
         super().__init__()
         tp = TensorParallel() if tp is None else tp
@@ -69,10 +65,22 @@ class DecoderModel(nn.Module):
         if width != spec.hidden_size:
             self.project_in = ReplicatedLinear(width, spec.hidden_size, bias=False, params_dtype=dtype, tp=tp)
             self.project_out = ReplicatedLinear(spec.hidden_size, width, bias=False, params_dtype=dtype, tp=tp)
-        self.kv_groups = group_layers([block.attn.window for block in spec.blocks])
-        places = kv_places(self.kv_groups)
+        kv = tuple(block.need(tp.world) for block in spec.blocks)
+        self.kv_groups = group_layers(kv)
+        places = kv_places(self.kv_groups, kv)
+        table = {**MODULES, **(modules or {})}
         self.blocks = nn.ModuleList(
-            DecoderBlock(block, spec.hidden_size, places[i], ctx, f"blocks.{i}") for i, block in enumerate(spec.blocks)
+            table[type(block)](block, spec.hidden_size, places.get(i), ctx, f"blocks.{i}")
+            for i, block in enumerate(spec.blocks)
+        )
+        self.traits = Traits(
+            spec.hidden_size,
+            dtype,
+            spec.vocab_size,
+            kv,
+            range(len(spec.blocks)),
+            query_heads=tuple(block.heads()[0] // tp.world for block in spec.blocks),
+            replayable=True,
         )
         # a device's own way to run all blocks at once, with the same result
         self.fused_blocks: FusedBlocks | None = None
@@ -81,13 +89,6 @@ class DecoderModel(nn.Module):
         if spec.tied:
             self.head.tie_weights(self.embed)
         self.logits_processor = LogitsProcessor(spec.vocab_size, scale=spec.logit_scale, soft_cap=spec.logit_softcap)
-
-    def kv_layout(self, block_size: int, cache_dtype: str | torch.dtype = "auto") -> KVLayout:
-        """The cache this rank needs, for blocks of `block_size` tokens."""
-        attn = self.spec.blocks[0].attn
-        kv_heads = max(1, attn.kv_heads // self.tp.world)
-        element_bytes = cache_element_bytes(cache_dtype, self.dtype)
-        return KVLayout(self.kv_groups, block_size, kv_heads, attn.head_dim, element_bytes)
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all tokens' keys and values are written to

@@ -1,5 +1,7 @@
 """What makes a family of models: a function from a Hugging Face config to a `Decoder`, and a table of names.
 
+Nothing here needs torch, nor does any family: the front end asks families too.
+
 Names in tables are templates. A field in braces stands for one component of a name: {i} a layer's number, {e} an
 expert's number, {p} the last word ("weight", "bias", or whatever a quantization format stores).
 """
@@ -10,10 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from vllm.config.hf import HFConfig
+from vllm.config.facts import USUAL, Facts
 from vllm.model_executor.layers.weight_layout import WeightLayout
-from vllm.model_executor.models.spec import Decoder
+
+if TYPE_CHECKING:
+    from vllm.config.hf import HFConfig
+    from vllm.model_executor.models.spec import Decoder
 
 _FIELDS = {"i": r"\d+", "e": r"\d+", "p": r"\w+"}
 
@@ -64,12 +70,17 @@ class Family:
     """base_prefix: what checkpoints of the bare decoder (without its head) leave out of every name.
 
     harmless: names (templates) that checkpoints contain and the model does not need.
+    facts: what settings need to know of the family.
+    modules: a module ("package.file"), imported by workers only, whose `MODULES` maps the classes of the family's own
+        blocks to the modules they become.
     """
 
     decoder: Callable[[HFConfig], Decoder]
     names: tuple[Rename, ...]
     base_prefix: str = "model."
     harmless: tuple[str, ...] = ()
+    facts: Facts = USUAL
+    modules: str | None = None
 
     @cached_property
     def _harmless_patterns(self) -> tuple[re.Pattern[str], ...]:

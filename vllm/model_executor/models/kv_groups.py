@@ -1,13 +1,15 @@
-"""Which layers share a block table: from each layer's window to the KV groups and every layer's cache tensor."""
+"""Which layers share a block table: from what each layer keeps to the KV groups and every layer's cache tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vllm.core.kv_spec import KVGroup, KVKind
+from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
+from vllm.model_executor.models.traits import Traits
+from vllm.step.kv_need import TOKENS, KVNeed
 
 _CACHE_BYTES = {
     "float32": 4,
@@ -28,16 +30,17 @@ class KVPlace:
     tensor: int
 
 
-def group_layers(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
+def group_layers(kv: Sequence[KVNeed | None]) -> tuple[KVGroup, ...]:
     """Groups of equally many layers, as far as possible: full attention first, then each window by itself.
 
-    windows: per layer, None for full attention. The group size is the smallest number of layers of one kind, so that no
-    kind wastes tensors; a kind with more layers gets several groups.
+    The group size is the smallest number of layers of one kind, so that no kind wastes tensors; a kind with more layers
+    gets several groups. Layers that keep nothing, or read another's blocks, are in no group.
     """
     kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    size = min(len(layers) for layers in kinds.values())
+    for layer, need in enumerate(kv):
+        if need is not None and need.same_as is None:
+            kinds.setdefault(need.window, []).append(layer)
+    size = min((len(layers) for layers in kinds.values()), default=0)
     groups = []
     for window in sorted(kinds, key=lambda w: (w is not None, w or 0)):
         layers = kinds[window]
@@ -46,11 +49,32 @@ def group_layers(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
     return tuple(groups)
 
 
-def kv_places(groups: Sequence[KVGroup]) -> dict[int, KVPlace]:
-    """layer -> its place."""
-    return {
+def kv_places(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None] = ()) -> Mapping[int, KVPlace]:
+    """layer -> its place, for layers that keep something; one that reads another's blocks has that one's place."""
+    places = {
         layer: KVPlace(index, tensor) for index, group in enumerate(groups) for tensor, layer in enumerate(group.layers)
     }
+    shared = {layer: need.same_as for layer, need in enumerate(kv) if need is not None and need.same_as is not None}
+    return places | {layer: places[owner] for layer, owner in shared.items()}
+
+
+def layout_of(traits: Traits, block_size: int, cache_dtype: str | torch.dtype = "auto") -> KVLayout:
+    """The cache that a rank's model needs, for blocks of `block_size` tokens.
+
+    Raises ValueError if its layers' blocks are not keys and values of one shape, which is all that one pool can hold.
+    """
+    owned = [need for need in traits.kv if need is not None and need.same_as is None]
+    element_bytes = cache_element_bytes(cache_dtype, traits.dtype)
+    shapes = {tuple(tensor.shape for tensor in need.tensors) for need in owned}
+    for need in owned:
+        usual = need.kind in (KVKind.FULL, KVKind.SLIDING) and len(need.tensors) == 1
+        shape = need.tensors[0].shape if usual else ()
+        if len(shape) != 4 or shape[0] != 2 or shape[2] != TOKENS or need.tensors[0].dtype is not None:
+            raise ValueError(f"A layer that keeps {need} is not supported: expected keys and values of its tokens.")
+    if len(shapes) > 1:
+        raise ValueError(f"Layers with unlike key/value heads or head sizes are not supported, got {sorted(shapes)}.")
+    kv_heads, head_dim = (owned[0].tensors[0].shape[1], owned[0].tensors[0].shape[3]) if owned else (0, 0)
+    return KVLayout(group_layers(traits.kv), block_size, kv_heads, head_dim, element_bytes)
 
 
 def cache_element_bytes(cache_dtype: str | torch.dtype, model_dtype: torch.dtype) -> int:

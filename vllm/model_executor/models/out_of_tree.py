@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from vllm.attention.layer import Attention
 from vllm.config.hf import HFConfig
-from vllm.core.kv_spec import KVLayout
 from vllm.distributed import TensorParallel, use_tensor_parallel
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.filler import ProcessesWeights
-from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places
+from vllm.model_executor.models.kv_groups import group_layers, kv_places
+from vllm.model_executor.models.traits import Traits
 from vllm.model_executor.sampling_metadata import SamplingMetadata
+from vllm.step.kv_need import attention_need
 from vllm.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class OutOfTreeModel(nn.Module):
-    """A user's model with the interface of `DecoderModel`."""
+    """A user's model as the engine knows models (`traits.Model`)."""
 
     def __init__(
         self, model: nn.Module, hf: HFConfig, dtype: torch.dtype, max_positions: int, tp: TensorParallel
@@ -57,8 +58,12 @@ class OutOfTreeModel(nn.Module):
             if not hasattr(model, method):
                 raise ValueError(f'{name} has no method {method}(). See "Adding a New Model" in the guide.')
         windows = [self._window(layer, hf) for layer in self.layers]
-        self.kv_groups = group_layers(windows)
-        places = kv_places(self.kv_groups)
+        kv = tuple(
+            attention_need(layer.num_kv_heads, layer.head_size, window)
+            for layer, window in zip(self.layers, windows, strict=True)
+        )
+        self.traits = Traits(hf.hidden_size, dtype, hf.vocab_size, kv, range(len(kv)))
+        places = kv_places(group_layers(kv))
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
             layer.place, layer.params = places[index], replace(layer.params, window=window)
         self._forward_names = _parameter_names(model.forward)
@@ -70,12 +75,6 @@ class OutOfTreeModel(nn.Module):
         if window is None and set(hf.layer_types) == {"sliding_attention"}:
             window = hf.sliding_window
         return window if window is not None and window < self.max_positions else None
-
-    def kv_layout(self, block_size: int, cache_dtype: str | torch.dtype = "auto") -> KVLayout:
-        """The cache this rank needs, for blocks of `block_size` tokens."""
-        layer = self.layers[0]
-        element_bytes = cache_element_bytes(cache_dtype, self.dtype)
-        return KVLayout(self.kv_groups, block_size, layer.num_kv_heads, layer.head_size, element_bytes)
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]."""

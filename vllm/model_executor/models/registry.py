@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,11 +34,30 @@ _FAMILIES: dict[str, tuple[str, str]] = {
 }
 
 
+_FAMILY_MARK = "family "  # before the place of a registered family, where classes and families travel together
+
+
+@functools.cache
+def _built_in(architecture: str) -> Family:
+    module, name = _FAMILIES[architecture]
+    family: Family = getattr(importlib.import_module(f"vllm.model_executor.models.families.{module}"), name)
+    return family
+
+
+def family_of(architecture: str) -> Family | None:
+    """The family of an architecture, registered or built in; also where a class is registered for it. Without torch."""
+    where = ModelRegistry._families.get(architecture)
+    if where is not None:
+        return _import_family(architecture, where)
+    return _built_in(architecture) if architecture in _FAMILIES else None
+
+
 @dataclass
 class Registry:
     """Architecture -> family, or the class a user registered for it (which wins)."""
 
     _registered: dict[str, type[nn.Module] | str] = field(default_factory=dict)
+    _families: dict[str, str] = field(default_factory=dict)
 
     def register_model(self, model_arch: str, model_cls: type[nn.Module] | str) -> None:
         """Run models of architecture `model_arch` with `model_cls`: a class, or "module:Class", imported on first use.
@@ -54,22 +74,36 @@ class Registry:
             raise TypeError(f"model_cls must be a subclass of torch.nn.Module or a string, got {model_cls!r}.")
         self._registered[model_arch] = model_cls
 
+    def register_family(self, model_arch: str, family: str) -> None:
+        """Run models of architecture `model_arch` as those of `family`: "module:FAMILY", a `Family` in a module that
+        every process can import, and that imports no torch.
+        """
+        if not isinstance(model_arch, str) or not model_arch:
+            raise TypeError(f"model_arch must be a string, got {type(model_arch).__name__}.")
+        if not isinstance(family, str) or family.count(":") != 1:
+            raise ValueError(f"Expected a string in the format `<module>:<FAMILY>`, got {family!r}.")
+        self._families[model_arch] = family
+
     def get_supported_archs(self) -> set[str]:
         """Every architecture that can be run."""
-        return {*_FAMILIES, *self._registered}
+        return {*_FAMILIES, *self._registered, *self._families}
 
     def registered(self) -> dict[str, str]:
-        """What users registered, as "module:Class" strings that another process can register too."""
-        return {
+        """What users registered, as strings that another process can `restore`."""
+        classes = {
             arch: entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
             for arch, entry in self._registered.items()
         }
+        return {arch: _FAMILY_MARK + where for arch, where in self._families.items()} | classes
 
     def restore(self, models: dict[str, str]) -> None:
         """Register what another process `registered`, after what this process' plugins register."""
         load_general_plugins()
-        for arch, model_cls in models.items():
-            self.register_model(arch, model_cls)
+        for arch, entry in models.items():
+            if entry.startswith(_FAMILY_MARK):
+                self.register_family(arch, entry.removeprefix(_FAMILY_MARK))
+            else:
+                self.register_model(arch, entry)
 
     def resolve(self, architectures: str | Iterable[str]) -> Family | type[nn.Module]:
         """The family or class of the first of `architectures` that is known. Raises ValueError if none is."""
@@ -116,7 +150,7 @@ class Registry:
     def _find(self, architectures: str | Iterable[str]) -> str:
         names = [architectures] if isinstance(architectures, str) else list(architectures)
         for name in names:
-            if name in self._registered or name in _FAMILIES:
+            if name in self._registered or name in self._families or name in _FAMILIES:
                 return name
         supported = sorted(self.get_supported_archs())
         near = [match for name in names for match in difflib.get_close_matches(name, supported, n=3, cutoff=0.6)]
@@ -130,15 +164,14 @@ class Registry:
     def _load(self, arch: str) -> Family | type[nn.Module]:
         entry = self._registered.get(arch)
         if entry is None:
-            module, name = _FAMILIES[arch]
-            family: Family = getattr(importlib.import_module(f"vllm.model_executor.models.families.{module}"), name)
-            return family
+            where = self._families.get(arch)
+            return _built_in(arch) if where is None else _import_family(arch, where)
         if isinstance(entry, str):
             entry = self._registered[arch] = _import_class(arch, entry)
         return entry
 
 
-def _import_class(arch: str, where: str) -> type[nn.Module]:
+def _import(arch: str, where: str, what: str) -> Any:
     module, _, name = where.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -146,9 +179,23 @@ def _import_class(arch: str, where: str) -> type[nn.Module]:
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"The class {where!r} registered for {arch} cannot be imported: {error}. "
+            f"The {what} {where!r} registered for {arch} cannot be imported: {error}. "
             "It must stand in a module that every process of the engine can import, not in the script itself."
         ) from error
+    return found
+
+
+def _import_family(arch: str, where: str) -> Family:
+    from vllm.model_executor.models.family import Family
+
+    found = _import(arch, where, "family")
+    if not isinstance(found, Family):
+        raise ValueError(f"{where!r}, registered for {arch}, is not a Family.")
+    return found
+
+
+def _import_class(arch: str, where: str) -> type[nn.Module]:
+    found = _import(arch, where, "class")
     if not isinstance(found, type) or not _is_module_class(found):
         raise ValueError(f"{where!r}, registered for {arch}, is not a subclass of torch.nn.Module.")
     return found

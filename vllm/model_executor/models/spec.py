@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from vllm.model_executor.layers.rope_table import Rope
+from vllm.model_executor.layers.rope import Rope
+from vllm.step.kv_need import KVNeed, attention_need
 
-__all__ = ["Attn", "Block", "Decoder", "Layout", "LearnedPositions", "Mlp", "Moe", "Norm", "Rope"]
+__all__ = ["Attn", "Block", "BlockSpec", "Decoder", "Layout", "LearnedPositions", "Mlp", "Moe", "Norm", "Rope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Attn:
     """scale: of q k; head_dim ** -0.5 by default.   window: tokens that each query sees, itself included; None: all.
 
     softcap: scores become softcap * tanh(scores / softcap).   qk_norm: norm of each query and key head before rotation.
+    alibi: the largest exponent of ALiBi slopes (`layers/alibi.py`), which is 8 unless a config says otherwise; None: no
+    ALiBi.
     """
 
     heads: int
@@ -43,6 +46,7 @@ class Attn:
     qk_norm: Norm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
+    alibi: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,44 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """One layer."""
+class BlockSpec:
+    """One layer of any kind. A kind of its own derives from this; `Family.modules` says which module it becomes."""
+
+    def within(self, max_positions: int) -> BlockSpec:
+        """The same layer for sequences of at most `max_positions` tokens: without a window that none outgrows."""
+        return self
+
+    def need(self, world: int) -> KVNeed | None:
+        """What the layer keeps for a request on one of `world` tensor-parallel ranks."""
+        return None
+
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key/value heads of the whole layer, which some checkpoints' fused weights are laid out by."""
+        return 0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block(BlockSpec):
+    """One layer of attention and feed-forward.   residual_scale: of what each branch adds to the stream."""
 
     attn: Attn
     ffn: Mlp | Moe
     norm: Norm
     layout: Layout = Layout.PRE
+    residual_scale: float = 1.0
+
+    def within(self, max_positions: int) -> Block:
+        window = self.attn.window
+        if window is None or window < max_positions:
+            return self
+        return replace(self, attn=replace(self.attn, window=None))
+
+    def need(self, world: int) -> KVNeed | None:
+        attn = self.attn
+        return attention_need(max(1, attn.kv_heads // world), attn.head_dim, attn.window)
+
+    def heads(self) -> tuple[int, int]:
+        return self.attn.heads, self.attn.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +151,7 @@ class Decoder:
 
     vocab_size: int
     hidden_size: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockSpec, ...]
     norm: Norm | None
     tied: bool
     embed_dim: int | None = None

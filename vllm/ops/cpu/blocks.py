@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.blocks import DecoderBlock, FeedForward
 from vllm.model_executor.models.decoder import DecoderModel
-from vllm.model_executor.models.spec import Attn, Block, Mlp, Norm, Rope
+from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Mlp, Norm, Rope
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
 from vllm.ops.cpu.packed import PackedWeight
 from vllm.worker.step_inputs import StepInputs
@@ -114,14 +114,16 @@ def fuse(library: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:
     return None
 
 
-def computed(block: Block) -> Block | None:
+def computed(block: BlockSpec) -> Block | None:
     """What the call computes of a layer: its spec again if the call reads every field that is not at its default.
 
     None for a layer of another kind. A field that is not named here is taken for its default, so that one which is
     added to a spec refuses the call, instead of being ignored by it.
     """
+    if type(block) is not Block:
+        return None
     attn, ffn = block.attn, block.ffn
-    if type(block) is not Block or type(attn) is not Attn or type(ffn) is not Mlp:
+    if type(attn) is not Attn or type(ffn) is not Mlp:
         return None
     rope = attn.rope
     if rope is not None:  # dimensions, base and scaling through the table

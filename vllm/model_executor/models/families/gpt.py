@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vllm.config.facts import Facts, Windows
 from vllm.config.hf import HFConfig
 from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.models.families.llama import NAMES as LLAMA_NAMES
-from vllm.model_executor.models.families.llama import ROTARY_FREQUENCIES, rope_of
+from vllm.model_executor.models.families.llama import NO_WINDOWS, ROTARY_FREQUENCIES, rope_of
 from vllm.model_executor.models.family import Family, renames
 from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, LearnedPositions, Mlp, layer_norm
 
@@ -145,7 +146,8 @@ _NEOX_BUFFERS = (
     "gpt_neox.rotary_emb.inv_freq",
 )
 
-GPT2 = Family(gpt2, GPT2_NAMES, "transformer.", _GPT2_MASKS)
-GPT_NEOX = Family(gpt_neox, GPT_NEOX_NAMES, "gpt_neox.", _NEOX_BUFFERS)
-OPT = Family(opt, OPT_NAMES, "model.", ("model.decoder.version",))
-PHI = Family(phi, PHI_NAMES + LLAMA_NAMES, "model.", ROTARY_FREQUENCIES)
+_LEARNED = Facts(Windows.NONE, learned_positions=True)
+GPT2 = Family(gpt2, GPT2_NAMES, "transformer.", _GPT2_MASKS, _LEARNED)
+GPT_NEOX = Family(gpt_neox, GPT_NEOX_NAMES, "gpt_neox.", _NEOX_BUFFERS, NO_WINDOWS)
+OPT = Family(opt, OPT_NAMES, "model.", ("model.decoder.version",), _LEARNED)
+PHI = Family(phi, PHI_NAMES + LLAMA_NAMES, "model.", ROTARY_FREQUENCIES, NO_WINDOWS)

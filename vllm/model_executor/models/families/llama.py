@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from vllm.config.facts import Facts, Windows
 from vllm.config.hf import HFConfig
-from vllm.model_executor.layers.rope_table import scaling_from_params
+from vllm.model_executor.layers.rope import scaling_from_params
 from vllm.model_executor.models.family import Family, renames
 from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, Mlp, Moe, Norm, Rope
 
@@ -174,11 +175,15 @@ PHI3_NAMES = renames(
     }
 )
 
-LLAMA = Family(llama, NAMES, harmless=ROTARY_FREQUENCIES)
+NO_WINDOWS = Facts(Windows.NONE)
+LLAMA = Family(llama, NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
 MISTRAL = Family(mistral, NAMES, harmless=ROTARY_FREQUENCIES)
 MIXTRAL = Family(mixtral, MIXTRAL_NAMES + NAMES, harmless=ROTARY_FREQUENCIES)
-QWEN2 = Family(qwen2, NAMES, harmless=ROTARY_FREQUENCIES)
-QWEN3 = Family(qwen3, NAMES, harmless=ROTARY_FREQUENCIES)
-GEMMA = Family(gemma, NAMES, harmless=ROTARY_FREQUENCIES)
-GEMMA2 = Family(gemma2, GEMMA2_NAMES + NAMES, harmless=ROTARY_FREQUENCIES)
-PHI3 = Family(phi3, PHI3_NAMES + NAMES, harmless=ROTARY_FREQUENCIES)
+QWEN2 = Family(qwen2, NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
+QWEN3 = Family(qwen3, NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
+GEMMA = Family(gemma, NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
+GEMMA2 = Family(
+    gemma2, GEMMA2_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(window_pattern=2, wide_range=True)
+)
+# "yarn" is an early name of Phi-3's scaling
+PHI3 = Family(phi3, PHI3_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(rope_kinds={"yarn": "longrope"}))

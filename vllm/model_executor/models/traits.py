@@ -1,0 +1,83 @@
+"""What a built model is to the worker: its forward pass, its logits, and `Traits`, all that is asked about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from vllm.step.kv_need import KVNeed
+    from vllm.worker.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """One rank's model in figures. Frozen: nothing about a model changes after it is built.
+
+    hidden_size: width of what `forward` returns.   dtype: of weights and hidden states.   vocab_size: of the logits.
+    kv: per layer what it keeps for a request, None for a layer that keeps nothing; () for a model without a cache.
+    layers: the model's layers that this rank has.
+    heads: what can be computed from hidden states, by name; "logits" for a model that generates.
+    takes: step features, by name, that `forward` reads beyond tokens and positions.
+    query_heads: per layer this rank's, 0 without attention; () if not known, and then prefixes are not read together.
+    chunkable: a prompt may be computed in pieces.
+    prefix: a cached prefix may end at every so many tokens; 1: at any block, 0: nowhere.
+    taps: layers whose output `forward` can hand out beside the last one's.
+    replayable: steps of equal sizes launch equal kernels, so that a padded mixed step may be captured and replayed.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+    vocab_size: int
+    kv: tuple[KVNeed | None, ...]
+    layers: range
+    heads: tuple[str, ...] = ("logits",)
+    takes: frozenset[str] = frozenset()
+    query_heads: tuple[int, ...] = ()
+    chunkable: bool = True
+    prefix: int = 1
+    taps: tuple[int, ...] = ()
+    replayable: bool = False
+
+
+class Model(Protocol):
+    """A model on one rank, its weights loaded."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def __call__(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+        """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all keys and values are written."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary] fp32, on every rank."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+def check_traits(traits: Traits, *, name: str, chunked: bool, prefix_caching: bool, features: frozenset[str]) -> None:
+    """Raise ValueError if the engine, as it is set up, cannot run a model of these traits.
+
+    name: of the model's architecture.   features: step features that the engine provides.
+    """
+    if "logits" not in traits.heads:
+        raise ValueError(
+            f"{name} computes no logits, so it cannot generate text. Its heads: {', '.join(traits.heads)}."
+        )
+    if traits.takes - features:
+        raise ValueError(f"{name} needs {', '.join(sorted(traits.takes - features))}, which is not supported.")
+    if chunked and not traits.chunkable:
+        raise ValueError(
+            f"The prompts of {name} must be computed in one piece. Set enable_chunked_prefill=False "
+            "(--no-enable-chunked-prefill)."
+        )
+    if prefix_caching and traits.prefix != 1:
+        raise ValueError(
+            f"{name} cannot start behind a cached prefix. Set enable_prefix_caching=False (--no-enable-prefix-caching)."
+        )
