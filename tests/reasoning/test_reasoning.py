@@ -1,0 +1,151 @@
+"""Thoughts are told from the answer, streamed as whole; their end is found in token ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tool_parsers.outputs import message_of
+from tests.tool_parsers.test_parsers import Work
+from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.reasoning import FORMATS, reasoning_end
+from vllm.reasoning.think import Begins
+
+DEMO = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
+
+
+def split(name: str, pieces: list[str], begins: Begins) -> Any:
+    machine = FORMATS[name].machine(begins)
+    deltas = [delta for piece in pieces for delta in machine.feed(piece)]
+    return message_of([*deltas, *machine.finish()])[:2]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_thoughts_and_answer(name: str) -> None:
+    form = FORMATS[name]
+    start, end = form.starts[0], form.ends[0]
+    answer = f"{start}\nI\nthink.\n{end}\n\nYes.\n"
+    assert split(name, [answer], Begins.UNKNOWN) == ("Yes.\n", "I\nthink.")
+    assert split(name, [answer.removeprefix(start)], Begins.THINKING) == ("Yes.\n", "I\nthink.")
+    assert split(name, ["\nYes. <a>"], Begins.SPEAKING) == ("\nYes. <a>", "")
+    assert split(name, [f"{start}\nI th"], Begins.UNKNOWN) == ("", "I th")  # cut inside the thoughts
+    without = split(name, ["Yes."], Begins.UNKNOWN)
+    assert without == (("", "Yes.") if form.opens_itself else ("Yes.", ""))
+
+
+def test_a_call_ends_the_thoughts_of_models_that_call_from_inside() -> None:
+    text = "I think<|tool_calls_section_begin|><|tool_call_begin|>"
+    assert split("kimi_k2", list(text), Begins.THINKING) == (text.removeprefix("I think"), "I think")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_stream_equals_the_whole(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    form = FORMATS[name]
+    some = [*form.starts, *form.ends, *form.other_ends, form.ends[0][:-1], "\n", "a", " ", "<", "Here"]
+    text = "".join(data.draw(st.lists(st.sampled_from(some), max_size=20)))
+    begins = data.draw(st.sampled_from(list(Begins)))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    assert split(name, pieces, begins) == split(name, [text], begins)
+
+
+def test_work_is_linear() -> None:
+    counts = []
+    for length in (10_000, 100_000):
+        with Work() as work:
+            for text in ("\n" * length, "<think>" * (length // 7), "</think" * (length // 7)):
+                machine = FORMATS["qwen3"].machine(Begins.THINKING)
+                for start in range(0, length, 50):
+                    machine.feed(text[start : start + 50])
+                machine.finish()
+        counts.append(work.count)
+    assert counts[1] <= 11 * counts[0]
+
+
+def test_the_prompt_says_where_the_output_begins() -> None:
+    form = FORMATS["qwen3"]
+    assert form.begins("<|im_start|>assistant\n<think>\n") is Begins.THINKING
+    assert form.begins("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Begins.SPEAKING
+    assert form.begins("<think>a</think> said <think> once\n<|im_start|>assistant\n") is Begins.UNKNOWN
+    assert form.begins("<think>a</think>\nBecause", continues=True) is Begins.SPEAKING
+    assert form.begins("</think> before\n<think>Because", continues=True) is Begins.THINKING
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO)
+
+
+class Marked:
+    """The demo model's tokens and one token for each tag."""
+
+    def __init__(self, inner: Tokenizer, *tags: str) -> None:
+        self._inner = inner
+        self._tags = dict(zip(tags, range(len(inner), len(inner) + len(tags)), strict=True))
+
+    def token_to_id(self, text: str) -> int | None:
+        return self._tags.get(text) if text in self._tags else self._inner.token_to_id(text)
+
+    def token_text(self, token: int) -> str:
+        names = {number: tag for tag, number in self._tags.items()}
+        return names[token] if token in names else self._inner.token_text(token)
+
+    def encode(self, *parts: str) -> list[int]:
+        ids = []
+        for part in parts:
+            ids += [self._tags[part]] if part in self._tags else self._inner.encode(part, False)
+        return ids
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("as_token", [True, False])
+def test_end_is_found_in_tokens(tokenizer: Tokenizer, name: str, as_token: bool) -> None:
+    form = FORMATS[name]
+    tags = (*form.starts, *form.ends) if as_token else ()
+    marked: Any = Marked(tokenizer, *tags)
+    end = reasoning_end(name, marked)
+    thoughts = marked.encode(form.starts[0], "I think so.\n", form.ends[0])
+    output = [*thoughts, *marked.encode("\n{", '"a": 1}')]
+    assert end.find(thoughts[:-1], 0) == -1
+    for step in (1, 3, len(output)):  # several tokens may come at once
+        found, seen = -1, 0
+        while found < 0:
+            found = end.find(output[: seen + step], seen)
+            seen += step
+        assert found == len(thoughts)
+    assert end.in_prompt(marked.encode("Question", form.starts[0], "\n\n", form.ends[0], "\n\n"))
+    assert not end.in_prompt(marked.encode("Question", form.starts[0], "\n"))
+    assert not end.in_prompt(marked.encode(form.ends[0], " said the user"))
+
+
+def test_call_that_ends_the_thoughts_belongs_to_what_follows(tokenizer: Tokenizer) -> None:
+    section = "<|tool_calls_section_begin|>"
+    marked: Any = Marked(tokenizer, section, "</think>")
+    ids = marked.encode("I think", section, "x")
+    assert reasoning_end("kimi_k2", marked).find(ids, 0) == len(ids) - len(marked.encode("x")) - 1
+
+
+def test_final_channel_ends_the_thoughts_of_gpt_oss(tokenizer: Tokenizer) -> None:
+    marked: Any = Marked(tokenizer, "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+    end = reasoning_end("openai_gptoss", marked)
+    thoughts = marked.encode(
+        "<|channel|>", "analysis", "<|message|>", "final it is", "<|end|>", "<|start|>", "assistant"
+    )
+    for header in (
+        ("<|channel|>", "final", "<|message|>"),
+        ("<|channel|>", "final ", "<|constrain|>", "json", "<|message|>"),
+    ):
+        ids = [*thoughts, *marked.encode("<|channel|>", *header, "<|message|>")]
+        assert end.find(ids, 0) == len(ids)
+        assert end.find(ids[:-1], 0) == -1
+
+
+def test_unknown_names_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="Unknown reasoning parser 'nobody': expected one of deepseek_r1"):
+        reasoning_end("nobody", tokenizer)
