@@ -137,10 +137,7 @@ def test_final_channel_ends_the_thoughts_of_gpt_oss(tokenizer: Tokenizer) -> Non
     thoughts = marked.encode(
         "<|channel|>", "analysis", "<|message|>", "final it is", "<|end|>", "<|start|>", "assistant"
     )
-    for header in (
-        ("<|channel|>", "final", "<|message|>"),
-        ("<|channel|>", "final ", "<|constrain|>", "json", "<|message|>"),
-    ):
+    for header in (["final"], ["final ", "<|constrain|>", "json"]):
         ids = [*thoughts, *marked.encode("<|channel|>", *header, "<|message|>")]
         assert end.find(ids, 0) == len(ids)
         assert end.find(ids[:-1], 0) == -1
