@@ -30,11 +30,11 @@ from vllm.ops.activation import activate_gated
 from vllm.ops.attention import AttentionParams, attend
 from vllm.ops.cpu import library, onednn
 from vllm.ops.cpu.native import NativeKernels
+from vllm.ops.draw import DrawParams, draw
+from vllm.ops.greedy import finite_rows, greedy
 from vllm.ops.norm import add_rms_norm
 from vllm.ops.rotary import rotate_and_write_kv
-from vllm.worker.sample.draw import DrawParams, draw
-from vllm.worker.sample.greedy import finite_rows, greedy
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 # Qwen2.5-0.5B
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 896, 14, 2, 64, 4864, 151936
@@ -125,15 +125,13 @@ def paged_batch(
     owner = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(query_lens))
     slots = table[owner, positions // 16].long() * 16 + positions % 16
     group = GroupInputs(slots, table)
-    step = StepInputs(
+    step = StepInputs.of(
         token_ids=torch.zeros(tokens, dtype=torch.int64),
         positions=positions,
         query_starts=torch.from_numpy(starts),
         seq_lens=torch.from_numpy(lens),
         logits_rows=torch.arange(len(seq_lens)),
         groups=(group,),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
         host_query_starts=starts,
         host_seq_lens=lens,
     )

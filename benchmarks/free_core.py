@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from vllm.engine.core import EngineCore
 from vllm.engine.core_process import main
-from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 
 class FreeCore:

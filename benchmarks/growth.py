@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.h200.core_step import Core
 from benchmarks.scheduler import measure as measure_scheduler
 from vllm.core.kv_manager import KVManager
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import StepResult
 from vllm.core.request import Request
 from vllm.core.scheduler import Scheduler, SchedulerLimits
-from vllm.engine.messages import CoreRequest
 from vllm.sampling_params import SamplingParams
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.messages import CoreRequest
+from vllm.step.result import StepResult
 
 BLOCK = 16
 LAYOUT = KVLayout((KVGroup(KVKind.FULL, (0,)),), BLOCK, 1, 64, 2)

@@ -10,11 +10,11 @@ import json
 import statistics
 import time
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import StepResult
 from vllm.core.scheduler import Scheduler, SchedulerLimits
-from vllm.engine.messages import CoreRequest
 from vllm.sampling_params import SamplingParams
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.messages import CoreRequest
+from vllm.step.result import StepResult
 
 
 def measure(running: int, steps: int) -> dict[str, float]:

@@ -43,7 +43,7 @@ def test_sampling_params_come_without_torch() -> None:
         "vllm.exceptions",
         "vllm.v1.engine.exceptions",
         "vllm.core.scheduler",
-        "vllm.engine.messages",
+        "vllm.step.messages",
         "vllm.config",
         "vllm.step.kv_need",
         "vllm.model_executor.models.registry",

@@ -33,7 +33,7 @@ def _dimensions(name: str, value: Any) -> int:
     return number
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True, array_like=True):
+class PoolingParams(msgspec.Struct, omit_defaults=True, tag="pooling"):
     """Parameters of a pooling request.
 
     dimensions: shorten embeddings to this size, for models trained for it (Matryoshka).

@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="sampling"):
     """Sampling parameters of one request.
 
     n: number of sequences to return, 1 to VLLM_MAX_N_SEQUENCES.

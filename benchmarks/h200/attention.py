@@ -22,7 +22,7 @@ import torch
 from benchmarks.h200.timing import ceilings, graph_ms
 from vllm.ops.attention import AttentionParams, dense_runs, plan_gathering
 from vllm.ops.triton.attention import attend
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 HEADS, KV_HEADS = 32, 8
 NEW_TOKENS = 2048  # of a prompt behind a cached prefix
@@ -34,15 +34,13 @@ def batch(requests: int, query: int, context: int, block: int) -> tuple[StepInpu
     table = (torch.randperm(requests * per, device="cuda") + 1).view(requests, per).to(torch.int32)
     starts = np.arange(requests + 1, dtype=np.int32) * query
     lens = np.full(requests, context, np.int32)
-    step = StepInputs(
+    step = StepInputs.of(
         token_ids=torch.zeros(requests * query, dtype=torch.int64, device="cuda"),
         positions=torch.zeros(requests * query, dtype=torch.int64, device="cuda"),
         query_starts=torch.from_numpy(starts).cuda(),
         seq_lens=torch.from_numpy(lens).cuda(),
         logits_rows=torch.zeros(requests, dtype=torch.int64, device="cuda"),
         groups=(GroupInputs(torch.zeros(0, dtype=torch.int64, device="cuda"), table),),
-        max_query_len=query,
-        max_seq_len=context,
         host_query_starts=starts,
         host_seq_lens=lens,
     )

@@ -17,7 +17,7 @@ import time
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.core import EngineCore
-from vllm.engine.messages import CoreRequest
+from vllm.step.messages import CoreRequest
 
 
 class Core:

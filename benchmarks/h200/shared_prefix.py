@@ -22,8 +22,8 @@ from vllm.ops import shared_prefix as sharing
 from vllm.ops.attention import AttentionParams, plan_gathering
 from vllm.ops.triton import decode_attention as kernels
 from vllm.ops.triton.attention import attend, choose_splits
+from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.worker import prefix_sharing as worker
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 BLOCK, LAYERS, OWN = 16, 12, 160
 SHAPES = {"llama-3.1-8b": (32, 8, 128, False), "qwen3-0.6b": (16, 8, 128, True)}
@@ -136,9 +136,9 @@ def chunks(result: dict) -> None:
         nothing = torch.zeros(0, device="cuda")
         for name, chosen in (("paged", None), ("gathered", plan)):
             group = GroupInputs(nothing, table, chosen)
-            step = StepInputs(
-                nothing, nothing, torch.from_numpy(starts).cuda(), torch.from_numpy(lens).cuda(), None, (group,),
-                query, prefix + query, starts, lens,
+            step = StepInputs.of(
+                nothing, nothing, torch.from_numpy(starts).cuda(), torch.from_numpy(lens).cuda(), (group,),
+                host_query_starts=starts, host_seq_lens=lens,
             )  # fmt: skip
             params = AttentionParams(dim**-0.5)
             ms = graph_ms(partial(attend, q, cache, params, step, group))

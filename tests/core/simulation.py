@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import StepPlan, StepResult
 from vllm.core.scheduler import Scheduler, SchedulerLimits
-from vllm.engine.messages import CoreOutput, CoreRequest
 from vllm.sampling_params import SamplingParams
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.messages import CoreOutput, CoreRequest
+from vllm.step.plan import StepPlan
+from vllm.step.result import StepResult
 
 VOCAB = 50
 EOS = 3

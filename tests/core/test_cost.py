@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import StepResult
 from vllm.core.scheduler import Scheduler, SchedulerLimits
-from vllm.engine.messages import CoreRequest
 from vllm.sampling_params import SamplingParams
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.messages import CoreRequest
+from vllm.step.result import StepResult
 
 RUNNING, STEPS = 64, 32
 # At c1cf030, with Python 3.11: 161.8 and 125.8 instructions, 8.5 and 5.4 calls.

@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 
 from tests.core.simulation import EOS, Simulation, expected_output, full_layout, mixed_layout
-from vllm.core.plan import StepPlan, StepResult
 from vllm.core.policies import DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import SchedulerLimits
+from vllm.step.plan import StepPlan
+from vllm.step.result import StepResult
 
 LAYOUTS = {"full": full_layout(), "mixed": mixed_layout()}
 

@@ -9,11 +9,11 @@ import pytest
 
 from vllm import SamplingParams
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import StepResult
 from vllm.engine.core import EngineCore
-from vllm.engine.messages import CoreRequest
 from vllm.exceptions import EngineDeadError
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.messages import CoreRequest
+from vllm.step.result import StepResult
 
 
 class Device:

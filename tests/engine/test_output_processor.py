@@ -9,13 +9,13 @@ import pytest
 
 from tests.engine import tokenizer_makers as make
 from vllm import SamplingParams
-from vllm.core.plan import TokenLogprobs
 from vllm.engine.input_processor import ProcessedRequest, core_request
-from vllm.engine.messages import CoreOutput
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.tokenizer import FastTokenizer
 from vllm.metrics.registry import EngineMetrics
 from vllm.sampling_params import RequestOutputKind
+from vllm.step.messages import CoreOutput
+from vllm.step.result import TokenLogprobs
 
 TOKENIZER = FastTokenizer(make.byte_level(), {}, None, load_hf=lambda: None)
 TEXT = "The quick brown fox jumps over the lazy dog 😀!"

@@ -10,9 +10,9 @@ from vllm.config import VllmConfig
 from vllm.config.resolve import resolve
 from vllm.config.settings import all_settings
 from vllm.core.scheduler import Scheduler, SchedulerLimits
-from vllm.engine.messages import CoreRequest
 from vllm.executor.base import Executor
 from vllm.sampling_params import SamplingParams
+from vllm.step.messages import CoreRequest
 
 
 def config_for(folder: Path, **settings: Any) -> VllmConfig:

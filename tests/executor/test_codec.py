@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields, replace
+
 import msgspec
 import numpy as np
 import pytest
 
-from vllm.core.plan import BlockAppend, BlockCopy, PlanExtras, SlotInit, StepPlan
 from vllm.executor import codec
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.step.plan import BlockAppend, BlockCopy, RowMasks, SlotInit, StepPlan, TokenWrite, Transfer, TransferKind
 
 
 def make_plan(random: np.random.Generator, rows: int, params: SamplingParams) -> StepPlan:
@@ -30,9 +33,9 @@ def make_plan(random: np.random.Generator, rows: int, params: SamplingParams) ->
 
 
 def over_the_wire(plan: StepPlan) -> StepPlan:
-    message = codec.decode_to_rank(codec.frame(codec.pack_plan(plan))[4:])
+    message = codec.decode_to_rank(codec.frame(codec.step_message(plan))[4:])
     assert isinstance(message, codec.Step)
-    return codec.unpack_plan(message)
+    return message.plan
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 300])
@@ -62,10 +65,32 @@ def test_functions_do_not_travel() -> None:
         codec.frame(codec.Call(0, "method", [object()], {}))
 
 
-def test_extras_are_refused() -> None:
-    plan = make_plan(np.random.default_rng(0), 1, SamplingParams())
-    with pytest.raises(NotImplementedError, match="cannot be sent to other ranks yet"):
-        codec.pack_plan(StepPlan(*(getattr(plan, f) for f in StepPlan.__slots__[:-1]), extras=PlanExtras()))
+def test_every_field_of_a_plan_travels() -> None:
+    plan = make_plan(np.random.default_rng(0), 3, SamplingParams())
+    init = plan.new[0]._replace(params=PoolingParams(dimensions=3), columns=(1, 0))
+    used = {
+        "new": (init,),
+        "transfers": (Transfer(TransferKind.LOAD, 1, 2, 3),),
+        "writes": (TokenWrite(1, 2, [3, 4]),),
+        "drafts": np.array([0, 2, 1], np.int32),
+        "exact": np.array([True, False, True]),
+        "late": np.array([False, False, True]),
+        "masks": RowMasks(np.array([2], np.int32), np.array([[5, 2**32 - 1]], np.uint32)),
+        "pooled": np.array([True, False, False]),
+    }
+    assert {f.name for f in fields(StepPlan) if f.default is not MISSING} <= set(used)
+    back = over_the_wire(replace(plan, **used))
+    for name, sent in used.items():
+        received = getattr(back, name)
+        if isinstance(sent, RowMasks):
+            np.testing.assert_array_equal(received.rows, sent.rows)
+            np.testing.assert_array_equal(received.bits, sent.bits)
+            assert received.bits.dtype == np.uint32 and not received.bits.flags.writeable
+        elif isinstance(sent, np.ndarray):
+            np.testing.assert_array_equal(received, sent)
+            assert received.dtype == sent.dtype and not received.flags.writeable
+        else:
+            assert received == sent and isinstance(received[0], type(sent[0]))
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80\x04\x95", msgspec.msgpack.encode(["step", "x"])])

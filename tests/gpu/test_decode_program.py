@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.core.plan import SlotInit
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.spec import Attn, Block, Decoder, Mlp, Norm, Rope
 from vllm.ops import shared_prefix
 from vllm.sampling_params import SamplingParams
+from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.plan import SlotInit
 from vllm.worker.decode_program import DecodeProgram, read_weights
 from vllm.worker.device import CudaContext
 from vllm.worker.prefix_sharing import Heads, PrefixSharing
 from vllm.worker.slot_table import SlotTable
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 DEVICE = torch.device("cuda")
 
@@ -25,9 +25,9 @@ def step_of(table, slots, lengths):
     blocks = table.tables[0].index_select(0, slots.long())
     home = blocks.gather(1, at[:, None] // 16).long()[:, 0] * 16 + at % 16
     starts, lens = np.arange(rows + 1, dtype=np.int32), lengths.astype(np.int32)
-    return StepInputs(
+    return StepInputs.of(
         table.tokens[slots.long(), at].long(), at, torch.from_numpy(starts).to(DEVICE),
-        torch.from_numpy(lens).to(DEVICE), None, (GroupInputs(home, blocks),), 1, int(lens.max()), starts, lens,
+        torch.from_numpy(lens).to(DEVICE), (GroupInputs(home, blocks),), host_query_starts=starts, host_seq_lens=lens,
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.core import EngineCore
-from vllm.engine.messages import CoreRequest
 from vllm.ops import shared_prefix
+from vllm.step.messages import CoreRequest
 from vllm.worker import slot_table
 from vllm.worker.prefix_sharing import PrefixSharing
 

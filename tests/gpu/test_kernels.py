@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from tests.ops.triton.batches import make_batch
-from vllm.ops import activation, attention, norm, rotary
+from vllm.ops import activation, attention, draw, norm, rotary
 from vllm.ops.shared_prefix import Group, cut, find_groups
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
+from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.worker.prefix_sharing import Heads, plan_views, static_plans, tiles
-from vllm.worker.sample import draw
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE)
@@ -178,9 +177,10 @@ def test_decode_batches_over_shared_prefixes(heads, kv_heads, head_dim, dtype):
     attention.write_kv.reference(k, v, written, home)
     starts, lens = np.arange(rows + 1, dtype=np.int32), cached + 1
     group = GroupInputs(home, d_table, plan)
-    step = StepInputs(
-        at, at, torch.from_numpy(starts).cuda(), torch.from_numpy(lens).cuda(), None, (group,), 1, 1280, starts, lens
-    )
+    step = StepInputs.of(
+        at, at, torch.from_numpy(starts).cuda(), torch.from_numpy(lens).cuda(), (group,), max_seq_len=1280,
+        host_query_starts=starts, host_seq_lens=lens,
+    )  # fmt: skip
     params = attention.AttentionParams(head_dim**-0.5)
     want = attention.attend.reference(q.float(), written.float(), params, step, group)
     assert error(attention.attend(q, written, params, step, group), want) < TOLERANCE[dtype]

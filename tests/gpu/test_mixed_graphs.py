@@ -16,7 +16,7 @@ from transformers import (
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.core import EngineCore
-from vllm.engine.messages import CoreRequest
+from vllm.step.messages import CoreRequest
 
 SMALL = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -11,8 +11,8 @@ import torch
 
 from tests.worker.sample.rows import Row, params, sample
 from tests.worker.sample.test_sampler import OPTIONS, check, random_rows
+from vllm.ops.logprobs import to_messages
 from vllm.worker.device import CudaContext
-from vllm.worker.sample.logprobs import to_messages
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm.engine.messages import CoreStats
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics, one_two_five_buckets, render
+from vllm.step.messages import CoreStats
 
 GUIDE = [
     "num_requests_running",

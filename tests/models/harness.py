@@ -14,7 +14,7 @@ from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.kv_groups import layout_of
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 
 class _ModelConfig(SimpleNamespace):
@@ -86,15 +86,13 @@ class PagedDriver:
         for table in self.tables:
             block = table[owner, positions // self.block_size].long()
             groups.append(GroupInputs(block * self.block_size + positions % self.block_size, table[requests]))
-        step = StepInputs(
+        step = StepInputs.of(
             token_ids=ids,
             positions=positions,
             query_starts=torch.from_numpy(starts),
             seq_lens=torch.from_numpy(seq_lens),
             logits_rows=rows,
             groups=tuple(groups),
-            max_query_len=max(lengths),
-            max_seq_len=int(seq_lens.max()),
             host_query_starts=starts,
             host_seq_lens=seq_lens,
         )

@@ -11,7 +11,7 @@ import transformers as hf
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from tests.models.kernels import kernels
-from vllm import ops
+from vllm.worker import cpu_blocks
 
 SIZES = {
     "vocab_size": 131,
@@ -89,7 +89,7 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
         with kernels(kind):
             model = load(tmp_path)
             if kind == "fused":
-                ops.fuse(model, "cpu")
+                cpu_blocks.fuse(model)
             ours = PagedDriver(model, requests=3).run(prompts, [5, 1, 7, 3])
             check_wanted_rows(model, prompts, ours)
         for logits, wanted in zip(ours, expected, strict=True):

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.harness import load, save_random_hf_model
-from vllm.core.kv_spec import KVKind
 from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places, layout_of
 from vllm.model_executor.models.traits import Traits, check_traits
 from vllm.step.kv_need import KVNeed, KVTensor, attention_need
+from vllm.step.kv_policy import KVKind
 
 
 @settings(max_examples=50, deadline=None)

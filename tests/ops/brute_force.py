@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.attention import AttentionParams
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 
 def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs) -> Tensor:
@@ -97,15 +97,13 @@ def mixed_batch(
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lens = np.array(seq_lens, np.int32)
     group = GroupInputs(torch.tensor(slots, dtype=torch.int64), table)
-    step = StepInputs(
+    step = StepInputs.of(
         token_ids=torch.zeros(int(starts[-1]), dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
         query_starts=torch.from_numpy(starts),
         seq_lens=torch.from_numpy(lens),
         logits_rows=torch.from_numpy(starts[1:].astype(np.int64) - 1),
         groups=(group,),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
         host_query_starts=starts,
         host_seq_lens=lens,
     )

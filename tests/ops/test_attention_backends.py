@@ -147,7 +147,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("flash_attn", "flashinfer"):
         monkeypatch.delitem(sys.modules, f"vllm.ops.attention_backends.{name}", raising=False)
-    monkeypatch.setattr(ops.attend, "_kernels", dict(ops.attend._kernels))
+    for operation in (ops.attend, ops.plan_batch):
+        monkeypatch.setattr(operation, "_kernels", dict(operation._kernels))
 
 
 MIXES = {
@@ -239,10 +240,12 @@ def test_a_library_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_the_reference_can_take_over_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.attend, "_kernels", {"cpu": importlib})
+    monkeypatch.setattr(ops.plan_batch, "_kernels", {"cpu": ops.plan_gathered})
     assert attention_backends.use(None, CPU) is None
     assert attention_backends.use("TRITON_ATTN", CPU) is None
     assert ops.attend.kernel("cpu") is importlib
     assert attention_backends.use("TORCH_SDPA", CPU) is None
     assert ops.attend.kernel("cpu") == ops.attend.reference
+    assert ops.plan_batch.kernel("cpu") == ops.plan_batch.reference
     with pytest.raises(ValueError, match="Unknown attention backend 'MAGIC'"):
         attention_backends.use("MAGIC", CPU)

@@ -9,10 +9,10 @@ import transformers
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from tests.models.spec_flips import Flip, build, flips
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.ops import activation, attention, cpu, embedding, linear, norm, rotary
-from vllm.ops.cpu import blocks, library
+from vllm.ops import activation, attention, embedding, greedy, linear, norm, rotary
+from vllm.ops.cpu import library
 from vllm.ops.registry import Op
-from vllm.worker.sample import greedy
+from vllm.worker import cpu_blocks as blocks
 
 _SIZES = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 256}
 _WIDE = {**_SIZES, "hidden_size": 72, "intermediate_size": 100, "num_key_value_heads": 2}
@@ -70,7 +70,7 @@ def test_all_layers_in_one_call_give_the_same_bits_and_what_hugging_face_gives(r
     model = load(folder)
     prompts = _prompts()
     one_by_one = PagedDriver(model, requests=4).run(prompts, [7, 50, 3])
-    fused = blocks.fuse(registered.library, model)
+    fused = blocks.fuse_layers(registered.library, model)
     if name == "gemma2":  # norms on both sides of each branch, which the call does not know
         assert fused is None
         return
@@ -96,7 +96,7 @@ def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(native_builds, 
             if isinstance(module, LinearBase):
                 module.process_after_load()
         if at_once:
-            model.fused_blocks = blocks.fuse(native.library, model)
+            model.fused_blocks = blocks.fuse_layers(native.library, model)
             if model.fused_blocks is None:
                 return None
         return PagedDriver(model, requests=2).run(prompts, [9, 20])
@@ -124,7 +124,7 @@ def test_logits_are_the_same_bits_however_a_prompt_is_scheduled(registered, fold
     """At once, in chunks, token by token, alone or in company: what makes greedy tokens reproducible in any dtype."""
     folder, _ = folders["qwen3"]
     model = load(folder, dtype=dtype)
-    model.fused_blocks = blocks.fuse(registered.library, model)
+    model.fused_blocks = blocks.fuse_layers(registered.library, model)
     prompts = _prompts()
     together = PagedDriver(model, requests=4).run(prompts, [64])
     chunked = PagedDriver(model, requests=4, seed=1).run(prompts, [5, 13, 1, 2])
@@ -140,7 +140,7 @@ def test_logits_are_the_same_bits_however_a_prompt_is_scheduled(registered, fold
 def test_rows_that_nobody_wants_change_no_bit_of_the_others(registered, folders, dtype):
     folder, _ = folders["qwen3"]
     model = load(folder, dtype=dtype)
-    model.fused_blocks = blocks.fuse(registered.library, model)
+    model.fused_blocks = blocks.fuse_layers(registered.library, model)
     chunks = [(i, 0, prompt) for i, prompt in enumerate(_prompts())]
     every = PagedDriver(model, requests=4).step(chunks)
     for rows in (torch.tensor([30, 31, 81, 98]), torch.randperm(99)[:40], torch.tensor([], dtype=torch.int64)):
@@ -150,7 +150,7 @@ def test_rows_that_nobody_wants_change_no_bit_of_the_others(registered, folders,
 def test_layers_that_the_call_does_not_know_run_one_by_one(native, unregistered, folders):
     folder, _ = folders["qwen2"]
     model = load(folder)  # the references pack nothing
-    assert blocks.fuse(native.library, model) is None
+    assert blocks.fuse_layers(native.library, model) is None
 
 
 def test_the_library_for_this_processor_is_the_best_it_can_run():
@@ -170,5 +170,5 @@ def test_a_library_of_another_version_is_as_good_as_none(native, unregistered, f
     with pytest.raises(RuntimeError, match="has interface version"):
         library.load(path)
     model = load(folders["qwen2"][0])
-    cpu.fuse(model)
+    blocks.fuse(model)
     assert model.fused_blocks is None

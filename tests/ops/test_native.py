@@ -392,15 +392,15 @@ def batch_over(table, seq_lens, query_lens):
     """A step and its group over existing block tables."""
     import numpy as np
 
-    from vllm.worker.step_inputs import GroupInputs, StepInputs
+    from vllm.step.inputs import GroupInputs, StepInputs
 
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lens = np.array(seq_lens, np.int32)
     none = torch.zeros(0, dtype=torch.int64)
     group = GroupInputs(none, table)
-    step = StepInputs(
+    step = StepInputs.of(
         token_ids=none, positions=none, query_starts=torch.from_numpy(starts), seq_lens=torch.from_numpy(lens),
-        logits_rows=none, groups=(group,), max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+        logits_rows=none, groups=(group,),
         host_query_starts=starts, host_seq_lens=lens,
     )  # fmt: skip
     return step, group

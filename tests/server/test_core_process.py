@@ -19,8 +19,9 @@ import pytest
 from tests.server.engines import PROMPTS, assert_idle, core_pid, final, greedy, leftovers, make, running, settle
 from vllm.engine import wire
 from vllm.engine.async_llm_engine import AsyncEngineDeadError
-from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.exceptions import EngineDeadError
+from vllm.ipc import frames
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 LONG = 480
 
@@ -293,11 +294,11 @@ def test_frames_survive_any_cutting():
     ]
     stream = b"".join(wire.frame(m) for m in messages)
     for size in (1, 2, 3, 7, 64, len(stream)):
-        reader = wire.FrameReader()
+        reader = frames.FrameReader()
         bodies = [b for i in range(0, len(stream), size) for b in reader.feed(stream[i : i + size])]
         assert [wire.decode_to_core(b) for b in bodies] == messages
     with pytest.raises(ValueError, match="exceeds the limit"):
-        wire.FrameReader().feed(b"\xff\xff\xff\xff")
+        frames.FrameReader().feed(b"\xff\xff\xff\xff")
     for bad in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "evil"}), wire.frame(wire.Fatal("x"))[4:]):
         with pytest.raises(msgspec.DecodeError):
             wire.decode_to_core(bad)
@@ -311,16 +312,16 @@ def test_outputs_survive_the_wire():
 
 def test_tokens_of_short_steps_travel_together():
     from tests.engine.test_core import new_core
-    from vllm.core.plan import TokenLogprobs
     from vllm.engine.core_process import CoreServer
+    from vllm.step.result import TokenLogprobs
 
     ours, theirs = socket.socketpair()
-    reader = wire.FrameReader()
+    reader = frames.FrameReader()
 
     def received() -> list[list[CoreOutput]]:
         ours.setblocking(False)
         try:
-            return [wire.decode_from_core(body).outputs for body in wire.read_frames(ours, reader)]
+            return [wire.decode_from_core(body).outputs for body in frames.read_frames(ours, reader)]
         except BlockingIOError:
             return []
 

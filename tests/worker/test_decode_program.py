@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.models.spec_flips import BASES, Flip, build, flips
-from vllm.core.plan import SlotInit
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.spec import Decoder
 from vllm.sampling_params import SamplingParams
+from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.plan import SlotInit
 from vllm.worker.device import CpuContext
 from vllm.worker.slot_table import SlotTable
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is not chosen", allow_module_level=True)
@@ -57,9 +57,9 @@ def setting(model: DecoderModel) -> tuple[SlotTable, list[torch.Tensor], StepInp
         home = blocks[rows, at // BLOCK].long() * BLOCK + at % BLOCK
         inputs.append(GroupInputs(home, blocks[rows]))
     starts, lens = np.arange(3, dtype=np.int32), np.array(LENGTHS, np.int32)
-    step = StepInputs(
-        table.tokens[rows, at].long(), at, torch.from_numpy(starts), torch.from_numpy(lens), None, tuple(inputs), 1,
-        max(LENGTHS), starts, lens,
+    step = StepInputs.of(
+        table.tokens[rows, at].long(), at, torch.from_numpy(starts), torch.from_numpy(lens), inputs,
+        max_seq_len=max(LENGTHS), host_query_starts=starts, host_seq_lens=lens,
     )  # fmt: skip
     return table, caches, step, rows.int(), at.int()
 

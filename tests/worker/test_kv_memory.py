@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
 from vllm.worker import kv_memory
 from vllm.worker.kv_memory import CacheRequest, allocate, count_blocks, cpu_available
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.toy import Driver, Toy
+from vllm.step.inputs import StepInputs
 from vllm.worker.input_builder import Laid
 from vllm.worker.mixed_graphs import CONTEXTS, REQUESTS, TOKENS, bucket, step_sizes
 from vllm.worker.model_runner import ModelRunner
-from vllm.worker.step_inputs import StepInputs
 
 LONGEST_SHORT_QUERY = 16  # tokens: what one tile of the attention kernel for short queries holds
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.worker.toy import BLOCK, VOCAB, Driver, Toy
-from vllm.core.plan import BlockCopy, PlanExtras
-from vllm.worker import slot_table
+from vllm.step.plan import BlockCopy, StepPlan, TokenWrite, Transfer, TransferKind
+from vllm.worker import model_runner, slot_table
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -156,12 +156,18 @@ def test_prompt_logprobs_in_chunks_equal_those_of_the_dense_model() -> None:
     assert not driver.result.prompt_logprobs
 
 
-def test_extras_are_refused() -> None:
+@pytest.mark.parametrize(
+    "field", [f.name for f in fields(StepPlan) if f.default is not MISSING and f.name not in model_runner.KNOWN]
+)
+def test_what_the_worker_cannot_run_is_refused_by_name(field: str) -> None:
     driver = Driver(Toy())
     driver.add("a", [1])
     plan = driver.plan()
-    with pytest.raises(NotImplementedError, match="without drafts"):
-        driver.runner.execute(replace(plan, extras=PlanExtras()))
+    value = {"transfers": (Transfer(TransferKind.SAVE, 1, 2, 3),), "writes": (TokenWrite(0, 0, [1]),)}.get(
+        field, np.ones(1, np.int32)
+    )
+    with pytest.raises(NotImplementedError, match=field):
+        driver.runner.execute(replace(plan, **{field: value}))
 
 
 def test_step_inputs_are_what_the_plan_says() -> None:

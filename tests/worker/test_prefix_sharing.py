@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import BlockAppend, SlotInit, StepPlan
+from vllm.ops.attention import plan_batch, plan_gathered
 from vllm.sampling_params import SamplingParams
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.plan import BlockAppend, SlotInit, StepPlan
 from vllm.worker.device import CpuContext
 from vllm.worker.input_builder import InputBuilder
 from vllm.worker.prefix_sharing import Heads, PrefixSharing, tile_rows, tiles
@@ -83,7 +84,8 @@ class Ahead(CpuContext):
     is_async = True
 
 
-def test_prompts_behind_a_cached_prefix_gather_it_once():
+def test_prompts_behind_a_cached_prefix_gather_it_once(monkeypatch):
+    monkeypatch.setattr(plan_batch, "_kernels", {"cpu": plan_gathered})
     layout = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 8, 128, 2)
     table = SlotTable(8, 4096, layout, Ahead())
     computed, counts = [2048, 2048, 0, 2048, 700], [125, 3, 2061, 125, 1]

@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm.core.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Traits
 from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.sampling_params import SamplingParams
+from vllm.step.inputs import StepInputs
 from vllm.step.kv_need import attention_need
+from vllm.step.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
 from vllm.worker.device import CpuContext
 from vllm.worker.model_runner import ModelRunner
-from vllm.worker.step_inputs import StepInputs
 
 VOCAB, HEADS, DIM, BLOCK = 97, 2, 8, 4
 

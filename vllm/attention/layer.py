@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.ops.attention import AttentionParams, attend, write_kv
-from vllm.worker.step_inputs import StepInputs
+from vllm.step.inputs import StepInputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 from vllm.core.block_pool import NULL_BLOCK, BlockPool
-from vllm.core.kv_spec import KVKind, KVLayout
-from vllm.core.plan import BlockAppend, BlockCopy
 from vllm.core.request import Request
+from vllm.step.block_hash import block_hash, root_hash
+from vllm.step.kv_policy import KVKind, KVLayout
+from vllm.step.plan import BlockAppend, BlockCopy
 
 
 class KVManager:
@@ -25,6 +25,7 @@ class KVManager:
             if group.kind is KVKind.SLIDING and not group.window:
                 raise ValueError("A sliding KV group needs a window of at least one token.")
         self.pool = BlockPool(num_blocks)
+        self._layout = layout
         self.block_size = layout.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._windows = [g.window if g.kind is KVKind.SLIDING else None for g in layout.groups]
@@ -37,12 +38,8 @@ class KVManager:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """Blocks, over all groups, that a request of `num_tokens` can hold when it computes at most `chunk` a step."""
-        total = 0
-        for window in self._windows:
-            tokens = num_tokens if window is None else min(num_tokens, window - 1 + chunk + self.block_size)
-            total += -(-tokens // self.block_size)
-        return total
+        """As `KVLayout.blocks_for`."""
+        return self._layout.blocks_for(num_tokens, chunk)
 
     def can_admit(self, request: Request, num_tokens: int, chunk: int, reserve: int) -> bool:
         """Whether `num_tokens` of a waiting request fit beside what runs, leaving `reserve` blocks free."""
@@ -188,7 +185,8 @@ class KVManager:
         if full <= start:
             return
         if self.enable_prefix_caching:
-            self._extend_hashes(request, start)
+            if len(request.hashes) < start:
+                self._extend_hashes(request, start)
             for i, content in request.block_contents(start, full, size):
                 key = self._hash(request, i, content)
                 for g, table in enumerate(request.tables):
@@ -197,17 +195,11 @@ class KVManager:
         request.num_registered = full
 
     def _hash(self, request: Request, index: int, content: bytes) -> bytes:
-        """SHA-256 over the hash of the block before, which is known, and this block's content; the root covers adapter
-        and salt.
-        """
+        """The hash of a block whose predecessor's is known; the root covers adapter and salt."""
         hashes = request.hashes
         if index == len(hashes):
-            if hashes:
-                parent = hashes[-1]
-            else:
-                salt = (request.cache_salt or "").encode()
-                parent = hashlib.sha256(b"%d:%d:" % (request.lora_id, len(salt)) + salt).digest()
-            hashes.append(hashlib.sha256(parent + content).digest())
+            parent = hashes[-1] if hashes else root_hash(request.lora_id, request.cache_salt)
+            hashes.append(block_hash(parent, content))
         return hashes[index]
 
     def _root(self, request: Request) -> bytes:

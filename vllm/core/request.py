@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from enum import IntEnum
 from typing import TYPE_CHECKING
+
+from vllm.step.block_hash import token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm.core.plan import TokenLogprobs
-    from vllm.engine.messages import CoreRequest
+    from vllm.step.messages import CoreRequest
+    from vllm.step.result import TokenLogprobs
 
 _BLOCKS_ENCODED = 64  # at once: more costs time that a miss wastes
 
@@ -101,13 +102,11 @@ class Request:
         return fresh
 
     def block_contents(self, start: int, end: int, size: int) -> Iterator[tuple[int, bytes]]:
-        """Index and canonical encoding of the blocks [start, end) of `size` tokens: 8 bytes a token, native order of
-        this machine.
-        """
+        """Index and content of the blocks [start, end) of `size` tokens, as `block_hash.token_bytes` says it."""
         width = 8 * size
         for first in range(start, end, _BLOCKS_ENCODED):
             last = min(first + _BLOCKS_ENCODED, end)
-            data = array("q", self.tokens[first * size : last * size]).tobytes()
+            data = token_bytes(self.tokens[first * size : last * size])
             for i in range(first, last):
                 yield i, data[(i - first) * width : (i - first + 1) * width]
 

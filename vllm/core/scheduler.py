@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm.core.kv_manager import KVManager
-from vllm.core.kv_spec import KVLayout
-from vllm.core.plan import BlockAppend, BlockCopy, SlotInit, StepPlan, StepResult
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import Request, Status
 from vllm.core.stop import check_stop
-from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.step.kv_policy import KVLayout
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.step.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
+from vllm.step.result import StepResult
 
 
 @dataclass(frozen=True, slots=True)

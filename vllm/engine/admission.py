@@ -10,7 +10,7 @@ from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
-    from vllm.engine.messages import CoreRequest
+    from vllm.step.messages import CoreRequest
 
 # Used when the configuration names no bounds. Waiting costs memory and patience, nothing else: these are generous.
 DEFAULT_SEQUENCES_PER_SLOT = 8

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.admission import Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, RequestInput
-from vllm.engine.messages import CoreOutput, CoreStats
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.exceptions import EngineDeadError, EngineGenerateError
@@ -21,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
 from vllm.sampling_params import SamplingParams
+from vllm.step.messages import CoreOutput, CoreStats
 from vllm.usage.usage_lib import UsageContext, record_usage
 
 if TYPE_CHECKING:

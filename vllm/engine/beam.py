@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm.core.plan import TokenLogprobs
 from vllm.engine.input_processor import ProcessedRequest, core_request
-from vllm.engine.messages import CoreOutput, CoreRequest
 from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.step.messages import CoreOutput, CoreRequest
+from vllm.step.result import TokenLogprobs
 
 # A parent outlives its result by this many tokens, so that its children can share its blocks; the results are not used.
 # (With two steps in flight one of them is under way before the children arrive.)

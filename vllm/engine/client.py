@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.core import EngineCore
-from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

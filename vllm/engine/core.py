@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import Scheduler, SchedulerLimits
-from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.exceptions import EngineDeadError
 from vllm.faults import Faults, broken_processor
 from vllm.logger import init_logger
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,25 +6,23 @@ import asyncio
 import contextlib
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import vllm
 from vllm import envs
 from vllm.engine import wire
-from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.exceptions import EngineDeadError
+from vllm.ipc.child import start_child
+from vllm.ipc.frames import FrameReader, frame, receive_frames
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +84,7 @@ class CoreProcess:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._frames = wire.FrameReader()
+        self._frames = FrameReader()
         self._waiting: deque[bytes] = deque()
         self._catching_up = False
         self._transport: asyncio.Transport | None = None
@@ -104,55 +102,22 @@ class CoreProcess:
 
     def launch(self) -> None:
         """Spawn the core and wait until it is ready. Raises RuntimeError with the core's own words if it fails."""
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+        self._process, ours = start_child(self._module, leads_session=True, buffer_bytes=1 << 22)
         self._connection = ours
-        self._process = self._spawn(theirs)
         document = json.dumps({**self._config, "registered_models": ModelRegistry.registered()}).encode()
         try:
             with contextlib.suppress(BrokenPipeError):  # then it has ended already, and says why
-                ours.sendall(len(document).to_bytes(4, "little") + document)
+                ours.sendall(frame(document))
             self._await_ready(ours)
         except BaseException:
             ours.close()
             self._reap(self._process, 1.0)
             raise
 
-    def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the process in a thread that outlives it: the kernel ends a process with the *thread* it came from."""
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | BaseException] = queue.SimpleQueue()
-
-        # The same modules as here, in the same order: the package itself, and the user's own models.
-        path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-
-        def keep() -> None:
-            try:
-                with theirs:
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", self._module, str(theirs.fileno()), str(os.getpid())],
-                        pass_fds=[theirs.fileno()],
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )
-            except BaseException as error:
-                started.put(error)
-                return
-            started.put(process)
-            process.wait()
-
-        threading.Thread(target=keep, name="core-keeper", daemon=True).start()
-        result = started.get()
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
     def _await_ready(self, connection: socket.socket) -> None:
         reason = "The engine core process ended unexpectedly."
         while True:
-            bodies = wire.receive_frames(connection, self._frames)
+            bodies = receive_frames(connection, self._frames)
             if bodies is None:
                 raise RuntimeError(f"The engine core failed to start: {reason}")
             for i, body in enumerate(bodies):

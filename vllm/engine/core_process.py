@@ -8,7 +8,6 @@ or until the front end is gone. It leads a session of its own, so that one signa
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -25,10 +24,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from vllm.engine import wire
-from vllm.engine.messages import CoreOutput, CoreStats, prompt_pieces
 from vllm.faults import Faults
+from vllm.ipc.child import end_with_parent
+from vllm.ipc.frames import FrameReader, read_frames, receive_frames
 from vllm.logger import init_logger
 from vllm.platforms import cuda_early
+from vllm.step.messages import CoreOutput, CoreStats, prompt_pieces
 
 if TYPE_CHECKING:
     from vllm.engine.core import EngineCore
@@ -43,7 +44,6 @@ HOLD_SECONDS = 0.006
 LONG_STEP_SECONDS = 0.003  # what such a step brings goes at once: beside it, waking costs little
 # Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
 TAKE_SECONDS = 0.02
-_PR_SET_PDEATHSIG = 1
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
     {"reset_prefix_cache", "start_profile", "stop_profile", "collective_rpc", "check_health", "idle_report"}
@@ -73,7 +73,7 @@ class CoreServer:
         self._connection = connection
         self._core = core
         self._faults = Faults.from_env()
-        self._frames = wire.FrameReader()
+        self._frames = FrameReader()
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
         self._held: dict[str, CoreOutput] = {}  # outputs that were not sent yet, by request
@@ -167,7 +167,7 @@ class CoreServer:
             self._core.check_health()  # a rank may die while nobody asks for anything
         deadline = time.monotonic() + TAKE_SECONDS
         while not (waited or self._stopping):
-            bodies = wire.read_frames(self._connection, self._frames)
+            bodies = read_frames(self._connection, self._frames)
             if bodies is None:  # the front end is gone, however it went
                 _end_all_processes()
             for body in bodies:
@@ -236,27 +236,9 @@ def _end_all_processes() -> NoReturn:
     os._exit(1)
 
 
-def _exit_on_parent_death(connection: socket.socket, parent: int) -> None:
-    """A front end that dies must end this process too, at once: also while the model loads or a step takes long.
-
-    The kernel's own signal ends it even when it is stopped (the thread that started it lives as long as the parent).
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        _end_all_processes()
-
-    def watch() -> None:
-        closed = select.poll()
-        closed.register(connection, 0)  # nothing but its end, which cannot be left out
-        closed.poll()
-        _end_all_processes()
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def _first_frame(connection: socket.socket) -> dict[str, Any]:
     """The configuration; the front end sends nothing more before it has heard `Ready`."""
-    bodies = wire.receive_frames(connection, wire.FrameReader())
+    bodies = receive_frames(connection, FrameReader())
     if not bodies:
         sys.exit(1)
     document: dict[str, Any] = json.loads(bodies[0])
@@ -281,7 +263,7 @@ def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_co
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[0]))
     document = _first_frame(connection)
-    _exit_on_parent_death(connection, int(argv[1]))
+    end_with_parent(connection, int(argv[1]), _end_all_processes)
     core = None
     try:
         core = make(document)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm.engine.messages import CoreRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType, is_explicit_encoder_decoder_prompt
 from vllm.inputs.parse import parse_singleton_prompt
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.step.messages import CoreRequest
 from vllm.validation import integer_in, show
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.messages import CoreStats
+    from vllm.step.messages import CoreStats
 
 logger = init_logger(__name__)
 

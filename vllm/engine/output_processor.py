@@ -6,11 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm.core.plan import TokenLogprobs
 from vllm.engine.beam import Beam, BeamSearch
 from vllm.engine.detokenizer import Detokenizer
 from vllm.engine.input_processor import ProcessedRequest
-from vllm.engine.messages import CoreOutput, CoreRequest
 from vllm.engine.tokenizer import Tokenizer
 from vllm.faults import Faults
 from vllm.logger import init_logger
@@ -18,6 +16,8 @@ from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.sequence import Logprob, RequestMetrics
+from vllm.step.messages import CoreOutput, CoreRequest
+from vllm.step.result import TokenLogprobs
 
 logger = init_logger(__name__)
 

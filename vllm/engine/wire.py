@@ -1,21 +1,13 @@
-"""The wire between front end and core process: msgpack frames with a schema over an inherited socket pair.
-
-A socket pair has no name, no file and no listener: nobody else can connect, nothing is left behind, and each side
-sees the other's death as end of file.
-"""
+"""What front end and core process say to each other: msgpack with a schema, in frames over a socket pair."""
 
 from __future__ import annotations
 
-import socket
-import struct
 from typing import Any
 
 import msgspec
 
-from vllm.engine.messages import CoreOutput, CoreRequest, CoreStats
-
-_HEADER = struct.Struct("<I")
-MAX_FRAME = 1 << 30
+from vllm.ipc import frames
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 
 class AddRequests(msgspec.Struct, tag="add", gc=False):
@@ -91,51 +83,5 @@ decode_from_core = msgspec.msgpack.Decoder(FromCore).decode
 
 
 def frame(message: ToCore | FromCore) -> bytes:
-    """A message as bytes: 4 bytes of length, then msgpack."""
-    body = _encoder.encode(message)
-    return _HEADER.pack(len(body)) + body
-
-
-class FrameReader:
-    """Cuts a byte stream into frames. Feed it what was received; it yields the complete bodies."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bodies completed by `data`. Raises ValueError for a frame beyond the limit."""
-        buffer = self._buffer
-        if not buffer and len(data) >= _HEADER.size and _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:
-            return [data[_HEADER.size :]]  # exactly one, as nearly always
-        buffer += data
-        bodies = []
-        offset = 0
-        while len(buffer) - offset >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(buffer, offset)
-            if length > MAX_FRAME:
-                raise ValueError(f"A frame of {length} bytes exceeds the limit of {MAX_FRAME}.")
-            end = offset + _HEADER.size + length
-            if len(buffer) < end:
-                break
-            bodies.append(bytes(buffer[offset + _HEADER.size : end]))
-            offset = end
-        if offset:
-            del buffer[:offset]
-        return bodies
-
-
-def read_frames(connection: socket.socket, reader: FrameReader) -> list[bytes] | None:
-    """What one read completes, which may be nothing; None at end of file."""
-    try:
-        data = connection.recv(1 << 18)
-    except ConnectionResetError:
-        return None
-    return reader.feed(data) if data else None
-
-
-def receive_frames(connection: socket.socket, reader: FrameReader) -> list[bytes] | None:
-    """Block until at least one frame is complete; None at end of file."""
-    while (bodies := read_frames(connection, reader)) is not None:
-        if bodies:
-            return bodies
-    return None
+    """A message as it is sent."""
+    return frames.frame(_encoder.encode(message))

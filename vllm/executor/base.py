@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from vllm.core.kv_spec import KVLayout
-from vllm.core.plan import StepPlan, StepResult
+from vllm.step.kv_policy import KVLayout
+from vllm.step.plan import StepPlan
+from vllm.step.result import StepResult
 
 
 class Executor(Protocol):

@@ -1,18 +1,18 @@
-"""What travels between the first rank and the others: msgpack with a schema, nothing that could run code."""
+"""What travels between the first rank and the others."""
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from vllm.core.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
+from vllm.ipc import codec, frames
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-
-_HEADER = struct.Struct("<I")
+from vllm.step.plan import StepPlan
 
 
 class Begin(msgspec.Struct, array_like=True, tag="begin"):
@@ -31,30 +31,10 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
     num_blocks: int
 
 
-class _Slot(msgspec.Struct, array_like=True):
-    """`SlotInit` with types that can be checked."""
-
-    request_id: str
-    slot: int
-    token_ids: list[int]
-    num_prompt_tokens: int
-    num_computed: int
-    block_ids: tuple[list[int], ...]
-    params: SamplingParams
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    lora_id: int
-
-
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """A plan; `rows` holds slots, num_tokens, num_computed (int32 each), then sample (one byte each)."""
+    """Execute a plan."""
 
-    step_id: int
-    freed: tuple[int, ...]
-    new: list[_Slot]
-    blocks: list[tuple[int, int, int, list[int]]]
-    copies: list[tuple[int, int]]
-    rows: bytes
+    plan: StepPlan
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
@@ -90,56 +70,25 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
 ToRank = Begin | Start | Step | Call
 FromRank = Ready | Result | Failed
 
-_encoder = msgspec.msgpack.Encoder()
-decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
-decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+decode_to_rank: Callable[[bytes], ToRank] = codec.decoder(ToRank).decode
+decode_from_rank: Callable[[bytes], FromRank] = codec.decoder(FromRank).decode
 
 
 def frame(message: ToRank | FromRank) -> bytes:
-    """4 bytes of length, then the message. Raises TypeError for values that msgpack cannot hold."""
-    body = _encoder.encode(message)
-    return _HEADER.pack(len(body)) + body
+    """The message as it is sent. Raises TypeError for values that msgpack cannot hold."""
+    return frames.frame(codec.encode(message))
 
 
-def pack_plan(plan: StepPlan) -> Step:
+def step_message(plan: StepPlan) -> Step:
     """The plan as a message. Logits processors stay behind: they are functions, and only the first rank samples."""
-    if plan.extras is not None:
-        raise NotImplementedError(
-            "Plans with drafts, grammar masks or encoder inputs cannot be sent to other ranks yet."
-        )
-    rows = b"".join(
-        np.ascontiguousarray(a, np.int32).tobytes() for a in (plan.slots, plan.num_tokens, plan.num_computed)
-    )
-    return Step(
-        plan.step_id,
-        plan.freed,
-        [_Slot(*init._replace(params=_without_functions(init.params))) for init in plan.new],
-        list(plan.blocks),
-        list(plan.copies),
-        rows + plan.sample.astype(np.uint8).tobytes(),
-    )
+    if any(isinstance(init.params, SamplingParams) and init.params.logits_processors for init in plan.new):
+        plan = replace(plan, new=tuple(init._replace(params=_without_functions(init.params)) for init in plan.new))
+    return Step(plan)
 
 
-def _without_functions(params: SamplingParams) -> SamplingParams:
-    if params.logits_processors is None:
+def _without_functions(params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+    if isinstance(params, PoolingParams) or params.logits_processors is None:
         return params
     params = copy(params)
     params.logits_processors = None
     return params
-
-
-def unpack_plan(message: Step) -> StepPlan:
-    """The plan that `pack_plan` was given."""
-    count = len(message.rows) // 13
-    slots, num_tokens, num_computed = np.frombuffer(message.rows, np.int32, 3 * count).reshape(3, count)
-    return StepPlan(
-        step_id=message.step_id,
-        freed=message.freed,
-        new=tuple(SlotInit(*(getattr(slot, name) for name in SlotInit._fields)) for slot in message.new),
-        blocks=tuple(BlockAppend(*append) for append in message.blocks),
-        copies=tuple(BlockCopy(*copy) for copy in message.copies),
-        slots=slots,
-        num_tokens=num_tokens,
-        num_computed=num_computed,
-        sample=np.frombuffer(message.rows, np.uint8, count, 12 * count).astype(bool),
-    )

@@ -7,27 +7,23 @@ trusted to agree again.
 
 from __future__ import annotations
 
-import os
 import select
-import socket
 import subprocess
-import sys
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm
-from vllm.core.plan import StepPlan, StepResult
-from vllm.engine.wire import FrameReader, receive_frames
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
 from vllm.executor.base import public_method
+from vllm.ipc.child import start_child
+from vllm.ipc.frames import FrameReader, receive_frames
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.step.plan import StepPlan
+from vllm.step.result import StepResult
 from vllm.worker.model_runner import Handle
 from vllm.worker.worker import Worker, compile_ahead
 
@@ -46,25 +42,9 @@ class RankProcess:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._connection, theirs = socket.socketpair()
         self._reader = FrameReader()
         self._frames: deque[bytes] = deque()
-        # The same modules as here, in the same order: the package itself, and the user's own models.
-        path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        with theirs:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "vllm.executor.worker_process",
-                    str(theirs.fileno()),
-                    str(os.getpid() if in_main_thread else 0),
-                ],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-                stdin=subprocess.DEVNULL,
-            )
+        self.process, self._connection = start_child("vllm.executor.worker_process")
 
     @property
     def is_alive(self) -> bool:
@@ -225,7 +205,7 @@ class MultiprocExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Start a step on every rank."""
         worker = self.worker
-        message = codec.pack_plan(plan)
+        message = codec.step_message(plan)
         try:
             self._broadcast(message)
             self._in_flight.append(worker.execute(plan))

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.core.plan import StepPlan, StepResult
 from vllm.exceptions import EngineDeadError
 from vllm.executor.base import public_method
+from vllm.step.plan import StepPlan
+from vllm.step.result import StepResult
 from vllm.worker.model_runner import Handle
 from vllm.worker.worker import Worker, compile_ahead
 

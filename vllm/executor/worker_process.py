@@ -6,45 +6,21 @@ through a thread of its own when it computes.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections import deque
 from typing import TYPE_CHECKING
 
-from vllm.engine.wire import FrameReader, receive_frames
 from vllm.executor import codec
 from vllm.executor.base import public_method
+from vllm.ipc.child import end_with_parent
+from vllm.ipc.frames import FrameReader, receive_frames
 
 if TYPE_CHECKING:
     from vllm.worker.worker import Worker
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(connection: socket.socket, parent: int) -> None:
-    """Make sure that this process does not outlive its parent, whatever either of them is doing.
-
-    parent: the process to die with by the kernel's hand, 0 to rely on the socket alone (the kernel's signal follows the
-    parent's thread, which is right only for its main thread).
-    """
-    if parent:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(connection, select.POLLRDHUP)
-        poll.poll()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 class Rank:
@@ -76,7 +52,7 @@ class Rank:
             message = self._receive()
             match message:
                 case codec.Step():
-                    self._ready_worker().execute(codec.unpack_plan(message))
+                    self._ready_worker().execute(message.plan)
                 case codec.Call():
                     self._send(self._call(message))
                 case codec.Begin():
@@ -118,7 +94,7 @@ def main() -> None:
     """Serve the socket whose number is the first argument."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first rank says when to end
-    end_with_parent(connection, int(sys.argv[2]))
+    end_with_parent(connection, int(sys.argv[2]), lambda: os._exit(1))
     rank = Rank(connection)
     try:
         rank.run()

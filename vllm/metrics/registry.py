@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.engine.messages import CoreStats
+from vllm.step.messages import CoreStats
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Metric

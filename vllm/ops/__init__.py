@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 def setup(device_type: str) -> None:
     """Register the fast kernels of `device_type` ("cpu" | "cuda"). Called once by the worker, before weights load."""
@@ -15,11 +13,3 @@ def setup(device_type: str) -> None:
         from vllm.ops import triton
 
         triton.register()
-
-
-def fuse(model: Any, device_type: str) -> None:
-    """Let native code run all layers of `model` at once where it can, with the same result. Called after loading."""
-    if device_type == "cpu":
-        from vllm.ops import cpu
-
-        cpu.fuse(model)

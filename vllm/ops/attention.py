@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.ops.registry import op
-from vllm.ops.shared_prefix import Group
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.ops.shared_prefix import Group, find_groups
+from vllm.step.inputs import GroupInputs, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,62 @@ def dense_runs(query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[DenseRun, 
         runs.append(DenseRun(token, row, count, length, padded))
         token, row, r = token + count * length, row + count * length, r + count
     return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """What an attention backend may know of a step before anything is uploaded.
+
+    query_lens, cached, seq_lens: [requests] int32, tokens of each request in this step, before it, and together.
+        Where steps overlap, `cached` and `seq_lens` may be upper bounds.
+    slots: [requests] int32.   tables: per KV group [slots, blocks], the blocks of every slot.
+    device: where the step runs.
+    """
+
+    query_lens: np.ndarray
+    cached: np.ndarray
+    seq_lens: np.ndarray
+    slots: np.ndarray
+    tables: Sequence[np.ndarray]
+    block_size: int
+    device: torch.device
+
+
+class Planned(NamedTuple):
+    """A backend's plan of a batch: `arrays` to upload together with the step's own, and what makes of them, once they
+    are on the device, each group's `GroupInputs.plan`.
+    """
+
+    arrays: Sequence[np.ndarray]
+    make: Callable[[Sequence[Tensor]], Sequence[Any]]
+
+
+@op
+def plan_batch(batch: HostBatch) -> Planned | None:
+    """The plan of the backend that does attention on the batch's device; None where it has none to make."""
+    return None
+
+
+def plan_gathered(batch: HostBatch) -> Planned | None:
+    """`plan_batch` of kernels that read a `GatherPlan`: the step's long queries gather; with one KV group it is also
+    found out which of them share cached keys.
+    """
+    long: np.ndarray = np.flatnonzero(batch.query_lens > GATHERED_ABOVE)
+    if not len(long):
+        return None
+    groups: list[Group] = []
+    if len(batch.tables) == 1:
+        found = find_groups(batch.tables[0], batch.slots[long], batch.cached[long], batch.block_size, members=len(long))
+        groups = [Group(long[group.rows], group.keys) for group in found]
+    gathered = plan_gathering(batch.query_lens, batch.seq_lens, groups)
+    if gathered is None:
+        return None
+    runs = () if gathered.shared else dense_runs(batch.query_lens, batch.seq_lens)
+    count = len(batch.tables)
+    return Planned(
+        [gathered.pieces, gathered.requests],
+        lambda device: (gathered.on_device(device[0], device[1], runs),) * count,
+    )
 
 
 def to_cache_dtype(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

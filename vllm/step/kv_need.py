@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.core.kv_spec import KVKind
+from vllm.step.kv_policy import KVKind
 
 TOKENS = -1  # in a shape: the tokens of a block
 

@@ -21,17 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.plan import StepPlan, StepResult
-from vllm.core.rng import stream_start
 from vllm.logger import init_logger
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
+from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.plan import StepPlan
+from vllm.step.result import StepResult
+from vllm.step.rng import stream_start
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.device import passed
 from vllm.worker.input_builder import Batch
 from vllm.worker.prefix_sharing import Heads, PrefixSharing
 from vllm.worker.sample.params import Needs, ParamsTable
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
     from vllm.ops.triton.precompile import Precompilation
@@ -201,7 +202,7 @@ class DecodeGraphs:
     def accepts(self, plan: StepPlan) -> bool:
         """Whether the plan is a uniform decode batch that a graph covers."""
         rows = len(plan.slots)
-        if rows == 0 or rows > self._sizes[-1] or plan.extras is not None:
+        if rows == 0 or rows > self._sizes[-1]:
             return False
         if int(plan.num_tokens.max()) != 1 or not plan.sample.all():
             return False
@@ -366,12 +367,11 @@ class DecodeGraphs:
             )
             for g in range(len(table.tables))
         )
-        step = StepInputs(
+        step = StepInputs.of(
             token_ids=torch.zeros(size, dtype=int64, device=device),
             positions=torch.zeros(size, dtype=int64, device=device),
             query_starts=torch.arange(size + 1, dtype=int32, device=device),
             seq_lens=torch.ones(size, dtype=int32, device=device),
-            logits_rows=None,
             groups=groups,
             max_query_len=1,
             max_seq_len=span,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.kv_spec import KVLayout
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.model_loader.loader import build_decoder
@@ -21,16 +20,17 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Decoder
 from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import plan_gathering
+from vllm.ops.draw import DrawParams
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
+from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.kv_policy import KVLayout
 from vllm.worker.cuda_graphs import SPANS
 from vllm.worker.decode_program import DecodeProgram, read_weights
 from vllm.worker.kv_memory import cache_dtype
 from vllm.worker.prefix_sharing import Heads, plan_views, static_plans
-from vllm.worker.sample.draw import DrawParams
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,8 +178,8 @@ def mixed_step(queries: np.ndarray, layout: KVLayout, cached: np.ndarray | int =
         plan = replace(gathered, shared=shared).on_device(pieces, requests)
     table = empty(len(queries), -(-longest // layout.block_size), dtype=torch.int32)
     group = GroupInputs(empty(tokens), table, plan)
-    return StepInputs(
-        empty(tokens), empty(tokens), empty(len(queries) + 1, dtype=torch.int32), empty(len(queries),
-        dtype=torch.int32),
-        empty(len(queries)), (group,) * len(layout.groups), int(queries.max()), longest, starts, lens,
+    return StepInputs.of(
+        empty(tokens), empty(tokens), empty(len(queries) + 1, dtype=torch.int32),
+        empty(len(queries), dtype=torch.int32), (group,) * len(layout.groups), logits_rows=empty(len(queries)),
+        host_query_starts=starts, host_seq_lens=lens,
     )  # fmt: skip

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from vllm.core.plan import StepPlan
-from vllm.ops.attention import GATHERED_ABOVE, Gathering, GatherPlan, dense_runs, plan_gathering
-from vllm.ops.shared_prefix import Group, find_groups
+from vllm.ops.attention import HostBatch, plan_batch
+from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.plan import StepPlan
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,37 +138,36 @@ class InputBuilder:
     def build(self, plan: StepPlan, laid: Laid | None = None) -> Batch:
         """The inputs of `plan`, on the device. laid: what `lay_out` has made of it, if that was called already."""
         laid = self.lay_out(plan) if laid is None else laid
-        gathered = self._gathering(plan, laid.lens) if self._context.is_async else None
-        arrays = laid.arrays if gathered is None else [*laid.arrays, gathered.pieces, gathered.requests]
-        device = self._context.upload(arrays)
-        attention_plan = None
-        if gathered is not None:
-            runs = () if gathered.shared else dense_runs(plan.num_tokens, laid.lens)
-            attention_plan = gathered.on_device(device[-2], device[-1], runs)
-        step = self.inputs(laid, device[: len(laid.arrays)], int(laid.lens.max()), attention_plan)
+        table, arrays = self._table, laid.arrays
+        planned = plan_batch(
+            HostBatch(
+                plan.num_tokens, plan.num_computed, laid.lens, plan.slots, table.host_tables, table.block_size,
+                self._context.device,
+            )
+        )  # fmt: skip
+        device = self._context.upload(arrays if planned is None else [*arrays, *planned.arrays])
+        plans = () if planned is None else planned.make(device[len(arrays) :])
+        step = self.inputs(laid, device[: len(arrays)], int(laid.lens.max()), plans)
         return self.batch(plan, laid, step)
 
-    def inputs(
-        self, laid: Laid, device: Sequence[Tensor], longest: int, attention_plan: GatherPlan | None = None
-    ) -> StepInputs:
+    def inputs(self, laid: Laid, device: Sequence[Tensor], longest: int, plans: Sequence[Any] = ()) -> StepInputs:
         """A step over `laid`, whose arrays are on the device, and over what it reads out of the slot table there.
 
-        longest: no sequence has more tokens.
+        longest: no sequence has more tokens.   plans: the attention backend's, per KV group; empty for none.
         """
         table = self._table
         index, positions, starts, lens, rows, slots, *mappings = device
         blocks = -(-longest // table.block_size)
-        return StepInputs(
+        return StepInputs.of(
             token_ids=table.read_tokens(index),
             positions=positions,
             query_starts=starts,
             seq_lens=lens,
             logits_rows=rows,
             groups=tuple(
-                GroupInputs(mapping, table.block_rows(g, laid.slots, slots, blocks), attention_plan)
+                GroupInputs(mapping, table.block_rows(g, laid.slots, slots, blocks), plans[g] if plans else None)
                 for g, mapping in enumerate(mappings)
             ),
-            max_query_len=int(np.diff(laid.starts).max()),
             max_seq_len=longest,
             host_query_starts=laid.starts,
             host_seq_lens=laid.lens,
@@ -178,18 +177,6 @@ class InputBuilder:
         """`step`, with what the host knows about the rows of `plan`."""
         rows = laid.sample_rows
         return Batch(step, plan.slots, rows, plan.slots[rows], laid.lens[rows], laid.prompt_rows)
-
-    def _gathering(self, plan: StepPlan, lens: np.ndarray) -> Gathering | None:
-        """What the step's long queries gather; with one KV group also which of them share cached keys."""
-        long: np.ndarray = np.flatnonzero(plan.num_tokens > GATHERED_ABOVE)
-        if not len(long):
-            return None
-        groups: list[Group] = []
-        if len(self._table.host_tables) == 1:
-            table, slots, cached = self._table.host_tables[0], plan.slots[long], plan.num_computed[long]
-            found = find_groups(table, slots, cached, self._table.block_size, members=len(long))
-            groups = [Group(long[group.rows], group.keys) for group in found]
-        return plan_gathering(plan.num_tokens, lens, groups)
 
     def _prompt_rows(
         self, plan: StepPlan, starts: np.ndarray, logits_rows: np.ndarray

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.core.kv_manager import KVManager
-from vllm.core.kv_spec import KVLayout
 from vllm.logger import init_logger
+from vllm.step.kv_policy import KVLayout
 
 logger = init_logger(__name__)
 
@@ -51,7 +50,7 @@ class CacheRequest:
 
 def blocks_per_request(layout: KVLayout, tokens: int, chunk: int) -> int:
     """Most blocks that one request of `tokens` tokens holds at once when it is computed `chunk` tokens at a time."""
-    return KVManager(layout, 2).blocks_for(tokens, min(chunk, tokens))
+    return layout.blocks_for(tokens, min(chunk, tokens))
 
 
 def count_blocks(layout: KVLayout, request: CacheRequest, available: int, hint: str, *, bounded: bool) -> int:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from vllm.logger import init_logger
+from vllm.step.inputs import StepInputs
 from vllm.worker.cuda_graphs import capture_stream
 from vllm.worker.device import CudaContext
 from vllm.worker.input_builder import Laid
-from vllm.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from vllm.worker.model_runner import ModelRunner

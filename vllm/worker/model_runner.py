@@ -10,19 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.kv_spec import KVLayout
-from vllm.core.plan import StepPlan, StepResult, TokenLogprobs
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.faults import Faults
 from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import copy_blocks
+from vllm.ops.logprobs import to_messages, top_logprobs
+from vllm.step.inputs import StepInputs
+from vllm.step.kv_policy import KVLayout
+from vllm.step.plan import StepPlan, require_known
+from vllm.step.result import StepResult, TokenLogprobs
 from vllm.worker.device import DeviceContext, Download
 from vllm.worker.input_builder import Batch, InputBuilder, Laid
-from vllm.worker.sample.logprobs import to_messages, top_logprobs
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
-from vllm.worker.step_inputs import StepInputs
 
+KNOWN: frozenset[str] = frozenset()  # fields of a plan beyond those without a default
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
 NOT_FINITE = (
     "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too "
@@ -154,8 +156,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Handle:
         """Queue one step: freed, new, blocks, copies, forward pass, sampling, in this order."""
-        if plan.extras is not None:
-            raise NotImplementedError("This version runs plans without drafts, grammar masks and encoder inputs only.")
+        require_known(plan, KNOWN, "This worker")
         self._take_in(plan)
         if self.decode_steps is not None and not self._faults and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
@@ -193,6 +194,9 @@ class ModelRunner:
     def _take_in(self, plan: StepPlan) -> None:
         self.sampler.leave(plan.freed)
         if plan.new:
+            for init in plan.new:
+                if init.columns:
+                    raise NotImplementedError("This worker cannot run requests with slot columns.")
             self.table.enter(plan.new)
             self.sampler.enter(plan.new)
         self.table.append_blocks(plan.blocks)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm.core.kv_spec import KVKind, KVLayout
 from vllm.model_executor.models.traits import Traits
 from vllm.ops.shared_prefix import ITEM, ROW, Group, SharedPlan, Tiles, cut, find_groups, worthwhile
+from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
 

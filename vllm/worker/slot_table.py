@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.kv_spec import KVLayout
-from vllm.core.plan import BlockAppend, SlotInit
+from vllm.step.kv_policy import KVLayout
+from vllm.step.plan import BlockAppend, SlotInit
 from vllm.worker.device import DeviceContext
 
 _FIRST_WIDTH = 4096  # tokens per row at start; doubled whenever a request may outgrow it

@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm import envs, ops
-from vllm.core.kv_spec import KVLayout
-from vllm.core.plan import StepPlan
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.logger import init_logger
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, check_traits
 from vllm.ops import attention_backends
 from vllm.platforms import cuda_early
-from vllm.worker import kv_memory
+from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.kv_policy import KVLayout
+from vllm.step.plan import StepPlan
+from vllm.worker import cpu_blocks, kv_memory
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheRequest
 from vllm.worker.model_runner import Handle, ModelRunner
 from vllm.worker.profiler import WorkerProfiler
-from vllm.worker.step_inputs import GroupInputs, StepInputs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,8 +77,12 @@ class Worker:
             prefix_caching=config.cache_config.enable_prefix_caching is not False,
             features=frozenset(),
         )
-        if config.lora_config is None and config.model_config.attention_backend != "TORCH_SDPA":
-            ops.fuse(self.model, self.device.type)
+        if (
+            config.lora_config is None
+            and config.model_config.attention_backend != "TORCH_SDPA"
+            and self.device.type == "cpu"
+        ):
+            cpu_blocks.fuse(self.model)
         cache = config.cache_config
         self.layout: KVLayout = layout_of(self.model.traits, cache.block_size, cache.cache_dtype)
         if attention is not None:
@@ -289,6 +293,7 @@ def dummy_step(tokens: int, requests: int, layout: KVLayout, context: DeviceCont
         ]
     )
     group = GroupInputs(slot_mapping=mapping, block_table=d_table)
-    return StepInputs(
-        token_ids, d_positions, d_starts, d_lens, rows, (group,) * len(layout.groups), longest, longest, starts, counts
-    )
+    return StepInputs.of(
+        token_ids, d_positions, d_starts, d_lens, (group,) * len(layout.groups), logits_rows=rows,
+        host_query_starts=starts, host_seq_lens=counts,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ops.test_native import DTYPES, threads
-from vllm.worker.sample.draw import DrawParams, draw
+from vllm.ops.draw import DrawParams, draw
 
 # What rounding may move: a share of the row's mass. exp is right to 1e-7, and each token's mass is rounded by 1e-12.
 EPS = 1e-6

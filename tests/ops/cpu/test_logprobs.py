@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ops.cpu.test_draw import logits_of
 from tests.ops.test_native import threads
-from vllm.worker.sample.logprobs import top_logprobs
+from vllm.ops.logprobs import top_logprobs
 
 quick = settings(
     max_examples=min(25, settings().max_examples),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 
 @dataclass
@@ -44,15 +44,13 @@ def make_batch(
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lens = np.asarray(seq_lens, np.int32)
     group = GroupInputs(torch.tensor(slots).to(device), table.to(device))
-    step = StepInputs(
+    step = StepInputs.of(
         token_ids=torch.zeros(len(slots), dtype=torch.int64, device=device),
         positions=torch.tensor(positions).to(device),
         query_starts=torch.from_numpy(starts).to(device),
         seq_lens=torch.from_numpy(lens).to(device),
         logits_rows=torch.from_numpy(starts[1:].astype(np.int64) - 1).to(device),
         groups=(group,),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
         host_query_starts=starts,
         host_seq_lens=lens,
     )

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm.core.rng import stream_start, uniform
 from vllm.ops import rotary as rotary_ops
 from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.draw import DrawParams, draw
 from vllm.ops.norm import rms_norm
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
 from vllm.ops.triton.decode_linear import (
@@ -34,8 +34,8 @@ from vllm.ops.triton.decode_step import (
     normalize_rows,
 )
 from vllm.ops.triton.wide_linear import WideTiling, argmax_product, gated_product
-from vllm.worker.sample.draw import DrawParams, draw
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.rng import stream_start, uniform
 
 EPS = 1e-5
 TILINGS = [Tiling(True, 4, 64, 4, unroll=2), Tiling(False, 16, 64, 4), Tiling(False, 32, 64, 4, split=2)]
@@ -248,7 +248,10 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits, e
     q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
     starts, lens = torch.arange(4, dtype=torch.int32), (lengths + 1).to(torch.int32)
     group = GroupInputs(home, table[slots.long()])
-    step = StepInputs(lengths, lengths, starts, lens, lengths, (group,), 1, 151, starts.numpy(), lens.numpy())
+    step = StepInputs.of(
+        lengths, lengths, starts, lens, (group,), logits_rows=lengths, max_seq_len=151,
+        host_query_starts=starts.numpy(), host_seq_lens=lens.numpy(),
+    )  # fmt: skip
     want = attend.reference(q, want_cache, AttentionParams(0.25), step, group)
 
     a = DecodeAttention(

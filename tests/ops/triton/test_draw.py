@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.ops.draw import DrawParams
+from vllm.ops.draw import draw as op
 from vllm.ops.triton.draw import draw
-from vllm.worker.sample.draw import DrawParams
-from vllm.worker.sample.draw import draw as op
 
 SETTINGS = {
     "plain": (0, 1.0, 0.0),

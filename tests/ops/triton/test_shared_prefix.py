@@ -10,7 +10,7 @@ from vllm.ops.attention import AttentionParams, attend
 from vllm.ops.shared_prefix import SharedPlan, Tiles, cut, find_groups
 from vllm.ops.triton import attention as kernels
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 EPS = 1e-5
 
@@ -55,7 +55,10 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
     starts, lens = torch.arange(rows + 1, dtype=torch.int32), (lengths + 1).to(torch.int32)
     group = GroupInputs(home, d_table)
-    step = StepInputs(lengths, lengths, starts, lens, lengths, (group,), 1, 1400, starts.numpy(), lens.numpy())
+    step = StepInputs.of(
+        lengths, lengths, starts, lens, (group,), logits_rows=lengths, max_seq_len=1400,
+        host_query_starts=starts.numpy(), host_seq_lens=lens.numpy(),
+    )  # fmt: skip
     want = attend.reference(q, want_cache, AttentionParams(0.25), step, group)
 
     attention = DecodeAttention(
@@ -104,9 +107,9 @@ def test_attention_of_a_decode_batch_over_a_shared_prefix(case, longest):
 
     def step_with(plan, longest):
         group = GroupInputs(nothing, torch.from_numpy(table), plan)
-        return StepInputs(
-            nothing, nothing, torch.from_numpy(starts), torch.from_numpy(lens), nothing, (group,), 1, longest, starts,
-            lens,
+        return StepInputs.of(
+            nothing, nothing, torch.from_numpy(starts), torch.from_numpy(lens), (group,), logits_rows=nothing,
+            max_seq_len=longest, host_query_starts=starts, host_seq_lens=lens,
         )  # fmt: skip
 
     step = step_with(shared, longest)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
-from vllm.core.plan import SlotInit
 from vllm.sampling_params import SamplingParams
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.plan import SlotInit
 from vllm.worker.device import CpuContext, DeviceContext
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable

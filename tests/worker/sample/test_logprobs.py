@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.worker.sample.rows import Row, params, sample
-from vllm.worker.sample import logprobs as module
-from vllm.worker.sample.logprobs import to_messages, top_logprobs
+from vllm.ops import logprobs as module
+from vllm.ops.logprobs import to_messages, top_logprobs
 
 
 @pytest.mark.parametrize("vocab", [5, 33, 1000])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.worker.sample import oracle
 from tests.worker.sample.rows import Row, lengths, make_sampler, params, sample
-from vllm.core.rng import uniform
+from vllm.step.rng import uniform
 from vllm.worker.device import DeviceContext
 
 VOCAB = 50

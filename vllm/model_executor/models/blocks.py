@@ -33,7 +33,7 @@ from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.moe import expert_mlp, route
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
-from vllm.worker.step_inputs import StepInputs
+from vllm.step.inputs import StepInputs
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vllm.model_executor.models.blocks import MODULES, BlockModule, BuildContext
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions
 from vllm.model_executor.models.traits import Traits
-from vllm.worker.step_inputs import StepInputs
+from vllm.step.inputs import StepInputs
 
 # (x, step, kv_caches, rows) -> (x, residual), as the blocks one by one
 FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]

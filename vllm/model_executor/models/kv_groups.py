@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
 from vllm.model_executor.models.traits import Traits
 from vllm.step.kv_need import TOKENS, KVNeed
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
 
 _CACHE_BYTES = {
     "float32": 4,

@@ -32,8 +32,8 @@ from vllm.model_executor.model_loader.filler import ProcessesWeights
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.traits import Traits
 from vllm.model_executor.sampling_metadata import SamplingMetadata
+from vllm.step.inputs import StepInputs
 from vllm.step.kv_need import attention_need
-from vllm.worker.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from vllm.step.inputs import StepInputs
     from vllm.step.kv_need import KVNeed
-    from vllm.worker.step_inputs import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.logger import init_logger
-from vllm.ops.attention import AttentionParams, OwnKV, attend
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.ops.attention import AttentionParams, HostBatch, OwnKV, Planned, attend, plan_batch
+from vllm.step.inputs import GroupInputs, StepInputs
 
 logger = init_logger(__name__)
 
@@ -48,6 +48,9 @@ class Backend(Protocol):
     ) -> Tensor:
         """As `ops.attention.attend`."""
 
+    def plan(self, batch: HostBatch) -> Planned | None:
+        """As `ops.attention.plan_batch`."""
+
 
 def use(name: str | None, device: torch.device) -> Backend | None:
     """Let backend `name` ("TORCH_SDPA", "FLASH_ATTN", "FLASHINFER") do attention on `device` for this whole process.
@@ -60,6 +63,7 @@ def use(name: str | None, device: torch.device) -> Backend | None:
     if name == "TORCH_SDPA":
         logger.info("Attention runs as plain torch operations (TORCH_SDPA): exact, and slower than the default.")
         attend.unregister(device.type)
+        plan_batch.unregister(device.type)
         return None
     try:
         backend = _load(name, device)
@@ -68,6 +72,7 @@ def use(name: str | None, device: torch.device) -> Backend | None:
             f"The attention backend {name} cannot be used: importing its package failed: {error}"
         ) from error
     attend.register(device.type, backend.attend)
+    plan_batch.register(device.type, backend.plan)
     logger.info("Attention runs through %s.", backend.name)
     return backend
 

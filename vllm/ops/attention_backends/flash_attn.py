@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
-from vllm.ops.attention import AttentionParams, OwnKV
+from vllm.ops.attention import AttentionParams, HostBatch, OwnKV, Planned
 from vllm.ops.attention_backends import Wanted
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 _PAGE = 256  # flash-attn reads paged caches whose blocks have a multiple of so many tokens
 
@@ -28,6 +28,10 @@ class FlashAttention:
             return f"flash-attn reads a cache of the model's dtype only, not {_short(wanted.cache_dtype)}"
         if wanted.head_dim > 256 or wanted.head_dim % 8:
             return f"flash-attn takes head sizes that 8 divides, up to 256, not {wanted.head_dim}"
+        return None
+
+    def plan(self, batch: HostBatch) -> Planned | None:
+        """One call does all: there is nothing to plan."""
         return None
 
     def attend(

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.attention import AttentionParams, OwnKV
+from vllm.ops.attention import AttentionParams, HostBatch, OwnKV, Planned
 from vllm.ops.attention_backends import Wanted
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 _WORKSPACE = 256 << 20  # bytes, what the library's documentation advises at least half of
 _HEAD_DIMS = (64, 128, 256)
@@ -51,6 +51,10 @@ class FlashInfer:
             return f"flashinfer takes heads of 64, 128 and 256, not {wanted.head_dim}"
         if wanted.params.alibi_slopes is not None:
             return "flashinfer takes no ALiBi slopes of a model's own"
+        return None
+
+    def plan(self, batch: HostBatch) -> Planned | None:
+        """The library plans by kinds of layers, which `attend` finds out: nothing is planned here."""
         return None
 
     def attend(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +26,3 @@ def register() -> None:
         "With a C++ compiler, build it from a source checkout: python tools/build_native.py"
     )
     onednn.register()
-
-
-def fuse(model: Any) -> None:
-    """Run the layers of a decoder as one native call, if the library is there and knows all they do."""
-    from vllm.model_executor.models.decoder import DecoderModel
-    from vllm.ops.cpu import blocks, library
-
-    path = library.find()
-    if path is None or not isinstance(model, DecoderModel):
-        return
-    try:
-        loaded = library.load(path)
-    except (OSError, RuntimeError):
-        return  # register() has said why
-    model.fused_blocks = blocks.fuse(loaded, model)

@@ -13,14 +13,14 @@ from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
 from vllm.ops.cpu.packed import PackedInt8, PackedWeight, WeightMemory, pack, pack_int8
+from vllm.ops.draw import DrawParams, draw, draw_and_finite
 from vllm.ops.embedding import embedding, pack_table
+from vllm.ops.greedy import finite_rows, greedy, greedy_and_finite
 from vllm.ops.linear import linear, pack_weight
+from vllm.ops.logprobs import top_logprobs
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
-from vllm.worker.sample.draw import DrawParams, draw, draw_and_finite
-from vllm.worker.sample.greedy import finite_rows, greedy, greedy_and_finite
-from vllm.worker.sample.logprobs import top_logprobs
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 
 class _StepCall(threading.local):

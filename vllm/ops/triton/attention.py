@@ -18,7 +18,7 @@ from vllm.ops import attention as ops
 from vllm.ops.attention import GATHERED_ABOVE, AttentionParams, GatherPlan, OwnKV
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.prefill import attend_gathered, can_gather
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -476,4 +476,5 @@ def write_kv(
 
 def register(device_type: str) -> None:
     ops.attend.register(device_type, attend)
+    ops.plan_batch.register(device_type, ops.plan_gathered)
     ops.write_kv.register(device_type, write_kv)

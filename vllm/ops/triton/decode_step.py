@@ -220,7 +220,7 @@ def choose_tokens(
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """How each row's token is drawn, at fixed addresses: as in `DrawParams`, but for the numbers, which the device
-    makes from the starts [rows] int64 of the rows' streams (`core.rng.stream_start`) and their positions.
+    makes from the starts [rows] int64 of the rows' streams (`step.rng.stream_start`) and their positions.
     """
 
     temperature: Tensor
@@ -232,7 +232,7 @@ class Drawing:
 
 @triton.jit
 def _mix(z):
-    """As in `core.rng`."""
+    """As in `step.rng`."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
@@ -240,7 +240,7 @@ def _mix(z):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions_ptr"])
 def _uniform_kernel(positions_ptr, starts, out, rows, BLOCK: tl.constexpr):
-    """`core.rng.uniform` for the token behind each row's position."""
+    """`step.rng.uniform` for the token behind each row's position."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = tl.load(starts + i, mask=i < rows, other=0).to(tl.uint64, bitcast=True)
     index = (tl.load(positions_ptr + i, mask=i < rows, other=0) + 2).to(tl.uint64)

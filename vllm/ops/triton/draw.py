@@ -1,4 +1,4 @@
-"""Triton kernels of the draw: `vllm.worker.sample.draw.draw` without sorting and, as a rule, in two passes over the
+"""Triton kernels of the draw: `vllm.ops.draw.draw` without sorting and, as a rule, in two passes over the
 logits.
 
 The first kernel finds the maximum of every group of 64 neighbouring logits. The k-th largest of these maxima is a
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm.worker.sample import draw as ops
-from vllm.worker.sample.draw import DrawParams
+from vllm.ops import draw as ops
+from vllm.ops.draw import DrawParams
 
 _GROUP = 64
 _GROUPS = 64  # groups that one program holds
@@ -266,13 +266,13 @@ def _draw_kernel(
 
 
 def draw(logits: Tensor, params: DrawParams) -> Tensor:
-    """`vllm.worker.sample.draw.draw` for CUDA."""
+    """`vllm.ops.draw.draw` for CUDA."""
     p = params
     return draw_rows(logits, p.temperature, p.min_p, p.top_k, p.top_p, p.uniform)[0]
 
 
 def draw_and_finite(logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
-    """`vllm.worker.sample.draw.draw_and_finite` for CUDA."""
+    """`vllm.ops.draw.draw_and_finite` for CUDA."""
     p = params
     drawn, sums = draw_rows(logits, p.temperature, p.min_p, p.top_k, p.top_p, p.uniform)
     return drawn, torch.isfinite(sums.sum(-1))

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm.ops.attention import AttentionParams, GatherPlan, OwnKV
-from vllm.worker.step_inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
 _GATHER = 64  # keys a program

@@ -6,7 +6,8 @@ from enum import IntFlag
 
 import numpy as np
 
-from vllm.core.plan import SlotInit
+from vllm.sampling_params import SamplingParams
+from vllm.step.plan import SlotInit
 from vllm.worker.sample.constraints import Constraints
 from vllm.worker.sample.processors import Processors
 
@@ -55,6 +56,8 @@ class ParamsTable:
     def enter(self, init: SlotInit) -> Needs:
         """Fill a slot's entries; returns what it needs."""
         slot, params = init.slot, init.params
+        if not isinstance(params, SamplingParams):
+            raise NotImplementedError("This worker cannot run requests that are pooled.")
         self.leave(slot)
         needs = Needs(0)
         if params.temperature >= GREEDY_BELOW:

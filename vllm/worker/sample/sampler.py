@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.plan import SlotInit
-from vllm.core.rng import uniform
+from vllm.ops.draw import DrawParams, draw_and_finite
+from vllm.ops.greedy import finite_rows, greedy_and_finite
+from vllm.ops.logprobs import top_logprobs
+from vllm.step.plan import SlotInit
+from vllm.step.rng import uniform
 from vllm.worker.device import DeviceContext
 from vllm.worker.sample.constraints import apply_bad_words, apply_constraints, forbid
-from vllm.worker.sample.draw import DrawParams, draw_and_finite
-from vllm.worker.sample.greedy import finite_rows, greedy_and_finite
-from vllm.worker.sample.logprobs import top_logprobs
 from vllm.worker.sample.params import CHANGES, Needs, ParamsTable
 from vllm.worker.sample.penalties import OutputCounts, penalize_output, penalize_repetition
 from vllm.worker.slot_table import SlotTable

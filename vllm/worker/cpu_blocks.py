@@ -14,9 +14,10 @@ from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.blocks import DecoderBlock, FeedForward
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Mlp, Norm, Rope
+from vllm.ops.cpu import library
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
 from vllm.ops.cpu.packed import PackedWeight
-from vllm.worker.step_inputs import StepInputs
+from vllm.step.inputs import StepInputs
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -57,11 +58,11 @@ class _Call(ctypes.Structure):
 class FusedBlocks:
     """All layers of a decoder as one native call; the same bits as calling them one by one.
 
-    Made by `fuse`. The layers' tensors must stay where they are.
+    Made by `fuse_layers`. The layers' tensors must stay where they are.
     """
 
-    def __init__(self, library: ctypes.CDLL, blocks: Sequence[DecoderBlock]) -> None:
-        self._run = library.vllm_run_blocks
+    def __init__(self, native: ctypes.CDLL, blocks: Sequence[DecoderBlock]) -> None:
+        self._run = native.vllm_run_blocks
         self._run.restype, self._run.argtypes = _I, [ctypes.POINTER(_Call)]
         self._blocks = tuple(blocks)  # keeps the tensors alive
         self._tensors = [block.attn.place.tensor for block in blocks]
@@ -101,7 +102,21 @@ class FusedBlocks:
         return out[:wanted], stream
 
 
-def fuse(library: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:
+def fuse(model: object) -> None:
+    """Run the layers of a decoder as one native call, with the same result, if the library is there and knows all they
+    do. Called after loading.
+    """
+    path = library.find()
+    if path is None or not isinstance(model, DecoderModel):
+        return
+    try:
+        loaded = library.load(path)
+    except (OSError, RuntimeError):
+        return  # registering the kernels has said why
+    model.fused_blocks = fuse_layers(loaded, model)
+
+
+def fuse_layers(native: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:
     """The model's layers as one call; None if one of them does something that the call does not know.
 
     Known: an attention and a plain or gated feed-forward layer, each after a norm and added to the stream, on one rank,
@@ -110,7 +125,7 @@ def fuse(library: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:
     blocks: list[DecoderBlock] = list(model.blocks)  # type: ignore[arg-type]
     pairs = zip(model.spec.blocks, blocks, strict=True)
     if blocks and all(computed(spec) == spec and _covers(block, model.dtype) for spec, block in pairs):
-        return FusedBlocks(library, blocks)
+        return FusedBlocks(native, blocks)
     return None
 
 

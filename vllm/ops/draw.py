@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.greedy import finite_rows
 from vllm.ops.registry import op
-from vllm.worker.sample.greedy import finite_rows
 
 _UNIT = float(2**40)  # mass of the most likely token
 _CANDIDATES = 1024  # a nucleus up to this size is found without looking at the order of the whole row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm.worker.sample.greedy import greedy
+from vllm.ops.greedy import greedy
 
 
 @pytest.mark.parametrize("vocab", [1, 127, 512, 513, 640, 1000, 4096, 4097])

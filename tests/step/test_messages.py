@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from vllm.core.plan import TokenLogprobs
-from vllm.engine.messages import PIECE_ENTRIES, CoreOutput, prompt_pieces
+from vllm.step.messages import PIECE_ENTRIES, CoreOutput, prompt_pieces
+from vllm.step.result import TokenLogprobs
 
 
 def steps(count: int, width: int) -> list[TokenLogprobs]:

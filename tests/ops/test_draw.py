@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.worker.sample import oracle
-from vllm.core.rng import uniform
-from vllm.worker.sample import draw as module
-from vllm.worker.sample.draw import DrawParams, draw
+from vllm.ops import draw as module
+from vllm.ops.draw import DrawParams, draw
+from vllm.step.rng import uniform
 
 
 def draw_params(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm.core.rng import uniform
+from vllm.step.rng import uniform
 
 
 def reference(seed: int, position: int) -> float:
@@ -22,7 +22,7 @@ def reference(seed: int, position: int) -> float:
 
 def test_splitmix64_of_known_seed() -> None:
     # The first output of SplitMix64 started at 1234567, as published with the generator.
-    from vllm.core.rng import _GOLDEN, _mix
+    from vllm.step.rng import _GOLDEN, _mix
 
     assert int(_mix(np.array([1234567], np.uint64) + _GOLDEN)[0]) == 6457827717110365317
 

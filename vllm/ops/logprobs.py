@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.core.plan import TokenLogprobs
+from vllm.ops.draw import mass
 from vllm.ops.registry import op
-from vllm.worker.sample.draw import mass
+from vllm.step.result import TokenLogprobs
 
 _CPU_CHUNK = 1 << 18
 _CHUNK = 1 << 24

@@ -1,0 +1,81 @@
+"""Processes of this package: how one is started with a socket to its parent, and how it ends with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import vllm
+
+_PR_SET_PDEATHSIG = 1
+
+
+def start_child(
+    module: str, *, leads_session: bool = False, buffer_bytes: int | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `python -m module FD PARENT` with one end of a socket pair; the process, and the other end.
+
+    leads_session: one signal to its group then reaches it and all processes it starts.   buffer_bytes: of the sockets.
+
+    It is started by a thread that outlives it: the kernel ends a process with the *thread* it came from
+    (`end_with_parent`).
+    """
+    ours, theirs = socket.socketpair()
+    if buffer_bytes is not None:
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    # The same modules as here, in the same order: the package itself, and the user's own models.
+    path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    started: queue.SimpleQueue[subprocess.Popen[bytes] | BaseException] = queue.SimpleQueue()
+
+    def keep() -> None:
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=leads_session,
+                )
+        except BaseException as error:
+            started.put(error)
+            return
+        started.put(process)
+        process.wait()
+
+    threading.Thread(target=keep, name=f"{module}-keeper", daemon=True).start()
+    result = started.get()
+    if isinstance(result, BaseException):
+        ours.close()
+        raise result
+    return result, ours
+
+
+def end_with_parent(connection: socket.socket, parent: int, end: Callable[[], object]) -> None:
+    """Make sure that this process does not outlive its parent, whatever either of them is doing.
+
+    The kernel's own signal ends it even when it is stopped; `end` is called as soon as the parent's end of `connection`
+    is closed, by a thread of its own, also while the model loads or a step takes long. It must not return.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        end()
+
+    def watch() -> None:
+        closed = select.poll()
+        closed.register(connection, 0)  # nothing but its end, which cannot be left out
+        closed.poll()
+        end()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

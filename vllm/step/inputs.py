@@ -1,0 +1,88 @@
+"""The tensors of one step, frozen, passed explicitly to every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """One KV group's view of the step.
+
+    slot_mapping: [tokens] int64, `block_id * block_size + offset` where each token's key and value go.
+    block_table:  [requests, max_blocks] int32; entries past a request's blocks are 0 (the null block).
+    plan:         whatever the attention backend prepared for this batch (split counts, tile lists), or None.
+    """
+
+    slot_mapping: Tensor
+    block_table: Tensor
+    plan: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A mixed batch: request r owns tokens `query_starts[r] : query_starts[r + 1]`, the last of its `seq_lens[r]`
+    tokens. Made by `of`.
+
+    token_ids, positions: [tokens] int64.   query_starts: [requests + 1] int32.   seq_lens: [requests] int32, the step's
+    tokens included.
+    logits_rows: [rows] int64, each at most once: the tokens whose hidden states are wanted; None: all, in order.
+    max_query_len, max_seq_len: no request has more; a captured step says what it was captured for.
+    host_query_starts, host_seq_lens: the same numbers as numpy int32, for planning without a device round trip.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    logits_rows: Tensor | None
+    groups: tuple[GroupInputs, ...]
+    max_query_len: int
+    max_seq_len: int
+    host_query_starts: np.ndarray
+    host_seq_lens: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Tensor,
+        positions: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        groups: Sequence[GroupInputs],
+        *,
+        host_query_starts: np.ndarray,
+        host_seq_lens: np.ndarray,
+        logits_rows: Tensor | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+    ) -> StepInputs:
+        """The one way to make a step's inputs: what is not said is neutral, the bounds are those of the host's
+        numbers.
+        """
+        if max_query_len is None:
+            max_query_len = int((host_query_starts[1:] - host_query_starts[:-1]).max())
+        if max_seq_len is None:
+            max_seq_len = int(host_seq_lens.max())
+        return cls(
+            token_ids=token_ids,
+            positions=positions,
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            logits_rows=logits_rows,
+            groups=tuple(groups),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            host_query_starts=host_query_starts,
+            host_seq_lens=host_seq_lens,
+        )
+
+    def wanted(self, hidden: Tensor) -> Tensor:
+        """hidden: [tokens, ...] -> [rows, ...], its rows that `logits_rows` names."""
+        return hidden if self.logits_rows is None else hidden.index_select(0, self.logits_rows)

@@ -1,0 +1,104 @@
+"""Messages between front end and core: msgspec structs, passed as they are in process, as msgpack over a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from vllm.sampling_params import SamplingParams
+from vllm.step.result import TokenLogprobs
+
+# Log probabilities of prompts that travel in one message: what the front end turns into text in about 10 ms.
+PIECE_ENTRIES = 4096
+
+
+class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One sequence to generate. A user's request with `n > 1` becomes n of these, with ids of the form
+    `"{index}_{request_id}"`.
+
+    `prompt_token_ids` is validated: every id is below the model's logits width and the length fits `max_model_len`.
+    `params.max_tokens` is resolved (never None). `seed` is the resolved 64-bit seed of this sequence.
+    `stop_token_ids` are all ids that end the request: eos (unless ignore_eos) and the user's.
+    `fork_of` names a live request whose first tokens equal this prompt: its blocks are shared copy-on-write.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    priority: int = 0
+    lora_id: int = 0
+    cache_salt: str | None = None
+    fork_of: str | None = None
+
+
+class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step brought for one request; or a few short ones, see `extend`.
+
+    `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token
+    id, None for eos. `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in
+    chunks, without the leading None. `error` is the text for finish_reason "error".
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    first_scheduled_time: float = 0.0
+    num_preemptions: int = 0
+
+    def extend(self, later: CoreOutput) -> None:
+        """Add what the step after this one brought for the same request."""
+        self.new_token_ids += later.new_token_ids
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = [*(self.prompt_logprobs or ()), *later.prompt_logprobs]
+        if later.num_cached_tokens is not None:
+            self.num_cached_tokens, self.first_scheduled_time = later.num_cached_tokens, later.first_scheduled_time
+        self.num_preemptions = later.num_preemptions
+
+
+def prompt_pieces(outputs: Iterable[CoreOutput]) -> Iterator[CoreOutput]:
+    """Take the log probabilities of prompts out of `outputs` if they are many, and return them in pieces, in order.
+
+    A step may bring tens of thousands. Taken in at once they would hold up the streams of everybody else.
+    """
+    holders = [output for output in outputs if output.prompt_logprobs]
+    if sum(len(o.prompt_logprobs or ()) * _width(o) for o in holders) <= PIECE_ENTRIES:
+        return
+    for output in holders:
+        steps, output.prompt_logprobs = output.prompt_logprobs or [], None
+        size = max(1, PIECE_ENTRIES // len(steps[0].token_ids))
+        for start in range(0, len(steps), size):
+            yield CoreOutput(output.request_id, [], prompt_logprobs=steps[start : start + size])
+
+
+def _width(output: CoreOutput) -> int:
+    """How many log probabilities each position of the prompt has."""
+    return len(output.prompt_logprobs[0].token_ids) if output.prompt_logprobs else 0
+
+
+class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A snapshot of the core after a step, for the log line and /metrics."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0  # cached but unreferenced blocks count as free
+    prefix_cache_queries: int = 0  # tokens, cumulative
+    prefix_cache_hits: int = 0  # tokens, cumulative
+    num_preemptions: int = 0  # cumulative
+    prompt_tokens: int = 0  # computed since the snapshot before
+    generation_tokens: int = 0  # sampled since the snapshot before
+    step_time_s: float = 0.0
+    steps: int = 1  # since the snapshot before, if the core counts them
