@@ -14,6 +14,7 @@ from vllm.config import HFConfig, VllmConfig, resolve
 from vllm.config.compilation import CompilationConfig, graph_sizes
 from vllm.config.dtype import resolve_dtype
 from vllm.config.max_model_len import resolve_max_model_len
+from vllm.config.quantization import Quantization, resolve_quantization
 from vllm.platforms.interface import DeviceCapability, Platform
 from vllm.usage.usage_lib import UsageContext
 
@@ -421,9 +422,64 @@ def test_overrides_reach_the_model(make: Any) -> None:
     assert config.hf_config.vocab_size == 55
 
 
-def test_a_quantized_checkpoint_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="Quantized models: not supported.*'gptq'"):
-        make(model=document("llama", quantization_config={"quant_method": "gptq"}))
+@pytest.mark.parametrize(
+    ("settings", "wanted", "method"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, None, "gptq"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq_marlin", "gptq"),
+        ({"quant_method": "GPTQ", "bits": 4, "checkpoint_format": "marlin_24"}, None, "gptq_marlin_24"),
+        ({"quant_method": "awq", "bits": 4}, "awq_marlin", "awq"),
+        ({"w_bit": 4, "q_group_size": 128, "zero_point": True}, None, "awq"),
+        ({"load_in_4bit": True}, "bitsandbytes", "bitsandbytes"),
+        ({"config_groups": {}}, None, "compressed-tensors"),
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, None, "modelopt"),
+        ({"bits": 4, "group_size": 128}, None, "gptq"),
+    ],
+)
+def test_a_checkpoint_says_how_it_is_quantized(
+    make: Any, settings: dict[str, Any], wanted: str | None, method: str
+) -> None:
+    config = make(model=document("llama", quantization_config=settings), quantization=wanted)
+    found = config.model_config.quantized
+    assert found.method == method and found.settings == settings and not found.in_flight
+    assert config.model_config.quantization == (wanted or method)
+    assert type(config).from_dict(config.to_dict()).model_config.quantized == found
+
+
+def test_a_side_file_says_how_it_is_quantized(make: Any, tmp_path: Path) -> None:
+    settings = {"bits": 4, "group_size": 128, "desc_act": False}
+    for name in ("quantize_config.json", "quant_config.json"):
+        (tmp_path / name).write_text(json.dumps(settings))
+        if name == "quantize_config.json":
+            assert resolve_quantization(None, HFConfig({}), tmp_path) == Quantization("gptq", "gptq", settings)
+    with pytest.raises(ValueError, match="several descriptions"):
+        resolve_quantization(None, HFConfig({}), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8", "ptpc_fp8", "bitsandbytes", "experts_int8", "deepspeedfp"])
+def test_plain_weights_can_be_quantized_in_flight(make: Any, name: str) -> None:
+    config = make(model=document("llama"), quantization=name)
+    assert config.model_config.quantized.in_flight
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted", "message"),
+    [
+        (None, "gptq", "needs a checkpoint in that format"),
+        (None, "tpu_int8", "it works on a Google TPU only"),
+        (None, "neuron_quant", "works on AWS Neuron"),
+        ({"quant_method": "vptq"}, None, "quantized with 'vptq', which is not supported"),
+        ({"quant_method": 4}, None, "expected the name of a quantization format"),
+        ({"what": 4}, None, "does not say how the weights are quantized"),
+    ],
+)
+def test_quantization_that_cannot_be(make: Any, settings: Any, wanted: str | None, message: str) -> None:
+    changes = {} if settings is None else {"quantization_config": settings}
+    with pytest.raises(ValueError, match=message):
+        make(model=document("llama", **changes), quantization=wanted)
+
+
+def test_a_quantized_checkpoint_of_another_format_is_refused(make: Any) -> None:
     with pytest.raises(ValueError) as error:
         make(model=document("llama", quantization_config={"quant_method": "gptq"}), quantization="awq")
     assert str(error.value) == (

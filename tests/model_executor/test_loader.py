@@ -190,13 +190,6 @@ def test_tied_head_in_the_checkpoint_is_left_out(tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path), before)
 
 
-def test_quantized_checkpoint_is_refused(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ValueError, match="quantized with 'awq'"):
-        load(folder)
-
-
 def test_folder_without_weights_says_what_was_expected(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"No weights found.*\*\.bin"):
         load(folder, load_format="pt")

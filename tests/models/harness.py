@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config.hf import HFConfig
+from vllm.config.quantization import resolve_quantization
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.kv_groups import layout_of
@@ -23,10 +24,20 @@ class _ModelConfig(SimpleNamespace):
         return self.hf.to_transformers()
 
 
-def engine_config(folder: Path, *, max_model_len: int, load_format: str = "auto", dtype: str = "float32") -> Any:
+def engine_config(
+    folder: Path,
+    *,
+    max_model_len: int,
+    load_format: str = "auto",
+    dtype: str = "float32",
+    quantization: str | None = None,
+) -> Any:
     """As much of a VllmConfig as the loader reads."""
     hf = HFConfig.load(folder)
-    model_config = _ModelConfig(hf=hf, path=folder, dtype=dtype, max_model_len=max_model_len, seed=0)
+    quantized = resolve_quantization(quantization, hf, folder)
+    model_config = _ModelConfig(
+        hf=hf, path=folder, dtype=dtype, max_model_len=max_model_len, seed=0, quantized=quantized
+    )
     return SimpleNamespace(
         model_config=model_config,
         load_config=SimpleNamespace(load_format=load_format),

@@ -13,12 +13,11 @@ _LATER = (
     "tensorizer",
     "sharded_state",
     "gguf",
-    "bitsandbytes",
     "mistral",
     "runai_streamer",
     "fastsafetensors",
 )
-LOAD_FORMATS = ("auto", "pt", "safetensors", "dummy", *_LATER)
+LOAD_FORMATS = ("auto", "pt", "safetensors", "bitsandbytes", "dummy", *_LATER)
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class LoadConfig:
     load_format: str = setting(
         "auto",
         Choice(values=LOAD_FORMATS),
-        'The format of the weights: "auto" (safetensors if there are any, else PyTorch files), "safetensors", "pt", or '
-        '"dummy" (random values, for profiling).',
+        'The format of the weights: "auto" (safetensors if there are any, else PyTorch files), "safetensors", "pt", '
+        '"bitsandbytes" (those of quantization="bitsandbytes"), or "dummy" (random values, for profiling).',
         later={name: f"The load format '{name}'" for name in _LATER},
     )
     download_dir: str | None = setting(

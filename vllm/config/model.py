@@ -13,6 +13,7 @@ from vllm.config.fields import UnsupportedSettingError, setting
 from vllm.config.generation import diff_sampling_params
 from vllm.config.hf import HFConfig
 from vllm.config.kinds import Choice, Flag, Integer, Json, JsonOr, Kind, Number, Text, TextList
+from vllm.config.quantization import Quantization
 
 if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
@@ -155,7 +156,7 @@ class ModelConfig:
     quantization: str | None = setting(
         None,
         Choice(optional=True, values=QUANTIZATIONS, error=_unknown_quantization, any_case=True),
-        "How the weights are quantized. Default: what config.json says. (Not supported by this version.)",
+        "How the weights are quantized. Default: what config.json says.",
         flags=("-q",),
     )
     enforce_eager: bool = setting(False, Flag(optional=True), "Never use CUDA graphs.")
@@ -214,6 +215,7 @@ class ModelConfig:
     path: Path = field(default_factory=Path)
     tokenizer_path: Path = field(default_factory=Path)
     hf: HFConfig = field(default_factory=lambda: HFConfig({}))
+    quantized: Quantization | None = None
     generation_config: dict[str, Any] = field(default_factory=dict)
     served_model_names: tuple[str, ...] = ()
 

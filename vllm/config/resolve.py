@@ -29,6 +29,7 @@ from vllm.config.max_model_len import resolve_max_model_len, without_sliding_win
 from vllm.config.model import ModelConfig, attention_backend
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
+from vllm.config.quantization import resolve_quantization
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.settings import (
     check_settings,
@@ -166,6 +167,17 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         trust_remote_code=args["trust_remote_code"],
     )
     _check_model_features(args, hf)
+    wanted = args["quantization"]
+    if args["load_format"] == "bitsandbytes" and wanted != "bitsandbytes":
+        if wanted is not None:
+            raise ValueError(
+                f"BitsAndBytes load format and QLoRA adapter only support 'bitsandbytes' quantization, but got {wanted}"
+            )
+        wanted = "bitsandbytes"
+    quantized = resolve_quantization(wanted, hf, path)
+    if quantized is not None:
+        origin = "made of plain weights while they are loaded" if quantized.in_flight else f"{hf.path} says so"
+        why["quantization"] = f"{quantized.name!r}: {'set by you' if wanted else origin}"
     max_model_len, reason = resolve_max_model_len(args["max_model_len"], hf, args["disable_sliding_window"])
     _note(why, "max_model_len", max_model_len, args["max_model_len"] is not None, reason)
     if args["disable_sliding_window"]:
@@ -188,6 +200,8 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         ModelConfig,
         args,
         tokenizer=args["tokenizer"] or args["model"],
+        quantization=None if quantized is None else quantized.name,
+        quantized=quantized,
         dtype=dtype,
         seed=seed,
         max_model_len=max_model_len,
@@ -253,21 +267,6 @@ def _check_model_features(args: dict[str, Any], hf: HFConfig) -> None:
     """Refuse a model that needs a feature which does not exist yet."""
     if args["limit_mm_per_prompt"] and not hf.is_multimodal:
         raise ValueError("`limit_mm_per_prompt` is only supported for multimodal models.")
-    wanted = args["quantization"]
-    stored = (hf.quantization_config or {}).get("quant_method")
-    if wanted is not None and stored is not None and stored != wanted:
-        raise ValueError(
-            f"Quantization method specified in the model config ({stored}) does not match the quantization method "
-            f"specified in the `quantization` argument ({wanted})."
-        )
-    if wanted is not None or hf.quantization_config is not None:
-        origin = "quantization is set" if wanted is not None else f"{hf.file} says that the weights are quantized"
-        raise UnsupportedSettingError(
-            f"Quantized models: not supported by this version. {origin} ({wanted or stored!r}); use a version of the "
-            "model that is not quantized.",
-            parameter="quantization",
-            value=wanted or stored,
-        )
 
 
 # ---- cache, scheduler, graphs ------------------------------------------------------------------------------------

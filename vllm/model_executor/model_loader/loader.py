@@ -18,10 +18,16 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear_method import QuantizationConfig
+from vllm.model_executor.layers.quantization import format_of
+from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.filler import WeightFiller
+from vllm.model_executor.model_loader.quantized_weights import (
+    QuantizedCheckpoint,
+    fill_quantized_with_random_numbers,
+)
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.out_of_tree import OutOfTreeModel, load_out_of_tree
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+_LOAD_FORMATS = ("auto", "safetensors", "pt", "bitsandbytes", "dummy")
 _NAMES_SHOWN = 8
 _DUMMY_SCALE = 0.02
 
@@ -50,23 +56,21 @@ def load_model(
     hf: HFConfig = config.hf
     family = ModelRegistry.resolve(hf.architectures)
     if isinstance(family, Family):
-        if hf.quantization_config is not None and vllm_config.quant_config is None:
-            method = hf.quantization_config.get("quant_method", "unknown")
-            raise ValueError(
-                f"{hf.file}: the checkpoint is quantized with {method!r}, which is not supported. "
-                "Use the unquantized version of the model."
-            )
+        quantized, own = config.quantized, vllm_config.quant_config
+        quantization = None if quantized is None else ModelQuantization(format_of(quantized), family)
         spec = family.decoder(hf)
         _warn_of_long_factors(hf, config.max_model_len)
+        chosen = quantization if own is None else own
         model: DecoderModel | OutOfTreeModel = build_decoder(
-            spec, dtype_of(config.dtype), config.max_model_len, device, tp, vllm_config.quant_config, family.modules
+            spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules
         )
         started = time.perf_counter()
         if load_format == "dummy":
             size = fill_with_random_numbers(model, device, config.seed or 0)
+            size += fill_quantized_with_random_numbers(model, device, config.seed or 0, _DUMMY_SCALE * 3**0.5)
         else:
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
-            size = fill_from_checkpoint(model, family, spec, tensors, device)
+            size = fill_from_checkpoint(model, family, spec, tensors, device, quantization)
     else:
         started = time.perf_counter()
         model, size = load_out_of_tree(family, vllm_config, device, tp, load_format)
@@ -83,7 +87,7 @@ def _load_format(vllm_config: VllmConfig) -> str:
     name = vllm_config.load_config.load_format
     if name not in _LOAD_FORMATS:
         raise ValueError(f"load_format={name!r} is not supported. Expected one of {', '.join(_LOAD_FORMATS)}.")
-    return name
+    return "auto" if name == "bitsandbytes" else name  # the same files
 
 
 def _warn_of_long_factors(hf: HFConfig, max_positions: int) -> None:
@@ -129,11 +133,15 @@ def fill_from_checkpoint(
     spec: Decoder,
     tensors: Iterable[tuple[str, Tensor, Path]],
     device: torch.device,
+    quantization: ModelQuantization | None = None,
 ) -> int:
     """Stream a checkpoint's tensors into a model, each to its place, and every weight filled; the bytes they take."""
     filler = WeightFiller(model, device)
+    quantized = None if quantization is None else QuantizedCheckpoint(model, quantization, family, spec)
     unexpected: list[str] = []
     for name, tensor, file in tensors:
+        if quantized is not None and quantized.take(name, tensor, file):
+            continue
         found = family.resolve(name)
         if found is not None and spec.tied and found[0] == "head.weight":
             continue  # a copy of the embedding
@@ -153,7 +161,8 @@ def fill_from_checkpoint(
             filler.fill(target, _canonical(tensor, layout, target, spec))
         except ValueError as error:
             raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
-    missing = [" or ".join(family.checkpoint_names(name)) or name for name in filler.missing()]
+    quantized_bytes, missing = (0, []) if quantized is None else quantized.finish(filler, device)
+    missing += [" or ".join(family.checkpoint_names(name)) or name for name in filler.missing()]
     if missing or unexpected:
         problems = []
         if missing:
@@ -164,7 +173,7 @@ def fill_from_checkpoint(
             f"The checkpoint does not fit the model of its config.json: {'; '.join(problems)}. "
             "Do config.json and the weights belong together, and is the download complete?"
         )
-    return filler.filled_bytes
+    return filler.filled_bytes + quantized_bytes
 
 
 def _canonical(tensor: Tensor, layout: WeightLayout, target: str, spec: Decoder) -> Tensor:

@@ -1,7 +1,33 @@
-"""Formats of quantized weights; the interface they fill in is `layers/linear_method.py`."""
+"""Formats of quantized weights, one file each; the interface they fill in is `base_config.Format`."""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
+from vllm.config.quantization import Quantization
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 
-__all__ = ["QuantizationConfig"]
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.quantization.base_config import Format
+
+__all__ = ["QuantizationConfig", "format_of"]
+
+# method -> (module in this package, class)
+_FORMATS = {
+    "gptq": ("gptq", "Gptq"),
+    "awq": ("awq", "Awq"),
+    "fp8": ("fp8", "Fp8"),
+    "compressed-tensors": ("compressed_tensors", "CompressedTensors"),
+    "bitsandbytes": ("bitsandbytes", "BitsAndBytes"),
+}
+
+
+def format_of(quantization: Quantization) -> Format:
+    """The format that a resolved configuration names, with the checkpoint's settings."""
+    if quantization.method not in _FORMATS:
+        raise ValueError(f"Quantization {quantization.name!r} is not supported by this version.")
+    module, name = _FORMATS[quantization.method]
+    found = getattr(importlib.import_module(f"vllm.model_executor.layers.quantization.{module}"), name)
+    made: Format = found(quantization.settings)
+    return made

@@ -1,7 +1,154 @@
-"""The interface of quantization formats under the path that out-of-tree models import."""
+"""What a quantization format is: which tensors it stores for a projection, and how they are read.
+
+The interface of layers, `LinearMethod`, is importable here under the path that out-of-tree models know.
+"""
 
 from __future__ import annotations
 
-from vllm.model_executor.layers.linear_method import LinearMethod, QuantizationConfig
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-__all__ = ["LinearMethod", "QuantizationConfig"]
+import torch
+from torch import Tensor
+
+from vllm.model_executor.layers.linear_method import LinearMethod, QuantizationConfig
+from vllm.ops.quantized_weights import GroupedWeight, round_to_groups
+
+__all__ = ["Format", "LinearMethod", "QuantizationConfig", "Reader", "Tensors", "setting", "take"]
+
+Tensors = Mapping[str, Tensor]
+
+_PLAIN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Reader(ABC):
+    """How one projection is stored. reads_plain: it takes plain weights, to quantize them; others leave them alone."""
+
+    reads_plain: ClassVar[bool] = False
+
+    @abstractmethod
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
+        """The projection [n, k]. tensors: by the last part of their names.
+
+        Raises ValueError that names the tensor which is missing or wrong.
+        """
+
+    def example(self, weight: Tensor) -> GroupedWeight | Tensor:
+        """A plain weight [n, k] as this format would about hold it, for random weights."""
+        return round_to_groups(weight, 8, -1)
+
+
+class Format(ABC):
+    """A quantization format with the settings of one checkpoint.
+
+    leaves: the last parts of the names of its tensors, besides "weight".   ignored: those that nobody needs.
+    """
+
+    name: str
+    leaves: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @abstractmethod
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """settings: the checkpoint's quantization config; {} for plain weights that are to be quantized."""
+
+    @abstractmethod
+    def reader(self, names: Sequence[str]) -> Reader | None:
+        """How the projection with these names in checkpoints is stored; None: plainly."""
+
+    def experts_reader(self, names: Sequence[str]) -> Reader | None:
+        """The same for a projection of an expert."""
+        return self.reader(names)
+
+
+@dataclass(frozen=True)
+class InFlight(Reader):
+    """Plain weights that are quantized while they are loaded."""
+
+    quantize: Callable[[Tensor], GroupedWeight]
+    reads_plain: ClassVar[bool] = True
+
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
+        return self.quantize(plain_weight(tensors, n, k).float())
+
+    def example(self, weight: Tensor) -> GroupedWeight | Tensor:
+        return self.quantize(weight.float())
+
+
+def is_plain(tensors: Tensors) -> bool:
+    """Whether these tensors are a weight that is not quantized."""
+    return set(tensors) == {"weight"} and tensors["weight"].dtype in _PLAIN
+
+
+def plain_weight(tensors: Tensors, n: int, k: int) -> Tensor:
+    """The weight [n, k] of a projection that is stored plainly."""
+    return take(tensors, "weight", (n, k), *_PLAIN)
+
+
+def take(tensors: Tensors, leaf: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
+    """The tensor called `leaf`, which must have `shape` and one of `dtypes` (any if none is named).
+
+    A single number may have any number of dimensions. Raises ValueError otherwise.
+    """
+    tensor = tensors.get(leaf)
+    if tensor is None:
+        there = ", ".join(sorted(tensors)) or "nothing"
+        raise ValueError(f"the tensor {leaf!r} is missing; there is {there}")
+    if dtypes and tensor.dtype not in dtypes:
+        expected = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"{leaf!r} holds {str(tensor.dtype).removeprefix('torch.')}, expected {expected}")
+    if shape in ((), (1,)) and tensor.numel() == 1:
+        return tensor.reshape(shape)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{leaf!r} has the shape {list(tensor.shape)}, expected {list(shape)}")
+    return tensor
+
+
+_MISSING = object()
+
+
+def setting(settings: Mapping[str, Any], names: str, kind: type, default: Any = _MISSING, among: Any = None) -> Any:
+    """A field of a quantization config under the first of `names` (separated by spaces) that is there and not null.
+
+    Raises ValueError if it is of another kind, not `among` the values that are possible, or missing.
+    """
+    value = next((settings[name] for name in names.split() if settings.get(name) is not None), _MISSING)
+    label = names.split()[0]
+    if value is _MISSING:
+        if default is _MISSING:
+            raise ValueError(f"The quantization config has no field `{label}`, expected {_words(kind, among)}.")
+        return default
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (among is not None and value not in among):
+        shown = repr(value)[:80]
+        raise ValueError(f"The quantization config's `{label}` is {shown}, expected {_words(kind, among)}.")
+    return value
+
+
+def _words(kind: type, among: Any) -> str:
+    words = {int: "an integer", float: "a number", str: "a text", bool: "true or false", list: "a list"}
+    return words.get(kind, "an object") if among is None else " or ".join(repr(value) for value in among)
+
+
+def names_of(settings: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """A field that lists modules."""
+    value = setting(settings, field, list, [])
+    if not all(isinstance(name, str) for name in value):
+        raise ValueError(f"The quantization config's `{field.split()[0]}` must be a list of names.")
+    return tuple(value)
+
+
+def group_size(settings: Mapping[str, Any], names: str, default: Any = _MISSING) -> int:
+    """The number of inputs that share a scale; -1: all of a row."""
+    size: int = setting(settings, names, int, default)
+    if size != -1 and not 1 <= size <= 1 << 20:
+        raise ValueError(f"The quantization config's `{names.split()[0]}` is {size}, expected -1 or a positive number.")
+    return size
+
+
+def word_bits(bits: int) -> Literal[4, 8]:
+    """In how many bits codes of `bits` bits are kept."""
+    return 4 if bits <= 4 else 8

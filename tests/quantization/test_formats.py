@@ -1,0 +1,147 @@
+"""Every format, written by an independent writer, against Hugging Face's model with the numbers it stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.models.harness import engine_config
+from tests.quantization import writers
+from tests.quantization.harness import assert_same_logits, is_projection, plain_model, quantize_folder
+from vllm.model_executor.model_loader import load_model
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def every(write: Any, **options: Any) -> Any:
+    """A writer of all projections."""
+    return lambda module, weight: write(weight, **options) if is_projection(module) else None
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gptq": (every(writers.gptq), GPTQ),
+    "gptq of version 2": (every(writers.gptq, version=2), {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq asymmetric": (every(writers.gptq, symmetric=False), {**GPTQ, "sym": False}),
+    "gptq asymmetric of version 2": (
+        every(writers.gptq, symmetric=False, version=2),
+        {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq act-order": (every(writers.gptq, act_order=True), {**GPTQ, "desc_act": True}),
+    "gptq act-order asymmetric": (
+        every(writers.gptq, act_order=True, symmetric=False),
+        {**GPTQ, "desc_act": True, "sym": False},
+    ),
+    "gptq 8 bits": (every(writers.gptq, bits=8), {**GPTQ, "bits": 8}),
+    "gptq 3 bits": (every(writers.gptq, bits=3), {**GPTQ, "bits": 3}),
+    "gptq 2 bits": (every(writers.gptq, bits=2, symmetric=False), {**GPTQ, "bits": 2, "sym": False}),
+    "gptq one group": (every(writers.gptq, group=-1), {**GPTQ, "group_size": -1}),
+    "marlin": (every(writers.marlin, group=128), {**GPTQ, "group_size": 128, "checkpoint_format": "marlin"}),
+    "marlin one group": (every(writers.marlin, group=-1), {**GPTQ, "group_size": -1, "is_marlin_format": True}),
+    "awq": (every(writers.awq), AWQ),
+    "awq gemv": (every(writers.awq, version="gemv"), {**AWQ, "version": "gemv"}),
+    "awq gemv_fast": (every(writers.awq, version="gemv_fast"), {**AWQ, "version": "gemv_fast"}),
+    "fp8": (every(writers.fp8), FP8),
+    "fp8 static": (every(writers.fp8, static=True), {**FP8, "activation_scheme": "static"}),
+    "fp8 channels": (every(writers.fp8, scales="channel"), FP8),
+    "fp8 blocks": (
+        every(writers.fp8, scales="block", leaf="weight_scale_inv"),
+        {**FP8, "weight_block_size": [128, 128]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_format_gives_the_logits_of_its_numbers(name: str, tmp_path: Path) -> None:
+    write, settings = CASES[name]
+    reference, state = plain_model(tmp_path)
+    quantize_folder(tmp_path, reference, state, write, settings)
+    assert_same_logits(tmp_path, reference)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_formats_in_other_families(family: str, name: str, tmp_path: Path) -> None:
+    write, settings = CASES[name]
+    reference, state = plain_model(tmp_path, family)
+    quantize_folder(tmp_path, reference, state, write, settings)
+    assert_same_logits(tmp_path, reference)
+
+
+def test_parts_of_a_fused_layer_may_differ(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path)
+
+    def write(module: str, weight: Tensor) -> Any:
+        if module.endswith(("k_proj", "lm_head")):
+            return None
+        bits = 8 if module.endswith(("v_proj", "up_proj")) else 4
+        return writers.gptq(weight, bits=bits) if is_projection(module) else None
+
+    dynamic = {r"-:.*\.k_proj": {}, r"+:.*\.v_proj": {"bits": 8}, r".*up_proj": {"bits": 8}}
+    quantize_folder(tmp_path, reference, state, write, {**GPTQ, "dynamic": dynamic})
+    assert_same_logits(tmp_path, reference)
+
+
+def test_quantized_head_and_modules_left_out(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, vocab_size=136)
+    quantize_folder(
+        tmp_path,
+        reference,
+        state,
+        lambda module, weight: writers.gptq(weight) if is_projection(module) or module == "lm_head" else None,
+        {**GPTQ, "lm_head": True},
+    )
+    assert_same_logits(tmp_path, reference)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"), [(AWQ, "modules_to_not_convert"), (FP8, "ignored_layers"), (FP8, "modules_to_not_convert")]
+)
+def test_lists_of_modules_left_plain(settings: dict[str, Any], field: str, tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path)
+    left = [name for name in (module.removesuffix(".weight") for module in state) if "layers.0." in name]
+
+    def write(module: str, weight: Tensor) -> Any:
+        if module in left or not is_projection(module):
+            return None
+        return writers.awq(weight) if settings is AWQ else writers.fp8(weight)
+
+    quantize_folder(tmp_path, reference, state, write, {**settings, field: left})
+    assert_same_logits(tmp_path, reference)
+
+
+def test_what_is_missing_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path)
+    stored = quantize_folder(tmp_path, reference, state, every(writers.gptq), GPTQ)
+    name = "model.layers.1.mlp.up_proj.scales"
+    save_file({k: v for k, v in stored.items() if k != name}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: the tensor 'scales' is missing"):
+        load_model(engine_config(tmp_path, max_model_len=64), "cpu")
+    save_file({**stored, name: stored[name][:, 1:].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"up_proj: 'scales' has the shape .* expected"):
+        load_model(engine_config(tmp_path, max_model_len=64), "cpu")
+    save_file({k: v for k, v in stored.items() if "1.mlp.up" not in k}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing '.*1\.mlp\.up_proj"):
+        load_model(engine_config(tmp_path, max_model_len=64), "cpu")
+    save_file({**stored, "model.layers.7.mlp.up_proj.scales": stored[name].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.7"):
+        load_model(engine_config(tmp_path, max_model_len=64), "cpu")
+
+
+def test_random_weights_of_a_quantized_model(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": GPTQ}))
+    model = load_model(engine_config(tmp_path, max_model_len=64, load_format="dummy"), "cpu")
+    again = load_model(engine_config(tmp_path, max_model_len=64, load_format="dummy"), "cpu")
+    x = torch.randn(3, 128)
+    out = model.blocks[0].attn.qkv.project(x)
+    assert out.abs().max() > 0
+    assert torch.equal(out, again.blocks[0].attn.qkv.project(x))

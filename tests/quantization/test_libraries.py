@@ -1,0 +1,129 @@
+"""Checkpoints that other people's libraries write: compressed-tensors, bitsandbytes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from torch import Tensor, nn
+
+from tests.quantization.harness import assert_same_logits, is_projection, plain_model, quantize_folder
+from vllm.model_executor.layers.quantization.bitsandbytes import NF4, round_to_table
+
+
+def compress(model: nn.Module, preset: str, folder: Path, ignore: list[str]) -> nn.Module:
+    """Compress a Hugging Face model with a preset of llm-compressor, save it; the model with the same numbers."""
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    apply_quantization_config(
+        model,
+        QuantizationConfig(
+            config_groups={"group_0": scheme}, ignore=["lm_head", *ignore], quantization_status="initialized"
+        ),
+    )
+    for module in model.modules():
+        found = getattr(module, "quantization_scheme", None)
+        if found is not None and found.weights is not None:
+            args, weight = found.weights, module.weight.data
+            if args.strategy == "group":
+                view, dims = weight.unflatten(1, (-1, args.group_size)), -1
+            elif args.strategy == "block":
+                view, dims = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)), (1, 3)
+            else:
+                view, dims = weight, (0, 1) if args.strategy == "tensor" else 1
+            scale, zero = calculate_qparams(view.amin(dims), view.amax(dims), args)
+            module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
+            if hasattr(module, "weight_zero_point"):
+                module.weight_zero_point.data.copy_(zero.reshape(module.weight_zero_point.shape))
+            if hasattr(module, "input_scale"):
+                module.input_scale.data.fill_(0.05)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    numbers = copy.deepcopy(model)
+    compressor.decompress_model(numbers)
+    return numbers
+
+
+PRESETS = ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_compressed_tensors(preset: str, tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
+    ignore = ["re:.*k_proj"] if preset == "W4A16" else []
+    numbers = compress(copy.deepcopy(reference), preset, tmp_path, ignore)
+    values = {name: tensor.float() for name, tensor in numbers.state_dict().items() if name in state}
+    assert set(values) == set(state)
+    reference.load_state_dict(values)
+    assert_same_logits(tmp_path, reference)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_bitsandbytes_in_4_bits(kind: str, nested: bool, tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if not is_projection(module):
+            return None
+        codes, state = bnb.functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
+        leaves = {f"weight.{leaf}": value for leaf, value in state.as_dict(packed=True).items()}
+        return {"weight": codes, **leaves}, bnb.functional.dequantize_4bit(codes, state)
+
+    reference, state = plain_model(tmp_path)
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    quantize_folder(tmp_path, reference, state, write, settings)
+    assert_same_logits(tmp_path, reference)
+
+
+def test_bitsandbytes_in_8_bits(tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if not is_projection(module):
+            return None
+        codes, largest, _ = bnb.functional.int8_vectorwise_quant(weight)
+        tensors = {"weight": codes, "SCB": largest.float(), "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, codes.float() * largest.float()[:, None] / 127
+
+    reference, state = plain_model(tmp_path)
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    quantize_folder(tmp_path, reference, state, write, settings)
+    assert_same_logits(tmp_path, reference)
+
+
+def test_bitsandbytes_in_flight_is_the_librarys_nf4(tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if is_projection(module):
+            codes, state = bnb.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
+            return {"weight": weight}, bnb.functional.dequantize_4bit(codes, state)
+        return None
+
+    reference, state = plain_model(tmp_path)
+    quantize_folder(tmp_path, reference, state, write, None)
+    assert_same_logits(tmp_path, reference, quantization="bitsandbytes")
+
+
+def test_bitsandbytes_blocks_that_go_over_the_end_of_a_row() -> None:
+    """The library's CPU kernels are wrong there (version 0.50), so by the definition: flat blocks of 64."""
+    weight = torch.randn(6, 96)
+    blocks = weight.flatten().view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    nearest = ((blocks / largest)[..., None] - torch.tensor(NF4)).abs().argmin(-1)
+    assert torch.equal(round_to_table(weight, "nf4").dequantize(), (torch.tensor(NF4)[nearest] * largest).view(6, 96))
+
+
+def test_fp8_in_flight(tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if not is_projection(module):
+            return None
+        scale = weight.abs().max() / 448
+        return {"weight": weight}, (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+    reference, state = plain_model(tmp_path)
+    quantize_folder(tmp_path, reference, state, write, None)
+    assert_same_logits(tmp_path, reference, quantization="fp8")

@@ -1,0 +1,292 @@
+"""compressed-tensors (llm-compressor): schemes for groups of modules, integers and 8-bit floats, packed or not.
+
+pack-quantized: `weight_packed` int32 [out, in * bits / 32], `weight_scale`, `weight_zero_point`, `weight_g_idx`,
+`weight_shape`.   int-quantized, float-quantized, naive-quantized: `weight`, `weight_scale`, `input_scale`,
+`input_zero_point`.   nvfp4- and mxfp4-pack-quantized: `weight_packed` uint8 [out, in / 2] with 8-bit scales.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.model_executor.layers.quantization.base_config import (
+    Format,
+    Reader,
+    Tensors,
+    names_of,
+    setting,
+    take,
+    word_bits,
+)
+from vllm.model_executor.layers.quantization.fp8 import FLOATS, block_shape, fp8_scales
+from vllm.model_executor.layers.quantization.packing import WORD, nibbles, unpack
+from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, round_to_groups
+
+# The values of 4-bit floats (e2m1) by code.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "dense",
+)  # fmt: skip
+_NO_OLD_LAYOUT = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
+_LINEAR = "Linear"  # the class of modules that a target may name
+
+
+@dataclass(frozen=True)
+class WeightArgs:
+    """What a scheme says about weights. group: inputs that share a scale, -1: all.   per_tensor: one scale in all."""
+
+    bits: int
+    float: bool
+    symmetric: bool
+    group: int
+    per_tensor: bool
+    block: tuple[int, int] | None
+    by_group: bool  # groups of any inputs, named by an index
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> WeightArgs:
+        strategy = setting(fields, "strategy", str, "")
+        size = setting(fields, "group_size", int, 0)
+        block = block_shape(fields.get("block_structure"), "block_structure") if strategy == "block" else None
+        if strategy == "block" and block is None:
+            block = (128, 128)
+        if not strategy:
+            strategy = "tensor" if size == 0 else "channel" if size == -1 else "group"
+        if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
+            expected = "tensor, channel, group, tensor_group or block"
+            raise ValueError(f"The quantization config's `strategy` of weights is {strategy!r}, expected {expected}.")
+        return cls(
+            setting(fields, "num_bits", int, 8, among=(2, 3, 4, 5, 6, 7, 8)),
+            setting(fields, "type", str, "int", among=("int", "float")) == "float",
+            setting(fields, "symmetric", bool, True),
+            size if strategy in ("group", "tensor_group") and size > 0 else -1,
+            strategy == "tensor",
+            block,
+            fields.get("actorder") in ("group", "dynamic", True),
+        )
+
+
+def _inputs_of(fields: Any) -> InputQuant | None:
+    """How a scheme wants inputs rounded; a fixed scale is in the checkpoint."""
+    if not isinstance(fields, Mapping) or setting(fields, "num_bits", int, 8) != 8:
+        return None
+    kind = "fp8" if fields.get("type") == "float" else "int8"
+    strategy = fields.get("strategy")
+    per = "token" if strategy == "token" else "group" if strategy in ("group", "block") else "tensor"
+    return InputQuant(kind, per)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PackedIntegers(Reader):
+    """Codes around 2 ** (bits - 1) in words along the inputs."""
+
+    args: WeightArgs
+    inputs: InputQuant | None
+
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
+        args = self.args
+        if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [n, k]:
+            raise ValueError(f"'weight_shape' says {tensors['weight_shape'].tolist()}, expected {[n, k]}")
+        codes = self._unpack(take(tensors, "weight_packed", _any(tensors, "weight_packed", n), torch.int32), k)
+        group = k if args.group == -1 else min(args.group, k)
+        groups = -(-k // group)
+        middle = 2 ** (args.bits - 1)
+        if args.per_tensor:
+            scales = take(tensors, "weight_scale", (1,), *FLOATS).float().expand(n, 1)
+        else:
+            scales = take(tensors, "weight_scale", (n, groups), *FLOATS).float()
+        offsets, zero = None, middle
+        if not args.symmetric:
+            stored = take(tensors, "weight_zero_point", (-(-n * args.bits // WORD), groups), torch.int32)
+            zeros = self._unpack(stored.t(), n).t().float()
+            offsets, zero = -zeros * scales, 0
+        order = None
+        if "weight_g_idx" in tensors and groups > 1:
+            index = take(tensors, "weight_g_idx", (k,), torch.int32, torch.int64).long()
+            if int(index.min()) < 0 or int(index.max()) >= groups:
+                raise ValueError(f"'weight_g_idx' names groups that are not among the {groups} there are")
+            if not torch.equal(index, torch.arange(k) // group):
+                order = index.argsort(stable=True)
+                codes = codes[:, order]
+                if not torch.equal(index[order], torch.arange(k) // group):
+                    scales, group = scales[:, index[order]], 1
+                    offsets = None if offsets is None else offsets[:, index[order]]
+        codes, scales, bits = codes.contiguous(), scales.contiguous(), word_bits(args.bits)
+        return GroupedWeight(codes, scales, group, bits, zero, offsets, order=order, inputs=self.inputs)
+
+    def _unpack(self, words: Tensor, count: int) -> Tensor:
+        """[rows, words] -> [rows, count]; older files of 3, 5, 6 or 7 bits leave the end of each word unused."""
+        bits = self.args.bits
+        if words.shape[1] == -(-count // (WORD // bits)):
+            shifts = torch.arange(0, WORD // bits * bits, bits, dtype=torch.int32)
+            codes = (words[..., None] >> shifts) & (2**bits - 1)
+            return codes.flatten(1)[:, :count].to(torch.uint8)
+        if words.shape[1] == -(-count * bits // WORD):
+            return unpack(words.contiguous(), bits, 1)[:, :count]
+        raise ValueError(f"{words.shape[1]} words cannot hold {count} codes of {bits} bits")
+
+    def example(self, weight: Tensor) -> GroupedWeight:
+        return round_to_groups(weight, word_bits(self.args.bits), self.args.group, symmetric=self.args.symmetric)
+
+
+def _any(tensors: Tensors, leaf: str, rows: int) -> tuple[int, ...]:
+    """The shape that a packed tensor of `rows` rows has, whatever its number of words."""
+    stored = tensors.get(leaf)
+    return (rows, stored.shape[1] if stored is not None and stored.dim() == 2 else 0)
+
+
+@dataclass(frozen=True)
+class Integers(Reader):
+    """Unpacked signed 8-bit codes (or fewer bits in 8)."""
+
+    args: WeightArgs
+    inputs: InputQuant | None
+
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
+        args = self.args
+        if not args.symmetric and "weight_zero_point" in tensors and bool(tensors["weight_zero_point"].any()):
+            raise ValueError("unpacked integer weights with zero points are not supported")
+        codes = take(tensors, "weight", (n, k), torch.int8)
+        group = k if args.group == -1 else min(args.group, k)
+        if args.per_tensor or tensors.get("weight_scale", codes).numel() == 1:
+            scales = take(tensors, "weight_scale", (), *FLOATS).float().expand(n, 1)
+        else:
+            flat = tensors.get("weight_scale", codes).dim() == 1
+            scales = take(tensors, "weight_scale", (n,) if flat else (n, -(-k // group)), *FLOATS).float().view(n, -1)
+        return GroupedWeight(
+            (codes.to(torch.int16) + 128).to(torch.uint8), scales.contiguous(), group, 8, 128,
+            inputs=_fixed(self.inputs, tensors),
+        )  # fmt: skip
+
+    def example(self, weight: Tensor) -> GroupedWeight:
+        return round_to_groups(weight, 8, self.args.group)
+
+
+@dataclass(frozen=True)
+class Floats(Reader):
+    """8-bit floats with a scale for the weight, for each output or for each block."""
+
+    args: WeightArgs
+    inputs: InputQuant | None
+
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
+        codes = take(tensors, "weight", (n, k), torch.float8_e4m3fn)
+        block = self.args.block or ((1, self.args.group) if self.args.group > 0 else None)
+        scales, group = fp8_scales(tensors, n, k, block)
+        return GroupedWeight(codes, scales, group, 8, inputs=_fixed(self.inputs, tensors))
+
+    def example(self, weight: Tensor) -> GroupedWeight:
+        return round_to_fp8(weight, "channel", self.inputs)
+
+
+def _fixed(inputs: InputQuant | None, tensors: Tensors) -> InputQuant | None:
+    """`inputs` with the scale that the checkpoint holds, if it does."""
+    if inputs is None or "input_scale" not in tensors:
+        return inputs
+    scale = float(take(tensors, "input_scale", ()))
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"'input_scale' is {scale}, expected a positive number")
+    zero = int(take(tensors, "input_zero_point", ())) if "input_zero_point" in tensors else 0
+    return InputQuant(inputs.kind, "tensor", scale, zero)
+
+
+@dataclass(frozen=True)
+class FourBitFloats(Reader):
+    """e2m1 codes, the even input in the low half of a byte; scales are e4m3 with a global divisor, or powers of two."""
+
+    powers: bool
+
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
+        group = 32 if self.powers else 16
+        if k % group:
+            raise ValueError(f"{k} inputs are not whole groups of {group}")
+        codes = nibbles(take(tensors, "weight_packed", (n, k // 2), torch.uint8))
+        if self.powers:
+            scales = torch.exp2(take(tensors, "weight_scale", (n, k // group), torch.uint8).float() - 127)
+        else:
+            divisor = float(take(tensors, "weight_global_scale", (), *FLOATS))
+            if not 0 < divisor < float("inf"):
+                raise ValueError(f"'weight_global_scale' is {divisor}, expected a positive number")
+            scales = take(tensors, "weight_scale", (n, k // group), torch.float8_e4m3fn).float() / divisor
+        return GroupedWeight(codes, scales, group, 4, table=torch.tensor(E2M1))
+
+
+class CompressedTensors(Format):
+    """What llm-compressor writes."""
+
+    name = "compressed-tensors"
+    leaves = (
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale",
+        "input_scale", "input_zero_point",
+    )  # fmt: skip
+    ignored = ("input_global_scale", "output_scale", "output_zero_point")
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        layout = setting(settings, "format", str, "dense")
+        sparsity = settings.get("sparsity_config") or {}
+        for name in (layout, sparsity.get("format") if isinstance(sparsity, Mapping) else None):
+            if name in _NO_OLD_LAYOUT:
+                raise ValueError(
+                    f"compressed-tensors of the layout {name!r} (2:4 sparse) are not supported; use a version of the "
+                    "model in the layout 'pack-quantized', 'int-quantized' or 'float-quantized'."
+                )
+        self._groups: list[tuple[tuple[str, ...], Reader]] = []
+        groups = setting(settings, "config_groups", dict, {})
+        for name, group in groups.items():
+            if not isinstance(group, Mapping):
+                raise ValueError(f"The quantization config's group {name!r} is not an object.")
+            reader = _reader_of(group, layout)
+            if reader is not None:
+                self._groups.append((names_of(group, "targets"), reader))
+        self._plain = names_of(settings, "ignore")
+
+    def reader(self, names: Sequence[str]) -> Reader | None:
+        if any(_matches(target, name) for target in self._plain for name in names):
+            return None
+        for by_class in (False, True):  # a module's own name decides before its class
+            for targets, reader in self._groups:
+                wanted = [target for target in targets if (target == _LINEAR) is by_class]
+                if any(by_class or _matches(target, name) for target in wanted for name in names):
+                    return None if by_class and "lm_head" in names else reader
+        return None
+
+
+def _reader_of(group: Mapping[str, Any], layout: str) -> Reader | None:
+    weights = group.get("weights")
+    if weights is None:
+        return None
+    if not isinstance(weights, Mapping):
+        raise ValueError("The quantization config's `weights` must be an object.")
+    layout = setting(group, "format", str, layout)
+    args, inputs = WeightArgs.of(weights), _inputs_of(group.get("input_activations"))
+    if layout not in _FORMATS:
+        raise ValueError(
+            f"compressed-tensors of the layout {layout!r} are not supported, expected {', '.join(_FORMATS)}."
+        )
+    if layout == "dense":
+        return None
+    if layout == "pack-quantized":
+        return PackedIntegers(args, inputs)
+    if layout.endswith("fp4-pack-quantized"):
+        return FourBitFloats(powers=layout.startswith("mx"))
+    if args.float:
+        if args.bits != 8:
+            raise ValueError(f"Floats of {args.bits} bits in the layout {layout!r} are not supported, expected 8.")
+        return Floats(args, inputs)
+    return Integers(args, inputs)
+
+
+def _matches(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], name) is not None
+        except re.error as error:
+            raise ValueError(f"The quantization config has the pattern {target!r}: {error}.") from None
+    return target == name
