@@ -72,6 +72,11 @@ def load_model(
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
             size = fill_from_checkpoint(model, family, spec, tensors, device, quantization)
     else:
+        if config.quantized is not None:
+            raise ValueError(
+                f"quantization={config.quantized.name!r} works with the built-in families of models; "
+                f"{', '.join(hf.architectures)} is a class of your own. Use unquantized weights with it."
+            )
         started = time.perf_counter()
         model, size = load_out_of_tree(family, vllm_config, device, tp, load_format)
     logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)

@@ -130,8 +130,7 @@ class QuantizedCheckpoint:
         """The checkpoint's rows in the layer's order, None if it is the same."""
         if module.layout in (WeightLayout.PLAIN, WeightLayout.TRANSPOSED):
             return None
-        attn = self._spec.blocks[int(path.split(".")[1])].attn
-        return canonical(torch.arange(rows), module.layout, attn.heads, attn.kv_heads)
+        return canonical(torch.arange(rows), module.layout, *self._spec.blocks[int(path.split(".")[1])].heads())
 
     def _plain(self, container: str, module: _Module, filler: WeightFiller) -> Tensor:
         """The numbers of a projection that no layer takes as it is."""
