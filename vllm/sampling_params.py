@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+from collections.abc import Iterable
 from enum import Enum, IntEnum
 from typing import Annotated, Any, Protocol
 
@@ -29,6 +30,7 @@ __all__ = [
 _GREEDY_BELOW = 1e-5
 # Each step of a beam search compares 2 * width continuations of width beams, on the host.
 MAX_BEAM_WIDTH = 1024
+_MAX_SHOWN = 128
 
 
 class SamplingType(IntEnum):
@@ -304,27 +306,24 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="samplin
 
     def update_from_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Turn `bad_words` into token ids: each word as it begins a text and as it follows a space."""
-        if not self.bad_words:
-            return
-        found: list[list[int]] = []
-        for word in self.bad_words:
-            bare = word.lstrip()
-            for spelling in (bare, " " + bare):
-                ids = list(tokenizer.encode(spelling, add_special_tokens=False)) if spelling else []
-                if not ids and spelling == bare:
-                    raise VLLMValidationError(
-                        "bad_words entries must tokenize to at least one token.", parameter="bad_words", value=word
-                    )
-                if ids and ids not in found:
-                    found.append(ids)
-        used = {token_id for ids in found for token_id in ids}
-        if max(used) >= len(tokenizer) or min(used) < 0:
-            # Vocabularies may have holes, so that ids reach beyond their number.
-            largest = max(tokenizer.get_vocab().values())
-            invalid = sorted(token_id for token_id in used if not 0 <= token_id <= largest)
-            if invalid:
-                raise _bad_words_out_of_vocabulary(largest, invalid)
-        self._bad_words_token_ids = found
+        if self.bad_words:
+            self._bad_words_token_ids = token_ids_of_words(tokenizer, self.bad_words)
+
+    def forget_tokenizer(self) -> None:
+        """Undo `update_from_tokenizer`: the words may have been changed since, or the tokenizer was another."""
+        if self.bad_words:
+            self._bad_words_token_ids = None
+
+    def set_bad_words_token_ids(self, ids: list[list[int]]) -> None:
+        """Instead of `update_from_tokenizer`: what `token_ids_of_words` has found for `bad_words`."""
+        self._bad_words_token_ids = ids
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        """A copy with another length that shares everything else, for parameters that many prompts have in common."""
+        other = copy.copy(self)
+        other.max_tokens = max_tokens
+        other._verify_lengths()
+        return other
 
     @property
     def num_candidates(self) -> int:
@@ -379,11 +378,34 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="samplin
 
     def __repr__(self) -> str:
         shown = ", ".join(
-            f"{name}={getattr(self, name)!r}"
+            f"{name}={_shown(getattr(self, name))}"
             for name, default in _DEFAULTS.items()
             if name in _ALWAYS_SHOWN or (not name.startswith("_") and getattr(self, name) not in (default, []))
         )
         return f"SamplingParams({shown})"
+
+
+def token_ids_of_words(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """The token ids of each word as it begins a text and as it follows a space, without repetitions."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        for spelling in (bare, " " + bare):
+            ids = tuple(tokenizer.encode(spelling, add_special_tokens=False)) if spelling else ()
+            if not ids and spelling == bare:
+                raise VLLMValidationError(
+                    "bad_words entries must tokenize to at least one token.", parameter="bad_words", value=word
+                )
+            if ids:
+                found[ids] = None
+    used = {token_id for ids in found for token_id in ids}
+    if used and (max(used) >= len(tokenizer) or min(used) < 0):
+        # Vocabularies may have holes, so that ids reach beyond their number.
+        largest = max(tokenizer.get_vocab().values())
+        invalid = sorted(token_id for token_id in used if not 0 <= token_id <= largest)
+        if invalid:
+            raise _bad_words_out_of_vocabulary(largest, invalid)
+    return [list(ids) for ids in found]
 
 
 def _bad_words_out_of_vocabulary(largest: int, invalid: list[int]) -> VLLMValidationError:
@@ -393,6 +415,12 @@ def _bad_words_out_of_vocabulary(largest: int, invalid: list[int]) -> VLLMValida
         parameter="bad_words",
         value=invalid,
     )
+
+
+def _shown(value: Any) -> str:
+    """For a log line: of a long list or object, how long it is."""
+    is_long = isinstance(value, (list, dict, set)) and len(value) > _MAX_SHOWN
+    return f"<{len(value)} values>" if is_long else repr(value)
 
 
 _DEFAULTS: dict[str, Any] = {

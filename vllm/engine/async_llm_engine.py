@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.admission import Admission
@@ -14,6 +13,7 @@ from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, RequestInput
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.request_stream import RequestStream, Wakeups
+from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
 from vllm.exceptions import EngineDeadError, EngineGenerateError
 from vllm.faults import Faults
 from vllm.logger import init_logger
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Texts up to this many characters are tokenized where they are; the hop to another thread costs more.
-INLINE_CHARACTERS = 2048
-# One text that takes long must not hold up the next.
-TOKENIZER_THREADS = 2
 TICK_SECONDS = 0.5
 
 
@@ -93,7 +89,7 @@ class AsyncLLMEngine:
         self._wakeups = Wakeups()
         self._admission = Admission(vllm_config.scheduler_config)
         self._faults = Faults.from_env()
-        self._pool = ThreadPoolExecutor(max_workers=TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self.lanes = Lanes()
         self._attaching: asyncio.Future[None] | None = None
         self._attached = False
         self._loop_started = False
@@ -273,7 +269,7 @@ class AsyncLLMEngine:
         if self._ticker is not None:
             self._ticker.cancel()
         self._core.kill()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.lanes.close()
 
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
         """Refuse new requests, let running ones finish for `timeout` seconds (None: no limit), then stop.
@@ -311,7 +307,7 @@ class AsyncLLMEngine:
                 await self._ticker
             self._ticker = None
         await self._core.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.lanes.close()
 
     def __del__(self) -> None:
         core = self.__dict__.get("_core")
@@ -462,24 +458,42 @@ class AsyncLLMEngine:
         return stream
 
     async def _tokenized(self, request: RequestInput, deadline: float | None) -> RequestInput:
-        """Tokenize a long text in another thread, so that it does not hold up the streams of others."""
-        prompt = request.prompt
+        """Tokenize long texts in another thread, so that they do not hold up the streams of others."""
+        if self._faults:
+            await self._in_lane(
+                deadline, INLINE_CHARACTERS + 1, self._faults.on_request, "tokenizer", request.request_id
+            )
+        texts = self.input_processor.texts
+        if texts is None:
+            return request
+        prompt, params = request.prompt, request.params
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
-        is_long = isinstance(text, str) and len(text) > INLINE_CHARACTERS and not has_ids
-        if self._faults:
-            await self._in_pool(deadline, self._faults.on_request, "tokenizer", request.request_id)
-        if not is_long or self._tokenizer is None:
+        if isinstance(text, str) and len(text) > INLINE_CHARACTERS and not has_ids:
+            ids = await self._in_lane(deadline, len(text), self.input_processor.token_ids, request)
+            extra = dict(prompt) if isinstance(prompt, Mapping) else {}
+            request = request._replace(prompt={**extra, "prompt": text, "prompt_token_ids": ids})  # type: ignore[arg-type]
+        if not isinstance(params, SamplingParams) or not params.bad_words:
             return request
-        ids = await self._in_pool(deadline, self.input_processor.token_ids, request)
-        extra = dict(prompt) if isinstance(prompt, Mapping) else {}
-        return request._replace(prompt={**extra, "prompt": text, "prompt_token_ids": ids})  # type: ignore[arg-type]
+        if not request.owns_params:
+            params = params.clone()
+            params.verify()
+            params.forget_tokenizer()
+            request = request._replace(params=params, owns_params=True)
+        words = params.bad_words
+        if words and params.bad_words_token_ids is None:
+            found = await self._in_lane(deadline, characters_of_words(words), texts.bad_words, words)
+            params.set_bad_words_token_ids(found)
+        return request
 
-    async def _in_pool(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any:
+    async def _in_lane(self, deadline: float | None, size: int, function: Callable[..., Any], *args: Any) -> Any:
+        """`Lanes.run`, until the deadline."""
         loop = asyncio.get_running_loop()
-        left = None if deadline is None else max(0.0, deadline - loop.time())
+        work = self.lanes.run(size, function, *args)
+        if deadline is None:
+            return await work
         try:
-            return await asyncio.wait_for(loop.run_in_executor(self._pool, function, *args), left)
+            return await asyncio.wait_for(work, max(0.0, deadline - loop.time()))
         except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
             raise TimeoutError("The request was not tokenized before its deadline.") from None
 

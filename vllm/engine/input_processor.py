@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm.engine.texts import PLAUSIBLE_CHARACTERS_PER_TOKEN, Texts, TooManyTokensError
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType, is_explicit_encoder_decoder_prompt
 from vllm.inputs.parse import parse_singleton_prompt
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.prompt_adapter.request import PromptAdapterRequest
 
-# Texts up to this many characters per token of the context are tokenized without further thought.
-PLAUSIBLE_CHARACTERS_PER_TOKEN = 16
 SEED_BITS = 64
 _SEED_MASK = (1 << SEED_BITS) - 1
 # Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
@@ -101,6 +100,11 @@ class InputProcessor:
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None
         if INPUT_REGISTRY.has_input_processors:
             self._hook = INPUT_REGISTRY.create_input_processor(model)
+
+    @property
+    def texts(self) -> Texts | None:
+        """What tokenizes, with the tokenizer of the moment."""
+        return None if self.tokenizer is None else Texts(self.tokenizer, self._model.max_model_len)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -179,33 +183,33 @@ class InputProcessor:
         """The token ids of every prompt. Texts are encoded in parallel; for a single one that would only cost."""
         found: list[list[int]] = [p.token_ids or [] for p in prompts]
         texts = [i for i, p in enumerate(prompts) if p.token_ids is None]
-        if texts and self.tokenizer is None:
+        if texts and self.texts is None:
             raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
+        together: dict[bool, list[int]] = {True: [], False: []}
         for i in texts:
-            self._check_length_of_text(requests[i], prompts[i].text or "")
-        for special in (True, False):
-            chosen = [i for i in texts if requests[i].add_special_tokens is special]
-            contents = [prompts[i].text or "" for i in chosen]
-            if not contents or self.tokenizer is None:
-                continue
-            if len(contents) == 1:
-                encoded = [self.tokenizer.encode(contents[0], special)]
+            if len(texts) > 1 and self._is_ordinary(requests[i], prompts[i].text or ""):
+                together[requests[i].add_special_tokens].append(i)
             else:
-                encoded = self.tokenizer.encode_batch(contents, special)
-            for i, ids in zip(chosen, encoded, strict=True):
-                found[i] = ids
+                found[i] = self._encode(requests[i], prompts[i].text or "")
+        for special, chosen in together.items():
+            if chosen and self.tokenizer is not None:
+                encoded = self.tokenizer.encode_batch([prompts[i].text or "" for i in chosen], special)
+                for i, ids in zip(chosen, encoded, strict=True):
+                    found[i] = ids
         return found
 
-    def _check_length_of_text(self, request: RequestInput, text: str) -> None:
-        """Refuse a text that is certainly too long before the work of tokenizing it."""
-        limit = self._model.max_model_len
-        if len(text) <= limit * PLAUSIBLE_CHARACTERS_PER_TOKEN or self.tokenizer is None:
-            return
-        if isinstance(request.params, SamplingParams) and request.params.truncate_prompt_tokens is not None:
-            return
-        per_token = self.tokenizer.max_characters_per_token
-        if per_token is not None and len(text) > limit * per_token:
-            raise _too_long(f"{len(text) // per_token} or more", limit)
+    def _is_ordinary(self, request: RequestInput, text: str) -> bool:
+        """Whether tokenizing the whole text is no more work than the model's context is worth."""
+        kept = _truncation(request.params)
+        return kept is None and len(text) <= self._model.max_model_len * PLAUSIBLE_CHARACTERS_PER_TOKEN
+
+    def _encode(self, request: RequestInput, text: str) -> list[int]:
+        kept, texts = _truncation(request.params), self.texts
+        assert texts is not None
+        try:
+            return texts.prompt(text, request.add_special_tokens, None if kept is None else self._kept(kept))
+        except TooManyTokensError as error:
+            raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
 
     def _check_prompt(self, token_ids: list[int], prompt: _Parsed) -> None:
         """`prompt`: what the ids come from, which need not be this model's tokenizer."""
@@ -255,6 +259,7 @@ class InputProcessor:
         """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
         params = params.clone()
         params.verify()  # fields may have been changed since
+        params.forget_tokenizer()
         self._adapt(params)
         return params
 
@@ -272,7 +277,8 @@ class InputProcessor:
                     raise ValueError(f"{name} needs a tokenizer, but `skip_tokenizer_init` is True. Remove {name}.")
             params.detokenize = False
         else:
-            params.update_from_tokenizer(self.tokenizer)
+            if params.bad_words_token_ids is None:
+                params.update_from_tokenizer(self.tokenizer)
         params.verify_against_model(width, self._model.max_logprobs)
         eos = self._eos_token_id()
         params.update_from_generation_config(self._generation_config, eos)
@@ -360,6 +366,11 @@ class InputProcessor:
             )
             for i in range(count)
         ]
+
+
+def _truncation(params: object) -> int | None:
+    """`truncate_prompt_tokens`, where there is such a parameter."""
+    return params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
 
 
 def _after_hook(

@@ -55,6 +55,10 @@ NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 MISTRAL_CLASS = "MistralCommonBackend"
 MAX_COMPOSED = 4
+# `tokenizers` holds the interpreter's lock while it encodes or decodes one text, but not for a list of texts. Other
+# threads may have to wait for as long as such a text takes: below a millisecond.
+MAX_LOCKED_CHARACTERS = 1024
+MAX_LOCKED_TOKENS = 1024
 # A file of settings larger than this is not one.
 MAX_SETTINGS_BYTES = 64 << 20
 
@@ -112,6 +116,10 @@ class Tokenizer(ABC):
     def max_characters_per_token(self) -> int | None:
         """No text has fewer tokens than its length divided by this; None if that cannot be said."""
         return None
+
+    @abstractmethod
+    def drop_caches(self) -> None:
+        """Forget what only saves time: words that were tokenized before."""
 
     @abstractmethod
     def id_to_token(self, token_id: int) -> str | None: ...
@@ -199,6 +207,8 @@ class FastTokenizer(Tokenizer):
         return self._load_hf()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > MAX_LOCKED_CHARACTERS:
+            return self.encode_batch([text], add_special_tokens)[0]
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
@@ -222,6 +232,8 @@ class FastTokenizer(Tokenizer):
         spaces_between_special_tokens: bool = True,
     ) -> str:
         if spaces_between_special_tokens or skip_special_tokens:
+            if len(token_ids) > MAX_LOCKED_TOKENS:
+                return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         stream = self.stream((), skip_special_tokens, spaces_between_special_tokens)
         return "".join([*map(stream.feed, token_ids), stream.finish()])
@@ -234,6 +246,11 @@ class FastTokenizer(Tokenizer):
         if isinstance(piece, int):
             return chr(piece) if piece < 0x80 else REPLACEMENT
         return piece.decode("utf-8", errors="replace") if isinstance(piece, bytes) else piece
+
+    def drop_caches(self) -> None:
+        clear = getattr(self._backend.model, "_clear_cache", None)  # of the library's newer versions
+        if clear is not None:
+            clear()
 
     def id_to_token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
@@ -339,6 +356,9 @@ class TransformersTokenizer(Tokenizer):
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False, **more
         )
         return text
+
+    def drop_caches(self) -> None:
+        """There are none that could be reached."""
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from vllm.utils.allocator import give_back_freed_memory
+
 _NEVER = 2**30
 _LOOK_SECONDS = 2.0
 _BUSY_SECONDS = 10.0
+_MUCH_IDLE = 8 << 20
+_MUCH_BUSY = 32 << 20
+_LITTLE = 1 << 20
+_TRIES = 4
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHARE = 0.002  # of the time, at most, for full collections while there is work
 
 
@@ -35,6 +43,36 @@ async def collect_when_idle(is_idle: Callable[[], bool]) -> None:
             due = begun + max(_BUSY_SECONDS, took / _SHARE)
     finally:
         gc.set_threshold(young, middle, old)
+
+
+async def give_back_memory(is_idle: Callable[[], bool], drop_caches: Callable[[], None]) -> None:
+    """Return what this process has once needed to the operating system, until cancelled: as soon as it is idle, or
+    every few seconds if much has come together.
+
+    Freed memory stays with the C library's allocator, which keeps it for later: 16 MB of text in a request are a few
+    hundred in the end.
+    """
+    loop = asyncio.get_running_loop()
+    usual, in_vain = resident_bytes(), 0
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        before, idle = resident_bytes(), is_idle()
+        if before - usual < (_MUCH_IDLE if idle else _MUCH_BUSY):
+            continue
+        if idle:
+            drop_caches()
+            gc.collect()
+        await loop.run_in_executor(None, give_back_freed_memory)  # without the interpreter's lock
+        after = resident_bytes()
+        in_vain = 0 if after < before - _LITTLE else in_vain + 1
+        if after < usual or in_vain == _TRIES:  # it is in use, and likely to stay
+            usual, in_vain = after, 0
+
+
+def resident_bytes() -> int:
+    """How much of this process is in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * _PAGE
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.logger import DATE_FORMAT, init_logger
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.allocator import keep_little_freed_memory
 from vllm.utils.argparse import FlexibleArgumentParser
-from vllm.utils.collector import collect_when_idle
+from vllm.utils.collector import collect_when_idle, give_back_memory
 from vllm.utils.event_loop import run_event_loop
 from vllm.version import __version__
 
@@ -326,6 +327,7 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
     validate_parsed_serve_args(args)
     check_files(args)
     sys.setswitchinterval(SWITCH_SECONDS)
+    keep_little_freed_memory()
     listener = bind(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
     try:
@@ -362,7 +364,16 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
         loop.add_signal_handler(number, on_signal)
     await engine.check_health()  # begins to listen to the core
     gc.freeze()  # what start-up has made stays: collections need not look at it again and again
-    collecting = asyncio.ensure_future(collect_when_idle(lambda: engine.get_num_unfinished_requests() == 0))
+
+    def is_idle() -> bool:
+        return engine.get_num_unfinished_requests() == 0
+
+    tokenizer = engine.input_processor.tokenizer
+    drop_caches = (lambda: None) if tokenizer is None else tokenizer.drop_caches
+    housekeeping = [
+        asyncio.ensure_future(collect_when_idle(is_idle)),
+        asyncio.ensure_future(give_back_memory(is_idle, drop_caches)),
+    ]
     if args.ssl_keyfile:  # a client that never says hello must not hold a connection for asyncio's full minute
         loop.create_server = functools.partial(  # type: ignore[method-assign]
             loop.create_server, ssl_handshake_timeout=args.header_timeout
@@ -391,7 +402,7 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
         server.force_exit = True
         serving.cancel()
-    for task in (watching, stopping, collecting):
+    for task in (watching, stopping, *housekeeping):
         task.cancel()
     return status
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import apply_chat_template
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
@@ -17,8 +18,15 @@ from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, chat_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.sampling import check_sizes, kept_tokens, resolve_max_tokens, to_sampling_params
+from vllm.entrypoints.openai.sampling import (
+    check_sizes,
+    entries_of,
+    kept_tokens,
+    resolve_max_tokens,
+    to_sampling_params,
+)
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.deltas import Delta
 
 PLAIN_END = '}, "logprobs": null, "finish_reason": null}]}\n\n'
@@ -39,10 +47,35 @@ class Chat:
 
 
 async def render(context: ServerContext, request: Any, tools: list[Any] | None) -> str:
-    """The conversation as the model's prompt. Templates run beside the event loop, in a sandbox with limits."""
-    if len(request.messages) > context.limits.max_messages:
-        raise bad_request(f"A conversation may have at most {context.limits.max_messages} messages.", "messages")
-    template = context.chat_template
+    """The conversation as the model's prompt. The server's own template runs in a sandbox, beside the event loop if
+    there is much to render; a template of the request in a process of its own.
+    """
+    limits = context.limits
+    documents = getattr(request, "documents", None)
+    for name, given, most in (
+        ("messages", request.messages, limits.max_messages),
+        ("tools", tools, limits.max_tools),
+        ("documents", documents, limits.max_documents),
+    ):
+        if given is not None and len(given) > most:
+            raise bad_request(f"A conversation may have at most {most} {name}, got {len(given)}.", name)
+    extra = request.chat_template_kwargs or {}
+    if reserved := sorted(RESERVED_VARIABLES.intersection(extra)):
+        raise bad_request(
+            f"chat_template_kwargs is for the template's own variables; {reserved[0]} is none of them.",
+            "chat_template_kwargs",
+        )
+    tokenizer = context.tokenizer
+    arguments: dict[str, Any] = {
+        "chat_template": context.chat_template if request.chat_template is None else request.chat_template,
+        "content_format": context.content_format,
+        "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
+        "tools": tools,
+        "documents": documents,
+        "is_literal": True,  # no client may name a file of this machine
+        **extra,
+    }
     if request.chat_template is not None:
         if not context.trust_request_template:
             raise bad_request(
@@ -50,28 +83,15 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
                 "it.",
                 "chat_template",
             )
-        template = request.chat_template
-    extra = request.chat_template_kwargs or {}
-    if reserved := sorted(RESERVED_VARIABLES.intersection(extra)):
-        raise bad_request(
-            f"chat_template_kwargs is for the template's own variables; {reserved[0]} is none of them.",
-            "chat_template_kwargs",
-        )
-    documents = getattr(request, "documents", None)
-    return await context.in_pool(
-        lambda: apply_chat_template(
-            context.tokenizer,
-            request.messages,
-            chat_template=template,
-            content_format=context.content_format,  # type: ignore[arg-type]
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            tools=tools,
-            documents=documents,
-            is_literal=True,  # no client may name a file of this machine
-            **extra,
-        )
-    )
+        own = tokenizer.chat_template
+        if not (isinstance(own, dict) and request.chat_template in own):  # else it is the name of one of the model's
+            special = dict(tokenizer.special_tokens)
+            return await context.in_stranger_lane(
+                lambda: context.strangers.render(messages=request.messages, special_tokens=special, **arguments)
+            )
+    # What a template does with a variable of the client's is not known.
+    size = request.size if not extra else max(request.size, INLINE_CHARACTERS + 1)
+    return await context.in_lane(size, lambda: apply_chat_template(tokenizer, request.messages, **arguments))
 
 
 async def prepare(context: ServerContext, request: ChatCompletionRequest, request_id: str | None) -> Chat:
@@ -79,22 +99,13 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     model = context.check_model(request.model)
     request.refuse_later_features()
     check_sizes(request, context.limits)
-    if (request.n or 1) > context.limits.max_sequences:
-        raise bad_request(f"n may be at most {context.limits.max_sequences}.", "n")
     prompt = await render(context, request, request.tools)
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     limit = kept_tokens(request, context.max_model_len, asked)
-    ids = await context.encode(prompt, request.add_special_tokens, truncated=limit is not None)
-    if limit is not None:
-        ids = ids[-limit:]
-    params = to_sampling_params(
-        request,
-        default=context.default_sampling,
-        max_tokens=resolve_max_tokens(asked, len(ids), context.max_model_len, context.default_sampling),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        prompt_logprobs=request.prompt_logprobs,
-    )
-    context.engine.check_admission(request.n or 1, len(ids))
+    (ids,) = await context.encode([prompt], request.add_special_tokens, limit)
+    max_tokens = resolve_max_tokens(asked, len(ids), context.max_model_len, context.default_sampling)
+    context.engine.check_admission(max(request.n or 1, request.best_of or 1), len(ids))
+    params = await context.in_lane(32 * entries_of(request), _params, context, request, max_tokens)
     name = new_id("chatcmpl", request.request_id or request_id)
     item: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": ids}
     if request.cache_salt is not None:
@@ -105,6 +116,16 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     role, last = _roles(context, request)
     work = Prompt(context.engine, item, params, name, request.priority, context.request_timeout)
     return Chat(request, name, model, int(time.time()), work, text_of, role, last)
+
+
+def _params(context: ServerContext, request: ChatCompletionRequest, max_tokens: int) -> SamplingParams:
+    return to_sampling_params(
+        request,
+        default=context.default_sampling,
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
 
 
 def _roles(context: ServerContext, request: ChatCompletionRequest) -> tuple[str, str]:
@@ -126,7 +147,7 @@ async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
     if final is None:
         raise bad_request("The request was aborted.")
     if count_entries([final]) > INLINE_ENTRIES:
-        return await context.in_pool(_answer, context, work, final)
+        return await context.in_long_lane(_answer, context, work, final)
     return _answer(context, work, final)
 
 

@@ -14,7 +14,13 @@ from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import CompletionRequest
-from vllm.entrypoints.openai.sampling import check_sizes, kept_tokens, resolve_max_tokens, to_sampling_params
+from vllm.entrypoints.openai.sampling import (
+    check_sizes,
+    entries_of,
+    kept_tokens,
+    resolve_max_tokens,
+    to_sampling_params,
+)
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.deltas import Delta
@@ -48,16 +54,17 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
     if request.suffix is not None:
         raise bad_request("suffix is not currently supported", "suffix")
     request.refuse_later_features()
-    check_sizes(request, context.limits)
     prompts = _prompts(request, context)
-    if len(prompts) * (request.n or 1) > context.limits.max_sequences:
-        raise bad_request(f"At most {context.limits.max_sequences} sequences (prompts times n) may be asked for.", "n")
-    tokens = [await _tokens(context, request, prompt) for prompt in prompts]
+    check_sizes(request, context.limits, len(prompts))
+    tokens = await _tokens(context, request, prompts)
+    sequences = len(prompts) * max(request.n or 1, request.best_of or 1)
+    context.engine.check_admission(sequences, sum(map(len, tokens)))
     name = new_id("cmpl", request.request_id or request_id)
     work = []
-    context.engine.check_admission(len(prompts) * (request.n or 1), sum(map(len, tokens)))
-    for i, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
-        params = _params(context, request, len(ids))
+    lengths = [_max_tokens(context, request, len(ids)) for ids in tokens]
+    common = await context.in_lane(32 * entries_of(request), _params, context, request, max(lengths))
+    for i, (prompt, ids, max_tokens) in enumerate(zip(prompts, tokens, lengths, strict=True)):
+        params = common if len(prompts) == 1 else common.with_max_tokens(max_tokens)
         item: dict[str, Any] = {"prompt_token_ids": ids}
         if isinstance(prompt, str):
             item["prompt"] = prompt
@@ -83,26 +90,34 @@ def _prompts(request: CompletionRequest, context: ServerContext) -> list[str | l
     return list(prompt)  # type: ignore[arg-type]
 
 
-async def _tokens(context: ServerContext, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
-    if isinstance(prompt, str):
-        truncated = request.truncate_prompt_tokens is not None
-        ids = await context.encode(prompt, request.add_special_tokens, truncated)
-    else:
-        ids = prompt
-    limit = kept_tokens(request, context.max_model_len, request.max_tokens)
-    if limit is not None:
-        if not isinstance(prompt, str) and ids:
-            context.engine.input_processor.check_token_ids(ids)  # also those that are cut off
-        ids = ids[-limit:]
-    if not ids:
-        raise bad_request("The decoder prompt cannot be empty", "prompt")
-    return ids
+async def _tokens(
+    context: ServerContext, request: CompletionRequest, prompts: Sequence[str | list[int]]
+) -> list[list[int]]:
+    """The token ids of each prompt, cut as `truncate_prompt_tokens` asks."""
+    keep = kept_tokens(request, context.max_model_len, request.max_tokens)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        encoded = iter(await context.encode(texts, request.add_special_tokens, keep, "prompt"))
+    found: list[list[int]] = []
+    for prompt in prompts:
+        ids = next(encoded) if isinstance(prompt, str) else prompt
+        if keep is not None and not isinstance(prompt, str):
+            if ids:
+                context.engine.input_processor.check_token_ids(ids)  # also those that are cut off
+            ids = ids[-keep:]
+        if not ids:
+            raise bad_request("The decoder prompt cannot be empty", "prompt")
+        found.append(ids)
+    return found
 
 
-def _params(context: ServerContext, request: CompletionRequest, prompt_tokens: int) -> SamplingParams:
+def _max_tokens(context: ServerContext, request: CompletionRequest, prompt_tokens: int) -> int:
     # echo with max_tokens=0 asks for the prompt alone; the engine always generates one token, which is not shown.
     asked = 1 if request.echo and request.max_tokens == 0 else request.max_tokens
-    max_tokens = resolve_max_tokens(asked, prompt_tokens, context.max_model_len, context.default_sampling)
+    return resolve_max_tokens(asked, prompt_tokens, context.max_model_len, context.default_sampling, "prompt")
+
+
+def _params(context: ServerContext, request: CompletionRequest, max_tokens: int) -> SamplingParams:
     wants_prompt = request.prompt_logprobs
     if wants_prompt is None and request.echo and request.logprobs is not None:
         wants_prompt = request.logprobs
@@ -134,7 +149,7 @@ async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
     async for i, result in merge([prompt.generate() for prompt in work.prompts]):
         finals[i] = result
     if count_entries(finals) > INLINE_ENTRIES:
-        return await context.in_pool(_answer, context, work, finals)
+        return await context.in_long_lane(_answer, context, work, finals)
     return _answer(context, work, finals)
 
 

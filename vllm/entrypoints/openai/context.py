@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.engine.texts import LONG_CHARACTERS, TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
 from vllm.entrypoints.openai.sampling import RequestLimits
+from vllm.entrypoints.template_process import TemplateProcess
 from vllm.exceptions import EngineDeadError, EngineGenerateError, QueueOverflowError
 from vllm.logger import init_logger
 
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _T = TypeVar("_T")
-INLINE_CHARACTERS = 4096
 MAX_LOGGED_FIELDS = 64
+MAX_STRANGERS = 16
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -53,8 +55,12 @@ class ServerContext:
     unknown_fields: set[str] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="template"))
-    # One large body at a time, and none in the way of a small request's template.
+    strangers: TemplateProcess = field(default_factory=TemplateProcess)
+    stranger_lane: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="template")
+    )
+    strangers_waiting: int = 0
+    # One large body at a time.
     reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="reader"))
 
     @property
@@ -62,7 +68,7 @@ class ServerContext:
         """The model's tokenizer; 400 if the server runs without one."""
         tokenizer = self.engine.input_processor.tokenizer
         if tokenizer is None:
-            raise bad_request("This server has no tokenizer (--skip-tokenizer-init): pass token ids.")
+            raise no_tokenizer()
         return tokenizer
 
     def check_model(self, name: str | None) -> str:
@@ -77,18 +83,28 @@ class ServerContext:
             return None
         return sum(output.num_cached_tokens or 0 for output in outputs if output is not None)
 
-    async def encode(self, text: str, add_special_tokens: bool, truncated: bool = False) -> list[int]:
-        """Token ids of a text. One that is certainly too long is refused at once, unless it gets `truncated`."""
-        tokenizer = self.tokenizer
-        if len(text) <= INLINE_CHARACTERS:
-            return tokenizer.encode(text, add_special_tokens)
-        per_token = tokenizer.max_characters_per_token
-        if not truncated and per_token is not None and len(text) > self.max_model_len * per_token:
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, keep: int | None = None, field: str = "messages"
+    ) -> list[list[int]]:
+        """Token ids of the texts of a field, of each the last `keep` if that is a number.
+
+        Raises a 400 for one with more than the model takes.
+        """
+        intake = self.engine.input_processor.texts
+        if intake is None:
+            raise no_tokenizer()
+
+        def work() -> list[list[int]]:
+            return [intake.prompt(text, add_special_tokens, keep) for text in texts]
+
+        try:
+            return await self.engine.lanes.run(sum(map(len, texts)), work)
+        except TooManyTokensError as error:
             raise bad_request(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{len(text) // per_token} or more tokens in the messages, Please reduce the length of the messages."
-            )
-        return await self.in_pool(tokenizer.encode, text, add_special_tokens)
+                f"{error.at_least} or more tokens in the messages, Please reduce the length of the messages.",
+                field,
+            ) from None
 
     def log_request(self, request_id: str, text: str | None, token_ids: Sequence[int], params: object) -> None:
         """One line about a request, with the beginning of its prompt if --max-log-len allows.
@@ -114,9 +130,26 @@ class ServerContext:
         """Read a large body beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.reader, function, *args)
 
-    async def in_pool(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Run work that may take long (templates, long texts) beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *args)
+    async def in_stranger_lane(self, function: Callable[[], _T]) -> _T:
+        """Render a template of a request; these wait for each other only, and only a few of them."""
+        if self.strangers_waiting >= MAX_STRANGERS:
+            raise overloaded(f"{MAX_STRANGERS} requests with templates of their own wait. Try again later.")
+        self.strangers_waiting += 1
+        work = asyncio.get_running_loop().run_in_executor(self.stranger_lane, function)
+
+        def on_done(work: object) -> None:
+            self.strangers_waiting -= 1
+
+        work.add_done_callback(on_done)
+        return await work
+
+    async def in_lane(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
+        """Do work that is as large as tokenizing `size` characters, beside the event loop if that is much."""
+        return await self.engine.lanes.run(size, function, *args)
+
+    async def in_long_lane(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Finish what was begun and takes long, such as writing a large answer."""
+        return await self.engine.lanes.run(LONG_CHARACTERS + 1, function, *args, must=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +183,11 @@ class Prompt:
         )
 
 
+def no_tokenizer() -> APIError:
+    """400: nothing that takes or makes text works here."""
+    return bad_request("This server has no tokenizer (--skip-tokenizer-init): pass token ids.")
+
+
 def echoed_id(wanted: str | None) -> str:
     """The X-Request-Id to answer with: the client's if it is harmless, else a new one."""
     return wanted if wanted and _SAFE_ID.fullmatch(wanted) else uuid.uuid4().hex
@@ -176,7 +214,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, EngineDeadError):
         return APIError(503, "The engine is not running.", "ServiceUnavailableError")
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
-        return bad_request(str(error))
+        return bad_request(str(error), getattr(error, "parameter", None))
     logger.error("Unexpected error in a request", exc_info=error)
     return APIError(500, "The server failed to process the request.", "InternalServerError")
 

@@ -60,6 +60,7 @@ def not_available(feature: str) -> APIError:
 
 def safe_text(message: str) -> str:
     """`message` without addresses, paths, object representations and tracebacks, and of bounded length."""
+    message = message[: 4 * _MAX_MESSAGE]  # no more is looked at: clients may make what is quoted as long as a body
     message = _OBJECT.sub("(an object)", message)
     message = _ADDRESS.sub("(address)", message)
     message = _PATH.sub(_hide_path, message)

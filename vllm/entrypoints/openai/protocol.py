@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from vllm.entrypoints.openai.errors import APIError, bad_request
 
@@ -61,20 +61,28 @@ class _Request(BaseModel):
     """Unknown fields are kept, and logged once by the route: newer clients send what older servers do not know."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        """Of the body that it was read from, in bytes: what working on all of it costs."""
+        return self._size
 
 
 _Model = TypeVar("_Model", bound=_Request)
 
 
-def checked(model: type[_Model], data: dict[str, Any]) -> _Model:
-    """`data` as a `model`, whole numbers in it as integers. Raises APIError 400."""
+def checked(model: type[_Model], data: dict[str, Any], size: int = 0) -> _Model:
+    """`data`, read from a body of `size` bytes, as a `model`, whole numbers in it as integers. Raises APIError 400."""
     for name, value in data.items():
         if type(value) is float and value.is_integer() and abs(value) < EXACT_FLOATS:
             data[name] = int(value)  # JSON has one kind of numbers: 5.0 is 5
     try:
-        return model.model_validate(data)
+        made = model.model_validate(data)
     except ValidationError as error:
         raise _of_fields(error) from None
+    made._size = size
+    return made
 
 
 def _of_fields(error: ValidationError) -> APIError:

@@ -10,13 +10,15 @@ from typing import Any
 
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.context import ServerContext, merge, new_id
-from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import AnswerEvents, prompt_length
 from vllm.entrypoints.openai.logprobs import chat_logprobs
 from vllm.entrypoints.openai.protocol import SHARED_WITH_CHAT, ChatCompletionRequest, ResponsesRequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tool_parsers.deltas import Delta
 
+# What the chat that a response comes down to calls otherwise.
+OWN_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
 EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": None}
 
 
@@ -44,7 +46,12 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         top_logprobs=request.top_logprobs or 0,
         **{name: getattr(request, name) for name in SHARED_WITH_CHAT & request.model_fields_set},
     )
-    work = await chat.prepare(context, body, None)
+    body._size = request.size
+    try:
+        work = await chat.prepare(context, body, None)
+    except APIError as error:
+        error.param = OWN_NAMES.get(error.param or "", error.param)
+        raise
     response_id = new_id("resp", request.request_id or request_id, "_")
     return Work(request, response_id, new_id("msg", None, "_"), work)
 

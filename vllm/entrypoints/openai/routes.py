@@ -51,6 +51,8 @@ router = APIRouter(route_class=_PlainRoute)
 
 _Model = TypeVar("_Model", bound=_Request)
 INLINE_BYTES = 64 * 1024  # larger bodies are read beside the event loop
+MAX_FIELDS = 256
+MAX_FIELD_NAME = 256
 _WRONG_TYPE = "Unsupported Media Type: Only 'application/json' is allowed"
 
 # Routes of the API whose feature this version does not have: path -> (name, whether it is the model that cannot).
@@ -127,9 +129,9 @@ def _parse(model: type[_Model], body: bytes) -> _Model:
         data = parse_object(body)
     except ValueError as error:
         raise bad_request(str(error)) from None
-    if len(data) > 256:
-        raise bad_request("The body has too many fields.")
-    return checked(model, data)
+    if len(data) > MAX_FIELDS or any(len(name) > MAX_FIELD_NAME for name in data):
+        raise bad_request(f"A body has at most {MAX_FIELDS} fields, with names of at most {MAX_FIELD_NAME} characters.")
+    return checked(model, data, len(body))
 
 
 async def answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
@@ -280,7 +282,7 @@ async def tokenize(request: Request) -> Response:
         special = body.add_special_tokens
         if special is None:
             special = body.messages is None
-        ids = await context.in_pool(context.tokenizer.encode, text, special)
+        ids = await context.in_lane(len(text), context.tokenizer.encode, text, special)
     except Exception as error:
         raise as_api_error(error) from error
 
@@ -289,7 +291,7 @@ async def tokenize(request: Request) -> Response:
         found = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
         return json.dumps(found).encode()
 
-    return Response(await context.in_pool(encoded), media_type="application/json")
+    return Response(await context.in_lane(4 * len(ids), encoded), media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
@@ -298,13 +300,20 @@ async def detokenize(request: Request) -> Response:
     body = await read(request, DetokenizeRequest)
     context.check_model(body.model)
     tokenizer = context.tokenizer
-    if len(body.tokens) > 1_000_000:
-        raise bad_request("At most 1000000 tokens may be detokenized at once.", "tokens")
-    size = len(tokenizer)
-    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
-        raise bad_request(f"Token ids must be between 0 and {size - 1}.", "tokens")
-    text = await context.in_pool(tokenizer.decode, body.tokens)
-    return JSONResponse({"prompt": text})
+    most = context.limits.max_detokenized
+    if len(body.tokens) > most:
+        raise bad_request(f"At most {most} tokens may be detokenized at once, got {len(body.tokens)}.", "tokens")
+
+    def decoded() -> bytes:
+        size = len(tokenizer)
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+            raise bad_request(f"Token ids must be between 0 and {size - 1}.", "tokens")
+        return json.dumps({"prompt": tokenizer.decode(body.tokens)}).encode()
+
+    try:
+        return Response(await context.in_lane(4 * len(body.tokens), decoded), media_type="application/json")
+    except Exception as error:
+        raise as_api_error(error) from error
 
 
 @router.get("/tokenizer_info")

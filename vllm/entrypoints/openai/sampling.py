@@ -21,13 +21,23 @@ class RequestLimits:
     max_beam_width: int = 64  # a step of a beam search sorts all beams at once
     max_messages: int = 2048
     max_tokenized_characters: int = 1_000_000  # of /tokenize, which no context length bounds
+    max_tools: int = 1024
+    max_documents: int = 1024
+    max_detokenized: int = 1_000_000  # tokens, of /detokenize
     max_stop_strings: int = 64
     max_stop_length: int = 1024
-    max_list_length: int = 100_000  # logit_bias, allowed_token_ids, stop_token_ids, bad_words
+    max_bad_words: int = 4096
+    max_bad_word_characters: int = 100_000  # of all bad words together
+    max_list_length: int = 100_000  # logit_bias, allowed_token_ids, stop_token_ids
+    # Each sequence has these lists for itself when it is computed: entries of all of them, times sequences.
+    max_entries: int = 2_000_000
 
 
-def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: RequestLimits) -> None:
-    """Raise if a list or string of the request is longer than its limit."""
+LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words")
+
+
+def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: RequestLimits, prompts: int = 1) -> None:
+    """Raise if a list or string of the request is longer than its limit, or the request asks for too much in all."""
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > limits.max_stop_strings:
         raise bad_request(f"At most {limits.max_stop_strings} stop strings may be given, got {len(stops)}.", "stop")
@@ -36,10 +46,29 @@ def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: Requ
     width = max(request.n or 1, request.best_of or 1)
     if request.use_beam_search and width > limits.max_beam_width:
         raise bad_request(f"A beam search may have at most {limits.max_beam_width} beams.", "best_of")
-    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words"):
+    entries = 0
+    for name in LISTS:
         value = getattr(request, name)
-        if value is not None and len(value) > limits.max_list_length:
-            raise bad_request(f"{name} may have at most {limits.max_list_length} entries, got {len(value)}.", name)
+        most = limits.max_bad_words if name == "bad_words" else limits.max_list_length
+        if value is not None and len(value) > most:
+            raise bad_request(f"{name} may have at most {most} entries, got {len(value)}.", name)
+        entries += len(value or ())
+    if sum(map(len, request.bad_words or ())) > limits.max_bad_word_characters:
+        most = limits.max_bad_word_characters
+        raise bad_request(f"bad_words may have at most {most} characters in all.", "bad_words")
+    sequences = prompts * max(request.n or 1, request.best_of or 1)
+    if sequences > limits.max_sequences:
+        raise bad_request(f"At most {limits.max_sequences} sequences (prompts times n) may be asked for.", "n")
+    if sequences * entries > limits.max_entries:
+        raise bad_request(
+            f"{sequences} sequences with {entries} entries each in {', '.join(LISTS)} are too much for one request: at "
+            f"most {limits.max_entries} in all. Send fewer sequences, or shorter lists."
+        )
+
+
+def entries_of(request: CompletionRequest | ChatCompletionRequest) -> int:
+    """How many entries its lists have: what it costs to check and copy them."""
+    return sum(len(getattr(request, name) or ()) for name in LISTS)
 
 
 def to_sampling_params(
@@ -101,16 +130,19 @@ def kept_tokens(
 
 
 def resolve_max_tokens(
-    asked: int | None, prompt_tokens: int, max_model_len: int, default: dict[str, Any], what: str = "messages"
+    asked: int | None, prompt_tokens: int, max_model_len: int, default: dict[str, Any], field: str = "messages"
 ) -> int:
     """How many tokens may be generated: what is asked, else what is left; never more than the model's own cap.
+
+    field: that holds the prompt.
 
     Raises a 400 that names the numbers if prompt and answer do not fit.
     """
     if prompt_tokens >= max_model_len:
         raise bad_request(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested {prompt_tokens} "
-            f"tokens in the {what}, Please reduce the length of the {what}."
+            "tokens in the messages, Please reduce the length of the messages.",
+            field,
         )
     left = max_model_len - prompt_tokens
     if asked is None:
@@ -120,7 +152,8 @@ def resolve_max_tokens(
     if asked > left:
         raise bad_request(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-            f"{prompt_tokens + asked} tokens ({prompt_tokens} in the {what}, {asked} in the completion). Please reduce "
-            f"the length of the {what} or completion."
+            f"{prompt_tokens + asked} tokens ({prompt_tokens} in the messages, {asked} in the completion). Please "
+            "reduce the length of the messages or completion.",
+            field,
         )
     return min(asked, default.get("max_tokens") or asked)

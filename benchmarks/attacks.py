@@ -1,0 +1,323 @@
+"""What one request can take from others: `python -m benchmarks.attacks [--family]` prints a table.
+
+Beside each attack another client reads streams of 64 tokens, one after the other, and a third asks for /health. Shown
+are the longest time in which the reader got nothing, the slowest /health, the answer, and the memory of the front end
+before, at most, and 10 s after the attack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+STREAM = {"prompt": "Hello", "max_tokens": 64, "stream": True, "ignore_eos": True, "temperature": 0}
+USER = {"role": "user", "content": "Hi"}
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Attack:
+    name: str
+    path: str
+    body: Callable[[], dict[str, Any]]  # made when it is needed: many are megabytes
+
+
+@dataclass
+class Effect:
+    """Times in seconds, memory in bytes."""
+
+    status: int = 0
+    took: float = 0.0
+    gap: float = 0.0
+    health: float = 0.0
+    memory: list[int] = field(default_factory=lambda: [0, 0, 0])  # before, at most, in the end
+
+
+# What was found to hold up a server, each by a request of its own.
+FOUND = [
+    Attack(
+        "bad_words: 1,500 of 4,000 characters",
+        COMPLETIONS,
+        lambda: {"prompt": "a", "max_tokens": 1, "bad_words": ["a" * 4000 + str(i) for i in range(1500)]},
+    ),
+    Attack(
+        "bad_words: 4,000 of 20 characters",
+        COMPLETIONS,
+        lambda: {"prompt": "a", "max_tokens": 1, "bad_words": [f"{i} and some more text" for i in range(4000)]},
+    ),
+    Attack("/tokenize: 1,000,000 CJK characters", "/tokenize", lambda: {"prompt": "世界" * 500_000}),
+    Attack(
+        "/detokenize: 1,000,000 tokens", "/detokenize", lambda: {"tokens": [100 + i % 100 for i in range(1_000_000)]}
+    ),
+    Attack(
+        "truncate_prompt_tokens of 5 MB",
+        COMPLETIONS,
+        lambda: {"prompt": "ab " * 1_700_000, "max_tokens": 1, "truncate_prompt_tokens": -1},
+    ),
+    Attack("a prompt of 15 MB", COMPLETIONS, lambda: {"prompt": "ab " * (5 * MEGABYTE), "max_tokens": 1}),
+    Attack("messages of 15 MB", CHAT, lambda: {"messages": [{"role": "user", "content": "ab " * (5 * MEGABYTE)}]}),
+    Attack(
+        "1,000 prompts with a logit_bias of 100,000",
+        COMPLETIONS,
+        lambda: {"prompt": ["a"] * 1000, "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(500, 100_500)}},
+    ),
+    Attack("model: 15 MB", COMPLETIONS, lambda: {"model": "/a" * (7 * MEGABYTE), "prompt": "a"}),
+    Attack("n = 2,000", COMPLETIONS, lambda: {"prompt": "a", "max_tokens": 30, "n": 2000, "ignore_eos": True}),
+    Attack("1,000 prompts", COMPLETIONS, lambda: {"prompt": ["a b c"] * 1000, "max_tokens": 30, "ignore_eos": True}),
+    Attack(
+        "64 beams",
+        COMPLETIONS,
+        lambda: {"prompt": "a", "max_tokens": 30, "use_beam_search": True, "best_of": 64, "temperature": 0},
+    ),
+]
+TEMPLATES = [
+    Attack(
+        f"chat_template {name}", CHAT, lambda text=text: {"messages": [USER], "chat_template": text, "max_tokens": 1}
+    )
+    for name, text in (
+        ("tojson(indent)", "{{ messages|tojson(indent=40000000) }}"),
+        ("center", "{{ 'a'.center(1000000000)|length }}"),
+        ("replace", "{{ ('a'*9000000).replace('a', 'b'*1000)|length }}"),
+        ("join", "{{ (['x'*9000000]*1000000)|join|length }}"),
+        ("format", "{{ '%1000000000d'|format(1)|length }}"),
+        ("loops", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+    )
+]
+
+
+def family(size: int = MEGABYTE) -> Iterator[Attack]:
+    """Every field of every body, with texts and counts of about `size` bytes: long, many, multi-byte, nested."""
+    from vllm.entrypoints.openai import protocol
+
+    bodies: list[tuple[str, type[Any], dict[str, Any]]] = [
+        (COMPLETIONS, protocol.CompletionRequest, {"prompt": "a", "max_tokens": 1}),
+        (CHAT, protocol.ChatCompletionRequest, {"messages": [USER], "max_tokens": 1}),
+        (RESPONSES, protocol.ResponsesRequest, {"input": "a", "max_output_tokens": 1}),
+        ("/tokenize", protocol.TokenizeRequest, {"prompt": "a"}),
+        ("/detokenize", protocol.DetokenizeRequest, {"tokens": [5]}),
+    ]
+    for path, model, valid in bodies:
+        for name in (*model.model_fields, "no_such_field"):
+            for kind, make in shapes(name, size).items():
+                yield Attack(f"{path} {name}: {kind}", path, lambda v=valid, n=name, m=make: {**v, n: m()})
+
+
+def shapes(name: str, size: int) -> dict[str, Callable[[], Any]]:
+    """The values of one field: of any kind, and of the kind that the field takes."""
+    words = size // 12
+    found: dict[str, Callable[[], Any]] = {
+        "long": lambda: "ab " * (size // 3),
+        "many": lambda: [f"w{i}" for i in range(words)],
+        "many numbers": lambda: list(range(size // 8)),
+        "multi-byte": lambda: "世🙂" * (size // 7),
+        "nested": lambda: nested(60, size // 64),
+        "many keys": lambda: {str(i): 1 for i in range(words)},
+        "a large number": lambda: 10**9,
+    }
+    if name in ("messages", "input"):
+        found |= {
+            "long content": lambda: [{"role": "user", "content": "ab " * (size // 3)}],
+            "multi-byte content": lambda: [{"role": "user", "content": "世🙂" * (size // 7)}],
+            "many messages": lambda: [USER] * (size // 40),
+            "2,000 messages": lambda: [USER] * 2000,
+            "many parts": lambda: [{"role": "user", "content": [{"type": "text", "text": "a"}] * (size // 32)}],
+            "long role": lambda: [{"role": "x" * size, "content": "a"}],
+        }
+    elif name == "tools":
+        found |= {
+            "long tool": lambda: [tool("f", "x" * size)],
+            "many tools": lambda: [tool(f"f{i}", "") for i in range(size // 80)],
+            "nested tool": lambda: [tool("f", "", nested(50, size // 64))],
+        }
+    elif name == "documents":
+        found |= {
+            "long document": lambda: [{"title": "a", "text": "x" * size}],
+            "many documents": lambda: [{"title": "a", "text": "b"}] * (size // 32),
+        }
+    elif name == "prompt":
+        found |= {
+            "many ids lists": lambda: [[5, 6]] * (size // 8),
+            "1,000 texts": lambda: ["ab " * (size // 3000)] * 1000,
+        }
+    elif name == "chat_template_kwargs":
+        found |= {"long value": lambda: {"x": "y" * size}, "nested value": lambda: {"x": nested(50, size // 64)}}
+    return found
+
+
+def tool(name: str, description: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters or {}}}
+
+
+def nested(depth: int, width: int) -> Any:
+    """Lists in lists, with a wide one inside."""
+    value: Any = ["x"] * width
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+class Bystanders:
+    """A client that reads streams and one that asks for /health, until `end`."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self._port = port
+        self._stream = json.dumps({**STREAM, "model": model})
+        self._ended = False
+        self.gaps: list[tuple[float, float]] = []  # (when, how long)
+        self.healths: list[tuple[float, float]] = []
+        self.wrong: list[str] = []
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._ask)]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        self._ended = True
+        for thread in self._threads:
+            thread.join()
+
+    def worst_since(self, begun: float) -> tuple[float, float]:
+        """The longest gap and the slowest /health that ended after `begun`."""
+        return tuple(  # type: ignore[return-value]
+            max((seconds for when, seconds in found if when >= begun), default=0.0)
+            for found in (list(self.gaps), list(self.healths))
+        )
+
+    def _read(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        while not self._ended:
+            before = time.monotonic()
+            connection.request("POST", COMPLETIONS, self._stream, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            whole = b""
+            while part := answer.read1(65536):
+                now = time.monotonic()
+                self.gaps.append((now, now - before))
+                before = now
+                whole += part
+            if answer.status != 200 or not whole.endswith(b"data: [DONE]\n\n"):
+                self.wrong.append(f"{answer.status} {whole[-200:]!r}")
+            time.sleep(0.002)
+        connection.close()
+
+    def _ask(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        while not self._ended:
+            begun = time.monotonic()
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            now = time.monotonic()
+            self.healths.append((now, now - begun))
+            if answer.status != 200:
+                self.wrong.append(f"/health: {answer.status}")
+            time.sleep(0.02)
+        connection.close()
+
+
+def post(port: int, path: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer; 0 if the connection ends without one."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (ConnectionError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def measure(port: int, pid: int, attack: Attack, watched: Bystanders, patience: float = 10.0) -> Effect:
+    """Make one attack. `patience`: seconds that the memory gets to come back, 0 if nobody wants to know."""
+    body = json.dumps(attack.body()).encode()
+    process, effect = psutil.Process(pid), Effect()
+    effect.memory[0] = process.memory_info().rss
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.01):
+            effect.memory[1] = max(effect.memory[1], process.memory_info().rss)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    begun = time.monotonic()
+    effect.status, _ = post(port, attack.path, body)
+    effect.took = time.monotonic() - begun
+    time.sleep(0.05 if patience else 0.01)
+    effect.gap, effect.health = watched.worst_since(begun)
+    done.set()
+    looking.join()
+    if patience:
+        time.sleep(patience)
+    effect.memory[2] = process.memory_info().rss
+    return effect
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple[int, int]]:
+    """(port, process id) of a server with the demo model."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "demo", "--port", "0"]
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        quiet = ["--disable-log-requests", "--disable-uvicorn-access-log"]
+        process = subprocess.Popen([*command, *quiet, *flags], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            found = None
+            while found is None:
+                text = Path(log.name).read_text(errors="replace")
+                if process.poll() is not None:
+                    raise RuntimeError(f"The server did not start:\n{text}")
+                found = re.search(r"Serving on https?://\S+:(\d+)", text)
+                time.sleep(0.05)
+            yield int(found.group(1)), process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", action="store_true", help="every field instead of what was found, the worst ten")
+    parser.add_argument("--only", default="", help="those whose name has this in it")
+    args = parser.parse_args()
+    attacks = list(family()) if args.family else [*FOUND, *TEMPLATES]
+    results = []
+    with serving("--trust-request-chat-template") as (port, pid):
+        watched = Bystanders(port, "demo")
+        time.sleep(3.0)
+        alone = watched.worst_since(0.0)
+        for attack in attacks:
+            if args.only in attack.name:
+                results.append((attack.name, measure(port, pid, attack, watched, 0.0 if args.family else 10.0)))
+        watched.end()
+    if args.family:
+        print(f"{len(results)} requests, {sum(effect.status >= 500 for _, effect in results)} server errors")
+        results = sorted(results, key=lambda result: -result[1].gap)[:10]
+    print("| request | answer | longest gap | /health | memory before, at most, after |\n|---|---|---|---|---|")
+    print(f"| none | - | {alone[0] * 1e3:.0f} ms | {alone[1] * 1e3:.0f} ms | - |")
+    for name, effect in results:
+        memory = ", ".join(f"{size / MEGABYTE:.0f}" for size in effect.memory)
+        print(
+            f"| {name} | {effect.status} after {effect.took:.2f} s | {effect.gap * 1e3:.0f} ms | "
+            f"{effect.health * 1e3:.0f} ms | {memory} MB |"
+        )
+    for text in watched.wrong[:5]:
+        print("wrong:", text)
+
+
+if __name__ == "__main__":
+    main()
