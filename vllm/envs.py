@@ -320,7 +320,7 @@ _TABLE = (
     EnvVar("VLLM_CONFIGURE_LOGGING", _flag, True, "0: leave the configuration of logging to the application."),
     EnvVar("VLLM_LOGGING_CONFIG_PATH", _path, None, "JSON file for logging.config.dictConfig."),
     EnvVar("VLLM_LOGGING_LEVEL", _log_level, "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL."),
-    EnvVar("VLLM_TRACE_FUNCTION", _integer, 0, "1: log every function call.", "function calls are not traced"),
+    EnvVar("VLLM_TRACE_FUNCTION", _integer, 0, "1: write every call of a function to files."),
     EnvVar("VLLM_NO_DEPRECATED_WARNING", _flag, False, "Skip warnings about deprecated names."),
     EnvVar("VLLM_USAGE_STATS", _flag, False, "Add a line about each start to usage_stats.json on this machine."),
     EnvVar("VLLM_USAGE_STATS_SERVER", _text, "https://stats.vllm.ai", "Where statistics go.", _NO_STATS),
@@ -332,9 +332,13 @@ _TABLE = (
 environment_variables: dict[str, EnvVar] = {variable.name: variable for variable in _TABLE}
 
 
+# Variables that launchers and build systems set for other programs.
+_SET_FOR_OTHERS = frozenset({"CUDA_HOME", "LD_LIBRARY_PATH", "VERBOSE", "CMAKE_BUILD_TYPE"})
+
+
 def set_without_effect() -> dict[str, str]:
     """Variables of this package that are set although they change nothing, each with the reason (for one log line)."""
-    return {v.name: v.unused for v in _TABLE if v.unused and v.is_set and v.name.startswith("VLLM_")}
+    return {v.name: v.unused for v in _TABLE if v.unused and v.is_set and v.name not in _SET_FOR_OTHERS}
 
 
 def is_set(name: str) -> bool:

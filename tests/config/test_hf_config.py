@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +337,19 @@ def test_no_document_raises_anything_but_a_value_error(model_type: str, changes:
         assert str(error)
     else:
         assert len(values[6]) == config.num_layers
+
+
+def test_overrides_that_no_model_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FAMILIES["llama"][1], "model_type": "llama", "own": 1}))
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        HFConfig.load(
+            tmp_path, hf_overrides={"own": 2, "sliding_window": 8, "torch_dtype": "float16", "rms_norm_eps": 1}
+        )
+        assert not caplog.text
+        HFConfig.load(tmp_path, hf_overrides={"rms_norm_epz": 1e-5, "vocab_size": 400})
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "no model has the fields rms_norm_epz" in caplog.text
+    assert "vocab_size" not in caplog.text

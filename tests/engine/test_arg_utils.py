@@ -410,6 +410,10 @@ OBSOLETE: list[dict[str, Any]] = [
     {"num_scheduler_steps": 8},
     {"override_generation_config": {"eos_token_id": 5}},
     {"code_revision": "x"}, {"eplb_window_size": 5}, {"ngram_prompt_lookup_max": 3},
+    {"gpu_memory_utilization": 0.5}, {"enforce_eager": True}, {"max_seq_len_to_capture": 99}, {"cuda_graph_sizes": [4]},
+    {"cudagraph_capture_sizes": [4]}, {"max_cudagraph_capture_size": 4}, {"disable_async_output_proc": True},
+    {"async_scheduling": True}, {"trust_remote_code": True}, {"revision": "main"}, {"additional_config": {"a": 1}},
+    {"distributed_timeout_seconds": 5}, {"disable_custom_all_reduce": True},
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
@@ -172,3 +173,16 @@ def inputs(*prompts: Any) -> list[RequestInput]:
 )
 def test_the_first_step_is_cut_off_only_where_the_rest_has_nothing_to_do_with_it(prompts, count):
     assert first_step(inputs(*prompts), max_tokens=5, max_requests=3, block_size=2) == count
+
+
+def test_unknown_keys_of_a_prompt_are_named_once(processor, caplog):
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        for _ in range(3):
+            processor.process(RequestInput("r", {"prompt": "The fox", "promt_token_ids": [1]}, SamplingParams()))
+        processor.process(RequestInput("r", {"prompt": "The fox", "cache_salt": "a"}, SamplingParams()))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.text.count("'promt_token_ids' of a prompt is not known") == 1
+    assert "cache_salt' of" not in caplog.text

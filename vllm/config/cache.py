@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.config.fields import setting
+from vllm.config.fields import on_cpu, setting
 from vllm.config.kinds import Choice, Flag, Integer, Number, Text
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e5m2", "fp8_e4m3")
@@ -26,6 +26,7 @@ class CacheConfig:
         0.9,
         Number(),
         "The part of the device's memory, from 0 to 1, that weights, activations and KV cache of this engine may take.",
+        idle=on_cpu("VLLM_CPU_KVCACHE_SPACE sets the size of the cache on the CPU"),
     )
     kv_cache_memory_bytes: int | None = setting(
         None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.config.fields import setting
+from vllm.config.fields import on_cpu, setting
 from vllm.config.kinds import Integer, Kind, NumberList, parse_json
 
 _MAX_LEVEL = 3
@@ -19,6 +19,7 @@ _COMPILER_KEYS = frozenset({
     "inductor_compile_config", "inductor_passes", "cudagraph_num_of_warmups", "cudagraph_copy_inputs",
     "full_cuda_graph", "pass_config", "max_capture_size", "mode", "cudagraph_mode",
 })  # fmt: skip
+_NO_GRAPHS = on_cpu("there are no CUDA graphs on the CPU")
 _OWN_KEYS = frozenset({"level", "use_cudagraph", "cudagraph_capture_sizes"})
 
 
@@ -62,15 +63,20 @@ class CompilationConfig:
         DEFAULT_GRAPH_SIZES,
         NumberList(optional=True, whole=True),
         "Batch sizes of CUDA graphs; another single number is the largest of a default series.",
+        idle=_NO_GRAPHS,
     )
     capture_sizes: list[int] | None = setting(
         None,
         NumberList(optional=True, whole=True),
         "Batch sizes of CUDA graphs, exactly these.",
         name="cudagraph_capture_sizes",
+        idle=_NO_GRAPHS,
     )
     max_cudagraph_capture_size: int | None = setting(
-        None, Integer(low=1, optional=True), "The largest of the default series of batch sizes of CUDA graphs."
+        None,
+        Integer(low=1, optional=True),
+        "The largest of the default series of batch sizes of CUDA graphs.",
+        idle=_NO_GRAPHS,
     )
     level: int = 0
     use_cudagraph: bool = False

@@ -21,7 +21,10 @@ class DeviceConfig:
     )  # fmt: skip
 
     additional_config: dict[str, Any] = setting(
-        {}, Json(optional=True), "Settings for platform plug-ins, passed through."
+        {},
+        Json(optional=True),
+        "Settings for platform plug-ins, passed through.",
+        idle=lambda config: "no platform plug-in reads it",
     )
 
     @property

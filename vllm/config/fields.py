@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ class Setting:
     later:     a feature that does not exist yet: any value but the default is refused; a mapping refuses some values.
     needs:     the switch without which the setting has no effect (said in the log).
     obsolete:  why the setting changes nothing any more (said in the log).
+    idle:      given the resolved configuration, why the setting changes nothing in it, or "" (said in the log).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Setting:
     later: str | Mapping[Any, str] = ""
     needs: str = ""
     obsolete: str = ""
+    idle: Callable[[Any], str] | None = None
 
     def new_default(self) -> Any:
         """The default; containers are fresh ones."""
@@ -61,6 +63,7 @@ def setting(
     later: str | Mapping[Any, str] = "",
     needs: str = "",
     obsolete: str = "",
+    idle: Callable[[Any], str] | None = None,
 ) -> Any:
     """A field of a config class that users may set.
 
@@ -68,11 +71,16 @@ def setting(
     config never holds `default`.
     """
     parts = {"name": name, "default": default, "kind": kind, "help": help, "flags": flags, "later": later,
-             "needs": needs, "obsolete": obsolete}  # fmt: skip
+             "needs": needs, "obsolete": obsolete, "idle": idle}  # fmt: skip
     own = default if resolved is _SAME else resolved
     if isinstance(own, dict | list):
         return dataclasses.field(default_factory=lambda: type(own)(own), metadata={_KEY: parts})
     return dataclasses.field(default=own, metadata={_KEY: parts})
+
+
+def on_cpu(reason: str) -> Callable[[Any], str]:
+    """For `idle`: `reason`, where the model runs on the CPU."""
+    return lambda config: reason if config.device_config.device == "cpu" else ""
 
 
 def settings_of(config_class: type) -> list[Setting]:

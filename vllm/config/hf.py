@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.facts import Facts, Windows, facts_of
-from vllm.config.hf_defaults import class_defaults
+from vllm.config.hf_defaults import class_defaults, known_fields
 from vllm.config.hf_rope import ROPE_KINDS, RopeSettings, parse_rope
+from vllm.logger import init_logger
 
 __all__ = ["ROPE_KINDS", "HFConfig", "RopeSettings", "read_json_object", "refuse_model_code"]
 
 MAX_JSON_BYTES = 16 * 2**20
+logger = init_logger(__name__)
+
 _MAX_LAYERS = 10_000
 _MAX_HEADS = 65_536
 _MAX_WIDTH = 2**24
@@ -95,6 +98,14 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         old = merged.get(name)
         merged[name] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
     return merged
+
+
+# Fields that configs have although no class sets them by default.
+_OVERRIDABLE = frozenset(
+    {"architectures", "auto_map", "dtype", "head_dim", "layer_types", "model_type", "pad_token_id",
+     "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "text_config",
+     "torch_dtype", "vocab_size"}
+).union(*_NAMES.values())  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -456,6 +467,9 @@ def _with_overrides(raw: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     """`changes` laid over the file's fields. Rope fields may be spelled unlike the file's: `rope_parameters` of newer
     files, `rope_scaling` and its neighbours of older ones.
     """
+    unknown = sorted(changes.keys() - raw.keys() - _OVERRIDABLE - known_fields())
+    if unknown:
+        logger.warning("hf_overrides: no model has the fields %s; they change nothing.", ", ".join(map(str, unknown)))
     merged = _merge(raw, changes)
     if "rope_parameters" in changes:
         if "rope_scaling" not in changes:

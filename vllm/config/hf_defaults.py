@@ -17,6 +17,11 @@ def _table() -> dict[str, dict[str, Any]]:
     return document
 
 
+def known_fields() -> frozenset[str]:
+    """Every field that the class of any model sets by default."""
+    return frozenset(name for entry in _table().values() for name in entry.get("defaults", ()))
+
+
 def class_defaults(model_type: str) -> dict[str, Any]:
     """Field -> value for models of `model_type`. A field whose class default is None (or is computed) is not listed."""
     defaults: dict[str, Any] = _table().get(model_type, {}).get("defaults", {})

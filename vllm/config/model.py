@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.config.fields import UnsupportedSettingError, setting
+from vllm.config.fields import UnsupportedSettingError, on_cpu, setting
 from vllm.config.generation import diff_sampling_params
 from vllm.config.hf import HFConfig
 from vllm.config.kinds import Choice, Flag, Integer, Json, JsonOr, Kind, Number, Text, TextList
@@ -49,6 +49,18 @@ class _Dtype(Kind):
 
     def cli(self) -> dict[str, Any]:
         return {"type": str, "choices": list(DTYPES)}
+
+
+_NO_GRAPHS = on_cpu("there are no CUDA graphs on the CPU")
+
+
+def _is_local(config: Any) -> str:
+    model = config.model_config
+    return "the model is a folder of this machine" if Path(model.model).expanduser().exists() else ""
+
+
+def _brings_no_code(config: Any) -> str:
+    return "" if any(config.model_config.path.glob("*.py")) else "the model brings no Python code"
 
 
 def _unknown_quantization(value: Any) -> str:
@@ -97,7 +109,9 @@ class ModelConfig:
         Choice(values=TOKENIZER_MODES, error=_unknown_tokenizer_mode),
         '"auto" (the fast tokenizer if there is one), "slow", "mistral" (mistral_common) or "custom".',
     )
-    trust_remote_code: bool = setting(False, Flag(), "Allow Python code of the model's repository to run.")
+    trust_remote_code: bool = setting(
+        False, Flag(), "Allow Python code of the model's repository to run.", idle=_brings_no_code
+    )
     dtype: str = setting(
         "auto",
         _Dtype(),
@@ -121,7 +135,7 @@ class ModelConfig:
         None, Text(optional=True), "Name or folder of the model's config.json. Default: the model's."
     )
     revision: str | None = setting(
-        None, Text(optional=True), "Branch, tag or commit of the model. Default: the default branch."
+        None, Text(optional=True), "Branch, tag or commit of the model. Default: the default branch.", idle=_is_local
     )
     code_revision: str | None = setting(
         None, Text(optional=True), "Branch, tag or commit of the model's Python code.", needs="trust_remote_code"
@@ -159,13 +173,20 @@ class ModelConfig:
         "How the weights are quantized. Default: what config.json says.",
         flags=("-q",),
     )
-    enforce_eager: bool = setting(False, Flag(optional=True), "Never use CUDA graphs.")
-    max_seq_len_to_capture: int = setting(8192, Integer(low=1), "CUDA graphs are used for sequences up to this length.")
+    enforce_eager: bool = setting(False, Flag(optional=True), "Never use CUDA graphs.", idle=_NO_GRAPHS)
+    max_seq_len_to_capture: int = setting(
+        8192, Integer(low=1), "CUDA graphs are used for sequences up to this length.", idle=_NO_GRAPHS
+    )
     max_logprobs: int = setting(20, Integer(low=-1), "The most logprobs per token that a request may ask for; -1: all.")
     disable_sliding_window: bool = setting(
         False, Flag(), "Do without a sliding window: max_model_len is at most the window."
     )
-    disable_async_output_proc: bool = setting(False, Flag(), "Finish a step's outputs before the next step is planned.")
+    disable_async_output_proc: bool = setting(
+        False,
+        Flag(),
+        "Finish a step's outputs before the next step is planned.",
+        idle=on_cpu("steps never overlap on the CPU"),
+    )
     served_model_name: str = setting(
         None,
         TextList(optional=True),

@@ -46,10 +46,18 @@ class ParallelConfig:
         "Load the model on this many workers at a time.",
         obsolete="every worker streams its own part of the weights, so nothing is gained by taking turns",
     )
-    disable_custom_all_reduce: bool = setting(False, Flag(), "Sum tensors of GPUs by NCCL only, also small ones.")
+    disable_custom_all_reduce: bool = setting(
+        False,
+        Flag(),
+        "Sum tensors of GPUs by NCCL only, also small ones.",
+        idle=lambda config: "" if config.parallel_config.world_size > 1 else "there is one worker",
+    )
     ray_workers_use_nsight: bool = setting(False, Flag(), "Profile Ray workers with nsight.")
     distributed_timeout_seconds: int | None = setting(
-        None, Integer(low=1, optional=True), "Seconds after which a collective operation counts as failed."
+        None,
+        Integer(low=1, optional=True),
+        "Seconds after which a collective operation counts as failed.",
+        idle=lambda config: "" if config.parallel_config.world_size > 1 else "there is one worker",
     )
     worker_cls: str = setting("auto", Text(), "The worker class.", later="Custom worker classes (worker_cls)")
     worker_extension_cls: str = setting(

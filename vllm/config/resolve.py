@@ -33,6 +33,7 @@ from vllm.config.quantization import resolve_quantization
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.settings import (
     check_settings,
+    log_idle_settings,
     log_useless_settings,
     refuse_missing_features,
 )
@@ -80,7 +81,7 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
     model.verify_with_parallel_config(parallel)
     cache = _cache(args, model, device, why)
     scheduler = _scheduler(args, model.max_model_len, platform, usage, why)
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         cache_config=cache,
         parallel_config=parallel,
@@ -93,6 +94,8 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
         additional_config=args["additional_config"],
         explanation=why,
     )
+    log_idle_settings(args, config)
+    return config
 
 
 def _with_older_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:

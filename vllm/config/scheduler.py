@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.config.fields import setting
+from vllm.config.fields import on_cpu, setting
 from vllm.config.kinds import Choice, Flag, Integer, Number, Text
 
 DEFAULT_SCHEDULER_CLASS = "vllm.core.scheduler.Scheduler"
@@ -90,6 +90,7 @@ class SchedulerConfig:
         None,
         Flag(optional=True),
         "Plan the next step while the device runs this one. Default: on, where the device works by itself (CUDA).",
+        idle=on_cpu("steps never overlap on the CPU"),
     )
     scheduler_cls: str = setting(
         DEFAULT_SCHEDULER_CLASS, Text(optional=True), "The scheduler class.", later="Custom schedulers (scheduler_cls)"

@@ -93,6 +93,16 @@ def log_useless_settings(args: Mapping[str, Any]) -> None:
             logger.warning("%s has no effect without %s.", setting.name, setting.needs)
 
 
+def log_idle_settings(args: Mapping[str, Any], config: Any) -> None:
+    """One log line for each setting that was set and changes nothing in this (resolved) configuration."""
+    for setting in all_settings():
+        if setting.idle is None or _or_default(setting, args) == setting.default:
+            continue
+        reason = setting.idle(config)
+        if reason:
+            logger.warning("%s=%r changes nothing here: %s.", setting.name, args[setting.name], reason)
+
+
 def _or_default(setting: Setting, args: Mapping[str, Any]) -> Any:
     """The value of a checked setting; an empty container is as good as a default of None."""
     value = args[setting.name]

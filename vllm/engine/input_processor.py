@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from vllm.engine.texts import PLAUSIBLE_CHARACTERS_PER_TOKEN, Texts, TooManyToke
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType, is_explicit_encoder_decoder_prompt
 from vllm.inputs.parse import parse_singleton_prompt
+from vllm.logger import init_logger
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.step.messages import CoreRequest
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.engine.tokenizer import Tokenizer
     from vllm.lora.request import LoRARequest
     from vllm.prompt_adapter.request import PromptAdapterRequest
+
+logger = init_logger(__name__)
 
 SEED_BITS = 64
 _SEED_MASK = (1 << SEED_BITS) - 1
@@ -40,6 +44,11 @@ BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop": (None, []),
     "prompt_logprobs": (None,),
 }
+# What a prompt may say: TextPrompt, TokensPrompt, and what is refused with a reason of its own.
+_PROMPT_KEYS = frozenset(
+    {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids",
+     "token_type_ids", "prompt_embeds"}
+)  # fmt: skip
 _priority = integer_in(-(2**31), 2**31 - 1)
 
 
@@ -169,6 +178,8 @@ class InputProcessor:
             )
         content: Mapping[str, Any] = found["content"]
         _refuse_what_needs_other_models(content)
+        for name in content.keys() - _PROMPT_KEYS:
+            _warn_of_key(show(name))
         salt, text = content.get("cache_salt"), content.get("prompt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise VLLMValidationError(f"cache_salt must be a non-empty string, got {salt!r}.", parameter="cache_salt")
@@ -494,6 +505,11 @@ def _through_an_array(token_ids: list[Any] | tuple[Any, ...]) -> tuple[list[int]
     numbers: np.ndarray = np.frombuffer(plain, np.int32)
     low, high = int(numbers.min()), int(numbers.max())
     return (plain.tolist(), (low, high)) if low > 1 or set(map(type, token_ids)) <= {int} else None
+
+
+@lru_cache(maxsize=256)  # once for each name
+def _warn_of_key(name: str) -> None:
+    logger.warning("The key %r of a prompt is not known and changes nothing; known are %s.", name, sorted(_PROMPT_KEYS))
 
 
 def _refuse_what_needs_other_models(content: Mapping[str, Any]) -> None:

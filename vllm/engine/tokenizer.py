@@ -449,6 +449,8 @@ def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) 
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # settings of a kind that nobody expected
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"The tokenizer in {path} cannot be read; its files may be damaged: {problem}") from error
+    if mode == "slow" and getattr(found, "is_fast", False):
+        logger.warning("tokenizer_mode='slow' changes nothing: %s has a fast tokenizer only.", path)
     if not has_vocabulary and not found.encode("a", add_special_tokens=False):
         raise _no_tokenizer(path)  # other classes make an empty one
     return found

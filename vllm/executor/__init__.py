@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.executor.base import Executor
+from vllm.utils.trace_calls import begin_if_asked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,6 +15,7 @@ __all__ = ["Executor", "create_executor"]
 
 def create_executor(config: VllmConfig) -> Executor:
     """Start the workers that `config` asks for; returns when they are ready for plans."""
+    begin_if_asked()
     parallel = config.parallel_config
     backend = parallel.distributed_executor_backend or ("mp" if parallel.world_size > 1 else "uni")
     if backend == "uni" and parallel.world_size == 1:
