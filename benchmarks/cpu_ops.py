@@ -114,7 +114,7 @@ def paged_batch(
 ) -> tuple[Tensor, StepInputs, GroupInputs]:
     """A cache of shuffled blocks of 16, and the step over it."""
     blocks = [-(-n // 16) for n in seq_lens]
-    cache = huge((2, sum(blocks) + 1, KV_HEADS, 16, HEAD_DIM), dtype, kernels).normal_()
+    cache = huge((sum(blocks) + 1, 2, KV_HEADS, 16, HEAD_DIM), dtype, kernels).normal_()
     table = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
     for r, ids in enumerate((torch.randperm(sum(blocks)) + 1).int().split(blocks)):
         table[r, : len(ids)] = ids

@@ -69,7 +69,7 @@ def measure(
     size = 2 * blocks * KV_HEADS * block * head_dim
     copies = max(1, min(8, int(4e8 // (2 * size))))
     caches = [
-        torch.randn(2, blocks, KV_HEADS, block, head_dim, device="cuda", dtype=torch.bfloat16).to(dtype)
+        torch.randn(blocks, 2, KV_HEADS, block, head_dim, device="cuda", dtype=torch.bfloat16).to(dtype)
         for _ in range(copies)
     ]
     fused = torch.randn(requests * query, HEADS + 2 * KV_HEADS, head_dim, device="cuda", dtype=torch.bfloat16)

@@ -40,7 +40,7 @@ class Case:
         self.table = torch.cat([ids[:per].expand(rows, per), ids[per:].view(rows, own)], 1).contiguous()
         self.slots = torch.arange(rows, dtype=torch.int32, device="cuda")
         self.positions = torch.full((rows,), prefix + OWN, dtype=torch.int32, device="cuda")
-        shape = (2, len(ids) + 1, self.kv_heads, BLOCK, self.dim)
+        shape = (len(ids) + 1, 2, self.kv_heads, BLOCK, self.dim)
         cos_sin = torch.randn(prefix + 2 * OWN, self.dim, device="cuda")
         weight = torch.ones(self.dim, device="cuda", dtype=torch.bfloat16) if norm else None
         self.layers = [
@@ -125,7 +125,7 @@ def chunks(result: dict) -> None:
         per, own = prefix // BLOCK, query // BLOCK
         ids = torch.randperm(per + rows * own, device="cuda").to(torch.int32) + 1
         table = torch.cat([ids[:per].expand(rows, per), ids[per:].view(rows, own)], 1).contiguous()
-        cache = torch.randn(2, len(ids) + 1, kv_heads, BLOCK, dim, device="cuda", dtype=torch.bfloat16)
+        cache = torch.randn(len(ids) + 1, 2, kv_heads, BLOCK, dim, device="cuda", dtype=torch.bfloat16)
         q = torch.randn(rows * query, heads, dim, device="cuda", dtype=torch.bfloat16)
         starts, lens = np.arange(rows + 1, dtype=np.int32) * query, np.full(rows, prefix + query, np.int32)
         found = plan_gathering(np.diff(starts), lens, [sharing.Group(np.arange(rows), prefix)])

@@ -121,7 +121,7 @@ class Bench:
             p.data.normal_(std=0.02)
         layout = layout_of(model.traits, BLOCK)
         self.table = Table(rows, context, device)
-        shape = (2, self.table.tables[0].numel() + 1, layout.kv_heads, BLOCK, layout.head_dim)
+        shape = (self.table.tables[0].numel() + 1, 2, layout.kv_heads, BLOCK, layout.head_dim)
         caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in spec.blocks]
         self.weights: Any = read_weights(model, caches)
         self.rows = rows

@@ -22,7 +22,7 @@ VLLM_API int vllm_linear(void* out, const void* x, const void* packed, const voi
 // rotary.cpp
 VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads,
                                    int64_t head_dim, const int64_t* positions, const float* cos_sin, int64_t rotary_dim,
-                                   int32_t interleaved, void* cache, int64_t blocks, int64_t block_size,
+                                   int32_t interleaved, void* cache, int64_t block_stride, int64_t block_size,
                                    const int64_t* slots, const void* q_weight, const void* k_weight, float eps,
                                    float offset, int32_t dtype, int32_t cache_dtype);
 
@@ -30,13 +30,13 @@ VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int6
 struct AttentionCall {
     void* out;                    // [tokens, heads, head_dim]
     const void* q;                // [tokens, heads, head_dim], tokens q_stride elements apart
-    const void* cache;            // [2, blocks, kv_heads, block_size, head_dim]
+    const void* cache;            // [blocks, 2, kv_heads, block_size, head_dim]
     const int32_t* block_table;   // [requests, table_stride]
     const int32_t* query_starts;  // [requests + 1]
     const int32_t* seq_lens;      // [requests]
     const float* alibi_slopes;    // [heads] or null
     int64_t q_stride, table_stride;
-    int64_t requests, heads, kv_heads, head_dim, blocks, block_size;
+    int64_t requests, heads, kv_heads, head_dim, block_stride, block_size;  // block_stride: elements from one block to the next
     int64_t window;                 // keys a query sees, itself included; 0: all
     float scale, softcap, v_scale;  // scale includes the cache's key scale; softcap 0: none
     int32_t dtype, cache_dtype;

@@ -1,4 +1,4 @@
-// Paged attention for mixed batches: decode, prefill and anything between, over the cache [2, blocks, kv_heads, block_size, head_dim].
+// Paged attention for mixed batches: decode, prefill and anything between, over the cache [blocks, 2, kv_heads, block_size, head_dim].
 //
 // The query heads that share a kv head are extra query rows. A task is a tile of rows of one request and one kv head; it walks
 // the keys in chunks with an online softmax. Every kSegment keys the running sums are merged into a total and started anew, so
@@ -286,14 +286,13 @@ class Attention {
     // block, whose contents are not numbers.
     void locate(const Tile& tile, int64_t chunk, int64_t end, const Stored** rows) const {
         const int32_t* table = c_.block_table + tile.request * c_.table_stride;
-        const int64_t block_elements = c_.kv_heads * c_.block_size * c_.head_dim;
         const Stored* base = (const Stored*)c_.cache + tile.kv_head * c_.block_size * c_.head_dim;
         const int64_t first = std::clamp<int64_t>(tile.begin - chunk, 0, kChunk);
         const int64_t last = std::clamp<int64_t>(end - chunk, first, kChunk);
         std::fill(rows, rows + first, w_.zeros);
         int64_t block = (chunk + first) / c_.block_size, slot = (chunk + first) % c_.block_size;
         for (int64_t i = first; i < last; block++, slot = 0) {
-            const Stored* at = base + table[block] * block_elements + slot * c_.head_dim;
+            const Stored* at = base + table[block] * c_.block_stride + slot * c_.head_dim;
             const int64_t stop = std::min(last, i + c_.block_size - slot);
             for (; i < stop; i++, at += c_.head_dim) rows[i] = at;
         }
@@ -301,7 +300,7 @@ class Attention {
     }
 
     const Stored* value_of(const Stored* key) const {
-        return key == w_.zeros ? key : key + c_.blocks * c_.kv_heads * c_.block_size * c_.head_dim;
+        return key == w_.zeros ? key : key + c_.kv_heads * c_.block_size * c_.head_dim;
     }
 
     void prefetch(const Stored* row) const {

@@ -27,6 +27,7 @@ struct BlockWeights {
     const void *q_norm, *k_norm;     // RMS norm of each head, or null
     const float* cos_sin;            // or null: nothing is rotated
     void* cache;
+    int64_t block_stride;  // of the cache: elements from one block to the next
     int64_t heads, kv_heads, head_dim, rotary_dim;
     int64_t window;
     int64_t group;  // which block table
@@ -50,7 +51,7 @@ struct BlocksCall {
     const int64_t* rows;  // [num_rows] tokens whose output is wanted, each once: the first rows of out; null for all
     void* kept;           // [num_rows, hidden]: their part of the stream, if there are rows
     int64_t count, tokens, hidden, requests;
-    int64_t blocks, block_size;
+    int64_t block_size;
     int64_t num_rows;
     int32_t dtype, cache_dtype;
 };
@@ -76,7 +77,7 @@ AttentionCall attention_call(const BlocksCall& c, const BlockWeights& b) {
     call.heads = b.heads;
     call.kv_heads = b.kv_heads;
     call.head_dim = b.head_dim;
-    call.blocks = c.blocks;
+    call.block_stride = b.block_stride;
     call.block_size = c.block_size;
     call.window = b.window;
     call.scale = b.scale;
@@ -121,15 +122,16 @@ class Preparation {
 
   private:
     struct Planned {
-        int64_t window, heads, kv_heads;
+        int64_t window, heads, kv_heads, head_dim;
         AttentionPlan plan;
     };
 
     size_t plan_of(const BlockWeights& b, int threads) {
         for (size_t i = 0; i < plans_.size(); i++) {
-            if (plans_[i].window == b.window && plans_[i].heads == b.heads && plans_[i].kv_heads == b.kv_heads) return i;
+            const Planned& p = plans_[i];
+            if (p.window == b.window && p.heads == b.heads && p.kv_heads == b.kv_heads && p.head_dim == b.head_dim) return i;
         }
-        plans_.push_back({b.window, b.heads, b.kv_heads, plan_attention(attention_call(call_, b), threads)});
+        plans_.push_back({b.window, b.heads, b.kv_heads, b.head_dim, plan_attention(attention_call(call_, b), threads)});
         return plans_.size() - 1;
     }
 
@@ -186,7 +188,7 @@ class Walk {
         multiply(qkv, c_.out, b.qkv, c_.tokens, &b.o);
         check(rotate_and_write(team_, {qkv, c_.tokens, b.qkv.out, b.heads, b.kv_heads, b.head_dim,
                                        b.cos_sin ? c_.positions : nullptr, b.cos_sin, b.rotary_dim, b.interleaved != 0, b.cache,
-                                       c_.blocks, c_.block_size, c_.groups[b.group].slots, b.q_norm, b.k_norm, b.qk_eps,
+                                       b.block_stride, c_.block_size, c_.groups[b.group].slots, b.q_norm, b.k_norm, b.qk_eps,
                                        b.qk_offset},
                                c_.dtype, c_.cache_dtype));
     }

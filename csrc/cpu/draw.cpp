@@ -1,4 +1,4 @@
-// One token per row of logits: temperature, min-p, top-k, top-p and the draw, to the letter of vllm/worker/sample/draw.py.
+// One token per row of logits: temperature, min-p, top-k, top-p and the draw, to the letter of vllm/ops/draw.py.
 //
 // Mass is counted in integers, as there: multiples of 2^-40 of the most likely token. Their sums do not depend on an order, so a
 // row's token is the same in any batch and with any number of threads.
@@ -358,7 +358,7 @@ class Drawing {
 }  // namespace
 
 // Draws one token per row. logits: [rows, vocab], rows `stride` elements apart, of type `dtype`; the others: [rows], as DrawParams in
-// vllm/worker/sample/draw.py. ids: always below vocab; any for rows without a finite maximum. finite: null, or [rows], as
+// vllm/ops/draw.py. ids: always below vocab; any for rows without a finite maximum. finite: null, or [rows], as
 // vllm_finite_rows gives it. Returns kOk, kUnknownType or kOutOfMemory.
 VLLM_API int vllm_draw(const void* logits, int64_t rows, int64_t vocab, int64_t stride, const float* temperatures,
                        const float* min_ps, const int32_t* top_ks, const float* top_ps, const float* uniforms, int64_t* ids,

@@ -66,8 +66,8 @@ struct WriteArguments {
     const float* cos_sin;      // [positions, rotary_dim]
     int64_t rotary_dim;
     bool interleaved;
-    void* cache;  // [2, blocks, kv_heads, block_size, head_dim], or null: nothing is stored
-    int64_t blocks, block_size;
+    void* cache;  // [blocks, 2, kv_heads, block_size, head_dim], or null: nothing is stored
+    int64_t block_stride, block_size;  // block_stride: elements from one block to the next
     const int64_t* slots;
     const void *q_weight, *k_weight;  // [head_dim], or null: heads are not normalised
     float eps, offset;

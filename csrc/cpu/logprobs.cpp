@@ -1,4 +1,4 @@
-// The most likely tokens of rows of logits, their logprobs, and those of given tokens: vllm/worker/sample/logprobs.py.
+// The most likely tokens of rows of logits, their logprobs, and those of given tokens: vllm/ops/logprobs.py.
 #include <functional>
 
 #include "kernels.h"
@@ -71,7 +71,7 @@ void find_logprobs(const LogprobArguments& a, int64_t i, float* tops, Tokens& to
 }  // namespace
 
 // logits: [rows, vocab], rows `stride` apart; count: at most vocab; token_ids: [rows], below vocab; the others as in
-// vllm/worker/sample/logprobs.py. Returns kOk or kOutOfMemory.
+// vllm/ops/logprobs.py. Returns kOk or kOutOfMemory.
 VLLM_API int vllm_top_logprobs(const float* logits, int64_t rows, int64_t vocab, int64_t stride, int64_t count,
                                const int64_t* token_ids, int64_t* ids, float* logprobs, int64_t* ranks) {
     return guarded([&] {

@@ -51,16 +51,16 @@ void normalise_head(T* x, const T* weight, int64_t dim, float eps, float offset)
     });
 }
 
-// Where one token's keys and values go in [2, blocks, kv_heads, block_size, head_dim].
+// Where one token's keys and values go in [blocks, 2, kv_heads, block_size, head_dim].
 template <class C>
 class CacheSlot {
   public:
-    CacheSlot(void* cache, int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim, int64_t slot)
-        : kv_stride_(blocks * kv_heads * block_size * head_dim),
+    CacheSlot(void* cache, int64_t block_stride, int64_t block_size, int64_t kv_heads, int64_t head_dim, int64_t slot)
+        : kv_stride_(kv_heads * block_size * head_dim),
           head_stride_(block_size * head_dim),
           kv_heads_(kv_heads),
           head_dim_(head_dim),
-          first_((C*)cache + slot / block_size * kv_heads * head_stride_ + slot % block_size * head_dim) {}
+          first_((C*)cache + slot / block_size * block_stride + slot % block_size * head_dim) {}
 
     // kv: 0 keys, 1 values; from: [kv_heads, head_dim].
     template <class T>
@@ -96,7 +96,7 @@ void token(const WriteArguments& a, int64_t t) {
         }
     }
     if (!a.cache) return;
-    const CacheSlot<C> to(a.cache, a.blocks, a.block_size, a.kv_heads, a.head_dim, a.slots[t]);
+    const CacheSlot<C> to(a.cache, a.block_stride, a.block_size, a.kv_heads, a.head_dim, a.slots[t]);
     to.write(0, x + a.heads * a.head_dim);
     to.write(1, x + (a.heads + a.kv_heads) * a.head_dim);
 }
@@ -118,11 +118,11 @@ bool rotate_and_write(Team& team, const WriteArguments& a, int32_t dtype, int32_
 // With cache null and kv_heads 0 this rotates `heads` heads. Returns kOk or kUnknownType.
 VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads,
                                    int64_t head_dim, const int64_t* positions, const float* cos_sin, int64_t rotary_dim,
-                                   int32_t interleaved, void* cache, int64_t blocks, int64_t block_size,
+                                   int32_t interleaved, void* cache, int64_t block_stride, int64_t block_size,
                                    const int64_t* slots, const void* q_weight, const void* k_weight, float eps,
                                    float offset, int32_t dtype, int32_t cache_dtype) {
     const WriteArguments a = {x,          tokens, stride,           heads,    kv_heads, head_dim,
-                              positions,  cos_sin, rotary_dim,      interleaved != 0, cache, blocks,
+                              positions,  cos_sin, rotary_dim,      interleaved != 0, cache, block_stride,
                               block_size, slots,  q_weight,         k_weight, eps,      offset};
     return guarded([&] {
         return run_kernel(threads_for(tokens * (heads + 2 * kv_heads) * head_dim), 1, [&](Team& team) { return rotate_and_write(team, a, dtype, cache_dtype); });
@@ -131,7 +131,7 @@ VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int6
 
 // k, v: [tokens, kv_heads, head_dim], token rows k_stride and v_stride elements apart.
 VLLM_API int vllm_write_kv(const void* k, const void* v, int64_t tokens, int64_t k_stride, int64_t v_stride,
-                             int64_t kv_heads, int64_t head_dim, void* cache, int64_t blocks, int64_t block_size,
+                             int64_t kv_heads, int64_t head_dim, void* cache, int64_t block_stride, int64_t block_size,
                              const int64_t* slots, int32_t dtype, int32_t cache_dtype) {
     return guarded([&] {
         return run_kernel(threads_for(2 * tokens * kv_heads * head_dim), 1, [&](Team& team) {
@@ -142,7 +142,7 @@ VLLM_API int vllm_write_kv(const void* k, const void* v, int64_t tokens, int64_t
                     using C = decltype(cache_type);
                     team.share(tokens, team.grain(tokens, 8), [&](int64_t t, int64_t end) {
                         for (; t < end; t++) {
-                            const CacheSlot<C> to(cache, blocks, block_size, kv_heads, head_dim, slots[t]);
+                            const CacheSlot<C> to(cache, block_stride, block_size, kv_heads, head_dim, slots[t]);
                             to.write(0, (const T*)k + t * k_stride);
                             to.write(1, (const T*)v + t * v_stride);
                         }

@@ -120,7 +120,7 @@ def test_fresh_prompts_read_the_step_s_own_keys(queries, lens, heads, kv_heads, 
     q, k, v = fused.split([heads, kv_heads, kv_heads], 1)
     q.copy_(batch.q)
     for own, side in ((k, 0), (v, 1)):
-        own.copy_(batch.cache[side][slot // 16, :, slot % 16])
+        own.copy_(batch.cache[:, side][slot // 16, :, slot % 16])
     params = attention.AttentionParams(head_dim**-0.5)
     got = attention.attend(q, batch.cache, params, batch.step, group, (k, v))
     gathered = attention.attend(q, batch.cache, params, batch.step, group)
@@ -160,7 +160,7 @@ def test_decode_batches_over_shared_prefixes(heads, kv_heads, head_dim, dtype):
     table = torch.randperm(rows * 80).view(rows, 80).to(torch.int32) + 1
     table[1::2, :60], table[::4, :40] = table[1, :60].clone(), table[0, :40].clone()  # two groups, and ten alone
     cached = np.random.default_rng(0).integers(970, 1270, rows).astype(np.int32)
-    cache = torch.randn(2, rows * 80 + 1, kv_heads, block, head_dim, device="cuda").to(dtype)
+    cache = torch.randn(rows * 80 + 1, 2, kv_heads, block, head_dim, device="cuda").to(dtype)
     shape = Heads(heads, kv_heads, head_dim, dtype.itemsize)
     groups = find_groups(table.numpy(), np.arange(rows), cached, block, tiles(shape, rows).members)
     assert [(len(g.rows), g.keys) for g in groups] == [(20, 960), (10, 640)]
@@ -254,7 +254,7 @@ def test_rotate_and_write(head_dim, rotary_dim, interleaved, with_norm, cache_dt
     weights = None
     if with_norm:
         weights = rotary.QKNorm(*(torch.randn(head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)), 1e-6)
-    caches = [torch.full((2, 20, kv_heads, block, head_dim), 3.0, device="cuda") for _ in range(2)]
+    caches = [torch.full((20, 2, kv_heads, block, head_dim), 3.0, device="cuda") for _ in range(2)]
     caches[1] = caches[1].to(cache_dtype)
     rest = (positions, cos_sin, interleaved)
     scales = (1.0, 1.0) if cache_dtype == torch.bfloat16 else (0.3, 0.7)
@@ -269,8 +269,8 @@ def test_rotate_and_write(head_dim, rotary_dim, interleaved, with_norm, cache_dt
     limit = float("inf") if cache_dtype == torch.bfloat16 else torch.finfo(cache_dtype).max
     used = torch.zeros(20 * block, dtype=torch.bool, device="cuda").index_fill_(0, slots, True).view(20, 1, block, 1)
     for side in (0, 1):
-        stored = caches[1][side].float()
-        wanted = torch.where(used, (caches[0][side] / scales[side]).clamp(-limit, limit), stored)
+        stored = caches[1][:, side].float()
+        wanted = torch.where(used, (caches[0][:, side] / scales[side]).clamp(-limit, limit), stored)
         assert error(stored, wanted) < ulp
         assert (torch.where(used, 3.0, stored) == 3.0).all()
 

@@ -76,7 +76,7 @@ class PagedDriver:
         per_request = -(-max_len // block_size)
         groups = len(self.layout.groups)
         num_blocks = 1 + groups * requests * per_request
-        shape = (2, num_blocks, self.layout.kv_heads, block_size, self.layout.head_dim)
+        shape = (num_blocks, 2, self.layout.kv_heads, block_size, self.layout.head_dim)
         # garbage that shows if it is ever read
         self.caches = [torch.full(shape, 1e4, dtype=model.traits.dtype) for _ in range(self.layout.layers_per_group)]
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks, dtype=np.int32))

@@ -21,8 +21,8 @@ def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInput
         lo, hi = int(step.host_query_starts[r]), int(step.host_query_starts[r + 1])
         table = group.block_table[r].tolist()
         positions = range(seq_len)
-        keys = torch.stack([kv_cache[0, table[p // block_size], :, p % block_size] for p in positions]).double()
-        values = torch.stack([kv_cache[1, table[p // block_size], :, p % block_size] for p in positions]).double()
+        keys = torch.stack([kv_cache[table[p // block_size], 0, :, p % block_size] for p in positions]).double()
+        values = torch.stack([kv_cache[table[p // block_size], 1, :, p % block_size] for p in positions]).double()
         for t in range(lo, hi):
             at = seq_len - (hi - t)
             first = 0 if params.window is None else max(0, at - params.window + 1)
@@ -81,7 +81,7 @@ def mixed_batch(
     gen = torch.Generator().manual_seed(seed)
     blocks = [-(-n // block_size) for n in seq_lens]
     total = sum(blocks) + 2
-    kv_cache = torch.full((2, total, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    kv_cache = torch.full((total, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
     free = (torch.randperm(total - 1, generator=gen) + 1).tolist()
     table = torch.zeros(len(seq_lens), max(blocks) + 1, dtype=torch.int32)
     slots: list[int] = []
@@ -91,7 +91,7 @@ def mixed_batch(
         table[r, : blocks[r]] = torch.tensor(own, dtype=torch.int32)
         for p in range(n):
             values = torch.randn(2, kv_heads, head_dim, generator=gen)
-            kv_cache[:, own[p // block_size], :, p % block_size] = values.to(dtype)
+            kv_cache[own[p // block_size], :, :, p % block_size] = values.to(dtype)
         positions += range(n - m, n)
         slots += [own[p // block_size] * block_size + p % block_size for p in range(n - m, n)]
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

@@ -88,12 +88,11 @@ class PagedWrapper:
         self.scoring = (sm_scale, window_left, logits_soft_cap)
         self.dtypes = (q_data_type, kv_data_type)
 
-    def run(
-        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], k_scale: float = 1.0, v_scale: float = 1.0
-    ) -> Tensor:
+    def run(self, q: Tensor, paged_kv_cache: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> Tensor:
         qo_indptr, indptr, indices, last = self.pages
         heads, kv_heads, head_dim, page_size = self.sizes
-        sides = paged_kv_cache
+        assert paged_kv_cache.shape[1] == 2, "pages of keys and then values"
+        sides = paged_kv_cache.unbind(1)
         assert q.shape[1:] == (heads, head_dim) and sides[0].shape[1:] == (kv_heads, page_size, head_dim)
         assert self.dtypes == (q.dtype, sides[0].dtype)
         outs = []

@@ -256,7 +256,7 @@ def test_tokens_before_one_that_is_no_number_have_the_same_bits(native, data):
     clean = native.attend(q, kv_cache, params, step, tables)
     at, number = draw(st.integers(0, length - 1)), draw(st.sampled_from([float("nan"), float("inf"), -float("inf")]))
     block, slot = int(tables.block_table[0, at // 16]), at % 16
-    kv_cache[:, block, :, slot, draw(st.integers(0, head_dim - 1))] = number
+    kv_cache[block, :, :, slot, draw(st.integers(0, head_dim - 1))] = number
     got = native.attend(q, kv_cache, params, step, tables)
     seen = slice(at, length if window is None else min(length, at + window))
     assert not torch.isfinite(got[seen]).all(-1).any()
@@ -338,8 +338,8 @@ def test_rotation_and_cache_write_agree_with_the_reference(
     k, v = qkv.view(tokens, -1, head_dim)[:, heads:].split(kv_heads, 1)
     native.write_kv(k, v, kv_cache, group.slot_mapping)
     for t, slot in enumerate(group.slot_mapping.tolist()):
-        assert torch.equal(kv_cache[0, slot // block_size, :, slot % block_size], k[t].to(cache_dtype))
-        assert torch.equal(kv_cache[1, slot // block_size, :, slot % block_size], v[t].to(cache_dtype))
+        assert torch.equal(kv_cache[slot // block_size, 0, :, slot % block_size], k[t].to(cache_dtype))
+        assert torch.equal(kv_cache[slot // block_size, 1, :, slot % block_size], v[t].to(cache_dtype))
 
 
 # ---- sampling
@@ -409,7 +409,7 @@ def batch_over(table, seq_lens, query_lens):
 def long_batch(seq_lens, query_lens, kv_heads, head_dim, dtype, block_size=16):
     """A cache filled with noise, its blocks shuffled."""
     blocks = [-(-n // block_size) for n in seq_lens]
-    kv_cache = torch.randn(2, sum(blocks) + 1, kv_heads, block_size, head_dim).to(dtype)
+    kv_cache = torch.randn(sum(blocks) + 1, 2, kv_heads, block_size, head_dim).to(dtype)
     ids = (torch.randperm(sum(blocks)) + 1).to(torch.int32)
     table = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
     for r, part in enumerate(ids.split(blocks)):

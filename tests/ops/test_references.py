@@ -53,24 +53,24 @@ def test_rotate_and_write_turns_pairs_and_stores_them(interleaved, rotary_dim):
         rotate.reference(k, step.positions, cos_sin, interleaved).double(), expected_k, rtol=1e-5, atol=1e-5
     )
     for t, slot in enumerate(group.slot_mapping.tolist()):
-        torch.testing.assert_close(kv_cache[0, slot // 4, :, slot % 4].double(), expected_k[t], rtol=1e-5, atol=1e-5)
-        assert torch.equal(kv_cache[1, slot // 4, :, slot % 4], v[t])
+        torch.testing.assert_close(kv_cache[slot // 4, 0, :, slot % 4].double(), expected_k[t], rtol=1e-5, atol=1e-5)
+        assert torch.equal(kv_cache[slot // 4, 1, :, slot % 4], v[t])
 
 
 def test_write_kv_touches_only_its_slots():
-    kv_cache = torch.zeros(2, 4, 2, 3, 5)
+    kv_cache = torch.zeros(4, 2, 2, 3, 5)
     k, v = torch.randn(2, 2, 5), torch.randn(2, 2, 5)
     write_kv.reference(k, v, kv_cache, torch.tensor([4, 11]))
-    assert torch.equal(kv_cache[0, 1, :, 1], k[0]) and torch.equal(kv_cache[1, 3, :, 2], v[1])
+    assert torch.equal(kv_cache[1, 0, :, 1], k[0]) and torch.equal(kv_cache[3, 1, :, 2], v[1])
     assert int((kv_cache != 0).sum()) == k.numel() + v.numel()
 
 
 def test_copy_blocks_copies_keys_and_values():
-    kv_cache = torch.randn(2, 5, 2, 3, 4)
+    kv_cache = torch.randn(5, 2, 2, 3, 4)
     before = kv_cache.clone()
     copy_blocks.reference(kv_cache, torch.tensor([1, 3]), torch.tensor([2, 4]))
-    assert torch.equal(kv_cache[:, 2], before[:, 1]) and torch.equal(kv_cache[:, 4], before[:, 3])
-    assert torch.equal(kv_cache[:, :2], before[:, :2])
+    assert torch.equal(kv_cache[2], before[1]) and torch.equal(kv_cache[4], before[3])
+    assert torch.equal(kv_cache[:2], before[:2])
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])

@@ -76,7 +76,7 @@ class Driver:
         self, model: Toy, num_slots: int = 8, num_blocks: int = 256, max_model_len: int = 300, vocab: int = VOCAB
     ) -> None:
         layout = layout_of(model.traits, BLOCK)
-        caches = [torch.zeros(2, num_blocks, HEADS, layout.block_size, DIM)]
+        caches = [torch.zeros(num_blocks, 2, HEADS, layout.block_size, DIM)]
         self.runner = ModelRunner(
             model, layout, caches, CpuContext(), num_slots=num_slots, max_model_len=max_model_len, vocab_size=vocab
         )

@@ -208,13 +208,13 @@ def write_kv(
 ) -> None:
     """Store keys and values of the step's tokens; the scales matter to a float8 cache only.
 
-    k, v: [tokens, kv_heads, head_dim]; kv_cache: [2, blocks, kv_heads, block_size, head_dim];
-    slot_mapping: [tokens] int64.
+    k, v: [tokens, kv_heads, head_dim]; kv_cache: [blocks, 2, kv_heads, block_size, head_dim], keys and
+    then values in every block; slot_mapping: [tokens] int64.
     """
     block_size = kv_cache.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    kv_cache[0][block, :, offset] = to_cache_dtype(k, k_scale, kv_cache.dtype)
-    kv_cache[1][block, :, offset] = to_cache_dtype(v, v_scale, kv_cache.dtype)
+    kv_cache[:, 0][block, :, offset] = to_cache_dtype(k, k_scale, kv_cache.dtype)
+    kv_cache[:, 1][block, :, offset] = to_cache_dtype(v, v_scale, kv_cache.dtype)
 
 
 @op
@@ -228,7 +228,7 @@ def attend(
 ) -> Tensor:
     """Causal attention of every request's new tokens over its cached tokens (the step's own included, already written).
 
-    q: [tokens, heads, head_dim]; kv_cache: [2, blocks, kv_heads, block_size, head_dim] -> [tokens, heads, head_dim].
+    q: [tokens, heads, head_dim]; kv_cache: [blocks, 2, kv_heads, block_size, head_dim] -> [tokens, heads, head_dim].
     own: keys and values of the step's tokens, which a kernel may read in place of the same numbers in the cache.
     Token t of request r sits at position seq_len - query_len + t and sees positions p with 0 <= position - p < window.
     Query head h reads kv head h // (heads / kv_heads).
@@ -257,8 +257,8 @@ def _attend_single(q: Tensor, kv_cache: Tensor, params: AttentionParams, table: 
     requests, heads, head_dim = q.shape
     kv_heads = kv_cache.shape[2]
     # [requests, kv_heads, keys, head_dim]
-    k = kv_cache[0][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.k_scale
-    v = kv_cache[1][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.v_scale
+    k = kv_cache[:, 0][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.k_scale
+    v = kv_cache[:, 1][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.v_scale
     distance = seq_lens[:, None] - 1 - torch.arange(k.shape[2], device=q.device)  # [requests, keys]
     hidden = distance < 0
     if params.window is not None:
@@ -281,8 +281,8 @@ def _attend_request(q: Tensor, kv_cache: Tensor, params: AttentionParams, table:
     table = table[first : -(-seq_len // block_size)].long()
     keys = seq_len - first * block_size
     # [kv_heads, keys, head_dim]
-    k = kv_cache[0][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :keys].float() * params.k_scale
-    v = kv_cache[1][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :keys].float() * params.v_scale
+    k = kv_cache[:, 0][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :keys].float() * params.k_scale
+    v = kv_cache[:, 1][table].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :keys].float() * params.v_scale
     # the query heads of one kv head are extra rows: [kv_heads, group * m, head_dim]
     rows = q.float().transpose(0, 1).reshape(kv_heads, -1, head_dim)
     q_pos = torch.arange(seq_len - m, seq_len, device=q.device)[:, None]
@@ -309,4 +309,4 @@ def _cap_and_bias(scores: Tensor, params: AttentionParams, offset: Tensor) -> Te
 @op
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy whole blocks within one cache tensor (copy-on-write). src, dst: [n] int64 block ids, disjoint."""
-    kv_cache[:, dst] = kv_cache[:, src]
+    kv_cache[dst] = kv_cache[src]

@@ -35,7 +35,7 @@ class _Block(ctypes.Structure):
         *((name, _Norm) for name in ("norm1", "norm2")),
         *((name, _Linear) for name in ("qkv", "o", "up", "down")),
         *((name, _P) for name in ("q_norm", "k_norm", "cos_sin", "cache")),
-        *((name, _L) for name in ("heads", "kv_heads", "head_dim", "rotary_dim", "window", "group")),
+        *((name, _L) for name in ("block_stride", "heads", "kv_heads", "head_dim", "rotary_dim", "window", "group")),
         *((name, _F) for name in ("scale", "softcap", "qk_eps", "qk_offset")),
         *((name, _I) for name in ("interleaved", "gated", "activation")),
     ]
@@ -50,7 +50,7 @@ class _Call(ctypes.Structure):
         ("layers", ctypes.POINTER(_Block)),
         ("groups", ctypes.POINTER(_Group)),
         *((name, _P) for name in ("residual", "out", "positions", "query_starts", "seq_lens", "rows", "kept")),
-        *((name, _L) for name in ("count", "tokens", "hidden", "requests", "blocks", "block_size", "num_rows")),
+        *((name, _L) for name in ("count", "tokens", "hidden", "requests", "block_size", "num_rows")),
         *((name, _I) for name in ("dtype", "cache_dtype")),
     ]
 
@@ -80,7 +80,7 @@ class FusedBlocks:
         """
         if self._caches is not kv_caches:
             for layer, tensor in zip(self._layers, self._tensors, strict=True):
-                layer.cache = kv_caches[tensor].data_ptr()
+                layer.cache, layer.block_stride = kv_caches[tensor].data_ptr(), kv_caches[tensor].stride(0)
             self._caches = kv_caches
         groups = (_Group * len(self._groups))()
         for entry, group in zip(groups, step.groups, strict=False):
@@ -94,7 +94,7 @@ class FusedBlocks:
         call = _Call(
             self._layers, groups, x.data_ptr(), out.data_ptr(), step.positions.data_ptr(), step.query_starts.data_ptr(),
             step.seq_lens.data_ptr(), _pointer(rows), stream.data_ptr(), len(self._layers), tokens, hidden,
-            len(step.host_seq_lens), cache.shape[1], cache.shape[3], wanted, DTYPE_CODES[x.dtype],
+            len(step.host_seq_lens), cache.shape[3], wanted, DTYPE_CODES[x.dtype],
             DTYPE_CODES[cache.dtype],
         )  # fmt: skip
         if self._run(ctypes.byref(call)):

@@ -86,7 +86,7 @@ class DryRun:
     def _model(self) -> tuple[Model, KVLayout, list[Tensor]]:
         model = build_decoder(self._spec, self._dtype, self._max_positions, META, self._tp, modules=self._modules)
         layout = layout_of(model.traits, self._block_size, self._cache_dtype)
-        shape = (2, 1000, layout.kv_heads, layout.block_size, layout.head_dim)
+        shape = (1000, 2, layout.kv_heads, layout.block_size, layout.head_dim)
         return (
             model,
             layout,

@@ -174,12 +174,12 @@ def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blo
 
 
 def allocate(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """One tensor [2, num_blocks, kv_heads, block_size, head_dim] of zeros per layer of a group.
+    """One tensor [num_blocks, 2, kv_heads, block_size, head_dim] of zeros per layer of a group.
 
     Zeros matter: masked positions are multiplied by 0, and 0 * NaN is NaN. On the host they come from the kernel,
         page by page on first use, so that starting is fast and an unused cache costs nothing.
     """
-    shape = (2, num_blocks, layout.kv_heads, layout.block_size, layout.head_dim)
+    shape = (num_blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim)
     if device.type != "cpu":
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.layers_per_group)]
     return [_lazy_zeros(shape, dtype) for _ in range(layout.layers_per_group)]

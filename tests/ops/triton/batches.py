@@ -26,7 +26,7 @@ def make_batch(
     blocks = [-(-n // block_size) for n in seq_lens]
     order = (torch.randperm(sum(blocks), generator=rng) + 1).tolist()
     table = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
-    cache = torch.full((2, sum(blocks) + 1, kv_heads, block_size, head_dim), float("nan"))
+    cache = torch.full((sum(blocks) + 1, 2, kv_heads, block_size, head_dim), float("nan"))
     slots, positions = [], []
     for r, (m, n) in enumerate(zip(query_lens, seq_lens, strict=True)):
         first = 0 if window is None else max(0, n - m - window + 1)
@@ -34,7 +34,7 @@ def make_batch(
             if p % block_size == 0:
                 table[r, p // block_size] = order.pop()
             if p >= first:
-                cache[:, table[r, p // block_size], :, p % block_size] = torch.randn(
+                cache[table[r, p // block_size], :, :, p % block_size] = torch.randn(
                     2, kv_heads, head_dim, generator=rng
                 )
             if p >= n - m:

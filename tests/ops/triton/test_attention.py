@@ -92,7 +92,7 @@ def test_float8_cache_saturates_and_is_scaled_back(dtype):
     k[0, 0, 0], v[0, 0, 0] = 1e6, -1e6
     slot = batch.group.slot_mapping
     kernels.write_kv(k, v, cache, slot, k_scale=0.25, v_scale=0.25)
-    stored = cache.float()[:, slot // 8, :, slot % 8].transpose(0, 1)  # [2, tokens, kv_heads, head_dim]
+    stored = cache.float()[slot // 8, :, :, slot % 8].transpose(0, 1)  # [2, tokens, kv_heads, head_dim]
     limit = torch.finfo(dtype).max
     assert torch.equal(stored[0], (k * 4).clamp(-limit, limit))
     assert torch.equal(stored[1], (v * 4).clamp(-limit, limit))
@@ -103,7 +103,7 @@ def test_float8_cache_saturates_and_is_scaled_back(dtype):
 
 
 def test_write_kv_touches_only_its_slots():
-    cache = torch.full((2, 5, 2, 8, 24), 7.0)
+    cache = torch.full((5, 2, 2, 8, 24), 7.0)
     k, v = torch.randn(3, 2, 24), torch.randn(3, 4, 24)[:, 1:3]
     want = cache.clone()
     slots = torch.tensor([9, 39, 16])

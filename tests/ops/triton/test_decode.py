@@ -236,7 +236,7 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits, e
     lengths = torch.tensor([0 if early else 1, 40, 150])  # tokens in the cache before this step
     slots = torch.tensor([3, 0, 2], dtype=torch.int32)
     table = (torch.randperm(100) + 1)[:80].view(4, 20).to(torch.int32)
-    cache = torch.randn(2, 101, kv_heads, block, dim)
+    cache = torch.randn(101, 2, kv_heads, block, dim)
     angle = torch.arange(200)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
     cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
     qkv = torch.randn(3, (heads + 2 * kv_heads) * dim)

@@ -28,7 +28,7 @@ def test_rotate_and_write_matches_the_reference(head_dim, rotary_dim, norm, inte
     qkv = torch.randn(5, (heads + 2 * kv_heads) * head_dim)
     positions, slots = torch.randint(0, 64, (5,)), torch.tensor([9, 8, 33, 20, 16])
     weights = ops.QKNorm(torch.randn(head_dim), torch.randn(head_dim), 1e-5, 1.0) if norm else None
-    caches = [torch.full((2, 5, kv_heads, block, head_dim), 3.0) for _ in range(2)]
+    caches = [torch.full((5, 2, kv_heads, block, head_dim), 3.0) for _ in range(2)]
     q = [
         f(qkv.clone(), heads, positions, table(rotary_dim), interleaved, cache, slots, qk_norm=weights)
         for f, cache in zip((kernels.rotate_and_write_kv, ops.rotate_and_write_kv.reference), caches, strict=True)
@@ -43,8 +43,8 @@ def test_float8_cache_is_scaled_and_saturates():
     qkv = (torch.randn(4, 4 * 16) * 40).to(torch.float8_e4m3fn).float()
     qkv[1, 2 * 16], qkv[2, 3 * 16] = 5000.0, -5000.0
     positions, slots = torch.zeros(4, dtype=torch.int64), torch.arange(8, 12)
-    cache = torch.zeros(2, 3, 1, 8, 16, dtype=torch.float8_e4m3fn)
+    cache = torch.zeros(3, 2, 1, 8, 16, dtype=torch.float8_e4m3fn)
     kernels.rotate_and_write_kv(qkv.clone(), 2, positions, table(16), False, cache, slots, 0.5, 2.0)
     k, v = qkv.view(4, 4, 16)[:, 2:].unbind(1)
-    assert torch.equal(cache[0, 1, 0, :4].float(), (k * 2).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert torch.equal(cache[1, 0, 0, :4].float(), (k * 2).clamp(-448, 448).to(torch.float8_e4m3fn).float())
     assert torch.equal(cache[1, 1, 0, :4].float(), (v / 2).clamp(-448, 448))

@@ -41,7 +41,7 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     work = cut(groups, len(slots), Tiles(members, 12, 5))
     assert len(work.items) > 2
 
-    cache = torch.randn(2, len(ids), kv_heads, block, dim)
+    cache = torch.randn(len(ids), 2, kv_heads, block, dim)
     lengths = torch.from_numpy(cached).long()
     angle = torch.arange(1400)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
     cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
@@ -100,7 +100,7 @@ def test_attention_of_a_decode_batch_over_a_shared_prefix(case, longest):
     work = cut(find_groups(table, np.arange(rows), cached, block, members), rows, Tiles(members, 12, 5))
     assert len(set(work.rows[:, 0].tolist())) == 3
     shared = device_plan(work, kv_heads, 16, dim)
-    cache = torch.randn(2, len(ids), kv_heads, block, dim).to(torch.float8_e5m2 if case == "float8" else dtype)
+    cache = torch.randn(len(ids), 2, kv_heads, block, dim).to(torch.float8_e5m2 if case == "float8" else dtype)
     q = torch.randn(rows, heads, dim).to(dtype)
     starts, lens = np.arange(rows + 1, dtype=np.int32), cached + 1
     nothing = torch.zeros(0)

@@ -47,7 +47,7 @@ class FlashAttention:
         # blocks behind a window hold anything, NaN included, which the library may multiply by zero
         in_place = kv_cache.shape[3] % _PAGE == 0 and params.window is None
         if in_place:
-            k, v = (side.transpose(1, 2) for side in kv_cache)  # [blocks, block_size, kv_heads, head_dim]
+            k, v = (side.transpose(1, 2) for side in kv_cache.unbind(1))  # [blocks, block_size, kv_heads, head_dim]
         else:
             k, v = _gather(kv_cache, step, group, params.window)
         window = (-1, -1) if params.window is None else (params.window - 1, 0)
@@ -78,7 +78,7 @@ def _gather(kv_cache: Tensor, step: StepInputs, group: GroupInputs, window: int 
     where = torch.from_numpy(requests * group.block_table.shape[1] + positions // block_size).to(kv_cache.device)
     offset = torch.from_numpy(positions % block_size).to(kv_cache.device)
     block = group.block_table.flatten()[where].long()
-    k, v = (side[block, :, offset] for side in kv_cache)
+    k, v = (side[block, :, offset] for side in kv_cache.unbind(1))
     if window is None:
         return k, v
     unused = (block == 0)[:, None, None]  # the null block stands where the window has passed

@@ -29,7 +29,7 @@ class _Kind(NamedTuple):
 
 
 class FlashInfer:
-    """The library's "HND" layout is the cache's own: [blocks, kv_heads, block_size, head_dim], keys and values apart.
+    """The library's "HND" layout is the cache's own: [blocks, 2, kv_heads, block_size, head_dim].
 
     A plan serves all layers of one kind in one step. Wrappers share a workspace, as they run one after another.
     """
@@ -75,7 +75,7 @@ class FlashInfer:
         if wrapper is None:
             wrapper = self._planned[kind] = self._plan(kind, q, kv_cache, step, group)
         scales = {} if kv_cache.dtype == q.dtype else {"k_scale": params.k_scale, "v_scale": params.v_scale}
-        out: Tensor = wrapper.run(q.contiguous(), (kv_cache[0], kv_cache[1]), **scales)
+        out: Tensor = wrapper.run(q.contiguous(), kv_cache, **scales)
         return out
 
     def _plan(self, kind: _Kind, q: Tensor, kv_cache: Tensor, step: StepInputs, group: GroupInputs) -> Any:

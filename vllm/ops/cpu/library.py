@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 6
+INTERFACE_VERSION = 7
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
@@ -44,7 +44,7 @@ class AttentionCall(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
-        ("blocks", ctypes.c_int64),
+        ("block_stride", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),

@@ -263,12 +263,12 @@ class NativeKernels:
             return rotate_and_write_kv.reference(
                 qkv, heads, positions, cos_sin, interleaved, kv_cache, slot_mapping, k_scale, v_scale, qk_norm
             )
-        _, blocks, kv_heads, block_size, head_dim = kv_cache.shape
+        _, _, kv_heads, block_size, head_dim = kv_cache.shape
         tokens = qkv.shape[0]
         self._rotate_and_write(
             qkv.data_ptr(), tokens, qkv.stride(0), heads, kv_heads, head_dim, positions.data_ptr(), cos_sin.data_ptr(),
-            cos_sin.shape[-1], interleaved, kv_cache.data_ptr(), blocks, block_size, slot_mapping.data_ptr(),
-            q_weight, k_weight, eps, offset, DTYPE_CODES[qkv.dtype], cache_code,
+            cos_sin.shape[-1], interleaved, kv_cache.data_ptr(), kv_cache.stride(0), block_size,
+            slot_mapping.data_ptr(), q_weight, k_weight, eps, offset, DTYPE_CODES[qkv.dtype], cache_code,
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads], None
 
@@ -279,10 +279,10 @@ class NativeKernels:
         if code is None or cache_code is None or v.dtype != k.dtype or not (_heads_packed(k) and _heads_packed(v)):
             write_kv.reference(k, v, kv_cache, slot_mapping, k_scale, v_scale)
             return
-        _, blocks, kv_heads, block_size, head_dim = kv_cache.shape
+        _, _, kv_heads, block_size, head_dim = kv_cache.shape
         self.library.vllm_write_kv(
             k.data_ptr(), v.data_ptr(), k.shape[0], k.stride(0), v.stride(0), kv_heads, head_dim, kv_cache.data_ptr(),
-            blocks, block_size, slot_mapping.data_ptr(), code, cache_code,
+            kv_cache.stride(0), block_size, slot_mapping.data_ptr(), code, cache_code,
         )  # fmt: skip
 
     # ---- attention
@@ -316,7 +316,7 @@ class NativeKernels:
         call.out, call.q, call.cache = out.data_ptr(), q.data_ptr(), kv_cache.data_ptr()
         call.alibi_slopes = None if slopes is None else slopes.data_ptr()
         call.q_stride, call.heads, call.head_dim = q.stride(0), heads, head_dim
-        _, call.blocks, call.kv_heads, call.block_size, _ = kv_cache.shape
+        call.block_stride, call.kv_heads, call.block_size = kv_cache.stride(0), *kv_cache.shape[2:4]
         call.window = params.window or 0
         call.scale = params.scale * params.k_scale
         call.softcap = params.softcap or 0.0

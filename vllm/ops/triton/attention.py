@@ -102,9 +102,9 @@ def merge_parts(
     return m, z, acc
 
 
-@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+@triton.jit(do_not_specialize=["stride_table"])
 def _shared_kernel(
-    q_ptr, cache, table_ptr, lens_ptr, slopes_ptr, members, items, part, lse, qk_scale, cap, num_blocks, stride_block,
+    q_ptr, cache, table_ptr, lens_ptr, slopes_ptr, members, items, part, lse, qk_scale, cap, v_offset, stride_block,
     stride_table, stride_q, stride_qh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
@@ -136,7 +136,7 @@ def _shared_kernel(
     z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     m, z, acc = walk(
-        m, z, acc, q, q_pos, slope, cache, num_blocks.to(tl.int64) * stride_block, table, kv_head, lo, hi, lo, hi,
+        m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, hi, lo, hi,
         qk_scale, cap, stride_block, D, DP, BS, TILE, 0, SOFTCAP, ALIBI, False, STAGES, PRECISION,
     )  # fmt: skip
     at = (tl.program_id(1) * KV_HEADS + kv_head).to(tl.int64) * BM + i
@@ -144,11 +144,11 @@ def _shared_kernel(
     tl.store(lse + at, m + tl.log2(z), mask=ok)
 
 
-@triton.jit(do_not_specialize=["max_query", "requests", "num_blocks", "stride_table", "splits", "tile_rows"])
+@triton.jit(do_not_specialize=["max_query", "requests", "stride_table", "splits", "tile_rows"])
 def _attend_kernel(
     q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
     shared_rows, shared_part, shared_lse, tile_rows, max_query,
-    requests, splits, qk_scale, cap, v_scale, num_blocks, stride_block, stride_table, stride_q, stride_qh, stride_o,
+    requests, splits, qk_scale, cap, v_scale, v_offset, stride_block, stride_table, stride_q, stride_qh, stride_o,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SMALL: tl.constexpr,
     MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
@@ -159,7 +159,6 @@ def _attend_kernel(
 
     SHARED: the first keys of some requests, all of one new token, have been taken care of (`SharedPlan`).
     """
-    v_offset = num_blocks.to(tl.int64) * stride_block
     if SMALL:
         kv_head = tl.program_id(0)
         split = tl.program_id(1)
@@ -341,8 +340,8 @@ def _arguments(
     """The kernel's arguments between the tensors it writes and its constants."""
     scale = params.scale * params.k_scale * (1.0 if params.softcap is not None else _LOG2E)
     return (
-        step.seq_lens.shape[0], splits, scale, params.softcap or 0.0, params.v_scale, kv_cache.shape[1],
-        kv_cache.stride(1), group.block_table.stride(0), q.stride(0), q.stride(1), q.shape[1] * q.shape[2],
+        step.seq_lens.shape[0], splits, scale, params.softcap or 0.0, params.v_scale, kv_cache.stride(1),
+        kv_cache.stride(0), group.block_table.stride(0), q.stride(0), q.stride(1), q.shape[1] * q.shape[2],
     )  # fmt: skip
 
 
@@ -410,14 +409,14 @@ def _launch_shared(
     """What every request's result has from keys that it shares, as parts for the small tile to merge."""
     const = _common(q, kv_cache, params)
     del const["WINDOW"]
-    _, _, scale, cap, _, num_blocks, stride_block, stride_table, stride_q, stride_qh, _ = _arguments(
+    _, _, scale, cap, _, v_offset, stride_block, stride_table, stride_q, stride_qh, _ = _arguments(
         q, kv_cache, params, step, group
     )
     tile_rows = shared.part.shape[2]
     wide = const["DP"] > 128 or q.dtype == torch.float32
     _shared_kernel[(const["KV_HEADS"], shared.items.shape[0])](
         q, kv_cache, group.block_table, step.seq_lens, slopes, shared.members, shared.items, shared.part, shared.lse,
-        scale, cap, num_blocks, stride_block, stride_table, stride_q, stride_qh,
+        scale, cap, v_offset, stride_block, stride_table, stride_q, stride_qh,
         BM=tile_rows, TILE=32 if wide else 64, STAGES=2, num_warps=8 if tile_rows == 128 else 4, **const,
     )  # fmt: skip
 
@@ -432,9 +431,9 @@ def choose_splits(programs: int, max_seq_len: int, window: int | None) -> int:
     return splits
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def _write_kernel(
-    k_ptr, v_ptr, cache, slots_ptr, inv_k_scale, inv_v_scale, num_blocks, stride_block, stride_k, stride_kh,
+    k_ptr, v_ptr, cache, slots_ptr, inv_k_scale, inv_v_scale, v_offset, stride_block, stride_k, stride_kh,
     stride_v, stride_vh, KV_HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -451,7 +450,7 @@ def _write_kernel(
         v = tl.minimum(tl.maximum(v.to(tl.float32) * inv_v_scale, -LIMIT), LIMIT)
     at = (slot // BS) * stride_block + h * (BS * D) + (slot % BS) * D + d
     tl.store(cache + at, k.to(cache.dtype.element_ty), mask=keep)
-    tl.store(cache + num_blocks.to(tl.int64) * stride_block + at, v.to(cache.dtype.element_ty), mask=keep)
+    tl.store(cache + v_offset + at, v.to(cache.dtype.element_ty), mask=keep)
 
 
 def fp8_limit(dtype: torch.dtype) -> float:
@@ -467,7 +466,7 @@ def write_kv(
         return
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     _write_kernel[(k.shape[0],)](
-        k, v, kv_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale, kv_cache.shape[1], kv_cache.stride(1),
+        k, v, kv_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale, kv_cache.stride(1), kv_cache.stride(0),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         KV_HEADS=kv_heads, HP=triton.next_power_of_2(kv_heads), D=head_dim, DP=triton.next_power_of_2(head_dim),
         BS=block_size, LIMIT=fp8_limit(kv_cache.dtype), num_warps=4,

@@ -48,12 +48,12 @@ def _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2):
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks", "stride_table", "splits", "tile_rows"],
+    do_not_specialize=["stride_table", "splits", "tile_rows"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
 )
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
-    eps, offset, scale_log2, num_blocks, stride_block, stride_table, splits,
+    eps, offset, scale_log2, v_offset, stride_block, stride_table, splits,
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr,
     TILE: tl.constexpr,
@@ -86,7 +86,6 @@ def _decode_kernel(
     lo = begin + split * share
     hi = tl.minimum(lo + share, position)
     table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_table
-    v_offset = num_blocks.to(tl.int64) * stride_block
     heads_at = cache + kv_head * (BS * D)
     g = tl.arange(0, GP)
     d = tl.arange(0, D)
@@ -187,12 +186,12 @@ def _decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks", "stride_table"],
+    do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
 )
 def _shared_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, members, items, part, lse,
-    eps, offset, scale_log2, num_blocks, stride_block, stride_table,
+    eps, offset, scale_log2, v_offset, stride_block, stride_table,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +238,7 @@ def _shared_kernel(
     z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     m, z, acc = walk(
-        m, z, acc, q, position, z, cache, num_blocks.to(tl.int64) * stride_block, table, kv_head, lo, hi, lo, hi,
+        m, z, acc, q, position, z, cache, v_offset, table, kv_head, lo, hi, lo, hi,
         scale_log2, 0.0, stride_block, D, D, BS, TILE, 0, False, False, False, STAGES, "tf32",
     )  # fmt: skip
     at = (tl.program_id(1) * KV_HEADS + kv_head).to(tl.int64) * BM + i
@@ -250,7 +249,7 @@ def _shared_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """What is fixed per layer. cache: [2, blocks, kv_heads, block_size, head_dim] in the dtype of the activations."""
+    """What is fixed per layer. cache: [blocks, 2, kv_heads, block_size, head_dim] in the dtype of the activations."""
 
     heads: int
     scale: float
@@ -302,7 +301,7 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin,
         qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
         out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, scale,
-        a.cache.shape[1], a.cache.stride(1), rows.table.stride(0), rows.splits, *before,
+        a.cache.stride(1), a.cache.stride(0), rows.table.stride(0), rows.splits, *before,
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
         GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, MERGE=8,
         STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, SHARED=shared is not None, EARLY=rows.early,
@@ -314,12 +313,12 @@ def _attend_shared(
     qkv: Tensor, a: DecodeAttention, rows: DecodeRows, shared: SharedPlan, scale_log2: float, pdl: bool
 ) -> None:
     """The parts of every row's result that come from shared keys."""
-    _, blocks, kv_heads, block_size, head_dim = a.cache.shape
+    _, _, kv_heads, block_size, head_dim = a.cache.shape
     tile_rows = shared.part.shape[2]
     _shared_kernel[(kv_heads, shared.items.shape[0])](
         qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin, qkv if a.q_weight is None else a.q_weight,
         shared.members, shared.items, shared.part, shared.lse, a.eps, a.offset, scale_log2,
-        blocks, a.cache.stride(1), rows.table.stride(0),
+        a.cache.stride(1), a.cache.stride(0), rows.table.stride(0),
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size, BM=tile_rows, TILE=SHARED_TILE,
         STAGES=SHARED_STAGES, NORM=a.q_weight is not None, PDL=pdl, num_warps=SHARED_WARPS.get(tile_rows, 4),
         **({"launch_pdl": True} if pdl else {}),

@@ -27,9 +27,9 @@ _TAIL = 1024  # rows behind the gathered ones
 _DENSE_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
-@triton.jit(do_not_specialize=["num_blocks", "stride_table"])
+@triton.jit(do_not_specialize=["stride_table"])
 def _gather_kernel(
-    cache, table_ptr, pieces, k_out, v_out, num_blocks, stride_block, stride_table, k_scale, v_scale,
+    cache, table_ptr, pieces, k_out, v_out, v_offset, stride_block, stride_table, k_scale, v_scale,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv_heads, pieces): the pieces of a `GatherPlan` into rows of k_out and v_out [rows, KV_HEADS, D]."""
@@ -49,7 +49,7 @@ def _gather_kernel(
     at = (block * stride_block + head * (BS * D) + (key % BS) * D)[:, None] + d[None, :]
     to = ((start + i).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
     k = tl.load(cache + at, mask=live[:, None], other=0.0)
-    v = tl.load(cache + num_blocks.to(tl.int64) * stride_block + at, mask=live[:, None], other=0.0)
+    v = tl.load(cache + v_offset + at, mask=live[:, None], other=0.0)
     if SCALED:
         k = k.to(tl.float32) * k_scale
         v = v.to(tl.float32) * v_scale
@@ -188,15 +188,15 @@ def _gather(
     q: Tensor, kv_cache: Tensor, params: AttentionParams, group: GroupInputs, plan: GatherPlan
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of `plan`, copied to consecutive rows: [rows, kv_heads, head_dim] in q's dtype."""
-    _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
+    _, _, kv_heads, block_size, head_dim = kv_cache.shape
     # a tile or a padded prompt may reach past the last gathered row, where memory must at least be finite
     k, v = (torch.empty(plan.rows + _TAIL, kv_heads, head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
     k[plan.rows :].zero_()
     v[plan.rows :].zero_()
     _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, plan.pieces.shape[0])](
-        kv_cache, group.block_table, plan.pieces, k, v, num_blocks, kv_cache.stride(1), group.block_table.stride(0),
-        params.k_scale, params.v_scale, KV_HEADS=kv_heads, D=head_dim, BS=block_size, KEYS=_GATHER,
-        SCALED=kv_cache.dtype != q.dtype, num_warps=4,
+        kv_cache, group.block_table, plan.pieces, k, v, kv_cache.stride(1), kv_cache.stride(0),
+        group.block_table.stride(0), params.k_scale, params.v_scale,
+        KV_HEADS=kv_heads, D=head_dim, BS=block_size, KEYS=_GATHER, SCALED=kv_cache.dtype != q.dtype, num_warps=4,
     )  # fmt: skip
     return k, v
 

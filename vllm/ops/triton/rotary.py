@@ -20,10 +20,10 @@ def _square_sum(a, b, ptr, tail_mask, tail, ROTARY: tl.constexpr, D: tl.constexp
     return total
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def _rotate_kernel(
     x_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, cache, slots_ptr,
-    eps, offset, inv_k_scale, inv_v_scale, num_blocks, stride_block, stride_t, stride_h,
+    eps, offset, inv_k_scale, inv_v_scale, v_offset, stride_block, stride_t, stride_h,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HP: tl.constexpr, VP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, HALFP: tl.constexpr, BS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CACHE: tl.constexpr, LIMIT: tl.constexpr,
@@ -82,9 +82,7 @@ def _rotate_kernel(
         v = tl.load(x_ptr + token * stride_t + (HEADS + KV_HEADS + g) * stride_h + d, mask=v_keep, other=0.0)
         if LIMIT > 0:
             v = tl.minimum(tl.maximum(v.to(tl.float32) * inv_v_scale, -LIMIT), LIMIT)
-        tl.store(
-            dst + num_blocks.to(tl.int64) * stride_block + g * (BS * D) + d, v.to(cache.dtype.element_ty), mask=v_keep
-        )
+        tl.store(dst + v_offset + g * (BS * D) + d, v.to(cache.dtype.element_ty), mask=v_keep)
     if (ROTARY < D) & (NORM | CACHE):
         rest = tl.load(rows + tail, mask=tail_keep, other=0.0)
         if NORM:
@@ -150,7 +148,7 @@ def rotate_and_write_kv(
         eps, offset = (0.0, 0.0) if qk_norm is None else (qk_norm.eps, qk_norm.offset)
         _rotate_kernel[(tokens,)](
             qkv, positions, cos_sin, *weights, kv_cache, slot_mapping, eps, offset, 1.0 / k_scale, 1.0 / v_scale,
-            kv_cache.shape[1], kv_cache.stride(1), qkv.stride(0), head_dim,
+            kv_cache.stride(1), kv_cache.stride(0), qkv.stride(0), head_dim,
             BS=block_size, NORM=qk_norm is not None, CACHE=True, LIMIT=fp8_limit(kv_cache.dtype),
             **_shape(heads, kv_heads, head_dim, cos_sin.shape[-1], interleaved),
         )  # fmt: skip
