@@ -171,7 +171,7 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
         return None
     spec = model.spec
     one_cache = len(model.kv_groups) == 1 and all(cache.dtype == model.dtype for cache in kv_caches)
-    if spec.norm is None or not covers(spec) or not one_cache or model.head.packed is not None:
+    if spec.norm is None or not covers(spec) or not one_cache or not (model.head.plain and model.embed.plain):
         return None
     eps = spec.norm.eps
     if not supports(model.head.weight.data, ARGMAX):

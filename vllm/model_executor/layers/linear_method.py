@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpe
 from vllm.ops.linear import linear, pack_weight
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.embedding_method import EmbeddingMethod
+    from vllm.model_executor.layers.expert_method import ExpertMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +49,36 @@ class LinearMethod(ABC):
     repacks_whole = False
 
     @abstractmethod
-    def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+    def create_weights(self, layer: Any, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         """Register the layer's parameters, each a `ShardedParameter`, uninitialised, on torch's default device."""
 
-    def process_after_load(self, layer: LinearBase) -> None:
+    def process_after_load(self, layer: Any) -> None:
         """Called once when every parameter of the layer is filled: repack, dequantize. By default nothing."""
         return
 
     @abstractmethod
-    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's part of x @ weight.T + bias. x: [tokens, in on this rank] -> [tokens, out on this rank]."""
 
 
-class QuantizationConfig(Protocol):
-    """A quantization format: chooses the method of each layer by its name."""
+class QuantizationConfig(ABC):
+    """A quantization format: chooses the method of each layer by its name; None for a layer that is not quantized."""
 
+    @abstractmethod
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
-        """The method of the layer called `prefix`, None if that layer is not quantized."""
+        """The method of the linear layer called `prefix`."""
+
+    def get_expert_method(self, layer: nn.Module, prefix: str) -> ExpertMethod | None:
+        """The method of the experts called `prefix`."""
+        return None
+
+    def get_embedding_method(self, layer: nn.Module, prefix: str) -> EmbeddingMethod | None:
+        """The method of the token embedding called `prefix`; a head that is tied to it uses it too."""
+        return None
+
+    def get_head_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
+        """The method of the output head called `prefix`, which then has weights of its own, tied or not."""
+        return None
 
 
 def weight_spec(shape: LinearShape) -> ShardSpec:
@@ -80,13 +94,13 @@ class UnquantizedLinearMethod(LinearMethod):
 
     repacks_whole = True
 
-    def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+    def create_weights(self, layer: Any, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         world, rank = (1, 0) if shape.split == "none" else (tp.world, tp.rank)
         full = (shape.out_features, shape.in_features)
         layer.weight = ShardedParameter.empty(full, weight_spec(shape), rank, world, dtype)
         layer.packed = None
 
-    def process_after_load(self, layer: LinearBase) -> None:
+    def process_after_load(self, layer: Any) -> None:
         if layer.weight is None:
             return  # packed before
         weight = layer.weight.data
@@ -95,6 +109,6 @@ class UnquantizedLinearMethod(LinearMethod):
             layer.packed = packed
             layer.weight = None  # frees the original
 
-    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = linear(x, layer.weight if layer.packed is None else layer.packed, bias)
         return out

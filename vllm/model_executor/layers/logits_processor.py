@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.ops.linear import linear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 if TYPE_CHECKING:
     from vllm.model_executor.sampling_metadata import SamplingMetadata
@@ -46,10 +45,8 @@ class LogitsProcessor(nn.Module):
             hidden_states = hidden_states[sampling_metadata.selected_token_indices]
         if self.logits_as_input or lm_head is None:
             logits = hidden_states
-        elif isinstance(lm_head, ParallelLMHead):
-            logits = lm_head.tp.all_gather(lm_head.project(hidden_states))
         else:
-            logits = lm_head.tp.all_gather(linear(hidden_states, lm_head.weight, None, torch.float32))
+            logits = lm_head.tp.all_gather(lm_head.project(hidden_states))
         logits = logits[..., : self.org_vocab_size].float()
         if embedding_bias is not None:
             logits = logits + embedding_bias

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel, current_tensor_parallel
+from vllm.model_executor.layers.embedding_method import (
+    EmbeddingMethod,
+    LinearHeadMethod,
+    UnquantizedEmbeddingMethod,
+)
+from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec
-from vllm.ops.embedding import embedding, pack_table
-from vllm.ops.linear import linear, pack_weight
+from vllm.ops.embedding import pack_table
+from vllm.ops.linear import pack_weight
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
 
@@ -26,9 +32,12 @@ class VocabParallelEmbedding(nn.Module):
     """Rows of a [vocabulary, embedding_dim] table; ranks look up their own and add up.
 
     org_num_embeddings: rows in the checkpoint, if fewer than `num_embeddings` (the rest stays zero).
+    quant_config: chooses the format of the table called `prefix`.
     """
 
     weight: ShardedParameter
+    bias: ShardedParameter | None
+    method: EmbeddingMethod
 
     def __init__(
         self,
@@ -37,7 +46,7 @@ class VocabParallelEmbedding(nn.Module):
         params_dtype: torch.dtype | None = None,
         org_num_embeddings: int | None = None,
         padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
+        quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         *,
         tp: TensorParallel | None = None,
@@ -52,19 +61,39 @@ class VocabParallelEmbedding(nn.Module):
         self.part = Part(rows, padded.units, padded.name, padding=padded.units - rows)
         self.first_row, self.local_rows = self.part.cut(self.tp.rank, self.tp.world)
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
-        self.weight = ShardedParameter.empty(
-            (rows, embedding_dim), ShardSpec(0, (self.part,)), self.tp.rank, self.tp.world, dtype
-        )
+        self.params_dtype = dtype
+        self.method = self._choose_method(quant_config, prefix)
+        self.method.create_weights(self, self.part, embedding_dim, dtype, self.tp)
+
+    def _choose_method(self, quant_config: QuantizationConfig | None, prefix: str) -> EmbeddingMethod:
+        method = None if quant_config is None else quant_config.get_embedding_method(self, prefix)
+        return UnquantizedEmbeddingMethod() if method is None else method
+
+    @property
+    def repacks_whole(self) -> bool:
+        """As of `LinearMethod`."""
+        return isinstance(self.method, UnquantizedEmbeddingMethod)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the table stands in `weight`, row by row in the model's dtype."""
+        return isinstance(self.method, UnquantizedEmbeddingMethod) and self.packed is None
+
+    def process_after_load(self) -> None:
+        """Let the method repack the filled table."""
+        self.method.process_after_load(self)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32."""
+        return self.method.project(self, hidden, None)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids: [tokens] int64 -> [tokens, embedding_dim]."""
-        table = self.weight if self.packed is None else self.packed
         if self.tp.world == 1:
-            out: Tensor = embedding(input_ids, table)
-            return out
+            return self.method.embed(self, input_ids)
         local = input_ids - self.first_row
         foreign = (local < 0) | (local >= self.local_rows)
-        rows = embedding(local.masked_fill(foreign, 0), table)
+        rows = self.method.embed(self, local.masked_fill(foreign, 0))
         return self.tp.all_reduce(rows.masked_fill(foreign[:, None], 0.0))
 
     def extra_repr(self) -> str:
@@ -74,10 +103,8 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """The output head: hidden states to this rank's logits (`LogitsProcessor` gathers them).
 
-    Its weight may be tied to an embedding's with `tie_weights`.
+    Its weight may be tied to an embedding's with `tie_weights`. A format of its own is a `LinearMethod`.
     """
-
-    repacks_whole = True  # see LinearMethod
 
     def __init__(
         self,
@@ -87,7 +114,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         params_dtype: torch.dtype | None = None,
         org_num_embeddings: int | None = None,
         padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
-        quant_config: Any = None,
+        quant_config: QuantizationConfig | None = None,
         prefix: str = "",
         *,
         tp: TensorParallel | None = None,
@@ -97,20 +124,41 @@ class ParallelLMHead(VocabParallelEmbedding):
         )
         self._tied: list[VocabParallelEmbedding] = []  # in a list, so that it does not become a child
         if bias:
-            self.bias: ShardedParameter | None = ShardedParameter.empty(
-                (self.org_vocab_size,), ShardSpec(0, (self.part,)), self.tp.rank, self.tp.world, self.weight.dtype
+            self.bias = ShardedParameter.empty(
+                (self.org_vocab_size,), ShardSpec(0, (self.part,)), self.tp.rank, self.tp.world, self.params_dtype
             )
         else:
             self.bias = None
 
+    def _choose_method(self, quant_config: QuantizationConfig | None, prefix: str) -> EmbeddingMethod:
+        method = None if quant_config is None else quant_config.get_head_method(self, prefix)
+        return UnquantizedEmbeddingMethod() if method is None else LinearHeadMethod(method)
+
     def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
-        """Use `embedding`'s weight as this head's."""
-        self.weight = embedding.weight
+        """Use `embedding`'s table as this head's, in whatever format it is. A head with a format of its own keeps its
+        own weights: it was quantized apart from the embedding.
+        """
+        if not isinstance(self.method, UnquantizedEmbeddingMethod):
+            return self
         self._tied.append(embedding)
+        if isinstance(embedding.method, UnquantizedEmbeddingMethod):
+            self.weight = embedding.weight
+        else:
+            self.method = embedding.method
+            del self.weight
         return self
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses an embedding's table."""
+        return bool(self._tied)
 
     def process_after_load(self) -> None:
         """Repack the weight for this device's products where that pays; the embedding it is tied to follows."""
+        if not isinstance(self.method, UnquantizedEmbeddingMethod):
+            if not self._tied:
+                self.method.process_after_load(self)
+            return
         weight = self.weight.data
         packed = pack_table(weight) if self._tied else pack_weight(weight)
         if packed is not weight:
@@ -120,9 +168,8 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def project(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32."""
-        weight = self.weight if self.packed is None else self.packed
-        out: Tensor = linear(hidden, weight, self.bias, torch.float32)
-        return out
+        owner = self._tied[0] if self._tied and not isinstance(self.method, UnquantizedEmbeddingMethod) else self
+        return self.method.project(owner, hidden, self.bias)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         raise RuntimeError("ParallelLMHead is read by LogitsProcessor and is not called itself.")

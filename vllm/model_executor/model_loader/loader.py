@@ -61,7 +61,8 @@ def load_model(
         spec = family.decoder(hf)
         _warn_of_long_factors(hf, config.max_model_len)
         chosen = quantization if own is None else own
-        model: DecoderModel | OutOfTreeModel = build_decoder(
+        model: DecoderModel | OutOfTreeModel
+        model = decoder = build_decoder(
             spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules
         )
         started = time.perf_counter()
@@ -70,7 +71,7 @@ def load_model(
             size += fill_quantized_with_random_numbers(model, device, config.seed or 0, _DUMMY_SCALE * 3**0.5)
         else:
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
-            size = fill_from_checkpoint(model, family, spec, tensors, device, quantization)
+            size = fill_from_checkpoint(decoder, family, spec, tensors, device, quantization)
     else:
         if config.quantized is not None:
             raise ValueError(
@@ -133,7 +134,7 @@ def build_decoder(
 
 
 def fill_from_checkpoint(
-    model: nn.Module,
+    model: DecoderModel,
     family: Family,
     spec: Decoder,
     tensors: Iterable[tuple[str, Tensor, Path]],
@@ -148,7 +149,7 @@ def fill_from_checkpoint(
         if quantized is not None and quantized.take(name, tensor, file):
             continue
         found = family.resolve(name)
-        if found is not None and spec.tied and found[0] == "head.weight":
+        if found is not None and model.head.tied and found[0] == "head.weight":
             continue  # a copy of the embedding
         shape = None if found is None else filler.expected_shape(found[0])
         if found is None or shape is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.activation import activation_kind
 from vllm.model_executor.layers.alibi import alibi_slopes
+from vllm.model_executor.layers.expert_method import ExpertMethod, ExpertShape, UnquantizedExpertMethod
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -26,12 +27,12 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.rope_table import rope_table
-from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, whole
+from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
-from vllm.ops.moe import expert_mlp, route
+from vllm.ops.moe import route
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
 from vllm.step.inputs import StepInputs
 
@@ -199,37 +200,53 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """The stacked weights of gated MLPs, each cut along its hidden width.
+    """The weights of gated MLPs, stored and computed by an `ExpertMethod`.
 
-    gate_up: [experts, 2 * hidden / world, hidden_size], gate rows first.   down: [experts, hidden_size, hidden /
-    world].
+    reduce: whether `method.combine` sums over ranks.
     """
 
-    def __init__(self, spec: Moe, hidden_size: int, ctx: BuildContext) -> None:
+    gate_up: ShardedParameter
+    down: ShardedParameter
+
+    def __init__(self, shape: ExpertShape, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
         super().__init__()
-        n, width, tp = spec.experts, spec.hidden, ctx.tp
-        gate_up = ShardSpec(1, (whole(width, "gate"), whole(width, "up")), stack=1)
-        self.gate_up = ShardedParameter.empty((n, 2 * width, hidden_size), gate_up, tp.rank, tp.world, ctx.dtype)
-        down = ShardSpec(2, (whole(width),), stack=1)
-        self.down = ShardedParameter.empty((n, hidden_size, width), down, tp.rank, tp.world, ctx.dtype)
+        self.shape, self.tp, self.reduce = shape, ctx.tp, reduce
+        method = None if ctx.quant_config is None else ctx.quant_config.get_expert_method(self, prefix)
+        self.method: ExpertMethod = UnquantizedExpertMethod() if method is None else method
+        self.method.create_weights(self, shape, ctx.dtype, ctx.tp)
+
+    @property
+    def repacks_whole(self) -> bool:
+        """As the method says."""
+        return self.method.repacks_whole
+
+    def process_after_load(self) -> None:
+        """Let the method repack the filled weights."""
+        self.method.process_after_load(self)
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Each token's weighted sum of its experts' outputs. Shapes as in `ExpertMethod.dispatch`."""
+        method = self.method
+        return method.combine(self, method.compute(self, *method.dispatch(self, x, weights, experts)))
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts. Every rank has all experts, each cut like an MLP."""
+    """A router and its experts. By default every rank has all experts, each cut like an MLP."""
 
     def __init__(self, spec: Moe, hidden_size: int, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
         super().__init__()
-        self.spec, self.act, self.tp, self.reduce = spec, activation_kind(spec.act), ctx.tp, reduce
+        self.spec = spec
         self.router = ReplicatedLinear(
             hidden_size, spec.experts, bias=False, params_dtype=ctx.dtype, prefix=f"{prefix}.router", tp=ctx.tp
         )
-        self.experts = Experts(spec, hidden_size, ctx)
+        shape = ExpertShape(spec.experts, hidden_size, spec.hidden, activation_kind(spec.act))
+        self.experts = Experts(shape, ctx, f"{prefix}.experts", reduce=reduce)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
         weights, chosen = route(self.router.project(x), self.spec.top_k, self.spec.renormalize)
-        out: Tensor = expert_mlp(x, weights, chosen, self.experts.gate_up, self.experts.down, self.act)
-        return self.tp.all_reduce(out) if self.reduce else out
+        out: Tensor = self.experts(x, weights, chosen)
+        return out
 
 
 class DecoderBlock(nn.Module):

@@ -56,7 +56,9 @@ class DecoderModel(nn.Module):
         self.dtype, self.tp, self.max_positions = dtype, tp, max_positions
         ctx = BuildContext(dtype, device, tp, max_positions, quant_config)
         width = spec.hidden_size if spec.embed_dim is None else spec.embed_dim
-        self.embed = VocabParallelEmbedding(spec.vocab_size, width, dtype, tp=tp)
+        self.embed = VocabParallelEmbedding(
+            spec.vocab_size, width, dtype, quant_config=quant_config, prefix="embed", tp=tp
+        )
         # rounded to the model's dtype, as the multiplication by a tensor of that dtype would
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device="cpu").item()
         if spec.positions is not None:
@@ -85,7 +87,9 @@ class DecoderModel(nn.Module):
         # a device's own way to run all blocks at once, with the same result
         self.fused_blocks: FusedBlocks | None = None
         self.norm = None if spec.norm is None else build_norm(spec.norm, spec.hidden_size, dtype)
-        self.head = ParallelLMHead(spec.vocab_size, width, spec.head_bias, dtype, tp=tp)
+        self.head = ParallelLMHead(
+            spec.vocab_size, width, spec.head_bias, dtype, quant_config=quant_config, prefix="head", tp=tp
+        )
         if spec.tied:
             self.head.tie_weights(self.embed)
         self.logits_processor = LogitsProcessor(spec.vocab_size, scale=spec.logit_scale, soft_cap=spec.logit_softcap)

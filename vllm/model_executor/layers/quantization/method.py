@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel
-from vllm.model_executor.layers.linear_method import LinearMethod, LinearShape
+from vllm.model_executor.layers.linear_method import LinearMethod, LinearShape, QuantizationConfig
 from vllm.model_executor.layers.quantization.base_config import Format, Reader, Tensors, is_plain, plain_weight
 from vllm.model_executor.layers.sharding import Part, shard_part
 from vllm.ops.quantized import DenseWeight, pack_quantized, quantized_linear
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.family import Family
 
 
-class ModelQuantization:
+class ModelQuantization(QuantizationConfig):
     """A format and a family's names: chooses the method of each layer."""
 
     def __init__(self, format: Format, family: Family) -> None:

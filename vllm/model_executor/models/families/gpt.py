@@ -79,7 +79,7 @@ def phi(hf: HFConfig) -> Decoder:
 
 GPT2_NAMES = renames(
     {
-        "transformer.wte.weight": "embed.weight",
+        "transformer.wte.{p}": "embed.{p}",
         "transformer.wpe.weight": "positions",
         "transformer.ln_f.{p}": "norm.{p}",
         "lm_head.{p}": "head.{p}",
@@ -97,7 +97,7 @@ GPT2_NAMES = renames(
 )
 GPT_NEOX_NAMES = renames(
     {
-        "gpt_neox.embed_in.weight": "embed.weight",
+        "gpt_neox.embed_in.{p}": "embed.{p}",
         "gpt_neox.final_layer_norm.{p}": "norm.{p}",
         "embed_out.{p}": "head.{p}",
         "lm_head.{p}": "head.{p}",
@@ -110,7 +110,7 @@ GPT_NEOX_NAMES = renames(
 ) + renames({"gpt_neox.layers.{i}.attention.query_key_value.{p}": "blocks.{i}.attn.qkv.{p}"}, WeightLayout.QKV_BY_HEAD)
 OPT_NAMES = renames(
     {
-        "model.decoder.embed_tokens.weight": "embed.weight",
+        "model.decoder.embed_tokens.{p}": "embed.{p}",
         "model.decoder.embed_positions.weight": "positions",
         "model.decoder.project_in.{p}": "project_in.{p}",
         "model.decoder.project_out.{p}": "project_out.{p}",

@@ -13,7 +13,7 @@ from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, Mlp, M
 
 NAMES = renames(
     {
-        "model.embed_tokens.weight": "embed.weight",
+        "model.embed_tokens.{p}": "embed.{p}",
         "model.norm.{p}": "norm.{p}",
         "lm_head.{p}": "head.{p}",
         "model.layers.{i}.input_layernorm.{p}": "blocks.{i}.norms.0.{p}",

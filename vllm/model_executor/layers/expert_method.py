@@ -1,0 +1,82 @@
+"""How the experts of a layer are stored and computed: the interface that formats of expert weights fill in, and that a
+way to deal whole experts to ranks would.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm.distributed import TensorParallel
+from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, whole
+from vllm.ops.moe import expert_mlp
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.blocks import Experts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """`experts` gated MLPs from `hidden` features over `inner` back to `hidden`; act: as in `ops.activation`."""
+
+    experts: int
+    hidden: int
+    inner: int
+    act: str
+
+
+class ExpertMethod(ABC):
+    """One format of expert weights. A layer owns the parameters, the method creates and reads them.
+
+    A step passes dispatch, compute, combine. By default every rank has a share of every expert: tokens stay where they
+    are, and the ranks' partial sums are added up.
+
+    repacks_whole: as of `LinearMethod`.
+    """
+
+    repacks_whole = False
+
+    @abstractmethod
+    def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        """Register the layer's parameters, each a `ShardedParameter`, uninitialised, on torch's default device."""
+
+    def process_after_load(self, layer: Experts) -> None:
+        """Called once when every parameter of the layer is filled: repack, dequantize. By default nothing."""
+        return
+
+    def dispatch(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, weights, experts) of the tokens that this rank computes.
+
+        x: [tokens, hidden]; weights [tokens, top_k] fp32, experts [tokens, top_k] int64: which experts a token has.
+        """
+        return x, weights, experts
+
+    @abstractmethod
+    def compute(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """This rank's part of each token's weighted sum of its experts' outputs, down(act(gate x) * up x).
+
+        Arguments as `dispatch` returned them -> [tokens, hidden].
+        """
+
+    def combine(self, layer: Experts, out: Tensor) -> Tensor:
+        """What `compute` returned -> the sum of all ranks' parts, for this rank's tokens."""
+        return layer.tp.all_reduce(out) if layer.reduce else out
+
+
+class UnquantizedExpertMethod(ExpertMethod):
+    """gate_up: [experts, 2 * inner / world, hidden], gate rows first.   down: [experts, hidden, inner / world]."""
+
+    def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        n, inner, hidden = shape.experts, shape.inner, shape.hidden
+        gate_up = ShardSpec(1, (whole(inner, "gate"), whole(inner, "up")), stack=1)
+        layer.gate_up = ShardedParameter.empty((n, 2 * inner, hidden), gate_up, tp.rank, tp.world, dtype)
+        down = ShardSpec(2, (whole(inner),), stack=1)
+        layer.down = ShardedParameter.empty((n, hidden, inner), down, tp.rank, tp.world, dtype)
+
+    def compute(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        out: Tensor = expert_mlp(x, weights, experts, layer.gate_up, layer.down, layer.shape.act)
+        return out
