@@ -149,7 +149,9 @@ def test_what_was_answered_is_kept_when_the_run_ends_early(monkeypatch: pytest.M
     model = SimpleNamespace(
         served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
     )
-    engine: Any = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), shutdown=shutdown)
+    decoding = SimpleNamespace(reasoning_parser="")
+    config = SimpleNamespace(model_config=model, decoding_config=decoding)
+    engine: Any = SimpleNamespace(vllm_config=config, shutdown=shutdown)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(run_batch, "answer_line", answer)
     with pytest.raises(RuntimeError, match="gone"):

@@ -133,10 +133,6 @@ def test_tools_of_the_example_are_refused_plain_and_streamed(client):
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice and --tool-call-parser"):
             client.chat.completions.create(model=MODEL, messages=WEATHER, tools=TOOLS, stream=stream)
-    named: Any = {"type": "function", "function": {"name": "get_current_weather"}}
-    for choice in (named, "required"):
-        with pytest.raises(openai.BadRequestError, match="Tool calling is not available in this version"):
-            client.chat.completions.create(model=MODEL, messages=WEATHER, tools=TOOLS, tool_choice=choice)
 
 
 def test_answers_of_tools_may_be_part_of_a_conversation(client):

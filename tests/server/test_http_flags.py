@@ -287,7 +287,10 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
         (["--lora-modules", "a=b"], "LoRA .* is not available"),
         (["--prompt-adapters", "a=b"], "not available"),
         (["--enable-auto-tool-choice"], "requires --tool-call-parser"),
-        (["--tool-call-parser", "hermes"], "not available"),
+        (["--tool-call-parser", "nobody"], "invalid tool call parser: nobody"),
+        (["--tool-parser-plugin", "nowhere.py"], "there is no file nowhere.py"),
+        (["--reasoning-parser", "nobody"], "Unknown reasoning parser 'nobody': expected one of deepseek_r1"),
+        (["--enable-reasoning"], "--enable-reasoning requires --reasoning-parser"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_before_the_model_is_loaded(words: list[str], message: str) -> None:

@@ -73,8 +73,6 @@ class Source:
 
 CONTEXT: Any = SimpleNamespace(
     cached_tokens=lambda outputs: sum(o.num_cached_tokens for o in outputs),
-    tool_parsing=None,
-    reasoning=None,
     tokenizer=SimpleNamespace(decode=lambda ids: f"<decoded {ids}>"),
 )
 COMPLETIONS: dict[str, dict[str, Any]] = {

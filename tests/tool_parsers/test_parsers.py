@@ -19,7 +19,7 @@ from vllm.tool_parsers.registry import FORMATS
 
 
 def parser(name: str) -> Machine:
-    return FORMATS[name].parser(TOOLS)
+    return FORMATS[name].machine(TOOLS)
 
 
 def streamed(name: str, pieces: list[str]) -> list[Delta]:

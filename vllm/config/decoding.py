@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.config.fields import setting
 from vllm.config.kinds import Flag, JsonOr, Text
+from vllm.reasoning import NAMES, think_format
 
 GUIDED_BACKENDS = ("auto", "outlines", "lm-format-enforcer", "xgrammar", "guidance")
 _GUIDED = "Guided decoding"
@@ -39,10 +40,14 @@ class DecodingConfig:
         later=_GUIDED + " (structured_outputs_config)",
     )
     enable_reasoning: bool | None = setting(
-        None, Flag(optional=True), "Separate a model's reasoning from its answer.", later="Reasoning parsers"
+        None,
+        Flag(optional=True),
+        "Separate a model's thoughts from its answer; the older switch of reasoning_parser.",
     )
     reasoning_parser: str = setting(
-        "", Text(optional=True), "Parser of the model's reasoning.", later="Reasoning parsers"
+        "",
+        Text(optional=True),
+        "How the model marks its thoughts, which are then told from its answer: " + ", ".join(NAMES) + ".",
     )
     logits_processor_pattern: str | None = setting(
         None,
@@ -58,6 +63,10 @@ class DecodingConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.reasoning_parser:
+            think_format(self.reasoning_parser)
+        elif self.enable_reasoning:
+            raise ValueError("enable_reasoning needs a reasoning_parser.")
         backend = self.guided_decoding_backend.partition(":")[0]
         if backend not in GUIDED_BACKENDS:
             raise ValueError(f"Invalid guided_decoding_backend '{backend}', must be one of {list(GUIDED_BACKENDS)}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from vllm.tool_parsers.deltas import Content, Reasoning
 from vllm.tool_parsers.header_calls import NAME
-from vllm.tool_parsers.machine import CallMachine, Markers, Routine
+from vllm.tool_parsers.machine import CallMachine, MakeId, Markers, Routine
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, RETURN, CALL, CONSTRAIN = "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"
@@ -19,7 +19,7 @@ _MAX_HEADER = 1024
 class HarmonyMessages(CallMachine):
     """Text outside of any message is content, so that damaged output stays readable."""
 
-    def __init__(self, make_id: Callable[[int], str], *, takes_calls: bool = True) -> None:
+    def __init__(self, make_id: MakeId, *, takes_calls: bool = True) -> None:
         super().__init__(make_id)
         self._takes_calls = takes_calls
         self._outside = Markers(*MARKERS)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm.tool_parsers.machine import CallMachine, Markers, Routine
+from vllm.tool_parsers.machine import CallMachine, MakeId, Markers, Routine
 
 NAME = re.compile(r"[\w.:/-]{1,256}")
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w./-]{1,256}):\d+")
@@ -31,7 +30,7 @@ class HeaderCalls(CallMachine):
     separators: tuple[str, ...]
     end: str
 
-    def __init__(self, make_id: Callable[[int], str]) -> None:
+    def __init__(self, make_id: MakeId) -> None:
         super().__init__(make_id)
         self._starts = Markers(*self.openers, self.begin)
         self._separator = Markers(*self.separators, self.end)
@@ -108,7 +107,7 @@ class KimiCalls(HeaderCalls):
 class MistralCalls(CallMachine):
     """Mistral: a JSON list of calls after the marker (until v7), or a name and arguments after each one (v11 on)."""
 
-    def __init__(self, make_id: Callable[[int], str]) -> None:
+    def __init__(self, make_id: MakeId) -> None:
         super().__init__(make_id)
         self._starts = Markers("[TOOL_CALLS]")
         self._name_end = Markers("[CALL_ID]", "[ARGS]", _BRACE)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from vllm.tool_parsers.machine import CallMachine, Markers, Routine
+from vllm.tool_parsers.machine import CallMachine, MakeId, Markers, Routine
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class JsonCalls(CallMachine):
     text without markers, only if the name is one of `names`, since any answer may be JSON.
     """
 
-    def __init__(self, form: JsonFormat, make_id: Callable[[int], str], names: Collection[str] = ()) -> None:
+    def __init__(self, form: JsonFormat, make_id: MakeId, names: Collection[str] = ()) -> None:
         super().__init__(make_id)
         self._form = form
         self._names = names

@@ -232,13 +232,16 @@ def drop(text: str) -> None:
     """A sink for what is no part of the message."""
 
 
+MakeId = Callable[[int, str], str]  # from the number and the name of a call
+
+
 class CallMachine(Machine):
     """Text with calls in it. Until the first call everything is content, after it nothing is.
 
-    White space alone before the first call is no content. `make_id(number)` names a call.
+    White space alone before the first call is no content. `make_id` names calls that the model gives no id.
     """
 
-    def __init__(self, make_id: Callable[[int], str]) -> None:
+    def __init__(self, make_id: MakeId) -> None:
         super().__init__()
         self._make_id = make_id
         self._calls = 0
@@ -258,7 +261,7 @@ class CallMachine(Machine):
     def _begin(self, name: str, call_id: str | None = None) -> None:
         """It is a call: what was taken of it is no text."""
         self._attempt = None
-        self._deltas.append(CallStart(self._calls, call_id or self._make_id(self._calls), name))
+        self._deltas.append(CallStart(self._calls, call_id or self._make_id(self._calls, name), name))
         self._calls += 1
 
     def _arguments(self, text: str) -> None:
@@ -349,6 +352,19 @@ class CallMachine(Machine):
     @abstractmethod
     def _message(self) -> Routine[None]:
         """Take the text up to where everything else is content."""
+
+
+class ChosenCall(CallMachine):
+    """Arguments of one function and nothing else."""
+
+    def __init__(self, name: str, make_id: MakeId) -> None:
+        super().__init__(make_id)
+        self._name = name
+
+    def _message(self) -> Routine[None]:
+        if (yield from self._skip_space()):
+            self._begin(self._name)
+            yield from self._until(NOTHING, self._arguments)
 
 
 NOTHING = Markers()

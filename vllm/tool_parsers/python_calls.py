@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from vllm.tool_parsers.machine import CallMachine, Routine
+from vllm.tool_parsers.machine import CallMachine, MakeId, Routine
 
 MAX_DEPTH = 32  # of brackets in a call
 MAX_CHARACTERS = 64 * 1024  # of a call, which is read by Python's own parser as a whole
@@ -21,7 +21,7 @@ _NAMES = {"true": True, "false": False, "null": None}
 class PythonCalls(CallMachine):
     """The whole text is the list, perhaps between `wrap`; each call is read, never run, when it is complete."""
 
-    def __init__(self, make_id: Callable[[int], str], wrap: tuple[str, str] | None = None) -> None:
+    def __init__(self, make_id: MakeId, wrap: tuple[str, str] | None = None) -> None:
         super().__init__(make_id)
         self._wrap = wrap
 

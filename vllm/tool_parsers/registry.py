@@ -12,70 +12,89 @@ from typing import Any
 from vllm.tool_parsers.harmony import MARKERS, HarmonyMessages
 from vllm.tool_parsers.header_calls import DeepseekCalls, KimiCalls, MistralCalls
 from vllm.tool_parsers.json_calls import JsonCalls, JsonFormat
-from vllm.tool_parsers.machine import CallMachine
+from vllm.tool_parsers.machine import CallMachine, ChosenCall, MakeId
 from vllm.tool_parsers.python_calls import PythonCalls
 from vllm.tool_parsers.schema_values import properties_of
 from vllm.tool_parsers.xml_calls import MINIMAX_M2, QWEN3_CODER, SEED_OSS, GlmCalls, XmlCalls, XmlFormat
 
-MakeId = Callable[[int], str]
 Tools = Sequence[Any]
 
 
-def default_id(number: int) -> str:
+def default_id(number: int, name: str = "") -> str:
     """An id that no other call has."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
-def mistral_id(number: int) -> str:
+def mistral_id(number: int, name: str = "") -> str:
     """Mistral's templates take nine letters and digits."""
     return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
 
 
+def kimi_id(calls_before: int) -> MakeId:
+    """Kimi's template shows nothing but the id of a call, which counts the calls of the whole conversation."""
+    return lambda number, name: f"functions.{name}:{calls_before + number}"
+
+
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way to write calls: `parser(tools)` reads one text. `markers` that are special tokens must stay visible."""
+    """A way to write calls.
 
-    parser: Callable[[Tools], CallMachine]
+    parser: makes what reads one text, from the tools and from what names calls that the model gives no id.
+    markers: those that are special tokens must stay visible in the text.
+    ids: what names calls, given how many the conversation has had.
+    """
+
+    parser: Callable[[Tools, MakeId], CallMachine]
     markers: tuple[str, ...] = ()
-    make_id: MakeId = default_id
+    ids: Callable[[int], MakeId] = lambda calls_before: default_id
+
+    def machine(self, tools: Tools, calls_before: int = 0) -> CallMachine:
+        """What reads one text."""
+        return self.parser(tools, self.ids(calls_before))
 
 
 def _json(form: JsonFormat) -> ToolFormat:
-    return ToolFormat(lambda tools: JsonCalls(form, default_id, properties_of(tools)), (*form.starts, *form.ends))
+    return ToolFormat(lambda tools, ids: JsonCalls(form, ids, properties_of(tools)), (*form.starts, *form.ends))
 
 
 def _xml(form: XmlFormat) -> ToolFormat:
-    return ToolFormat(lambda tools: XmlCalls(form, default_id, properties_of(tools)), form.block)
+    return ToolFormat(lambda tools, ids: XmlCalls(form, ids, properties_of(tools)), form.block)
+
+
+def forced_call(name: str, make_id: MakeId) -> CallMachine:
+    """Reads a text that is nothing but the arguments of one function: the user has chosen it."""
+    return ChosenCall(name, make_id)
+
+
+def forced_calls(tools: Tools, make_id: MakeId) -> CallMachine:
+    """Reads a text that is a JSON list of calls: the user wants at least one."""
+    return JsonCalls(JsonFormat(opens_with="[{"), make_id, properties_of(tools))
 
 
 HERMES = _json(JsonFormat(("<tool_call>",), ("</tool_call>",)))
-MISTRAL = ToolFormat(lambda tools: MistralCalls(mistral_id), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), mistral_id)
+MISTRAL = ToolFormat(
+    lambda tools, ids: MistralCalls(ids), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), lambda calls_before: mistral_id
+)
 LLAMA3 = _json(JsonFormat(("<|python_tag|>", "<|python_start|>"), ("<|python_end|>",), opens_with="{"))
-PYTHON = ToolFormat(lambda tools: PythonCalls(default_id))
+PYTHON = ToolFormat(lambda tools, ids: PythonCalls(ids))
 LLAMA4 = ToolFormat(
-    lambda tools: PythonCalls(default_id, ("<|python_start|>", "<|python_end|>")),
-    ("<|python_start|>", "<|python_end|>"),
+    lambda tools, ids: PythonCalls(ids, ("<|python_start|>", "<|python_end|>")), ("<|python_start|>", "<|python_end|>")
 )
 DEEPSEEK = ToolFormat(
-    lambda tools: DeepseekCalls(default_id),
-    (
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
+    lambda tools, ids: DeepseekCalls(ids),
+    (*DeepseekCalls.openers, DeepseekCalls.begin, *DeepseekCalls.separators, DeepseekCalls.end),
 )
 KIMI = ToolFormat(
-    lambda tools: KimiCalls(default_id),
+    lambda tools, ids: KimiCalls(ids),
     (*KimiCalls.openers, KimiCalls.begin, *KimiCalls.separators, KimiCalls.end),
+    kimi_id,
 )
 GLM = ToolFormat(
-    lambda tools: GlmCalls(default_id, properties_of(tools)),
+    lambda tools, ids: GlmCalls(ids, properties_of(tools)),
     ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 JAMBA = _json(JsonFormat(("<tool_calls>",), ("</tool_calls>",)))
-HARMONY = ToolFormat(lambda tools: HarmonyMessages(default_id), MARKERS)
+HARMONY = ToolFormat(lambda tools, ids: HarmonyMessages(ids), MARKERS)
 
 FORMATS: dict[str, ToolFormat] = {
     "hermes": HERMES,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.tool_parsers.header_calls import NAME
-from vllm.tool_parsers.machine import CallMachine, Markers, Routine, drop
+from vllm.tool_parsers.machine import CallMachine, MakeId, Markers, Routine, drop
 from vllm.tool_parsers.schema_values import as_json, types_of
 
 Properties = Mapping[str, Mapping[str, Any]]
@@ -17,7 +17,7 @@ Properties = Mapping[str, Mapping[str, Any]]
 class _Parameters(CallMachine):
     """Writes the arguments of a call parameter by parameter; strings as they come, other values when complete."""
 
-    def __init__(self, make_id: Callable[[int], str], properties: Properties, *, strips_lines: bool) -> None:
+    def __init__(self, make_id: MakeId, properties: Properties, *, strips_lines: bool) -> None:
         super().__init__(make_id)
         self._properties = properties
         self._strips_lines = strips_lines
@@ -116,7 +116,7 @@ MINIMAX_M2 = XmlFormat(
 class XmlCalls(_Parameters):
     """Functions inside blocks, parameters inside functions. The block's tag and the ends of tags may be missing."""
 
-    def __init__(self, form: XmlFormat, make_id: Callable[[int], str], properties: Properties) -> None:
+    def __init__(self, form: XmlFormat, make_id: MakeId, properties: Properties) -> None:
         super().__init__(make_id, properties, strips_lines=form.strips_lines)
         self._form = form
         block, block_end = form.block
@@ -165,7 +165,7 @@ class XmlCalls(_Parameters):
 class GlmCalls(_Parameters):
     """GLM 4.5 on: the name, then keys and values in tags of their own."""
 
-    def __init__(self, make_id: Callable[[int], str], properties: Properties) -> None:
+    def __init__(self, make_id: MakeId, properties: Properties) -> None:
         super().__init__(make_id, properties, strips_lines=False)
         self._starts = Markers("<tool_call>")
         self._name_end = Markers("\n", "<arg_key>", "</tool_call>")

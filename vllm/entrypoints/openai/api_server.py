@@ -111,6 +111,16 @@ def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter
     return HttpMetricsMiddleware(app, metrics=application.state.http_metrics)
 
 
+def parsing_of(args: argparse.Namespace) -> Any:
+    """How answers are read. Raises ValueError for parsers that there are not, and plug-ins that cannot be loaded."""
+    from vllm.entrypoints.openai.message import ParsingSettings
+    from vllm.tool_parsers.plugin import ToolParserManager
+
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    return ParsingSettings(args.tool_call_parser, args.enable_auto_tool_choice, args.reasoning_parser or None)
+
+
 AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "App"]
 
 
@@ -132,6 +142,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         chat_template=template if named else load_chat_template(template),
         content_format=args.chat_template_content_format,
         response_role=args.response_role,
+        parsing=parsing_of(args),
         return_token_ids_as_text=args.return_tokens_as_token_ids,
         trust_request_template=args.trust_request_chat_template,
         request_timeout=args.request_timeout,
@@ -208,6 +219,7 @@ def check_files(args: argparse.Namespace) -> None:
     for path in args.middleware:
         load_middleware(path)
     _check_chat_template(args.chat_template)
+    parsing_of(args)
     if not args.ssl_certfile:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, chat_logprobs, prompt_logprobs
+from vllm.entrypoints.openai.message import AnswerParsing, Call, check_tool_choice, wanted_of
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.sampling import (
     check_sizes,
@@ -27,7 +28,7 @@ from vllm.entrypoints.openai.sampling import (
 )
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.tool_parsers.deltas import Delta
+from vllm.tool_parsers.deltas import CallStart, Content, Delta, Reasoning
 
 PLAIN_END = '}, "logprobs": null, "finish_reason": null}]}\n\n'
 
@@ -44,6 +45,7 @@ class Chat:
     text_of: TokenText
     role: str
     last_content: str  # of the last message, for `echo`
+    parsing: AnswerParsing | None = None  # reads the answer, unless all of it is content
 
 
 async def render(context: ServerContext, request: Any, tools: list[Any] | None) -> str:
@@ -97,15 +99,21 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
 async def prepare(context: ServerContext, request: ChatCompletionRequest, request_id: str | None) -> Chat:
     """Check everything that can be checked before the engine is asked."""
     model = context.check_model(request.model)
+    check_tool_choice(context.parsing, request)
     request.refuse_later_features()
     check_sizes(request, context.limits)
     prompt = await render(context, request, request.tools)
+    wanted = wanted_of(context.parsing, context.tokenizer, request, prompt)
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     limit = kept_tokens(request, context.max_model_len, asked)
     (ids,) = await context.encode([prompt], request.add_special_tokens, limit)
     max_tokens = resolve_max_tokens(asked, len(ids), context.max_model_len, context.default_sampling)
     context.engine.check_admission(max(request.n or 1, request.best_of or 1), len(ids))
     params = await context.in_lane(32 * entries_of(request), _params, context, request, max_tokens)
+    if wanted.form is not None:
+        params.structured_outputs = wanted.form
+    if wanted.shows_special:
+        params.skip_special_tokens = False
     name = new_id("chatcmpl", request.request_id or request_id)
     item: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": ids}
     if request.cache_salt is not None:
@@ -115,7 +123,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
     role, last = _roles(context, request)
     work = Prompt(context.engine, item, params, name, request.priority, context.request_timeout)
-    return Chat(request, name, model, int(time.time()), work, text_of, role, last)
+    return Chat(request, name, model, int(time.time()), work, text_of, role, last, wanted.parsing)
 
 
 def _params(context: ServerContext, request: ChatCompletionRequest, max_tokens: int) -> SamplingParams:
@@ -166,18 +174,32 @@ def _answer(context: ServerContext, work: Chat, final: RequestOutput) -> dict[st
 
 
 def _choice(work: Chat, output: CompletionOutput) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": work.role,
+        "reasoning_content": None,
+        "content": work.last_content + output.text,
+        "tool_calls": [],
+    }
+    reason = output.finish_reason
+    if work.parsing is not None:
+        found = work.parsing.whole(output)
+        reason = work.parsing.reason_of(reason, len(found.calls))
+        content = work.last_content + (found.content or "")
+        message["content"] = content if content or not (found.calls or found.reasoning) else None
+        message["tool_calls"] = [_call(call) for call in found.calls]
+        # Both names: of the API's older and newer clients.
+        message["reasoning_content"] = message["reasoning"] = found.reasoning
     return {
         "index": output.index,
-        "message": {
-            "role": work.role,
-            "reasoning_content": None,
-            "content": work.last_content + output.text,
-            "tool_calls": [],
-        },
+        "message": message,
         "logprobs": _logprobs(work, output),
-        "finish_reason": output.finish_reason,
+        "finish_reason": reason,
         "stop_reason": output.stop_reason,
     }
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _logprobs(work: Chat, output: CompletionOutput) -> dict[str, Any] | None:
@@ -202,7 +224,8 @@ class ChatEvents(AnswerEvents):
         fixed = {"id": work.id, "object": "chat.completion.chunk", "created": work.created, "model": work.model}
         self._head = "data: " + json.dumps(fixed)[:-1] + ', "choices":'
         self._always = work.request.wants_usage_always
-        super().__init__(1, work.request.n or 1, not work.request.logprobs and not self._always)
+        is_plain = not work.request.logprobs and not self._always
+        super().__init__(1, work.request.n or 1, is_plain, None if work.parsing is None else work.parsing.deltas)
 
     def _opening(self, result: RequestOutput) -> str:
         parts = []
@@ -219,12 +242,38 @@ class ChatEvents(AnswerEvents):
 
     def _events(self, choice: int, result: RequestOutput, output: CompletionOutput, deltas: Sequence[Delta]) -> str:
         logprobs = _logprobs(self._work, output)
+        if self._work.parsing is not None:
+            return self._parsed(choice, result, output, deltas, logprobs)
         if output.finish_reason is None:
             if not output.text and not logprobs:
                 return ""
             return self._chunk(_choice_delta(choice, output.text, logprobs), result)
         last = _choice_delta(choice, output.text, logprobs)
         return self._chunk({**last, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason}, result)
+
+    def _parsed(
+        self,
+        choice: int,
+        result: RequestOutput,
+        output: CompletionOutput,
+        deltas: Sequence[Delta],
+        logprobs: dict[str, Any] | None,
+    ) -> str:
+        """A chunk for each piece of the message; what is known of the tokens comes with the first."""
+        assert self._work.parsing is not None
+        fields = [_fields_of(delta) for delta in deltas]
+        if not fields and logprobs and output.finish_reason is None:
+            fields = [{"content": ""}]
+        chunks: list[dict[str, Any]] = [
+            {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None} for delta in fields
+        ]
+        if output.finish_reason is not None:
+            reason = self._work.parsing.finish_reason(choice, output.finish_reason)
+            ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
+            chunks.append({"index": choice, "delta": {}, "logprobs": None, **ending})
+        if chunks:
+            chunks[0]["logprobs"] = logprobs
+        return "".join(self._chunk(chunk, result) for chunk in chunks)
 
     def _chunk(self, choice: dict[str, Any], result: RequestOutput) -> str:
         usage = ""
@@ -240,6 +289,19 @@ class ChatEvents(AnswerEvents):
         whole = usage_of(sum(map(prompt_length, self._last.values())), sum(self._sent), cached)
         total = {k: v for k, v in whole.items() if v is not None}
         return f'{self._head}[], "usage":{json.dumps(total)}}}\n\n'.encode() + DONE
+
+
+def _fields_of(delta: Delta) -> dict[str, Any]:
+    """A piece of a message as the API writes it."""
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Reasoning):
+        return {"reasoning_content": delta.text, "reasoning": delta.text}
+    if isinstance(delta, CallStart):
+        # Clients add up the strings of all pieces, so that id, type and name may come only once.
+        function = {"name": delta.name, "arguments": ""}
+        return {"tool_calls": [{"index": delta.number, "id": delta.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": delta.number, "function": {"arguments": delta.text}}]}
 
 
 def _choice_delta(index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

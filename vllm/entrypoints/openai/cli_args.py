@@ -7,6 +7,7 @@ import json
 import ssl
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.tool_parsers.registry import FORMATS
 from vllm.utils.argparse import FlexibleArgumentParser
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
@@ -107,9 +108,19 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     add(
         "--enable-auto-tool-choice",
         action="store_true",
-        help="Let the model call tools. Not available in this version.",
+        help="Let the model decide whether to call a tool. Needs --tool-call-parser.",
     )
-    add("--tool-call-parser", default=None, help="How calls are found in texts. Not available in this version.")
+    add(
+        "--tool-call-parser",
+        default=None,
+        help="How the model writes calls: " + ", ".join(FORMATS) + ", or a name that the plug-in has registered.",
+    )
+    add(
+        "--tool-parser-plugin",
+        metavar="FILE",
+        default=None,
+        help="Python file that registers a tool parser of your own. It is run in the server's process.",
+    )
     add(
         "--max-log-len",
         type=int,
@@ -159,10 +170,8 @@ def validate_parsed_serve_args(args: argparse.Namespace) -> None:
     """Raise for combinations that cannot work, and for features of later versions."""
     if args.enable_auto_tool_choice and not args.tool_call_parser:
         raise TypeError("Error: --enable-auto-tool-choice requires --tool-call-parser")
-    if args.enable_auto_tool_choice or args.tool_call_parser:
-        raise ValueError(
-            "Tool calling (--enable-auto-tool-choice, --tool-call-parser) is not available in this version."
-        )
+    if args.enable_reasoning and not args.reasoning_parser:
+        raise TypeError("Error: --enable-reasoning requires --reasoning-parser")
     if args.lora_modules:
         raise ValueError("LoRA (--lora-modules) is not available in this version.")
     if args.prompt_adapters:

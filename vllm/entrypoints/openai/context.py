@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.engine.texts import LONG_CHARACTERS, TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
+from vllm.entrypoints.openai.message import ParsingSettings
 from vllm.entrypoints.openai.sampling import RequestLimits
 from vllm.entrypoints.template_process import TemplateProcess
 from vllm.exceptions import EngineDeadError, EngineGenerateError, QueueOverflowError
@@ -46,6 +47,7 @@ class ServerContext:
     chat_template: str | None = None
     content_format: str = "auto"
     response_role: str = "assistant"
+    parsing: ParsingSettings = field(default_factory=ParsingSettings)
     return_token_ids_as_text: bool = False
     trust_request_template: bool = False
     request_timeout: float | None = None

@@ -7,6 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from vllm.entrypoints.openai.errors import APIError, bad_request
+from vllm.tool_parsers.messages import (  # noqa: F401 - plug-ins import them from here
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    ExtractedToolCallInformation,
+    FunctionCall,
+    ToolCall,
+)
 
 _T = TypeVar("_T")
 # Only the first wrong item is reported: a million errors, each with its own text, would take minutes.
@@ -296,14 +304,6 @@ class ChatCompletionRequest(_Sampling):
         for name in ("audio", "web_search_options"):
             if self._set(name):
                 raise bad_request(f"{name} is not available in this version.", name)
-        choice = self.tool_choice if self.tool_choice is not None else ("auto" if self.tools else "none")
-        if self.tools and choice != "none":
-            if choice == "auto":
-                raise bad_request(
-                    '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
-                    "tool_choice",
-                )
-            raise bad_request("Tool calling is not available in this version; use tool_choice='none'.", "tool_choice")
 
 
 def _check_generation_prompt(data: dict[str, Any]) -> None:
@@ -321,6 +321,8 @@ def _check_tools(tools: Any) -> None:
                 f'tools[{i}] must look like {{"type": "function", "function": {{"name": "my_function", ...}}}}.',
                 "tools",
             )
+        if not isinstance(function.get("parameters"), (dict, type(None))):
+            raise bad_request(f"tools[{i}].function.parameters must be a JSON schema, which is an object.", "tools")
 
 
 def _check_tool_choice(data: dict[str, Any]) -> None:

@@ -127,6 +127,7 @@ async def run(
     `width` are in progress.
     """
     from vllm.entrypoints.openai.context import ServerContext
+    from vllm.entrypoints.openai.message import ParsingSettings
 
     model = engine.vllm_config.model_config
     context = ServerContext(
@@ -136,6 +137,7 @@ async def run(
         max_model_len=model.max_model_len,
         default_sampling=model.get_diff_sampling_param(),
         response_role=role,
+        parsing=ParsingSettings(reasoning_parser=engine.vllm_config.decoding_config.reasoning_parser or None),
     )
     gate = asyncio.Semaphore(width)
 

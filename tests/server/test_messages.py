@@ -1,0 +1,224 @@
+"""Thoughts and calls in the answers of the chat route: what a stream adds up to is what the whole body says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.server.http_server import Server, sse_events
+from tests.tool_parsers.outputs import CALLS, TOOLS
+from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.entrypoints.openai import chat
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.logprobs import TokenText
+from vllm.entrypoints.openai.message import ParsingSettings, wanted_of
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.outputs import CompletionOutput, RequestOutput
+
+DEMO = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
+USER = {"role": "user", "content": "Hi"}
+CONTEXT: Any = SimpleNamespace(cached_tokens=lambda outputs: None)
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+CALL_TEXT = "".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in CALLS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO)
+
+
+class Answer:
+    """In place of a prompt: a text, whole and in pieces."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        self.text, self.reason = text, reason
+
+    def _output(self, text: str, reason: str | None) -> RequestOutput:
+        return RequestOutput(
+            "r", "p", [1], None, [CompletionOutput(0, text, [5], None, None, reason)], reason is not None
+        )
+
+    async def generate(self) -> AsyncIterator[RequestOutput]:
+        yield self._output(self.text, self.reason)
+
+    def pieces(self, rng: random.Random) -> Iterator[RequestOutput]:
+        at = 0
+        while at < len(self.text):
+            end = at + rng.randint(1, 12)
+            yield self._output(self.text[at:end], self.reason if end >= len(self.text) else None)
+            at = end
+
+
+def answers(
+    settings: ParsingSettings, tokenizer: Tokenizer, text: str, *, prompt: str = "", reason: str = "stop", **fields: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The choice of a body, and that of a stream added up."""
+    source: Any = Answer(text, reason)
+
+    def work() -> chat.Chat:
+        request = ChatCompletionRequest(messages=[USER], **fields)
+        parsing = wanted_of(settings, tokenizer, request, prompt).parsing
+        return chat.Chat(request, "chatcmpl-1", "m", 1, source, TokenText(None, True), "assistant", "", parsing)
+
+    whole = asyncio.run(chat.complete(CONTEXT, work()))["choices"][0]
+    events = chat.ChatEvents(CONTEXT, work())
+    stream = b"".join([*(events.feed(0, output) for output in source.pieces(random.Random(text))), events.end()])
+    return whole, added_up(sse_events(stream.decode()))
+
+
+def added_up(events: list[Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": None, "reasoning_content": None, "reasoning": None, "tool_calls": []}
+    reason = None
+    for event in events:
+        choice = event["choices"][0]
+        for key in ("content", "reasoning_content", "reasoning"):
+            if choice["delta"].get(key):
+                message[key] = (message[key] or "") + choice["delta"][key]
+        for call in choice["delta"].get("tool_calls", ()):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(call)
+            else:
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return {"message": message, "finish_reason": reason}
+
+
+def same(whole: dict[str, Any], streamed: dict[str, Any]) -> None:
+    for key in ("content", "reasoning_content"):
+        assert (whole["message"][key] or None) == streamed["message"][key]
+    assert whole["message"]["reasoning_content"] == whole["message"]["reasoning"]
+    assert [c["function"] for c in whole["message"]["tool_calls"]] == [
+        c["function"] for c in streamed["message"]["tool_calls"]
+    ]
+    assert whole["finish_reason"] == streamed["finish_reason"]
+
+
+def calls_of(choice: dict[str, Any]) -> list[Any]:
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+BOTH = ParsingSettings("hermes", True, "qwen3")
+
+
+def test_thoughts_then_text_then_calls(tokenizer: Tokenizer) -> None:
+    text = f"<think>\nOr <tool_call>?\n</think>\n\nI look.{CALL_TEXT}"
+    whole, streamed = answers(BOTH, tokenizer, text, tools=TOOLS)
+    same(whole, streamed)
+    assert calls_of(whole) == CALLS and whole["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"] == "I look."
+    assert whole["message"]["reasoning_content"] == "Or <tool_call>?"
+
+
+def test_prompt_that_has_closed_the_thoughts(tokenizer: Tokenizer) -> None:
+    settings = ParsingSettings(reasoning_parser="deepseek_r1")
+    whole, streamed = answers(settings, tokenizer, "Yes.", prompt="assistant\n<think>\n\n</think>\n\n")
+    assert whole["message"]["content"] == streamed["message"]["content"] == "Yes."
+    whole, streamed = answers(settings, tokenizer, "Hm", prompt="assistant\n<think>\n", reason="length")
+    same(whole, streamed)
+    assert whole["message"]["content"] is None and whole["message"]["reasoning_content"] == "Hm"
+    assert whole["finish_reason"] == "length"
+
+
+def test_only_one_call_if_parallel_ones_are_not_wanted(tokenizer: Tokenizer) -> None:
+    whole, streamed = answers(BOTH, tokenizer, CALL_TEXT, tools=TOOLS, parallel_tool_calls=False)
+    same(whole, streamed)
+    assert calls_of(whole) == CALLS[:1]
+
+
+def test_named_function(tokenizer: Tokenizer) -> None:
+    whole, streamed = answers(BOTH, tokenizer, '<think>a</think>{"city": "x"}', tools=TOOLS, tool_choice=NAMED)
+    same(whole, streamed)
+    assert calls_of(whole) == [("get_weather", {"city": "x"})]
+    assert whole["finish_reason"] == "stop" and whole["message"]["reasoning_content"] == "a"
+
+
+def test_required_calls(tokenizer: Tokenizer) -> None:
+    text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in CALLS])
+    for settings in (ParsingSettings(), ParsingSettings("kimi_k2"), ParsingSettings("mistral")):
+        whole, streamed = answers(settings, tokenizer, text, tools=TOOLS, tool_choice="required")
+        same(whole, streamed)
+        assert calls_of(whole) == CALLS and whole["finish_reason"] == "tool_calls"
+        ids = [call["id"] for call in whole["message"]["tool_calls"]]
+        if settings.tool_parser == "kimi_k2":
+            assert ids == ["functions.get_weather:0", "functions.get_time:1"]
+        if settings.tool_parser == "mistral":
+            assert all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+def test_arguments_are_never_empty(tokenizer: Tokenizer) -> None:
+    text = '<tool_call>{"name": "get_time", "arguments": '
+    whole, streamed = answers(BOTH, tokenizer, text, tools=TOOLS, reason="length")
+    same(whole, streamed)
+    assert calls_of(whole) == [("get_time", {})] and whole["finish_reason"] == "length"
+
+
+def test_gpt_oss_with_and_without_its_tool_parser(tokenizer: Tokenizer) -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_time "
+        "<|constrain|>json<|message|>{}<|call|>"
+    )
+    whole, streamed = answers(ParsingSettings("openai", True, "openai_gptoss"), tokenizer, text, tools=TOOLS)
+    same(whole, streamed)
+    assert calls_of(whole) == [("get_time", {})] and whole["finish_reason"] == "tool_calls"
+    final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    whole, streamed = answers(ParsingSettings(reasoning_parser="openai_gptoss"), tokenizer, final)
+    same(whole, streamed)
+    assert (whole["message"]["reasoning_content"], whole["message"]["content"]) == ("Hm.", "Yes.")
+
+
+def test_forms_of_forced_calls(tokenizer: Tokenizer) -> None:
+    def form(**fields: Any) -> Any:
+        request = ChatCompletionRequest(messages=[USER], **{"tools": TOOLS, **fields})
+        found = wanted_of(ParsingSettings(), tokenizer, request, "").form
+        assert found is not None
+        return found.json
+
+    assert form(tool_choice=NAMED) == TOOLS[0]["function"]["parameters"]
+    bare = {"type": "function", "function": {"name": "f"}}
+    assert form(tools=[bare], tool_choice=bare) == {"type": "object", "properties": {}}
+    schema = form(tool_choice="required", parallel_tool_calls=False)
+    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
+    assert [one["properties"]["name"]["enum"] for one in schema["items"]["anyOf"]] == [["get_weather"], ["get_time"]]
+    shared = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": shared}} for name in "fg"]
+    schema = form(tools=tools, tool_choice="required")
+    assert schema["$defs"] == {"a": {"type": "string"}}
+    assert "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
+    other = {**shared, "$defs": {"a": {"type": "integer"}}}
+    clash = [tools[0], {"type": "function", "function": {"name": "g", "parameters": other}}]
+    with pytest.raises(APIError, match="different definitions of 'a'"):
+        form(tools=clash, tool_choice="required")
+
+
+def test_special_tokens_stay_visible_only_if_they_are_markers(tokenizer: Tokenizer) -> None:
+    request = ChatCompletionRequest(messages=[USER], tools=TOOLS)
+    assert not wanted_of(ParsingSettings("hermes", True), tokenizer, request, "").shows_special
+    special: Any = SimpleNamespace(
+        special_ids=frozenset({7}), token_to_id=lambda text: 7 if text == "<|python_tag|>" else None
+    )
+    assert wanted_of(ParsingSettings("llama3_json", True), special, request, "").shows_special
+    assert not wanted_of(ParsingSettings("hermes", True), special, request, "").shows_special
+
+
+def test_thoughts_over_http() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}assistant:"
+        "{% if thinking is defined and not thinking %}<think></think>{% endif %}"
+    )
+    body = {"messages": [USER], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with Server(DEMO, "--reasoning-parser", "deepseek_r1", "--chat-template", template) as server:
+        whole = server.post("/v1/chat/completions", body).json["choices"][0]
+        assert whole["message"]["content"] is None and whole["message"]["reasoning_content"]
+        streamed = added_up(sse_events(server.post("/v1/chat/completions", {**body, "stream": True}).text))
+        same(whole, streamed)
+        off = {**body, "chat_template_kwargs": {"thinking": False}}
+        message = server.post("/v1/chat/completions", off).json["choices"][0]["message"]
+        assert message["content"] and message["reasoning_content"] is None
