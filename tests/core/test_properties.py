@@ -39,18 +39,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.common = [self.rng.randrange(50) for _ in range(40)]
         self.count = 0
 
-    def _add(self, prompt: list[int], max_tokens: int, priority: int, fork_of: str | None = None) -> None:
+    def _add(
+        self, prompt: list[int], max_tokens: int, priority: int, fork_of: str | None = None, account: str | None = None
+    ) -> None:
         name = f"r{self.count}"
         self.count += 1
         max_tokens = min(max_tokens, 60 - len(prompt))
         self.want[name] = expected_output(prompt, max_tokens, frozenset([EOS]))
         self.sim.add(
-            name, prompt, max_tokens, priority=priority, fork_of=fork_of, eos_token_id=EOS, stop_token_ids=(EOS,)
-        )
+            name, prompt, max_tokens, priority=priority, fork_of=fork_of, eos_token_id=EOS, stop_token_ids=(EOS,),
+            account=account,
+        )  # fmt: skip
 
-    @rule(shared=st.integers(0, 40), own=st.integers(1, 15), max_tokens=st.integers(1, 25), priority=st.integers(0, 2))
-    def add(self, shared: int, own: int, max_tokens: int, priority: int) -> None:
-        self._add(self.common[:shared] + [self.rng.randrange(50) for _ in range(own)], max_tokens, priority)
+    @rule(
+        shared=st.integers(0, 40),
+        own=st.integers(1, 15),
+        max_tokens=st.integers(1, 25),
+        priority=st.integers(0, 2),
+        account=st.sampled_from([None, None, "a", "b"]),
+        count=st.sampled_from([1, 1, 5]),
+    )
+    def add(self, shared: int, own: int, max_tokens: int, priority: int, account: str | None, count: int) -> None:
+        for _ in range(count):
+            prompt = self.common[:shared] + [self.rng.randrange(50) for _ in range(own)]
+            self._add(prompt, max_tokens, priority, account=account)
+
+    @precondition(lambda self: self.sim.scheduler.requests)
+    @rule(data=st.data(), reason=st.sampled_from(["grammar", "adapter"]))
+    def block(self, data: st.DataObject, reason: str) -> None:
+        self.sim.scheduler.block(data.draw(st.sampled_from(sorted(self.sim.scheduler.requests))), reason)
+
+    @rule(reason=st.sampled_from(["grammar", "adapter"]))
+    def unblock(self, reason: str) -> None:
+        for name in list(self.sim.scheduler.requests):
+            self.sim.scheduler.unblock(name, reason)
 
     @precondition(lambda self: self.sim.scheduler.requests)
     @rule(children=st.integers(1, 3), longer=st.booleans(), data=st.data())
@@ -61,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens = tokens[: parent.num_prompt_tokens]
         for _ in range(children):
             if len(tokens) < 60:
-                self._add(tokens, 20, parent.priority, fork_of=parent.id)
+                self._add(tokens, 20, parent.priority, fork_of=parent.id, account=parent.account)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -92,6 +114,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "sim"):
             return
+        for reason in ("grammar", "adapter"):
+            self.unblock(reason)
         self.sim.run()
         for name, got in self.sim.output.items():
             if name not in self.aborted:

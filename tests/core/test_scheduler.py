@@ -6,12 +6,14 @@ import itertools
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from tests.core.simulation import EOS, Simulation, expected_output, full_layout, mixed_layout
-from vllm.core.policies import DelayPolicy, PartialPrefillPolicy
+from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy, StepView, Verdict
+from vllm.core.request import Request
 from vllm.core.scheduler import SchedulerLimits
 from vllm.step.plan import StepPlan
 from vllm.step.result import StepResult
@@ -317,6 +319,108 @@ def test_partial_prefill_policy_lets_short_prompts_pass_long_ones() -> None:
     sim.add("short", [2] * 5, 2)
     plan = sim.scheduler.schedule()
     assert plan is not None and [n.request_id for n in plan.new] == ["long0", "short"]
+
+
+class AdapterSlots(AdmissionPolicy):
+    """At most `count` adapters in the batch, and two tokens of a prompt at a time: counts what it is told."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.users: Counter[int] = Counter()
+        self.forgotten: list[str] = []
+        self.most = 0
+
+    def admit(self, request: Request, view: StepView) -> Verdict:
+        assert sorted(self.users.elements()) == sorted(r.lora_id for r in view.running)
+        known = request.lora_id in +self.users or len(+self.users) < self.count
+        return Verdict.ADMIT if known else Verdict.SKIP
+
+    def limit(self, request: Request, count: int) -> int:
+        return min(count, 2)
+
+    def admitted(self, request: Request) -> None:
+        self.users[request.lora_id] += 1
+        self.most = max(self.most, len(+self.users))
+
+    def left(self, request: Request) -> None:
+        self.users[request.lora_id] -= 1
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.id)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_policy_follows_what_runs_through_preemption_failure_abort_and_end(depth: int) -> None:
+    policy = AdapterSlots(2)
+    sim = Simulation(full_layout(), 40, limits(), depth, policies=[policy])
+    work = prompts(30, seed=4, longest=30)
+    for i, prompt in enumerate(work):
+        sim.add(str(i), prompt, 20, lora_id=i % 5)
+    submit, calls = sim.device.submit, itertools.count(1)
+
+    def fails_once(plan: StepPlan) -> None:
+        assert all(n <= 2 for n in plan.num_tokens)
+        submit(plan)
+        if next(calls) == 30:
+            raise RuntimeError("transient")
+
+    sim.device.submit = fails_once  # type: ignore[method-assign]
+    for _ in range(20):
+        sim.step()
+    sim.record(sim.scheduler.abort(["3", "29"]))
+    sim.run()
+    assert sim.scheduler.stats().num_preemptions > 0 and policy.most == 2
+    assert not +policy.users and sorted(policy.forgotten) == sorted(sim.output)
+    for i, prompt in enumerate(work):
+        if str(i) not in ("3", "29"):
+            assert sim.output[str(i)] == expected_output(prompt, 20)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_blocked_request_takes_its_old_place_when_everything_it_waits_for_is_there(depth: int) -> None:
+    sim = Simulation(full_layout(), 200, limits(max_num_seqs=1), depth)
+    for name in "abc":
+        sim.add(name, [4, 5, 6], 6)
+    scheduler = sim.scheduler
+    scheduler.block("a", "grammar")
+    scheduler.block("a", "adapter")
+    scheduler.block("nobody", "grammar")
+    for _ in range(3):
+        sim.step()
+    assert [r.id for r in scheduler.running] == ["b"] and scheduler.num_waiting == 2
+    scheduler.unblock("a", "grammar")
+    scheduler.block("b", "late")  # a running one gives its slot back
+    assert not scheduler.running
+    scheduler.unblock("a", "adapter")
+    scheduler.unblock("a", "adapter")
+    scheduler.unblock("b", "late")
+    for _ in range(depth):
+        sim.step()
+    scheduler.check_invariants()
+    assert [r.id for r in scheduler.running] == ["a"]
+    sim.run()
+    assert all(sim.output[name] == expected_output([4, 5, 6], 6) for name in "abc")
+
+
+def test_blocked_requests_can_be_aborted_and_leave_nothing_to_plan() -> None:
+    sim = Simulation(full_layout(), 200, limits(), 1)
+    sim.add("a", [4, 5, 6], 6)
+    sim.scheduler.block("a", "grammar")
+    assert sim.scheduler.schedule() is None and sim.scheduler.has_unfinished()
+    sim.record(sim.scheduler.abort(["a"]))
+    assert sim.finished == {"a": "abort"} and not sim.scheduler.has_unfinished()
+    sim.scheduler.unblock("a", "grammar")
+    assert sim.scheduler.num_waiting == 0
+
+
+def test_a_fork_of_higher_priority_than_its_waiting_parent_stops_nobody() -> None:
+    sim = Simulation(full_layout(), 30, limits(max_num_seqs=1, max_num_batched_tokens=8, priority=True), 1)
+    sim.add("runs", list(range(30)), 5, priority=1)
+    sim.step()
+    sim.add("parent", list(range(20)), 5, priority=2)
+    sim.add("child", list(range(20)), 5, priority=0, fork_of="parent")
+    sim.run()
+    assert set(sim.finished.values()) == {"length"}
 
 
 def test_pool_too_small_for_one_request_is_refused_at_start() -> None:

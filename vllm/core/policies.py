@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from vllm.core.request import Request
 
@@ -21,23 +20,49 @@ class Verdict(Enum):
 
 @dataclass(slots=True)
 class StepView:
-    """What policies may look at: the requests that run, and those of them whose prompt is not computed yet."""
+    """What policies may look at: the requests that run, and how many of them have prompt left to compute. Requests
+    admitted while a step is planned are counted at once.
+    """
 
-    num_running: int
+    running: Sequence[Request]
     num_prefilling: int
     num_long_prefilling: int
     step_id: int
 
-
-class AdmissionPolicy(Protocol):
-    """Decides on one waiting request. `observe` tells it how long a step that computed prompts took."""
-
-    def admit(self, request: Request, view: StepView) -> Verdict: ...
-
-    def observe(self, prompt_step_seconds: float) -> None: ...
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
 
 
-class DelayPolicy:
+class AdmissionPolicy:
+    """Decides on waiting requests, one at a time. A policy says what it has to say; the rest is neutral.
+
+    What a policy counts (adapters, encoder tokens, ...) it takes in `admitted` and gives back in `left`, which is
+    called once for each `admitted`: when the request ends, is preempted or blocked, or is tried again after a failure.
+    """
+
+    def admit(self, request: Request, view: StepView) -> Verdict:
+        """Whether a waiting request may start in this step. It may still not start, for want of blocks."""
+        return Verdict.ADMIT
+
+    def limit(self, request: Request, count: int) -> int:
+        """How many of the next `count` tokens of a running prompt may be computed in this step; 0 leaves it out."""
+        return count
+
+    def admitted(self, request: Request) -> None:
+        """The request has a slot."""
+
+    def left(self, request: Request) -> None:
+        """The request has given its slot back; it may come again."""
+
+    def forget(self, request: Request) -> None:
+        """The request has ended and will not come again. Follows `left` if it had a slot."""
+
+    def observe(self, prompt_step_seconds: float) -> None:
+        """How long a step that computed prompts took."""
+
+
+class DelayPolicy(AdmissionPolicy):
     """`scheduler_delay_factor`: let prompts gather for `factor` times the duration of the last step with prompts."""
 
     def __init__(self, factor: float, clock: Callable[[], float] = time.time) -> None:
@@ -55,7 +80,7 @@ class DelayPolicy:
         self._last_prompt_seconds = prompt_step_seconds
 
 
-class PartialPrefillPolicy:
+class PartialPrefillPolicy(AdmissionPolicy):
     """Bounds how many prompts are computed at the same time, and how many long ones among them.
 
     A prompt is long if it has more than `long_threshold` tokens. Short prompts pass long ones that must wait.
@@ -72,6 +97,3 @@ class PartialPrefillPolicy:
         if len(request.tokens) > self._long_threshold and view.num_long_prefilling >= self._max_long:
             return Verdict.SKIP
         return Verdict.ADMIT
-
-    def observe(self, prompt_step_seconds: float) -> None:
-        """Durations do not matter here."""

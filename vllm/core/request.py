@@ -17,11 +17,12 @@ _BLOCKS_ENCODED = 64  # at once: more costs time that a miss wastes
 
 
 class Status(IntEnum):
-    """Life of a request. A preempted request is WAITING again."""
+    """Life of a request. A preempted request is WAITING again; a BLOCKED one waits for something outside the core."""
 
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
+    BLOCKED = 3
 
 
 class Request:
@@ -31,12 +32,13 @@ class Request:
     num_computed:  tokens whose keys and values are in the cache, or will be once the steps in flight are done.
     num_pending:   tokens sampled by steps in flight, whose ids only the device knows. They follow `tokens`.
     capacity:      tokens that the blocks held now have room for.
+    blocked:       what it waits for outside the core, by name.
     """
 
     __slots__ = (
         "id", "tokens", "num_prompt_tokens", "params", "seed", "eos_token_id", "stop_token_ids", "arrival_time",
-        "priority", "lora_id", "cache_salt", "fork_of", "sequence_number",
-        "status", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
+        "priority", "lora_id", "cache_salt", "fork_of", "account", "sequence_number",
+        "status", "blocked", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
         "capacity", "tables", "hashes", "num_registered", "freed_behind_window", "shares_tail",
         "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported",
         "num_prompt_logprobs", "num_preemptions",
@@ -57,9 +59,11 @@ class Request:
         self.lora_id = message.lora_id
         self.cache_salt = message.cache_salt
         self.fork_of = message.fork_of
+        self.account = message.account
         self.sequence_number = sequence_number
 
         self.status = Status.WAITING
+        self.blocked: set[str] = set()
         self.slot = -1
         self.num_computed = 0
         self.num_pending = 0

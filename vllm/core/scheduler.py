@@ -15,6 +15,7 @@ from vllm.core.kv_manager import KVManager
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import Request, Status
 from vllm.core.stop import check_stop
+from vllm.core.waiting import WaitingQueue
 from vllm.step.kv_policy import KVLayout
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
@@ -27,6 +28,7 @@ class SchedulerLimits:
 
     max_num_batched_tokens: tokens computed per step.   max_num_seqs: requests running at once (number of slots).
     chunk_threshold: a prompt gets at most this many tokens per step (0: no bound).
+    account_share: the part of the slots, or of the blocks, that one account may keep while others wait.
     """
 
     max_num_seqs: int
@@ -35,6 +37,7 @@ class SchedulerLimits:
     chunked_prefill: bool = True
     priority: bool = False
     chunk_threshold: int = 0
+    account_share: float = 0.5
 
 
 @dataclass(slots=True)
@@ -80,11 +83,14 @@ class Scheduler:
                 f"{num_blocks - 1} are available. Decrease max_model_len or give the cache more memory."
             )
         self._policies = tuple(policies)
+        self._limiting = tuple(p for p in policies if type(p).limit is not AdmissionPolicy.limit)
         self._clock = clock
+        self._long = limits.chunk_threshold or limits.max_model_len
         self._watermark = num_blocks // 100
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue(limits.priority, limits.max_num_seqs, limits.account_share)
+        self._blocked: dict[str, Request] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
         # Plan, its requests, how many prompt tokens it computes, when it was made.
@@ -113,7 +119,7 @@ class Scheduler:
         request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence)
         self._sequence += 1
         self.requests[request.id] = request
-        self._enqueue(request)
+        self._waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
         """End requests now; unknown ids are ignored. Tokens still in flight for them will be dropped."""
@@ -156,6 +162,34 @@ class Scheduler:
                 self._suspects.append(request)
         return outputs
 
+    def block(self, request_id: str, reason: str) -> None:
+        """Keep a request from running until `unblock` is called with the same reason; an unknown id is ignored.
+
+        A request that runs gives its slot and blocks back first, and computes its tokens again afterwards.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        request.blocked.add(reason)
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._leave_slot(request)
+        elif request.status is Status.WAITING:
+            self._waiting.remove([request])
+        request.status = Status.BLOCKED
+        self._blocked[request_id] = request
+
+    def unblock(self, request_id: str, reason: str) -> None:
+        """One thing that a request waited for is there. It takes the place in the queue that its arrival gives it."""
+        request = self._blocked.get(request_id)
+        if request is None:
+            return
+        request.blocked.discard(reason)
+        if not request.blocked:
+            del self._blocked[request_id]
+            request.status = Status.WAITING
+            self._waiting.push_back_in(request)
+
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
@@ -165,7 +199,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests without a slot, blocked ones among them."""
+        return len(self._waiting) + len(self._blocked)
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -177,8 +212,8 @@ class Scheduler:
         if self._suspects:
             self._plan_suspect(draft)
         else:
-            if self.limits.priority:
-                self._make_way_for_priority()
+            if self._waiting and (self.limits.priority or self._waiting.has_accounts):
+                self._make_way()
             preempted = self._continue_running(draft)
             if self._waiting and not preempted and draft.budget > 0:
                 self._admit_waiting(draft)
@@ -206,21 +241,67 @@ class Scheduler:
             suspect = self._suspects.popleft()
             if suspect.status is not Status.WAITING:
                 continue
-            others = deque(r for r in self._waiting if r is not suspect)
-            self._waiting = deque([suspect])
-            self._admit_waiting(draft)
-            others.extend(self._waiting)  # there was no room for it: it waits its turn again
-            self._waiting = others
+            self._waiting.remove([suspect])
+            if self._admit(draft, suspect, self._view()) is not Verdict.ADMIT:
+                self._waiting.push(suspect)  # there was no room for it: it waits its turn again
 
-    def _make_way_for_priority(self) -> None:
-        """Preempt running requests of lower priority while the first waiting one finds no slot or too few blocks."""
-        while self._waiting and self.running:
-            first, last = self._waiting[0], self.running[-1]
-            if first.num_pending or first.priority >= last.priority:
+    def _make_way(self) -> None:
+        """Preempt while requests whose turn it is find no slot or too few blocks, and others should yield to them."""
+        fair, reserve = self._waiting.has_accounts, 0
+        if fair and self._free_slots:
+            reserve = self._watermark + self._growth()
+        tokens = self.limits.max_num_batched_tokens
+        promised: dict[str, int] = {}
+        for slots, request in enumerate(self._waiting.turns(self.limits.max_num_seqs if fair else 1)):
+            tokens -= len(request.tokens)
+            if (slots and tokens < 0) or request.num_pending or self._fork_parent_waits(request):
                 return
-            if self._free_slots and self.kv.can_admit(first, len(first.tokens), self._chunk, 0):
-                return
-            self._preempt(self.running.pop())
+            while len(self._free_slots) <= slots or not self.kv.can_admit(
+                request, len(request.tokens), self._chunk, reserve
+            ):
+                mine = promised.get(request.account or "", 0)
+                victim = self._yielding(request, mine) if self.running else None
+                if victim is None:
+                    return
+                self.running.remove(victim)
+                self._preempt(victim)
+            reserve += self.kv.blocks_for(len(request.tokens), self._chunk)
+            if request.account is not None:
+                promised[request.account] = promised.get(request.account, 0) + 1
+
+    def _growth(self) -> int:
+        """Blocks that the running requests will take for their next tokens."""
+        return self.kv.num_groups * sum(1 for r in self.running if r.num_computed >= r.capacity)
+
+    def _yielding(self, first: Request, promised: int) -> Request | None:
+        """Who must yield to `first`: the last one if its priority is lower, else the last one of an account that holds
+        more than its share; nobody of higher priority. promised: slots for others of its account.
+        """
+        running = self.running
+        if self.limits.priority and first.priority < running[-1].priority:
+            return running[-1]
+        account = self._waiting.over_share(first, promised)
+        if account is None and self._free_slots and not promised:
+            account = self._largest_holder_of_blocks(first)
+        if account is None:
+            return None
+        for request in reversed(running):
+            if request.account == account and (not self.limits.priority or request.priority >= first.priority):
+                return request
+        return None
+
+    def _largest_holder_of_blocks(self, first: Request) -> str | None:
+        """The account with several sequences whose blocks are more than its share, if `first` is another's first."""
+        if self._waiting.held(first.account):
+            return None
+        blocks: dict[str, int] = {}
+        for request in self.running:
+            if request.account is not None:
+                blocks[request.account] = blocks.get(request.account, 0) + sum(map(len, request.tables))
+        account = max(blocks, key=blocks.__getitem__, default=None)
+        if account is None or self._waiting.held(account) < 2:
+            return None
+        return account if blocks[account] > (self.kv.pool.num_blocks - 1) * self.limits.account_share else None
 
     def _continue_running(self, draft: _Draft) -> bool:
         """Give every running request its next tokens, preempting from the end when blocks run out (then True)."""
@@ -239,68 +320,97 @@ class Scheduler:
             count = total - start
             if count > 1:
                 count = min(count, chunk, draft.budget)
+                for policy in self._limiting:
+                    count = policy.limit(request, count)
+                if count <= 0:
+                    continue
             while (start + count > request.capacity or request.shares_tail) and not kv.grow(
                 request, start + count, draft.blocks, draft.copies
             ):
                 preempted = True
-                victim = running.pop()
+                victim = self._last_to_yield(i - 1)
                 self._preempt(victim)
                 if victim is request:
                     return True
             self._take(draft, request, count)
         return preempted
 
-    def _admit_waiting(self, draft: _Draft) -> None:
-        """Start waiting requests in order while slots, blocks, budget and policies allow."""
-        skipped: list[Request] = []
-        chunk = self._chunk
-        while self._waiting and self._free_slots and draft.budget > 0:
-            request = self._waiting.popleft()
-            verdict = self._verdict(request)
-            if verdict is Verdict.SKIP:
-                skipped.append(request)
-                continue
-            if verdict is Verdict.STOP or not self._start(request):
-                self._waiting.appendleft(request)
-                break
-            remaining = len(request.tokens) - request.num_computed
-            count = min(remaining, chunk, draft.budget)
-            if count < remaining and not self.limits.chunked_prefill:
-                self.kv.free([request])
-                request.num_computed = 0
-                self._waiting.appendleft(request)
-                break
-            if not self.kv.grow(request, request.num_computed + count, [], draft.copies):
-                self.kv.free([request])
-                request.num_computed = 0
-                self._waiting.appendleft(request)
-                break
-            self._enter_slot(draft, request)
-            self._take(draft, request, count)
-        self._waiting.extendleft(reversed(skipped))
+    def _last_to_yield(self, start: int) -> Request:
+        """Take out of `running[start:]`, which this step has not planned yet, who goes when blocks run out: the last
+        one, or the last one of the account that holds the most, if that is beyond its share and no priority is against
+        it.
+        """
+        running = self.running
+        last = running[-1]
+        if self._waiting.has_accounts:
+            account = self._waiting.over_share(last)
+            for i in range(len(running) - 1, start - 1, -1) if account is not None else ():
+                if running[i].account == account and not (self.limits.priority and running[i].priority < last.priority):
+                    return running.pop(i)
+        return running.pop()
 
-    def _verdict(self, request: Request) -> Verdict:
+    def _admit_waiting(self, draft: _Draft) -> None:
+        """Start waiting requests, each in its turn, while slots, blocks, budget and policies allow."""
+        view = self._view()
+        while self._free_slots and draft.budget > 0:
+            request = self._waiting.take()
+            if request is None:
+                break
+            verdict = self._admit(draft, request, view)
+            if verdict is Verdict.SKIP:
+                self._waiting.set_aside(request)
+            elif verdict is Verdict.STOP:
+                self._waiting.put_back(request)
+                break
+        self._waiting.restore()
+
+    def _admit(self, draft: _Draft, request: Request, view: StepView) -> Verdict:
+        """Start one request, unless something is against it; then nothing has changed."""
+        verdict = self._verdict(request, view)
+        if verdict is not Verdict.ADMIT:
+            return verdict
+        if not self._start(request):
+            return Verdict.STOP
+        remaining = len(request.tokens) - request.num_computed
+        count = min(remaining, self._chunk, draft.budget)
+        for policy in self._limiting:
+            count = policy.limit(request, count)
+        split = count < remaining and not self.limits.chunked_prefill
+        if count <= 0 or split or not self.kv.grow(request, request.num_computed + count, [], draft.copies):
+            self.kv.free([request])
+            request.num_computed = 0
+            return Verdict.SKIP if count <= 0 else Verdict.STOP
+        self._enter_slot(draft, request)
+        self._take(draft, request, count)
+        if request.num_computed < len(request.tokens):
+            view.num_prefilling += 1
+            view.num_long_prefilling += len(request.tokens) > self._long
+        return Verdict.ADMIT
+
+    def _verdict(self, request: Request, view: StepView) -> Verdict:
         if request.num_pending:
             return Verdict.SKIP  # preempted with a token in flight: its tokens are not all known yet
         if self._fork_parent_unready(request):
             return Verdict.SKIP
-        if self._policies:
-            view = self._view()
-            for policy in self._policies:
-                verdict = policy.admit(request, view)
-                if verdict is not Verdict.ADMIT:
-                    return verdict
+        for policy in self._policies:
+            verdict = policy.admit(request, view)
+            if verdict is not Verdict.ADMIT:
+                return verdict
         return Verdict.ADMIT
 
     def _view(self) -> StepView:
-        prefilling = [r for r in self.running if r.num_computed < len(r.tokens)]
-        threshold = self.limits.chunk_threshold or self.limits.max_model_len
+        prefilling = [r for r in self.running if r.num_computed < len(r.tokens)] if self._policies else []
         return StepView(
-            num_running=len(self.running),
+            running=self.running,
             num_prefilling=len(prefilling),
-            num_long_prefilling=sum(1 for r in prefilling if len(r.tokens) > threshold),
+            num_long_prefilling=sum(1 for r in prefilling if len(r.tokens) > self._long),
             step_id=self._step_id,
         )
+
+    def _fork_parent_waits(self, request: Request) -> bool:
+        """Whether the request would wait for a parent that has no slot itself."""
+        parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
+        return parent is not None and parent.status is not Status.RUNNING and self._fork_parent_unready(request)
 
     def _fork_parent_unready(self, request: Request) -> bool:
         parent = self.requests.get(request.fork_of) if request.fork_of is not None else None
@@ -348,6 +458,9 @@ class Scheduler:
         request.status = Status.RUNNING
         if request.first_scheduled_time == 0.0:
             request.first_scheduled_time = self._clock()
+        self._waiting.admitted(request)
+        for policy in self._policies:
+            policy.admitted(request)
         if self.limits.priority:
             insort(self.running, request, key=Request.order)
         else:
@@ -391,13 +504,16 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take slot and blocks away; the request will compute its tokens again, prompt and output alike."""
+        self._leave_slot(request)
+        request.status = Status.WAITING
+        self._waiting.push(request, front=True)
+
+    def _leave_slot(self, request: Request) -> None:
         self.kv.free([request])
         self._release_slot(request)
-        request.status = Status.WAITING
         request.num_computed = 0
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
-        self._enqueue(request, front=True)
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -484,28 +600,26 @@ class Scheduler:
         """Free everything a request holds and forget it."""
         if not requests:
             return
+        self._waiting.remove([r for r in requests if r.status is Status.WAITING])
         for request in requests:
             if request.status is Status.RUNNING:
                 self.running.remove(request)
                 self._release_slot(request)
-            elif request.status is Status.WAITING:
-                self._waiting.remove(request)
+            elif request.status is Status.BLOCKED:
+                del self._blocked[request.id]
             request.status = Status.FINISHED
             del self.requests[request.id]
+            for policy in self._policies:
+                policy.forget(request)
         self.kv.free(requests)
 
     def _release_slot(self, request: Request) -> None:
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
-
-    def _enqueue(self, request: Request, front: bool = False) -> None:
-        if self.limits.priority:
-            insort(self._waiting, request, key=Request.order)
-        elif front:
-            self._waiting.appendleft(request)
-        else:
-            self._waiting.append(request)
+        self._waiting.left(request)
+        for policy in self._policies:
+            policy.left(request)
 
     # -- looking in ----------------------------------------------------------------------------------------------------
 
@@ -513,7 +627,7 @@ class Scheduler:
         """A snapshot. Tokens are those computed since the snapshot before, so that none is counted twice or lost."""
         stats = self._stats
         stats.num_running = len(self.running)
-        stats.num_waiting = len(self._waiting)
+        stats.num_waiting = self.num_waiting
         stats.kv_blocks_free = self.kv.pool.num_free
         snapshot = copy(stats)
         stats.prompt_tokens = stats.generation_tokens = 0

@@ -21,6 +21,8 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     `params.max_tokens` is resolved (never None). `seed` is the resolved 64-bit seed of this sequence.
     `stop_token_ids` are all ids that end the request: eos (unless ignore_eos) and the user's.
     `fork_of` names a live request whose first tokens equal this prompt: its blocks are shared copy-on-write.
+    `account` is the same for all sequences of one user's request (n > 1, beams, many prompts of one call), so that the
+    scheduler can be fair between users' requests; None for a sequence by itself.
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     lora_id: int = 0
     cache_salt: str | None = None
     fork_of: str | None = None
+    account: str | None = None
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -1,0 +1,276 @@
+"""A user's request of many sequences beside ordinary ones: nobody waits long, and the large one is hardly slower."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.simulation import full_layout
+from vllm.core.request import Request
+from vllm.core.scheduler import Scheduler, SchedulerLimits
+from vllm.core.waiting import WaitingQueue
+from vllm.sampling_params import SamplingParams
+from vllm.step.messages import CoreOutput, CoreRequest
+from vllm.step.plan import StepPlan
+from vllm.step.result import StepResult
+
+SLOTS = 256
+
+
+class Clients:
+    """A scheduler whose device always says 5, counted in steps; `generated` tokens by account."""
+
+    def __init__(self, num_blocks: int = 20_000, depth: int = 1, priority: bool = False) -> None:
+        limits = SchedulerLimits(SLOTS, 2048, 1024, priority=priority)
+        self.scheduler = Scheduler(limits, full_layout(16), num_blocks)
+        self.depth = depth
+        self.steps = 0
+        self.plans: deque[StepPlan] = deque()
+        self.generated: dict[str, int] = {}
+        self.account_of: dict[str, str] = {}
+        self.ended: set[str] = set()
+        self.first_token: dict[str, int] = {}
+
+    def add(self, name: str, account: str, prompt: list[int], max_tokens: int, **fields: object) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.account_of[name] = account
+        self.scheduler.add(
+            CoreRequest(name, prompt, params, 0, arrival_time=float(self.steps), account=account, **fields)  # type: ignore[arg-type]
+        )
+
+    def step(self) -> list[CoreOutput]:
+        self.steps += 1
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+        if len(self.plans) < self.depth and plan is not None:
+            return []
+        plan = self.plans.popleft()
+        outputs = self.scheduler.apply(StepResult(plan.step_id, [5 if s else -1 for s in plan.sample.tolist()]))
+        for out in outputs:
+            account = self.account_of[out.request_id]
+            self.generated[account] = self.generated.get(account, 0) + len(out.new_token_ids)
+            if out.new_token_ids:
+                self.first_token.setdefault(out.request_id, self.steps)
+            if out.finish_reason:
+                self.ended.add(out.request_id)
+        return outputs
+
+
+def ordinary(clients: Clients, count: int = 8) -> Iterator[list[int]]:
+    """Keep `count` clients busy, each with one request at a time; yields the steps to each first token so far."""
+    rng = random.Random(0)
+    waits: list[int] = []
+    number = 0
+    live: dict[int, tuple[str, int]] = {}
+    while True:
+        for client in range(count):
+            if client in live and live[client][0] in clients.first_token:
+                name, since = live[client]
+                if since >= 0:
+                    waits.append(clients.first_token[name] - since)
+                    live[client] = (name, -1)
+            if client not in live or live[client][0] in clients.ended:
+                number += 1
+                name = f"o{number}"
+                prompt = [rng.randrange(50) for _ in range(rng.randrange(5, 40))]
+                clients.add(name, name, prompt, rng.randrange(5, 30))
+                live[client] = (name, clients.steps)
+        yield waits
+
+
+def many_samples(clients: Clients) -> Callable[[], bool]:
+    """n = 2000 of one prompt, 30 tokens each."""
+    for i in range(2000):
+        clients.add(f"g{i}", "greedy", list(range(20)), 30, fork_of="g0" if i else None)
+    return lambda: sum(name[0] == "g" for name in clients.ended) == 2000
+
+
+def many_prompts(clients: Clients) -> Callable[[], bool]:
+    """A thousand prompts in one call."""
+    rng = random.Random(1)
+    for i in range(1000):
+        clients.add(f"g{i}", "greedy", [rng.randrange(50) for _ in range(100)], 20)
+    return lambda: sum(name[0] == "g" for name in clients.ended) == 1000
+
+
+def beams(clients: Clients) -> Callable[[], bool]:
+    """64 beams: one token each, then all of them again, sharing their parents' cache."""
+    steps = 0
+    live: list[str] = []
+
+    def extend() -> bool:
+        nonlocal steps, live
+        if all(name in clients.first_token for name in live):
+            parents, live = live, [f"b{steps}.{i}" for i in range(64)]
+            for i, name in enumerate(live):
+                parent = parents[i] if parents else None
+                clients.add(name, "greedy", [i, *[5] * (20 + steps)], 3, fork_of=parent)
+            clients.scheduler.abort(parents)
+            steps += 1
+        return steps > 100
+
+    return extend
+
+
+def pace(
+    greedy: Callable[[Clients], Callable[[], bool]], beside: bool, blocks: int, depth: int
+) -> tuple[int, list[int]]:
+    """Steps that the greedy client takes, and what the others waited for their first tokens meanwhile."""
+    clients = Clients(blocks, depth)
+    others = ordinary(clients) if beside else iter(lambda: [], None)
+    done = greedy(clients)
+    waits: list[int] = []
+    while not done():
+        waits = next(others)
+        clients.step()
+    clients.scheduler.check_invariants()
+    return clients.steps, waits
+
+
+def percentile(values: list[int], share: float) -> int:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+@pytest.mark.parametrize("blocks", [20_000, 700], ids=["roomy", "short of blocks"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("greedy", [many_samples, many_prompts, beams])
+def test_nobody_waits_for_one_that_asks_for_much(
+    greedy: Callable[[Clients], Callable[[], bool]], depth: int, blocks: int
+) -> None:
+    idle = Clients(blocks, depth)
+    others = ordinary(idle)
+    for _ in range(200):
+        alone = next(others)
+        idle.step()
+    steps_alone, _ = pace(greedy, False, blocks, depth)
+    steps_beside, waits = pace(greedy, True, blocks, depth)
+    assert len(waits) > 30
+    assert percentile(waits, 0.99) <= 3 * percentile(alone, 0.99)
+    assert steps_alone / steps_beside >= 0.8
+
+
+def running_of(clients: Clients, account: str) -> int:
+    return sum(r.account == account for r in clients.scheduler.running)
+
+
+def test_one_account_may_hold_everything_while_nobody_waits_and_its_share_when_others_do() -> None:
+    clients = Clients()
+    for i in range(600):
+        clients.add(f"a{i}", "a", [i % 50] * 8, 900)
+    for _ in range(3):
+        clients.step()
+    assert running_of(clients, "a") == SLOTS
+    for i in range(600):
+        clients.add(f"b{i}", "b", [i % 50] * 8, 900)
+    for _ in range(3):
+        clients.step()
+    assert running_of(clients, "a") == running_of(clients, "b") == SLOTS // 2
+    clients.add("c", "c", [1] * 8, 900)
+    clients.add("d", "d", [1] * 8, 900)
+    clients.step()
+    assert running_of(clients, "c") == running_of(clients, "d") == 1
+    clients.scheduler.abort([f"b{i}" for i in range(600)])
+    clients.step()
+    assert running_of(clients, "a") == SLOTS - 2
+
+
+def test_first_sequences_go_in_the_order_of_their_arrival_before_all_further_ones() -> None:
+    clients = Clients()
+    clients.add("hold", "hold", [1] * 8, 5)
+    for account in "abc":
+        for i in range(3):
+            clients.add(f"{account}{i}", account, [1] * 8, 5)
+        clients.add(f"single {account}", account + "'", [1] * 8, 5)
+    plan = clients.scheduler.schedule()
+    assert plan is not None
+    started = [n.request_id for n in plan.new]
+    assert started[:7] == ["hold", "a0", "single a", "b0", "single b", "c0", "single c"]
+    assert started[7:] == ["a1", "b1", "c1", "a2", "b2", "c2"]
+
+
+def test_a_lower_priority_never_takes_a_slot_from_a_higher_one() -> None:
+    clients = Clients(priority=True)
+    for i in range(SLOTS):
+        clients.add(f"a{i}", "a", [1] * 8, 100, priority=1)
+    clients.step()
+    clients.add("later", "later", [1] * 8, 5, priority=2)
+    clients.add("equal", "equal", [1] * 8, 5, priority=1)
+    clients.add("higher", "higher", [1] * 8, 5, priority=0)
+    clients.step()
+    assert {r.id for r in clients.scheduler.running if r.account != "a"} == {"equal", "higher"}
+
+
+def test_ending_a_request_of_many_sequences_leaves_nothing_behind() -> None:
+    clients = Clients()
+    for i in range(2000):
+        clients.add(f"a{i}", "a", [1] * 8, 50)
+    clients.step()
+    clients.scheduler.abort([f"a{i}" for i in range(1500)])
+    clients.scheduler.abort([f"a{i}" for i in range(1500, 2000)])
+    clients.scheduler.check_invariants()
+    assert not clients.scheduler.has_unfinished() and clients.scheduler.num_waiting == 0
+    assert not clients.scheduler._waiting.has_accounts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.DataObject) -> None:
+    """Push, take, put back, admit, leave and remove at random; the turn is always the least by the rule."""
+    priority = data.draw(st.booleans())
+    queue = WaitingQueue(priority, 16, 0.5)
+    waiting: list[Request] = []
+    held: list[Request] = []
+    number = 0
+
+    def turn() -> Request | None:
+        def rank(request: Request) -> tuple[float, ...]:
+            holds = 0 if request.account is None else sum(h.account == request.account for h in held)
+            same = [r for r in waiting if r.account == request.account]
+            foremost = min(same, key=order) if request.account is not None else request
+            further = foremost is not request
+            first = (request.priority if priority else 0, bool(holds or further))
+            return (*first, 9 if further else holds, *order(request))
+
+        return min(waiting, key=rank, default=None)
+
+    def order(request: Request) -> tuple[float, ...]:
+        return request.order() if priority else (request.sequence_number,)
+
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["push", "push", "push", "admit", "admit", "leave", "remove", "put back"]))
+        if action == "push":
+            account = data.draw(st.sampled_from([None, "a", "b", "c"]))
+            params = SamplingParams(max_tokens=1)
+            message = CoreRequest(str(number), [1], params, 0, priority=data.draw(st.integers(0, 2)), account=account)
+            waiting.append(Request(message, 10, 1, number))
+            queue.push(waiting[-1])
+            number += 1
+        elif action == "admit" and waiting:
+            want = turn()
+            request = queue.take()
+            assert request is want and request is not None
+            waiting.remove(request)
+            held.append(request)
+            queue.admitted(request)
+        elif action == "put back" and waiting:
+            request = queue.take()
+            assert request is not None
+            queue.put_back(request)
+        elif action == "leave" and held:
+            request = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            queue.left(request)
+            if data.draw(st.booleans()):
+                waiting.append(request)
+                queue.push_back_in(request)
+        elif action == "remove" and waiting:
+            gone = data.draw(st.lists(st.sampled_from(waiting), unique=True, max_size=3))
+            waiting = [r for r in waiting if r not in gone]
+            queue.remove(gone)
+        assert queue.first() is turn()
+        assert len(queue) == len(waiting) and {id(r) for r in queue} == {id(r) for r in waiting}

@@ -1,0 +1,257 @@
+"""Requests that wait for a slot, and whose turn it is: fair between accounts, else first come first served or by
+priority.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Collection, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+from vllm.core.request import Request
+
+
+class _Account:
+    """The sequences of one account. While it holds no slot, its foremost waiting sequence stands among the firsts."""
+
+    __slots__ = ("aside", "first", "held", "waiting")
+
+    def __init__(self) -> None:
+        self.held = 0  # slots
+        self.waiting: deque[Request] = deque()
+        self.first: Request | None = None  # the one among the firsts
+        self.aside = False
+
+
+class WaitingQueue:
+    """The order in which requests get slots.
+
+    Sequences of one user's request (n > 1, beams, many prompts in one call) have an account in common. The first
+    sequence of each account goes before all further ones of others; among those, the account that holds the fewest
+    slots goes next. Requests without an account are accounts of one. Priorities come before all this.
+
+    share: while others wait, one account may keep this part of the slots; what it holds beyond may be preempted for
+    others (`over_share`). Where nobody else waits an account may hold everything.
+    """
+
+    def __init__(self, priority: bool, num_slots: int, share: float) -> None:
+        self._priority = priority
+        self._most = max(1, int(num_slots * share))
+        self._firsts: deque[Request] = deque()
+        self._accounts: dict[str, _Account] = {}
+        self._further: dict[str, _Account] = {}  # those that hold slots and have more to start
+        self._aside: list[Request] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from (r for r in self._firsts if r.account is None)
+        for account in self._accounts.values():
+            yield from account.waiting
+        yield from self._aside
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def push(self, request: Request, front: bool = False) -> None:
+        """Queue a request; `front`: before all others, because it had a slot already."""
+        self._size += 1
+        if request.account is None:
+            self._insert(self._firsts, request, front)
+            return
+        account = self._accounts.setdefault(request.account, _Account())
+        self._insert(account.waiting, request, front)
+        self._place(request.account, account, front)
+
+    def push_back_in(self, request: Request) -> None:
+        """Queue a request where it would stand had it waited here all the time."""
+        self._size += 1
+        if request.account is None:
+            self._insert_in_order(self._firsts, request)
+            return
+        account = self._accounts.setdefault(request.account, _Account())
+        self._insert_in_order(account.waiting, request)
+        self._place(request.account, account)
+
+    def remove(self, requests: Collection[Request]) -> None:
+        """Take these out, wherever they stand."""
+        if not requests:
+            return
+        self._size -= len(requests)
+        gone = set(requests)
+        if any(r.account is None for r in requests):
+            if len(requests) == 1:
+                self._firsts.remove(next(iter(requests)))
+            else:
+                self._firsts = deque(r for r in self._firsts if r.account is not None or r not in gone)
+        for name in {r.account for r in requests if r.account is not None}:
+            account = self._accounts[name]
+            account.waiting = deque(r for r in account.waiting if r not in gone)
+            self._place(name, account)
+
+    def first(self) -> Request | None:
+        """Whose turn it is."""
+        account = self._next_further()
+        if account is not None:
+            return account.waiting[0]
+        return self._firsts[0] if self._firsts else None
+
+    def turns(self, limit: int) -> Iterator[Request]:
+        """Up to `limit` requests in the order in which they would start if nothing was against it. What happens to the
+        queue meanwhile does not change the order.
+        """
+        heap: list[tuple[int, int, int, int, list[Request]]] = []  # priority, slots held, place, tie, rest of the line
+        for place, request in enumerate(islice(self._firsts, limit)):
+            account = self._accounts[request.account] if request.account is not None else None
+            line = [request] if account is None else list(islice(account.waiting, limit))
+            heap.append((request.priority if self._priority else 0, 0, place, len(heap), line[::-1]))
+        for account in self._further.values():
+            line = list(islice(account.waiting, limit))
+            place = line[0].sequence_number
+            heap.append((line[0].priority if self._priority else 0, account.held, place, len(heap), line[::-1]))
+        heapify(heap)
+        while heap and limit > 0:
+            limit -= 1
+            _, held, _, tie, line = heappop(heap)
+            yield line.pop()
+            if line:
+                following = line[-1]
+                priority = following.priority if self._priority else 0
+                heappush(heap, (priority, held + 1, following.sequence_number, tie, line))
+
+    def take(self) -> Request | None:
+        """Take out the one whose turn it is: then it is `admitted`, `put_back` or `set_aside`."""
+        account = self._next_further()
+        if account is not None:
+            request = account.waiting.popleft()
+        elif self._firsts:
+            request = self._firsts.popleft()
+            if request.account is not None:
+                account = self._accounts[request.account]
+                account.waiting.popleft()
+                account.first = None
+        else:
+            return None
+        self._size -= 1
+        return request
+
+    def put_back(self, request: Request) -> None:
+        """It could not start: it is next again."""
+        self._size += 1
+        if request.account is not None:
+            account = self._accounts[request.account]
+            account.waiting.appendleft(request)
+            if account.held:
+                return
+            account.first = request
+        self._firsts.appendleft(request)
+
+    def set_aside(self, request: Request) -> None:
+        """Not this one, nor the rest of its account, until `restore`."""
+        self._size += 1
+        self._aside.append(request)
+        if request.account is not None:
+            self._accounts[request.account].aside = True
+
+    def restore(self) -> None:
+        """Let those that were set aside wait again, where they stood."""
+        while self._aside:
+            request = self._aside.pop()
+            self._size -= 1
+            if request.account is not None:
+                self._accounts[request.account].aside = False
+            self.put_back(request)
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+
+    def admitted(self, request: Request) -> None:
+        """A request that was taken has a slot now."""
+        if request.account is not None:
+            account = self._accounts.setdefault(request.account, _Account())
+            account.held += 1
+            self._place(request.account, account)
+
+    def left(self, request: Request) -> None:
+        """A request has given its slot back."""
+        if request.account is not None:
+            account = self._accounts[request.account]
+            account.held -= 1
+            self._place(request.account, account)
+
+    @property
+    def has_accounts(self) -> bool:
+        """Whether any request has an account at all."""
+        return bool(self._accounts)
+
+    def held(self, account: str | None) -> int:
+        """Slots that an account holds."""
+        return self._accounts[account].held if account in self._accounts else 0
+
+    def over_share(self, waiting: Request, promised: int = 0) -> str | None:
+        """The account that must give up a slot for `waiting`, if there is one: the one that holds the most, if that is
+        more than its share. For the first sequence of another a quarter of it must do.
+
+        promised: slots that will be given to others of the same account before.
+        """
+        mine = self.held(waiting.account) + promised
+        most = self._most if mine else max(1, self._most // 4)
+        if mine >= most:
+            return None
+        name = max(self._accounts, key=self.held, default=None)
+        return name if name != waiting.account and self.held(name) > most else None
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _next_further(self) -> _Account | None:
+        """The account whose next sequence goes before all firsts there are, if any."""
+        best: _Account | None = None
+        for account in self._further.values():
+            if account.aside or not account.waiting:
+                continue
+            if best is None or self._before(account, best):
+                best = account
+        if best is None or not self._firsts:
+            return best
+        return best if self._priority and best.waiting[0].priority < self._firsts[0].priority else None
+
+    def _before(self, one: _Account, other: _Account) -> bool:
+        a, b = one.waiting[0], other.waiting[0]
+        if self._priority and a.priority != b.priority:
+            return a.priority < b.priority
+        return (one.held, a.sequence_number) < (other.held, b.sequence_number)
+
+    def _insert(self, queue: deque[Request], request: Request, front: bool) -> None:
+        if self._priority:
+            insort(queue, request, key=Request.order)
+        elif front:
+            queue.appendleft(request)
+        else:
+            queue.append(request)
+
+    def _insert_in_order(self, queue: deque[Request], request: Request) -> None:
+        insort(queue, request, key=Request.order if self._priority else _arrival)
+
+    def _place(self, name: str, account: _Account, front: bool = False) -> None:
+        """Let the account's foremost sequence stand where it belongs, after a change."""
+        foremost = account.waiting[0] if account.waiting and not account.held else None
+        if foremost is not account.first:
+            if account.first is not None:
+                self._firsts.remove(account.first)
+            account.first = foremost
+            if foremost is not None and front:
+                self._insert(self._firsts, foremost, front)
+            elif foremost is not None:
+                self._insert_in_order(self._firsts, foremost)
+        if account.held and account.waiting:
+            self._further[name] = account
+        else:
+            self._further.pop(name, None)
+        if not account.held and not account.waiting and not account.aside:
+            self._accounts.pop(name, None)
+
+
+def _arrival(request: Request) -> int:
+    return request.sequence_number
