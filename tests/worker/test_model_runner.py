@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker.toy import BLOCK, VOCAB, Driver, Toy
-from vllm.step.plan import BlockCopy, StepPlan, TokenWrite, Transfer, TransferKind
+from vllm.step.plan import BlockCopy, RowMasks, StepPlan, TokenWrite, Transfer, TransferKind
 from vllm.worker import model_runner, slot_table
 
 
@@ -168,6 +168,25 @@ def test_what_the_worker_cannot_run_is_refused_by_name(field: str) -> None:
     )
     with pytest.raises(NotImplementedError, match=field):
         driver.runner.execute(replace(plan, **{field: value}))
+
+
+def test_masked_rows_say_what_they_may_and_the_others_what_they_would() -> None:
+    """Among chunks of prompts, which stand before and between the rows that sample."""
+    model = Toy()
+    driver, free = Driver(model), Driver(model)
+    for i, prompt in enumerate(prompts(6, seed=3)):
+        for d in (driver, free):
+            d.add(str(i), prompt + [1, 2, 3])
+    chunks = {"0": 1, "3": 2}
+    plan = driver.plan(chunks)
+    assert plan.sample.tolist() == [False, True, True, False, True, True]
+    bits = np.zeros((2, -(-VOCAB // 32)), np.uint32)
+    bits[0, 1], bits[1, 0] = 1 << 5, 1 << 9
+    result = driver.runner.execute(replace(plan, masks=RowMasks(np.array([2, 5], np.int32), bits))).result()
+    want = list(free.step(chunks).values())
+    assert result.token_ids == [-1, want[1], 37, -1, want[4], 9] and not result.errors
+    with pytest.raises(ValueError, match="does not sample"):
+        free.runner.execute(replace(free.plan({"0": 1}), masks=RowMasks(np.array([0, 1], np.int32), bits)))
 
 
 def test_step_inputs_are_what_the_plan_says() -> None:

@@ -222,7 +222,7 @@ class DecodeGraphs:
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
             self._width = self._table.width
-        kind = self._kind(plan.slots)
+        kind = _Kind.HIDDEN if plan.masks is not None else self._kind(plan.slots)
         size = next(s for s in self._sizes if s >= rows)
         turn = self._turn
         self._turn = (turn + 1) % _RING

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm.ops.attention import HostBatch, plan_batch
 from vllm.step.inputs import GroupInputs, StepInputs
-from vllm.step.plan import StepPlan
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
 
@@ -44,6 +44,15 @@ class Batch:
     sample_slots: np.ndarray
     lengths: np.ndarray
     prompt_rows: tuple[PromptRows, ...]
+
+    def masks_of_samples(self, masks: RowMasks | None) -> RowMasks | None:
+        """Masks by rows of the plan as masks by rows of logits. Raises ValueError for a row that does not sample."""
+        if masks is None or not len(masks.rows):
+            return None
+        rows = np.asarray(np.searchsorted(self.sample_rows, masks.rows))
+        if (self.sample_rows.take(rows, mode="clip") != masks.rows).any():
+            raise ValueError("A plan has a mask for a row that does not sample.")
+        return RowMasks(rows.astype(np.int32), masks.bits)
 
 
 @dataclass(frozen=True, slots=True)

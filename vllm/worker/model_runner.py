@@ -17,22 +17,22 @@ from vllm.ops.attention import copy_blocks
 from vllm.ops.logprobs import to_messages, top_logprobs
 from vllm.step.inputs import StepInputs
 from vllm.step.kv_policy import KVLayout
-from vllm.step.plan import StepPlan, require_known
+from vllm.step.plan import RowMasks, StepPlan, require_known
 from vllm.step.result import StepResult, TokenLogprobs
 from vllm.worker.device import DeviceContext, Download
 from vllm.worker.input_builder import Batch, InputBuilder, Laid
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
 
-KNOWN: frozenset[str] = frozenset()  # fields of a plan beyond those without a default
+KNOWN = frozenset({"masks"})  # fields of a plan beyond those without a default
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
 NOT_FINITE = (
     "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too "
     "narrow for this model: try dtype='bfloat16' or 'float32'."
 )
 IMPOSSIBLE = (
-    "No token is possible: allowed_token_ids, bad_words, min_tokens or logits_processors exclude the whole vocabulary "
-    "(or a processor returned NaN)."
+    "No token is possible: a grammar, allowed_token_ids, bad_words, min_tokens or logits_processors exclude the whole "
+    "vocabulary (or a processor returned NaN)."
 )
 
 
@@ -180,7 +180,7 @@ class ModelRunner:
         end = self.context.mark()
         if self._faults and logits is not None:
             self._faults.spoil(logits)
-        sampled = self._sample(logits, batch)
+        sampled = self._sample(logits, batch, plan.masks)
         if len(batch.sample_rows):
             (where,) = self.context.upload([self.table.token_index(batch.sample_slots, batch.lengths)])
             self.table.write_tokens(where, sampled.token_ids)
@@ -214,14 +214,14 @@ class ModelRunner:
             return None
         return self.model.logits(hidden[:count])
 
-    def _sample(self, logits: Tensor | None, batch: Batch) -> Sampled:
-        """The first rank samples, the others are told."""
+    def _sample(self, logits: Tensor | None, batch: Batch, masks: RowMasks | None) -> Sampled:
+        """The first rank samples, the others are told. masks: by rows of the plan."""
         device = self.context.device
         if logits is None:
             none = torch.empty(0, dtype=torch.int64, device=device)
             return Sampled(none, none.bool())
         if self.tp.is_first:
-            sampled = self.sampler.sample(logits, batch.sample_slots, batch.lengths)
+            sampled = self.sampler.sample(logits, batch.sample_slots, batch.lengths, batch.masks_of_samples(masks))
             self.tp.broadcast(sampled.token_ids)
             return sampled
         ids = torch.empty(len(batch.sample_rows), dtype=torch.int64, device=device)

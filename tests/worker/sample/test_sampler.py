@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.worker.sample import oracle
 from tests.worker.sample.rows import Row, lengths, make_sampler, params, sample
+from vllm.step.plan import RowMasks
 from vllm.step.rng import uniform
 from vllm.worker.device import DeviceContext
 
@@ -52,6 +54,64 @@ def check(rows: list[Row], context: DeviceContext | None = None) -> None:
     for row, token, number in zip(rows, result.token_ids.tolist(), numbers.tolist(), strict=True):
         x = oracle.changed_logits(row.logits.tolist(), row.params, row.prompt, row.output, row.stop)
         assert token in oracle.choices(x, row.params, number), row
+
+
+def random_masks(rows: list[int], random: np.random.Generator) -> tuple[RowMasks, dict[int, list[int]]]:
+    """Masks that leave a few tokens each, and which these are."""
+    bits: np.ndarray = np.zeros((len(rows), -(-VOCAB // 32)), np.uint32)
+    allowed = {row: sorted(random.choice(VOCAB, random.integers(1, 30), replace=False).tolist()) for row in rows}
+    for i, row in enumerate(rows):
+        for token in allowed[row]:
+            bits[i, token // 32] |= np.uint32(1 << token % 32)
+    return RowMasks(np.array(rows, np.int32), bits), allowed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_of_some_rows_among_all_parameters(seed: int) -> None:
+    """As the oracle with the mask's ids as the row's allowed ids; rows without a mask give what they give alone."""
+    random = np.random.default_rng(seed)
+    names = [n for n in OPTIONS if n != "allowed"] if seed else ["temperature"]
+    rows = [random_rows(1, 10 * seed + i, **OPTIONS[random.choice(names)], logprobs=2)[0] for i in range(24)]
+    rows += [random_rows(1, 10 * seed + 30 + i)[0] for i in range(6)]  # plain greedy ones
+    masked = sorted(random.choice(len(rows), len(rows) // 2, replace=False).tolist())
+    masks, allowed = random_masks(masked, random)
+    sampler, slots = make_sampler(rows)
+    free = sample(rows)
+    result = sampler.sample(torch.stack([r.logits for r in rows]), slots, lengths(rows), masks)
+    numbers = uniform(np.array([r.seed for r in rows], np.uint64), lengths(rows))
+    for i, (row, token) in enumerate(zip(rows, result.token_ids.tolist(), strict=True)):
+        if i not in allowed:
+            assert token == int(free.token_ids[i])
+            continue
+        limited = copy.copy(row.params)
+        limited.allowed_token_ids = allowed[i]
+        x = oracle.changed_logits(row.logits.tolist(), limited, row.prompt, row.output, row.stop)
+        if all(v == oracle.NEVER for v in x):
+            assert not result.possible[i]
+        else:
+            assert token in allowed[i] and token in oracle.choices(x, row.params, float(numbers[i]))
+            assert result.possible[i]
+    assert result.finite.all()
+    for group in result.logprobs:
+        for i, found in zip(group.rows.tolist(), group.tensors[1].tolist(), strict=True):
+            raw = torch.log_softmax(rows[i].logits, -1)
+            assert found[0] == pytest.approx(float(raw[result.token_ids[i]]), abs=1e-5)
+
+
+def test_a_mask_that_forbids_everything_is_reported_for_its_row_alone() -> None:
+    rows = random_rows(3, 5, temperature=0.7)
+    sampler, slots = make_sampler(rows)
+    masks = RowMasks(np.array([1], np.int32), np.zeros((1, -(-VOCAB // 32)), np.uint32))
+    result = sampler.sample(torch.stack([r.logits for r in rows]), slots, lengths(rows), masks)
+    assert result.possible.tolist() == [True, False, True] and result.finite.all()
+
+
+def test_a_mask_of_the_wrong_width_is_refused() -> None:
+    rows = random_rows(1, 5)
+    sampler, slots = make_sampler(rows)
+    masks = RowMasks(np.array([0], np.int32), np.zeros((1, 99), np.uint32))
+    with pytest.raises(ValueError, match="expected"):
+        sampler.sample(torch.stack([r.logits for r in rows]), slots, lengths(rows), masks)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,8 +1,8 @@
 """The order in which logits become tokens.
 
 1. logprobs are of the raw logits;
-2. the request's own processors, allowed ids, biases, bad words, no stop token before min_tokens, then penalties
-   (repetition, frequency, presence);
+2. the request's own processors, masks of allowed tokens, allowed ids, biases, bad words, no stop token before
+   min_tokens, then penalties (repetition, frequency, presence);
 3. greedy rows take the maximum; the others are divided by their temperature, cut by min_p, top_k, top_p, and drawn
    from.
 
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.bitmask import apply_bitmask
 from vllm.ops.draw import DrawParams, draw_and_finite
 from vllm.ops.greedy import finite_rows, greedy_and_finite
 from vllm.ops.logprobs import top_logprobs
-from vllm.step.plan import SlotInit
+from vllm.step.plan import RowMasks, SlotInit
 from vllm.step.rng import uniform
 from vllm.worker.device import DeviceContext
 from vllm.worker.sample.constraints import apply_bad_words, apply_constraints, forbid
@@ -76,21 +77,27 @@ class Sampler:
             if self.params.enter(init) & Needs.COUNTS:
                 self._counts.enter(init.slot, len(init.token_ids))
 
-    def sample(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Sampled:
-        """One token per row. logits: [rows, vocab] fp32, changed in place; slots, lengths (tokens so far): [rows]."""
+    def sample(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, masks: RowMasks | None = None) -> Sampled:
+        """One token per row. logits: [rows, vocab] fp32, changed in place; slots, lengths (tokens so far): [rows].
+
+        masks: what some of these rows may say; its `rows` are those of the logits.
+        """
         needs = self.params.needs[slots]
         union = Needs(int(np.bitwise_or.reduce(needs)))
-        if not union:
+        if not union and masks is None:
             return Sampled(*greedy_and_finite(logits))
         wanting = np.flatnonzero(needs & Needs.LOGPROBS) if union & Needs.LOGPROBS else np.zeros(0, np.int64)
-        raw = self._raw_logits(logits, wanting, bool(union & CHANGES))
+        changes = bool(union & CHANGES) or masks is not None
+        raw = self._raw_logits(logits, wanting, changes)
         possible, errors = None, {}
-        if union & CHANGES:
-            finite = finite_rows(logits)
+        if changes:
+            changed = self._changed_rows(needs, masks)
             logits = logits.contiguous()  # those of a padded head are a slice, which has no flat view
-            errors = self._change(logits, slots, lengths, needs)
-            possible = torch.isfinite(logits.amax(-1))
-            token_ids, _ = self._choose(logits, slots, lengths, needs)
+            sound = finite_rows(self._pick(logits, changed))  # what is forbidden is infinite afterwards
+            errors = self._change(logits, slots, lengths, needs, masks)
+            left = torch.isfinite(self._pick(logits, changed).amax(-1))
+            token_ids, finite = self._choose(logits, slots, lengths, needs)
+            finite, possible = self._spread(sound, changed, finite), self._spread(left, changed, finite)
         else:
             token_ids, finite = self._choose(logits, slots, lengths, needs)
         if union & Needs.COUNTS:
@@ -98,6 +105,20 @@ class Sampler:
             self._counts.add(slots[counted], self._pick(token_ids, counted))
         groups = self._logprobs(raw, wanting, token_ids, slots) if raw is not None else ()
         return Sampled(token_ids, finite, possible, groups, errors)
+
+    def _changed_rows(self, needs: np.ndarray, masks: RowMasks | None) -> np.ndarray:
+        """The rows whose logits are changed before temperature."""
+        changed: np.ndarray = (needs & CHANGES).astype(bool)
+        if masks is not None:
+            changed[masks.rows] = True
+        return np.flatnonzero(changed)
+
+    def _spread(self, values: Tensor, rows: np.ndarray, others: Tensor) -> Tensor:
+        """`values` of some rows, and `others` of those that they leave out. values: [len(rows)]; others: [rows]."""
+        if len(rows) == len(others):
+            return values
+        (index,) = self._context.upload([rows])
+        return others.index_copy(0, index, values)
 
     def _pick(self, x: Tensor, rows: np.ndarray) -> Tensor:
         """Some rows of a device tensor; all of them without a copy."""
@@ -112,7 +133,9 @@ class Sampler:
         picked = self._pick(logits, rows)
         return picked.clone() if will_change and picked is logits else picked
 
-    def _change(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray) -> dict[int, str]:
+    def _change(
+        self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray, masks: RowMasks | None
+    ) -> dict[int, str]:
         """Everything that changes logits before temperature, in place. Returns rows whose own processors failed."""
         params, table, context = self.params, self._table, self._context
         errors: dict[int, str] = {}
@@ -121,6 +144,8 @@ class Sampler:
                 self._run_processors(logits, row, int(slots[row]), int(lengths[row]))
             except Exception as error:  # the request's own code: whatever it raises fails this request alone
                 errors[row] = f"A logits processor of the request failed: {type(error).__name__}: {error}"
+        if masks is not None:
+            self._apply_masks(logits, masks)
         rows = np.flatnonzero(needs & Needs.CONSTRAINTS)
         if len(rows):
             items = [params.constraints[s] for s in slots[rows].tolist()]
@@ -137,6 +162,14 @@ class Sampler:
         if len(rows):
             penalize_output(logits, rows, slots[rows], lengths[rows], params, self._counts, table, context)
         return errors
+
+    def _apply_masks(self, logits: Tensor, masks: RowMasks) -> None:
+        words = -(-logits.shape[1] // 32)
+        if masks.bits.shape != (len(masks.rows), words):
+            raise ValueError(f"Masks of shape {masks.bits.shape}, expected ({len(masks.rows)}, {words}).")
+        packed = np.ascontiguousarray(masks.bits, np.uint32).view(np.int32)
+        rows, bits = self._context.upload([masks.rows.astype(np.int64), packed])
+        apply_bitmask(logits, rows, bits)
 
     def _run_processors(self, logits: Tensor, row: int, slot: int, length: int) -> None:
         """The functions want Python lists: on an asynchronous device this row waits for the steps before."""
