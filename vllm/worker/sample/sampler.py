@@ -91,13 +91,13 @@ class Sampler:
         raw = self._raw_logits(logits, wanting, changes)
         possible, errors = None, {}
         if changes:
-            changed = self._changed_rows(needs, masks)
+            finite = finite_rows(logits)  # what is forbidden is infinite afterwards
             logits = logits.contiguous()  # those of a padded head are a slice, which has no flat view
-            sound = finite_rows(self._pick(logits, changed))  # what is forbidden is infinite afterwards
             errors = self._change(logits, slots, lengths, needs, masks)
-            left = torch.isfinite(self._pick(logits, changed).amax(-1))
-            token_ids, finite = self._choose(logits, slots, lengths, needs)
-            finite, possible = self._spread(sound, changed, finite), self._spread(left, changed, finite)
+            token_ids, _ = self._choose(logits, slots, lengths, needs)
+            possible = torch.isfinite(logits.gather(1, token_ids[:, None]).squeeze(1))
+            if union & Needs.PROCESSORS:  # which may return NaN, beside which any token may have been found
+                possible &= torch.isfinite(logits.amax(-1))
         else:
             token_ids, finite = self._choose(logits, slots, lengths, needs)
         if union & Needs.COUNTS:
@@ -105,20 +105,6 @@ class Sampler:
             self._counts.add(slots[counted], self._pick(token_ids, counted))
         groups = self._logprobs(raw, wanting, token_ids, slots) if raw is not None else ()
         return Sampled(token_ids, finite, possible, groups, errors)
-
-    def _changed_rows(self, needs: np.ndarray, masks: RowMasks | None) -> np.ndarray:
-        """The rows whose logits are changed before temperature."""
-        changed: np.ndarray = (needs & CHANGES).astype(bool)
-        if masks is not None:
-            changed[masks.rows] = True
-        return np.flatnonzero(changed)
-
-    def _spread(self, values: Tensor, rows: np.ndarray, others: Tensor) -> Tensor:
-        """`values` of some rows, and `others` of those that they leave out. values: [len(rows)]; others: [rows]."""
-        if len(rows) == len(others):
-            return values
-        (index,) = self._context.upload([rows])
-        return others.index_copy(0, index, values)
 
     def _pick(self, x: Tensor, rows: np.ndarray) -> Tensor:
         """Some rows of a device tensor; all of them without a copy."""
