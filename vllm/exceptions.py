@@ -70,6 +70,13 @@ class MaxQueuedTokensError(QueueOverflowError):
     """The tokens of all waiting requests exceed the limit."""
 
 
+# How a request ends, in the middle, that has forbidden every token; most such requests are refused beforehand.
+NO_TOKEN_POSSIBLE = (
+    "No token is possible: a grammar, allowed_token_ids, bad_words, min_tokens or logits_processors exclude the whole "
+    "vocabulary (or a processor returned NaN)."
+)
+
+
 class EngineGenerateError(GenerationError):
     """A request failed inside the engine, which goes on."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ logger = init_logger(__name__)
 
 _LOWEST_TEMPERATURE = 1e-2
 _LARGEST_BIAS = 100.0
+_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 def _count_of_sequences(name: str, value: Any) -> int:
@@ -143,6 +145,13 @@ def _logits_processors(name: str, value: Any) -> list[Callable[..., Any]]:
     return list(value)
 
 
+def _id_in_text(key: str) -> int:
+    """The token id that a key of a JSON object is, in the one way to write it: no sign, space, zero in front, mark."""
+    if not _ID.fullmatch(key):
+        raise ValueError(key)
+    return int(key)
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise VLLMValidationError(f"{name} must be a dict, but is of type {type(value)}", parameter=name, value=value)
@@ -152,7 +161,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     wrong_keys = []
     for key, bias in value.items():
         try:
-            token_id = int(key) if isinstance(key, str) else integer(name, key)
+            token_id = _id_in_text(key) if isinstance(key, str) else integer(name, key)
         except ValueError:
             wrong_keys.append(key)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import resource
 import socket
@@ -111,3 +112,43 @@ def test_a_config_file_names_no_other(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         make_arg_parser(FlexibleArgumentParser()).parse_args(["--config", str(file)])
     assert "a config file cannot name another one" in capsys.readouterr().err
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(list(words))
+
+
+def test_all_interfaces_are_listened_on_unless_one_is_named() -> None:
+    with bind(parsed("--port", "0")) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    with bind(parsed("--port", "0", "--host", "127.0.0.1")) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "warned", "origins"),
+    [
+        ([], "", True, ["*"]),
+        (["--host", "127.0.0.1"], "", False, []),
+        (["--host", "localhost"], "", False, []),
+        (["--host", "127.0.0.1", "--allowed-origins", '["http://a"]'], "", False, ["http://a"]),
+        (["--host", "127.0.0.1", "--api-key", "k"], "", False, ["*"]),
+        (["--api-key", "k"], "", False, ["*"]),
+        ([], "k", False, ["*"]),
+        (["--host", "0.0.0.0"], "", True, ["*"]),
+    ],
+)
+def test_an_open_door_is_told_and_shut_for_pages_of_others(
+    words: list[str],
+    key: str,
+    warned: bool,
+    origins: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        api_server.warn_of_open_door(parsed(*words))
+    assert ("Without a key, everybody" in caplog.text) is warned
+    assert api_server.allowed_origins(parsed(*words)) == origins

@@ -37,9 +37,8 @@ HOSTS = ("a/b?c", "x/y?", "127.0.0.1/health", "a#b", "a@b", "/health", "x?/healt
 @pytest.fixture(scope="module")
 def locked(model_folder: Path) -> Iterator[Server]:
     environment = {"VLLM_API_KEY": SECOND_KEY, "VLLM_SERVER_DEV_MODE": "1"}
-    with Server(
-        model_folder, "--api-key", KEY, "--enable-tokenizer-info-endpoint", env=environment, key=KEY
-    ) as running:
+    flags = ("--api-key", KEY, "--enable-tokenizer-info-endpoint", "--protect-metrics")
+    with Server(model_folder, *flags, env=environment, key=KEY) as running:
         yield running
 
 

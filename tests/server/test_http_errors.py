@@ -64,7 +64,18 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         (COMPLETIONS, {"prompt": "x", "n": 2, "best_of": 1}, 400, "BadRequestError",
          "best_of must be greater than or equal to n, got n=2 and best_of=1."),
         (COMPLETIONS, {"prompt": [[]]}, 400, "BadRequestError", "The decoder prompt cannot be empty"),
-        (COMPLETIONS, {"prompt": [1, "a"]}, 400, "BadRequestError", "prompt.list[int].1"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, 400, "BadRequestError",
+         "prompt must be a text, a list of token ids, or a list of texts or of lists of token ids"),
+        (COMPLETIONS, {"prompt": "x", "stop": [1]}, 400, "BadRequestError", "stop must be a text or a list of texts"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {" 1": 1}}, 400, "BadRequestError", "cannot be converted"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 1, "01": -1}}, 400, "BadRequestError", "cannot be converted"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"+1": 1}}, 400, "BadRequestError", "cannot be converted"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"1_0": 1}}, 400, "BadRequestError", "cannot be converted"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"١": 1}}, 400, "BadRequestError", "cannot be converted"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 4, "min_tokens": 3, "allowed_token_ids": [1]}, 400,
+         "BadRequestError", "No token may be sampled: allowed_token_ids, min_tokens together leave none"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 4, "allowed_token_ids": [6, 7], "stop_token_ids": [6, 7],
+                       "min_tokens": 1}, 400, "BadRequestError", "No token may be sampled"),
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, 400, "BadRequestError", "functions is not available"),
         (CHAT, {"messages": USER, "function_call": "auto"}, 400, "BadRequestError", "function_call is not available"),
         (CHAT, {"messages": USER, "modalities": ["audio"]}, 400, "BadRequestError", "modalities other than ['text']"),
@@ -203,11 +214,63 @@ def test_request_ids_and_token_ids(flagged: Server) -> None:
     body = {"prompt": "Hello", "max_tokens": 2, "logprobs": 1}
     answer = flagged.post(COMPLETIONS, body, headers={"x-request-id": "abc-1"})
     assert answer.headers["x-request-id"] == "abc-1"
-    assert answer.json["id"].startswith("cmpl-abc-1-")
+    assert answer.json["id"] == "cmpl-abc-1"
     assert all(token.startswith("token_id:") for token in answer.json["choices"][0]["logprobs"]["tokens"])
     odd = flagged.post(COMPLETIONS, body, headers={"x-request-id": "a b/../c"})
     assert odd.headers["x-request-id"] != "a b/../c"
     assert "/.." not in odd.json["id"]
+
+
+def test_an_id_may_be_in_use_by_others_at_the_same_time(flagged: Server) -> None:
+    body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    with ThreadPoolExecutor(8) as pool:
+        same = {"x-request-id": "the-same"}
+        answers = list(pool.map(lambda _: flagged.post(COMPLETIONS, body, headers=same), range(8)))
+    assert [answer.status for answer in answers] == [200] * 8
+    assert {event["id"] for answer in answers for event in sse_events(answer.text)} == {"cmpl-the-same"}
+
+
+def test_unknown_fields_are_named_to_the_client(flagged: Server) -> None:
+    body = {"prompt": "Hello", "max_tokens": 1, "frobnicate": 1, "a b\r\nx: y": 2, "世": 3}
+    for path, more in ((COMPLETIONS, {}), (COMPLETIONS, {"stream": True}), ("/tokenize", {"add_special_tokens": True})):
+        sent = {k: v for k, v in body.items() if path == COMPLETIONS or k != "max_tokens"}
+        assert flagged.post(path, {**sent, **more}).headers["x-unknown-fields"] == "frobnicate, a?b??x:?y, ?"
+    assert "x-unknown-fields" not in flagged.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 1}).headers
+
+
+def test_a_request_that_runs_out_of_tokens_on_the_way_is_the_clients_mistake(flagged: Server) -> None:
+    """After its first token the only one that is allowed would complete a bad word."""
+    first, second = flagged.post("/tokenize", {"prompt": "@@", "add_special_tokens": False}).json["tokens"]
+    assert first == second
+    body = {"prompt": "a", "max_tokens": 8, "allowed_token_ids": [first], "bad_words": ["@@"], "ignore_eos": True}
+    answer = flagged.post(COMPLETIONS, body)
+    assert answer.status == 400
+    assert "No token is possible" in answer.json["error"]["message"]
+    streamed = flagged.post(COMPLETIONS, {**body, "stream": True})
+    assert streamed.status == 200 and sse_events(streamed.text)[-1]["error"]["code"] == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x" * 300_000}, "prompt"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"prompt": "x", "bad_words": ["  "]}, "bad_words"),
+        ({"prompt": [400], "max_tokens": 1}, "prompt_token_ids"),
+        ({"prompt": "x", "model": "another"}, "model"),
+        ({"prompt": "x", "logprobs": 999}, "logprobs"),
+        ({"prompt": "x", "max_tokens": 5000}, "prompt"),
+    ],
+)
+def test_the_field_at_fault_is_named(flagged: Server, body: dict[str, Any], param: str) -> None:
+    answer = flagged.post(COMPLETIONS, body)
+    assert answer.status in (400, 404)
+    assert answer.json["error"]["param"] == param
+
+
+def test_an_empty_name_is_the_model_that_is_served(flagged: Server) -> None:
+    assert flagged.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "model": ""}).json["model"] == "one"
 
 
 def test_cached_tokens_are_shown(flagged: Server) -> None:

@@ -114,7 +114,8 @@ def answer_over(port: int, context: ssl.SSLContext) -> bytes:
 def test_tls_with_certificates_of_both_sides(dressed: Server, certificates: Path) -> None:
     answer = dressed.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 2})
     assert answer.status == 200
-    assert f"Serving on https://127.0.0.1:{dressed.port}" in dressed.log
+    for words in ("Serving on", "Uvicorn running on"):
+        assert f"{words} https://0.0.0.0:{dressed.port}" in dressed.log
     assert answer_over(dressed.port, trusting(certificates, client=True)).startswith(b"HTTP/1.1 200")
     streamed = dressed.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 20, "stream": True, "ignore_eos": True})
     assert streamed.text.endswith("data: [DONE]\n\n")

@@ -146,6 +146,60 @@ def test_slow_heads_and_bodies_are_cut(strict: Server) -> None:
         assert status_of(received) in (0, 408), received
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (post_head(BODY_LIMIT + 1), 413),
+        (post_head(1000, extra="x: " + "y" * 40_000 + "\r\n"), 431),
+        (post_head(1000, "/nowhere"), 404),
+        (post_head(1000, "/v1/models"), 405),
+        (post_head(1000).replace(b"application/json", b"text/plain"), 415),
+    ],
+    ids=["413", "431", "404", "405", "415"],
+)
+def test_a_refused_request_whose_body_never_comes_holds_no_connection(strict: Server, head: bytes, status: int) -> None:
+    started = time.monotonic()
+    received = strict.raw(head, timeout=30)  # returns when the server closes
+    assert status_of(received) == status
+    assert time.monotonic() - started < 15  # it was 75
+
+
+def test_a_refused_request_whose_body_comes_keeps_its_connection(strict: Server) -> None:
+    data = [post_head(8, "/nowhere"), b"12345678", b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"]
+    received = strict.pieces(data, timeout=5)
+    assert received.count(b"HTTP/1.1 404") == 1 and received.count(b"HTTP/1.1 200") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_has_closed_its_half_gets_its_answer(strict: Server, stream: bool) -> None:
+    body = json.dumps({**LONG, "max_tokens": 200, "stream": stream}).encode()
+    received = strict.raw(post_head(len(body)) + body, timeout=20, half_close=True)
+    final = received.partition(b"HTTP/1.1 100 Continue\r\n\r\n")[2] or received
+    assert status_of(final) == 200
+    assert final.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") if stream else b'"finish_reason": "length"' in final
+    version = strict.raw(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n", timeout=10, half_close=True)
+    assert version.count(b"HTTP/1.1 200 OK") == 1
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /version HTTP/1.1\r\nhost: x\r\n", 200),
+        (b"GET /version HTTP/1.1\r\n", 400),
+        (b"GET /version HTTP/1.1\r\nhost: x\r\nhost: x\r\n", 400),
+        (b"GET /version HTTP/1.0\r\n", 200),
+        (b"GET /version HTTP/1.0\r\nhost: x\r\nhost: y\r\n", 400),
+    ],
+)
+def test_a_request_has_one_host(strict: Server, head: bytes, status: int) -> None:
+    assert status_of(strict.raw(head + b"connection: close\r\n\r\n", timeout=5)) == status
+
+
+def test_http_of_before_there_were_versions_is_refused(strict: Server) -> None:
+    received = strict.raw(b"GET /version\r\n\r\n", timeout=5, half_close=True)
+    assert status_of(received) in (0, 400)
+
+
 def test_pipelined_and_kept_alive_requests_are_answered_in_order(strict: Server) -> None:
     one = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     last = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

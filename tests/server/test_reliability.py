@@ -212,6 +212,8 @@ def test_sigterm_lets_streams_finish_and_a_second_one_does_not(model_folder, sig
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         refused = pool.submit(server.post, "/v1/completions", body)
+        if signals == 1:
+            assert server.get("/health").status == 503  # so that balancers send nobody here
         time.sleep(0.1)
         for _ in range(1, signals):
             server.process.send_signal(signal.SIGTERM)

@@ -533,6 +533,11 @@ class AsyncLLMEngine:
         return self.errored or self._stopped
 
     @property
+    def is_draining(self) -> bool:
+        """Whether the engine is being shut down, and refuses new requests."""
+        return self._admission.closed
+
+    @property
     def errored(self) -> bool:
         return self._death is not None
 

@@ -322,6 +322,26 @@ class InputProcessor:
             params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
         return params
 
+    def _check_that_a_token_is_left(self, params: SamplingParams) -> None:
+        """Raise VLLMValidationError if no token may be sampled first, as far as the parameters alone can tell."""
+        barred = {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
+        causes = ["bad_words"] if barred else []
+        if params.min_tokens:
+            eos = params.eos_token_id
+            ends = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
+            causes += ["min_tokens"] if ends else []
+            barred |= ends
+        width = self._model.logits_width
+        allowed = params.allowed_token_ids
+        if allowed is not None:
+            causes.insert(0, "allowed_token_ids")
+        if barred.issuperset(range(width) if allowed is None else allowed):
+            raise VLLMValidationError(
+                f"No token may be sampled: {', '.join(causes)} together leave none (before min_tokens, no token that "
+                "ends the output is sampled). Allow more tokens, or forbid fewer.",
+                parameter=causes[0],
+            )
+
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def _build(
@@ -339,6 +359,8 @@ class InputProcessor:
             text, token_ids = _after_hook(self._hook, text, token_ids)
         self._check_prompt(token_ids, prompt)
         params = self._resolve(request, given, len(token_ids), checked)
+        if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
+            self._check_that_a_token_is_left(params)
         arrival = time.time() if request.arrival_time is None else request.arrival_time
         made = ProcessedRequest(
             request_id=request.request_id,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.exceptions import NO_TOKEN_POSSIBLE
 from vllm.faults import Faults
 from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import copy_blocks
@@ -29,10 +30,6 @@ _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32
 NOT_FINITE = (
     "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too "
     "narrow for this model: try dtype='bfloat16' or 'float32'."
-)
-IMPOSSIBLE = (
-    "No token is possible: a grammar, allowed_token_ids, bad_words, min_tokens or logits_processors exclude the whole "
-    "vocabulary (or a processor returned NaN)."
 )
 
 
@@ -106,7 +103,7 @@ class StepHandle:
                 if not finite[i]:
                     errors[int(rows[i])] = NOT_FINITE
                 else:
-                    errors.setdefault(int(rows[i]), IMPOSSIBLE)
+                    errors.setdefault(int(rows[i]), NO_TOKEN_POSSIBLE)
         token_ids[rows] = ids
         logprobs: dict[int, TokenLogprobs] = {}
         for group in sampled.logprobs:

@@ -87,10 +87,10 @@ def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter
 
     for path in args.middleware:
         _add_middleware(application, load_middleware(path))
-    keys = list(args.api_key or ())
-    if envs.VLLM_API_KEY:
-        keys.append(envs.VLLM_API_KEY)
+    keys = keys_of(args)
     open_paths = {b"/health", b"/ping", b"/version"}
+    if not args.protect_metrics:  # figures, without anything that users have sent
+        open_paths.add(b"/metrics")
     if not args.disable_web_ui:  # the page itself holds nothing; what it shows needs the key
         open_paths |= {b"/", b"/ui/app.js", b"/ui/style.css"}
     if args.root_path:  # proxies that leave the prefix in place
@@ -102,7 +102,7 @@ def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter
     app = LimitsMiddleware(app, limits=limits, keys=KeyChecker(keys), open_paths=frozenset(open_paths))
     app = CORSMiddleware(
         app,
-        allow_origins=args.allowed_origins,
+        allow_origins=allowed_origins(args),
         allow_credentials=args.allow_credentials,
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
@@ -119,6 +119,36 @@ def parsing_of(args: argparse.Namespace) -> Any:
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     return ParsingSettings(args.tool_call_parser, args.enable_auto_tool_choice, args.reasoning_parser or None)
+
+
+def keys_of(args: argparse.Namespace) -> list[str]:
+    """The keys that clients may present; without any, everybody is welcome."""
+    return [*(args.api_key or ()), *([envs.VLLM_API_KEY] if envs.VLLM_API_KEY else ())]
+
+
+def allowed_origins(args: argparse.Namespace) -> list[str]:
+    """Which pages of others may use the server from a browser. A server without a key that only this machine reaches
+    is reached by every page that is open on it, too: by default none of them may use it.
+    """
+    if args.allowed_origins is not None:
+        return list(args.allowed_origins)
+    return [] if is_loopback(args.host) and not keys_of(args) else ["*"]
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether only this machine reaches a server at this address."""
+    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
+
+
+def warn_of_open_door(args: argparse.Namespace) -> None:
+    """Say who can use a server without a key."""
+    if not is_loopback(args.host) and not keys_of(args):
+        logger.warning(
+            "Without a key, everybody who reaches this machine at %s, port %d can use this server. Set --api-key or "
+            "VLLM_API_KEY, or --host 127.0.0.1 for this machine only.",
+            args.host or "any of its addresses",
+            args.port,
+        )
 
 
 AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "App"]
@@ -341,6 +371,7 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
     sys.setswitchinterval(SWITCH_SECONDS)
     keep_little_freed_memory()
     listener = bind(args)
+    warn_of_open_door(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
     try:
         app = build(args, engine)
@@ -372,7 +403,10 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
             server.force_exit = True
             engine.shutdown_background_loop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         loop.add_signal_handler(number, on_signal)
     await engine.check_health()  # begins to listen to the core
     gc.freeze()  # what start-up has made stays: collections need not look at it again and again
@@ -393,7 +427,9 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.005)
-    logger.info("Serving on %s", url_of(listener, tls=bool(args.ssl_keyfile)))
+    url = url_of(listener, tls=bool(args.ssl_keyfile))
+    logger.info("Serving on %s", url)
+    logger.info("Uvicorn running on %s (Press CTRL+C to quit)", url)  # what scripts wait for
     watching = asyncio.ensure_future(_watch(engine))
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({serving, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -114,7 +114,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
         params.structured_outputs = wanted.form
     if wanted.shows_special:
         params.skip_special_tokens = False
-    name = new_id("chatcmpl", request.request_id or request_id)
+    shown, name = new_id("chatcmpl", request.request_id or request_id)
     item: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": ids}
     if request.cache_salt is not None:
         item["cache_salt"] = request.cache_salt
@@ -123,7 +123,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
     role, last = _roles(context, request)
     work = Prompt(context.engine, item, params, name, request.priority, context.request_timeout)
-    return Chat(request, name, model, int(time.time()), work, text_of, role, last, wanted.parsing)
+    return Chat(request, shown, model, int(time.time()), work, text_of, role, last, wanted.parsing)
 
 
 def _params(context: ServerContext, request: ChatCompletionRequest, max_tokens: int) -> SamplingParams:

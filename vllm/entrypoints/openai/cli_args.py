@@ -37,15 +37,19 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     )
     add(
         "--host",
-        default="127.0.0.1",
-        help="Address to listen on; 0.0.0.0 for all interfaces. Default: this machine only.",
+        default=None,
+        help="Address to listen on; 127.0.0.1 for this machine only. Default: all interfaces.",
     )
     add("--port", type=int, default=8000, help="Port to listen on; 0: any free one. Default: 8000.")
     add("--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="Log level of the HTTP server. Default: info.")
     add("--disable-uvicorn-access-log", action="store_true", help="Do not log each HTTP request.")
     add("--allow-credentials", action="store_true", help="CORS: allow credentials.")
     add(
-        "--allowed-origins", type=string_list, default=["*"], help='CORS: allowed origins, a JSON list. Default: ["*"].'
+        "--allowed-origins",
+        type=string_list,
+        default=None,
+        help='CORS: allowed origins, a JSON list. Default: ["*"]; none without a key on 127.0.0.1, where any page that '
+        "is open in a browser of this machine could use the server.",
     )
     add(
         "--allowed-methods", type=string_list, default=["*"], help='CORS: allowed methods, a JSON list. Default: ["*"].'
@@ -59,6 +63,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         default=None,
         help="Key that clients must present as bearer token; may be given several times. Also from VLLM_API_KEY.",
     )
+    add("--protect-metrics", action="store_true", help="Ask for the key at /metrics, too.")
     add("--lora-modules", nargs="+", default=None, help="LoRA modules, name=path. Not available in this version.")
     add("--prompt-adapters", nargs="+", default=None, help="Prompt adapters, name=path. Not available in this version.")
     add(

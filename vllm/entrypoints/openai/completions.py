@@ -59,7 +59,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
     tokens = await _tokens(context, request, prompts)
     sequences = len(prompts) * max(request.n or 1, request.best_of or 1)
     context.engine.check_admission(sequences, sum(map(len, tokens)))
-    name = new_id("cmpl", request.request_id or request_id)
+    shown, name = new_id("cmpl", request.request_id or request_id)
     work = []
     lengths = [_max_tokens(context, request, len(ids)) for ids in tokens]
     common = await context.in_lane(32 * entries_of(request), _params, context, request, max(lengths))
@@ -76,7 +76,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
     text_of = TokenText(
         context.engine.input_processor.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids
     )
-    return Completion(request, name, model, int(time.time()), work, text_of)
+    return Completion(request, shown, model, int(time.time()), work, text_of)
 
 
 def _prompts(request: CompletionRequest, context: ServerContext) -> list[str | list[int]]:

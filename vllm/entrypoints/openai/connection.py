@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +18,11 @@ logger = init_logger(__name__)
 MAX_IDLE_BYTES = 64 * 1024
 # Of a body whose request was answered already, so that a client which sends first and reads later sees the answer.
 MAX_IGNORED_BYTES = 2 * 1024 * 1024
+# How long a client that was answered before its body was read may take to send the rest: many read only after writing.
+LINGER_SECONDS = 2.0
+# When to look whether a client that sends nothing more is still there.
+LOOK_SECONDS = (0.02, 0.1, 0.5, 2.0)
+_TCP_CLOSED = 7
 # Of an answer that the kernel does not take, before its writer is told to wait: the kernel's own buffer holds plenty.
 MAX_UNSENT_BYTES = 16 * 1024
 
@@ -157,6 +163,8 @@ class BoundedConnection(NoUpgrades):
         self._on_lost: Callable[[], None] | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._held_head: _HeldHead | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._half_closed = False
         self._idle_bytes = 0
         if len(self.connections) > self.max_connections:
             self.app = _busy
@@ -185,8 +193,51 @@ class BoundedConnection(NoUpgrades):
             return None, 0, True, True
         return cycle, len(cycle.body), cycle.response_complete, cycle.more_body
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._half_closed and not self.pipeline:
+            self.transport.close()
+        elif self.cycle.more_body:  # and perhaps never comes: nobody may hold a connection like that
+            self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def on_message_complete(self) -> None:
+        self._stop_linger_timer()
+        super().on_message_complete()
+
+    def _stop_linger_timer(self) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends nothing more. If it has sent a whole request it may still read: it gets its answer.
+
+        Most that end their side have left, though, and nothing tells them apart but what happens to something that is
+        sent: so those who wait for an answer are sent an interim one.
+        """
+        cycle = self.cycle
+        working = cycle is not None and not cycle.response_complete and not cycle.more_body
+        if not working or self.scheme == "https":  # TLS has no half of a connection
+            return None
+        self._half_closed = True
+        if not cycle.response_started and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        for seconds in LOOK_SECONDS:
+            self.loop.call_later(seconds, self._end_if_gone)
+        return True
+
+    def _end_if_gone(self) -> None:
+        if self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSED:
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._stop_linger_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
         if self._on_lost is not None:

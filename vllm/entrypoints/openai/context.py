@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, ove
 from vllm.entrypoints.openai.message import ParsingSettings
 from vllm.entrypoints.openai.sampling import RequestLimits
 from vllm.entrypoints.template_process import TemplateProcess
-from vllm.exceptions import EngineDeadError, EngineGenerateError, QueueOverflowError
+from vllm.exceptions import NO_TOKEN_POSSIBLE, EngineDeadError, EngineGenerateError, QueueOverflowError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ logger = init_logger(__name__)
 _T = TypeVar("_T")
 MAX_LOGGED_FIELDS = 64
 MAX_STRANGERS = 16
-_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+MAX_SHOWN_NAME = 256
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
@@ -75,8 +76,8 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with, the first of the served ones; 404 if the request names another model."""
-        if name is not None and name not in self.served_names:
-            raise not_found(f"The model `{name}` does not exist.")
+        if name and name not in self.served_names:
+            raise not_found(f"The model `{name[:MAX_SHOWN_NAME]}` does not exist.", "model")
         return self.served_names[0]
 
     def cached_tokens(self, outputs: Iterable[RequestOutput | None]) -> int | None:
@@ -195,12 +196,14 @@ def echoed_id(wanted: str | None) -> str:
     return wanted if wanted and _SAFE_ID.fullmatch(wanted) else uuid.uuid4().hex
 
 
-def new_id(prefix: str, wanted: str | None, separator: str = "-") -> str:
-    """An id for a request. What a client wishes is only ever a part of it: ids are made unique here."""
+def new_id(prefix: str, wanted: str | None, separator: str = "-") -> tuple[str, str]:
+    """The id of a request for its client, made of the one it asks for, and the engine's id, which is unique."""
     unique = uuid.uuid4().hex
     if wanted and _SAFE_ID.fullmatch(wanted):
-        return f"{prefix}{separator}{wanted}-{unique[:8]}"
-    return f"{prefix}{separator}{unique}"
+        shown = f"{prefix}{separator}{wanted}"
+        return shown, f"{shown}-{unique[:16]}"
+    shown = f"{prefix}{separator}{unique}"
+    return shown, shown
 
 
 def as_api_error(error: BaseException) -> APIError:
@@ -211,6 +214,8 @@ def as_api_error(error: BaseException) -> APIError:
         return overloaded(str(error))
     if isinstance(error, TimeoutError):
         return APIError(504, str(error) or "The request took too long.", "TimeoutError")
+    if isinstance(error, EngineGenerateError) and NO_TOKEN_POSSIBLE in str(error):
+        return bad_request(NO_TOKEN_POSSIBLE)
     if isinstance(error, EngineGenerateError):
         return APIError(500, f"This request failed in the engine: {error}", "InternalServerError")
     if isinstance(error, EngineDeadError):

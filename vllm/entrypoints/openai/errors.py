@@ -14,7 +14,7 @@ _OBJECT = re.compile(r"<[\w.]+ object[^>]*>|Traceback \(most recent call last\)[
 _MAX_MESSAGE = 2000
 
 
-class APIError(Exception):
+class APIError(ValueError):
     """An error with its HTTP status. `type` is OpenAI's error type, `param` the field at fault."""
 
     def __init__(
@@ -43,9 +43,9 @@ def bad_request(message: str, param: str | None = None) -> APIError:
     return APIError(400, message, "BadRequestError", param)
 
 
-def not_found(message: str) -> APIError:
+def not_found(message: str, param: str | None = None) -> APIError:
     """404: what the request names does not exist."""
-    return APIError(404, message, "NotFoundError")
+    return APIError(404, message, "NotFoundError", param)
 
 
 def overloaded(message: str, retry_after: int = 1) -> APIError:

@@ -1,4 +1,4 @@
-"""The outermost layer of the server, in this order: header size, key, content length, body size, time.
+"""The outermost layer of the server, in this order: header size, Host, key, content length, body size, time.
 
 It is plain ASGI, below routing: whatever the path looks like, nothing inside is reached without passing here.
 """
@@ -10,10 +10,12 @@ import contextlib
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.entrypoints.openai.connection import LINGER_SECONDS
 from vllm.entrypoints.openai.context import echoed_id
 from vllm.entrypoints.openai.errors import APIError, error_body
 
@@ -25,9 +27,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Exactly these raw paths are open without a key. Everything else needs one, however it is spelled.
 OPEN_PATHS = frozenset({b"/health", b"/ping", b"/version"})
+# Names of fields that the server does not know, for the client that has sent them.
+UNKNOWN_FIELDS_HEADER = b"x-unknown-fields"
 
-# How long the rest of a refused body is read and thrown away, so that the client gets to see the refusal.
-LINGER_SECONDS = 2.0
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +80,22 @@ class LimitsMiddleware:
             scope = {**scope, "method": "GET"}
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) + 4 for name, value in headers) > self._limits.max_header_bytes:
-            await _refuse(receive, send, 431, "The request headers are too large.", "RequestHeaderFieldsTooLarge")
+            text = "The request headers are too large."
+            await _refuse(scope, receive, send, 431, text, "RequestHeaderFieldsTooLarge")
+            return
+        if problem := _wrong_host(scope, headers):
+            await _refuse(scope, receive, send, 400, problem, "BadRequestError")
             return
         if not self._authorised(scope, headers):
-            await _refuse(receive, send, 401, "Unauthorized", "AuthenticationError")
+            await _refuse(scope, receive, send, 401, "Unauthorized", "AuthenticationError")
             return
         lengths = [value for name, value in headers if name == b"content-length"]
         if any(not v.isdigit() for v in lengths) or len(set(lengths)) > 1:
-            await _refuse(receive, send, 400, "The Content-Length header is not a number.", "BadRequestError")
+            await _refuse(scope, receive, send, 400, "The Content-Length header is not a number.", "BadRequestError")
             return
         if lengths and (len(lengths[0]) > 18 or int(lengths[0]) > self._limits.max_body_bytes):
             error = too_large(self._limits)
-            await _refuse(receive, send, error.status, error.message, error.type)
+            await _refuse(scope, receive, send, error.status, error.message, error.type)
             return
         try:
             guarded = _Guard(scope, receive, send, self._limits)
@@ -146,6 +153,7 @@ class _Guard:
     """Counts and times what flows in and out of one request."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self._scope = scope
         self._drop: Callable[[], None] | None = scope.get("state", {}).get("drop_connection")
         self._receive = receive
         self._send = send
@@ -185,6 +193,8 @@ class _Guard:
         return message
 
     async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and (unknown := self._scope.get("unknown_fields")):
+            message["headers"] = [*message.get("headers", []), (UNKNOWN_FIELDS_HEADER, safe_names(unknown))]
         task = asyncio.current_task()
         expired = False
 
@@ -214,15 +224,36 @@ def take_back_cancel(task: asyncio.Task[Any] | None) -> None:
         task.uncancel()
 
 
-async def _refuse(receive: Receive, send: Send, status: int, message: str, type: str) -> None:
+def _wrong_host(scope: Scope, headers: list[tuple[bytes, bytes]]) -> str | None:
+    """What is wrong with the version of HTTP or with the Host header (RFC 9112, 3.2); None if nothing is."""
+    version = scope.get("http_version", "1.1")
+    if version == "0.9":
+        return "HTTP/0.9 is not served: send a version, such as HTTP/1.1."
+    hosts = sum(name == b"host" for name, _ in headers)
+    if hosts > 1 or (version == "1.1" and not hosts):
+        return f"A request has exactly one Host header, got {hosts}."
+    return None
+
+
+def safe_names(names: Iterable[str], limit: int = 512) -> bytes:
+    """Names for a header: what a header cannot hold is a question mark, and the whole is of bounded length."""
+    return ", ".join(_UNSAFE.sub("?", name[:64]) for name in names)[:limit].encode()
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, message: str, type: str) -> None:
     """Answer at once; then look away for a while as the body arrives, since many clients read only after writing."""
     data = json.dumps(error_body(message, type, status)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data, "more_body": True})
+    ended = False
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(_discard(receive), LINGER_SECONDS)
+        ended = True
     await send({"type": "http.response.body", "body": b""})
+    drop: Callable[[], None] | None = scope.get("state", {}).get("drop_connection")
+    if not ended and drop is not None:
+        drop()
 
 
 async def _discard(receive: Receive) -> None:

@@ -93,10 +93,26 @@ def checked(model: type[_Model], data: dict[str, Any], size: int = 0) -> _Model:
     return made
 
 
+# Fields that take several kinds of values. Of these, the checks by kind would each report what is wrong.
+FORMS = {
+    "prompt": "a text, a list of token ids, or a list of texts or of lists of token ids",
+    "stop": "a text or a list of texts",
+    "input": "a text or a list of messages",
+    "early_stopping": 'true, false or "never"',
+}
+
+
 def _of_fields(error: ValidationError) -> APIError:
     """What is wrong, field by field, without echoing values."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    parts = [f"{'.'.join(str(p) for p in item['loc'][:3])}: {item['msg']}" for item in found[:5]]
+    found = error.errors(include_url=False, include_input=False)
+    raised = found[0].get("ctx", {}).get("error")
+    if isinstance(raised, APIError):
+        return raised
+    parts: dict[str, None] = {}
+    for item in found[:8]:
+        place = [str(part)[:64] for part in item["loc"][:3]]
+        form = FORMS.get(place[0]) if place else None
+        parts[f"{'.'.join(place)}: {item['msg']}" if form is None else f"{place[0]} must be {form}"] = None
     param = str(found[0]["loc"][0]) if found and found[0]["loc"] else None
     return bad_request("; ".join(parts), param)
 
@@ -203,8 +219,8 @@ class _Sampling(_Request):
                 raise bad_request(f"Guided decoding ({name}) is not available in this version.", name)
         if self.logits_processors:
             raise bad_request(
-                "The `logits_processors` argument is not supported by this server. See --logits-processor-pattern "
-                "engine argugment for more information.",
+                "The `logits_processors` argument is not supported by this server: functions cannot be sent over HTTP. "
+                "logit_bias, allowed_token_ids and bad_words change what is sampled.",
                 "logits_processors",
             )
         for name in LATER_FIELDS:

@@ -52,8 +52,8 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
     except APIError as error:
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
-    response_id = new_id("resp", request.request_id or request_id, "_")
-    return Work(request, response_id, new_id("msg", None, "_"), work)
+    response_id, _ = new_id("resp", request.request_id or request_id, "_")
+    return Work(request, response_id, new_id("msg", None, "_")[0], work)
 
 
 def _messages(request: ResponsesRequest) -> list[Any]:

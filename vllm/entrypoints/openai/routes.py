@@ -18,7 +18,7 @@ from vllm import envs
 from vllm.entrypoints.openai import chat, completions, responses
 from vllm.entrypoints.openai.answers import encode
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
-from vllm.entrypoints.openai.errors import APIError, bad_request, not_available
+from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -110,6 +110,7 @@ async def read(request: Request, model: type[_Model]) -> _Model:
     except APIError as error:
         raise _of_encoding(request, error) from None
     if parsed.model_extra:
+        request.scope["unknown_fields"] = tuple(parsed.model_extra)
         context_of(request).log_unknown_fields(parsed.model_extra)
     return parsed
 
@@ -232,7 +233,8 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{name:path}")
 async def retrieve_model(request: Request, name: str) -> Response:
     context = context_of(request)
-    context.check_model(name)
+    if name not in context.served_names:
+        raise not_found(f"The model `{name[:256]}` does not exist.", "model")
     return JSONResponse(_model_card(context, name))
 
 
@@ -334,9 +336,12 @@ async def tokenizer_info(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 only while the engine makes progress."""
+    """200 only while the engine makes progress and takes new requests: balancers send none where it is 503."""
+    engine = context_of(request).engine
     try:
-        await context_of(request).engine.check_health()
+        if engine.is_draining:
+            return Response(status_code=503)
+        await engine.check_health()
     except Exception:
         return Response(status_code=503)
     return Response(status_code=200)
@@ -402,8 +407,9 @@ async def _control(request: Request, method: str) -> None:
 async def server_info(request: Request) -> Response:
     if not envs.VLLM_SERVER_DEV_MODE:
         raise APIError(404, "Set VLLM_SERVER_DEV_MODE=1 for this route.", "NotFoundError")
-    explanation = context_of(request).engine.vllm_config.explanation
-    return JSONResponse({"vllm_config": str(sorted(explanation)), "uptime": time.time() - context_of(request).created})
+    engine = context_of(request).engine
+    settings = json.loads(json.dumps(engine.vllm_config.to_dict(), default=str))
+    return JSONResponse({"vllm_config": settings, "uptime": time.time() - context_of(request).created})
 
 
 def _pooling_route(name: str) -> Callable[[], Awaitable[Response]]:
