@@ -211,7 +211,7 @@ _TABLE = (
     EnvVar("VERBOSE", _flag, False, "Verbose output of the build.", _AT_INSTALL),
     # --- Folders ---
     EnvVar("VLLM_CONFIG_ROOT", _path, _config_root, "Folder of usage_stats.json and do_not_track."),
-    EnvVar("VLLM_CACHE_ROOT", _path, _cache_root, "Folder of cached files.", _NO_FILES),
+    EnvVar("VLLM_CACHE_ROOT", _path, _cache_root, "Folder of cached files: the settings of GGUF files."),
     EnvVar(
         "VLLM_ASSETS_CACHE",
         _path,

@@ -70,7 +70,7 @@ def test_packaged_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     for name, message in [
         ("model.bin", "is a file, expected a folder in Hugging Face format"),
-        ("model.gguf", "is a GGUF file, which this version cannot read"),
+        ("model.gguf", "is not a GGUF file: it has 0 bytes only"),
     ]:
         (tmp_path / name).write_text("")
         with pytest.raises(ValueError, match=message):

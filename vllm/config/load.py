@@ -12,12 +12,11 @@ _LATER = (
     "npcache",
     "tensorizer",
     "sharded_state",
-    "gguf",
     "mistral",
     "runai_streamer",
     "fastsafetensors",
 )
-LOAD_FORMATS = ("auto", "pt", "safetensors", "bitsandbytes", "dummy", *_LATER)
+LOAD_FORMATS = ("auto", "pt", "safetensors", "gguf", "bitsandbytes", "dummy", *_LATER)
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class LoadConfig:
     load_format: str = setting(
         "auto",
         Choice(values=LOAD_FORMATS),
-        'The format of the weights: "auto" (safetensors if there are any, else PyTorch files), "safetensors", "pt", '
+        'The format of the weights: "auto" (safetensors, else PyTorch files, else GGUF), "safetensors", "pt", "gguf", '
         '"bitsandbytes" (those of quantization="bitsandbytes"), or "dummy" (random values, for profiling).',
         later={name: f"The load format '{name}'" for name in _LATER},
     )

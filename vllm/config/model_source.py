@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
+from vllm.gguf.folder import folder_of, gguf_files
 from vllm.logger import init_logger
 
 __all__ = ["PACKAGED_MODELS", "resolve"]
@@ -22,12 +23,13 @@ _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.vocab", "*.spm")
 # load_format -> weight files to fetch; the first alternative that the repository has is taken.
 _WEIGHT_FILES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "auto": (("*.safetensors",), ("*.bin",), ("*.pt",)),
+    "auto": (("*.safetensors",), ("*.bin",), ("*.pt",), ("*.gguf",)),
     "safetensors": (("*.safetensors",),),
     "pt": (("*.bin",), ("*.pt",)),
     "npcache": (("*.bin",),),
     "bitsandbytes": (("*.safetensors",), ("*.bin",)),
     "sharded_state": (("*.safetensors",),),
+    "gguf": (("*.gguf",),),
     "dummy": (),
 }
 _DEFAULT_IGNORED = ("original/**/*", "original/*")
@@ -98,14 +100,18 @@ def _packaged(name: str) -> Path:
 def _local(folder: Path, what: str) -> Path:
     if not folder.is_dir():
         if folder.suffix == ".gguf":
-            raise ValueError(
-                f"The {what} {str(folder)!r} is a GGUF file, which this version cannot read. Use the model in Hugging "
-                "Face format: a folder with config.json, safetensors files and a tokenizer."
-            )
+            return folder_of(folder)
         raise ValueError(
             f"The {what} {str(folder)!r} is a file, expected a folder in Hugging Face format "
-            "(config.json, weights, tokenizer). Name the folder that holds the file."
+            "(config.json, weights, tokenizer) or a GGUF file. Name the folder that holds the file."
         )
+    if not (folder / "config.json").exists():
+        models = gguf_files(folder)
+        if len(models) > 1:
+            names = ", ".join(model.name for model in models)
+            raise ValueError(f"The {what} folder {str(folder)!r} holds several GGUF models: {names}. Name one of them.")
+        if models:
+            return folder_of(models[0])
     return folder.resolve()
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vllm.gguf.folder import gguf_files
+from vllm.model_executor.model_loader.gguf_weights import iterate_gguf
 from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
 
 MAX_INDEX_BYTES = 64 * 2**20
@@ -22,13 +24,17 @@ _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin",
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The weight files of a model. `kind`: "safetensors" or "pt"."""
+    """The weight files of a model. `kind`: "safetensors", "pt" or "gguf"."""
 
     kind: str
     files: tuple[Path, ...]
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Path]]:
         """(name, tensor, file). Tensors are views of the mapped files, read when they are used."""
+        if self.kind == "gguf":
+            for file in self.files:
+                yield from iterate_gguf(file)
+            return
         read = iterate_tensors if self.kind == "safetensors" else iterate_pickle
         for file in self.files:
             for name, tensor in read(file):
@@ -36,7 +42,7 @@ class Checkpoint:
 
 
 def find_checkpoint(folder: Path, load_format: str) -> Checkpoint:
-    """The weight files in `folder`. load_format: "auto" (safetensors if there, else pt), "safetensors" or "pt"."""
+    """The weight files in `folder`. load_format: "auto" (safetensors if there, else pt, else gguf) or one."""
     if load_format in ("auto", "safetensors"):
         files = _files(folder, "model.safetensors.index.json", ("model.safetensors",), ("*.safetensors",))
         if files:
@@ -45,7 +51,16 @@ def find_checkpoint(folder: Path, load_format: str) -> Checkpoint:
         files = _files(folder, "pytorch_model.bin.index.json", ("pytorch_model.bin",), ("*.bin", "*.pt"))
         if files:
             return Checkpoint("pt", files)
-    wanted = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt"}.get(load_format, "*.safetensors, *.bin or *.pt")
+    if load_format in ("auto", "gguf"):
+        models = gguf_files(folder)
+        if len(models) > 1:
+            raise ValueError(
+                f"{folder} holds several GGUF models: {', '.join(m.name for m in models)}. Name one of them."
+            )
+        if models:
+            return Checkpoint("gguf", (models[0],))
+    known = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt", "gguf": "*.gguf"}
+    wanted = known.get(load_format, "*.safetensors, *.bin or *.pt")
     raise ValueError(
         f"No weights found in {folder} for load_format={load_format!r}: expected {wanted}. "
         'Use load_format="dummy" to run with random weights.'

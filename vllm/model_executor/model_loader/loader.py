@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_LOAD_FORMATS = ("auto", "safetensors", "pt", "bitsandbytes", "dummy")
+_LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "bitsandbytes", "dummy")
 _NAMES_SHOWN = 8
 _DUMMY_SCALE = 0.02
 

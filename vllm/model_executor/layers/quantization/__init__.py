@@ -20,6 +20,7 @@ _FORMATS = {
     "fp8": ("fp8", "Fp8"),
     "compressed-tensors": ("compressed_tensors", "CompressedTensors"),
     "bitsandbytes": ("bitsandbytes", "BitsAndBytes"),
+    "gguf": ("gguf", "Gguf"),
 }
 
 
