@@ -38,23 +38,29 @@ _GEMMA2 = {
 
 
 def random_blocks(kind: str, rows: int, k: int, seed: int) -> np.ndarray:
-    """Bytes of [rows, k] random values of a type, with scales that make them small."""
+    """Bytes of [rows, k] random values of a type, with a standard deviation of about 0.1."""
     generator = np.random.default_rng(seed)
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     raw = generator.integers(0, 256, (rows * k // values, size), dtype=np.uint8)
-    small = (generator.random(len(raw)) * 2e-3 + 1e-3).astype(np.float16).view(np.uint8).reshape(-1, 2)
-    for at in _HALVES.get(kind, (0,) if kind.startswith("IQ") and kind != "IQ1_M" else ()):
-        raw[:, at : at + 2] = small
+    if kind == "MXFP4":
+        raw[:, 0] = generator.integers(121, 124, len(raw))
+    elif kind == "NVFP4":
+        raw[:, :4] = generator.integers(8, 24, (len(raw), 4))
+    else:
+        scales = 1 + generator.random(len(raw))
+        _set_scales(kind, raw, scales)
+        _set_scales(kind, raw, scales * 0.1 / float(numbers_of(kind, raw).std()))
+    return raw.reshape(rows, -1)
+
+
+def _set_scales(kind: str, raw: np.ndarray, scales: np.ndarray) -> None:
+    halves = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    for at in _HALVES.get(kind, (0,) if kind != "IQ1_M" else ()):
+        raw[:, at : at + 2] = halves
     if kind == "IQ1_M":  # the number is spread over the top halves of four words
         words = raw[:, 48:56].view("<u2")
-        bits = small.view("<u2")[:, 0]
         for i in range(4):
-            words[:, i] = words[:, i] & 0x0FFF | (bits >> 4 * i & 15) << 12
-    if kind == "MXFP4":
-        raw[:, 0] = generator.integers(118, 122, len(raw))
-    if kind == "NVFP4":
-        raw[:, :4] = generator.integers(8, 24, (len(raw), 4))
-    return raw.reshape(rows, -1)
+            words[:, i] = words[:, i] & 0x0FFF | (halves.view("<u2")[:, 0] >> 4 * i & 15) << 12
 
 
 def numbers_of(kind: str, raw: np.ndarray) -> Tensor:
