@@ -444,6 +444,21 @@ def test_quantization_is_written_in_any_case(model: str) -> None:
         EngineArgs(model, quantization="AWQ").create_engine_config()
 
 
+def test_graphs_are_for_all_sequences_unless_somebody_sets_how_long(model: str) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+    def longest(args: EngineArgs) -> int:
+        return args.create_engine_config().model_config.max_seq_len_to_capture
+
+    unset = EngineArgs(model, max_model_len=50)
+    assert unset.max_seq_len_to_capture == 8192
+    assert longest(unset) == 50
+    assert longest(EngineArgs(model, max_model_len=50, max_seq_len_to_capture=8192)) == 8192
+    assert longest(EngineArgs.from_cli_args(parser.parse_args(["--model", model, "--max-model-len", "50"]))) == 50
+    given = ["--model", model, "--max-model-len", "50", "--max-seq-len-to-capture", "8192"]
+    assert longest(EngineArgs.from_cli_args(parser.parse_args(given))) == 8192
+
+
 def test_the_older_name_of_the_longest_graph_is_accepted(model: str) -> None:
     config = EngineArgs(model, max_context_len_to_capture=77).create_engine_config()
     assert config.model_config.max_seq_len_to_capture == 77

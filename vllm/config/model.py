@@ -33,6 +33,13 @@ _POOLING = ("embedding", "embed", "classify", "score", "reward")
 _POOLER = "Pooling models"
 
 
+class ModelLength(int):
+    """A documented default that stands for `max_model_len`; the same number, set by a user, stands for itself."""
+
+
+CAPTURED = ModelLength(8192)
+
+
 @dataclass(frozen=True)
 class _Dtype(Kind):
     """A dtype by name, or a torch dtype; `resolve.py` knows what it means."""
@@ -175,7 +182,10 @@ class ModelConfig:
     )
     enforce_eager: bool = setting(False, Flag(optional=True), "Never use CUDA graphs.", idle=_NO_GRAPHS)
     max_seq_len_to_capture: int = setting(
-        8192, Integer(low=1), "CUDA graphs are used for sequences up to this length.", idle=_NO_GRAPHS
+        CAPTURED,
+        Integer(low=1),
+        "CUDA graphs are used for sequences up to this length. If it is not set: up to max_model_len.",
+        idle=_NO_GRAPHS,
     )
     max_logprobs: int = setting(20, Integer(low=-1), "The most logprobs per token that a request may ask for; -1: all.")
     disable_sliding_window: bool = setting(

@@ -26,7 +26,7 @@ from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
 from vllm.config.max_model_len import resolve_max_model_len, without_sliding_window
-from vllm.config.model import ModelConfig, attention_backend
+from vllm.config.model import CAPTURED, ModelConfig, ModelLength, attention_backend
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.quantization import resolve_quantization
@@ -70,7 +70,10 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
 
     Raises ValueError for a bad value, and for a value that needs a feature which does not exist yet.
     """
-    args = check_settings(_with_older_names(settings))
+    settings = _with_older_names(settings)
+    args = check_settings(settings)
+    if isinstance(settings["max_seq_len_to_capture"], ModelLength):
+        args["max_seq_len_to_capture"] = CAPTURED  # which checking made a plain number of
     _check_features(args)
     log_useless_settings(args)
     why: dict[str, str] = {}
@@ -183,6 +186,9 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         why["quantization"] = f"{quantized.name!r}: {'set by you' if wanted else origin}"
     max_model_len, reason = resolve_max_model_len(args["max_model_len"], hf, args["disable_sliding_window"])
     _note(why, "max_model_len", max_model_len, args["max_model_len"] is not None, reason)
+    captured = args["max_seq_len_to_capture"]
+    if isinstance(captured, ModelLength):
+        captured = max_model_len
     if args["disable_sliding_window"]:
         hf = without_sliding_window(hf)
     dtype, reason = resolve_dtype(args["dtype"], hf, platform)
@@ -208,6 +214,7 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         dtype=dtype,
         seed=seed,
         max_model_len=max_model_len,
+        max_seq_len_to_capture=captured,
         served_model_name=names[0],
         served_model_names=names,
         generation_config=generation_config,

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
+from vllm.config.model import CAPTURED
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.input_processor import RequestInput, listed
 from vllm.engine.llm_engine import LLMEngine
@@ -102,7 +103,7 @@ class LLM:
         swap_space: float = 4,
         cpu_offload_gb: float = 0,
         enforce_eager: bool | None = None,
-        max_seq_len_to_capture: int = 8192,
+        max_seq_len_to_capture: int = CAPTURED,
         disable_custom_all_reduce: bool = False,
         disable_async_output_proc: bool = False,
         hf_overrides: dict[str, Any] | Callable[[Any], Any] | None = None,
