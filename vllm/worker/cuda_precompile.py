@@ -96,7 +96,7 @@ class DryRun:
     def first(self) -> None:
         """What the first requests need: prompts and mixed batches, and decode steps of one row."""
         model, layout, caches = self._model()
-        for queries in ([1024], [200, 40], [1, 1]):
+        for queries in ([1024], [300], [200, 40], [1, 1]):
             model.logits(model(mixed_step(np.array(queries, np.int32), layout), caches)[:2])
         self._decode(model, layout, caches, self._graphs[:1])
 
@@ -105,6 +105,8 @@ class DryRun:
         model, layout, caches = self._model()
         model(mixed_step(np.array([1024, 40, 1], np.int32), layout), caches)
         model(mixed_step(np.array([1, 40], np.int32), layout, cached=_TABLE_WIDTH), caches)
+        for window in {need.window for need in model.traits.kv if need is not None and need.window is not None}:
+            model(mixed_step(np.array([window + 1], np.int32), layout), caches)  # the first prompt to outgrow it
         for shared in (False, True):
             model(mixed_step(np.array([1024], np.int32), layout, cached=64, shared=shared), caches)
         self._decode(model, layout, caches, self._graphs[1:])

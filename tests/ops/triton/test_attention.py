@@ -10,6 +10,7 @@ from tests.ops.triton.batches import make_batch
 from vllm.ops import attention as ops
 from vllm.ops.shared_prefix import Group
 from vllm.ops.triton import attention as kernels
+from vllm.ops.triton.prefill import can_gather
 
 
 def gather_plan(queries, lens, groups=()):
@@ -129,6 +130,39 @@ def test_long_queries_read_gathered_keys(cache_dtype):
     batch.cache = batch.cache.nan_to_num().to(cache_dtype)
     scales = {} if cache_dtype == torch.float16 else {"k_scale": 0.5, "v_scale": 2.0}
     check(batch, ops.AttentionParams(scale=0.125, **scales))
+
+
+@pytest.mark.parametrize("window", [None, 5, 64, 130, 300, 1000])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("cached", [0, 90], ids=["fresh", "chunk"])
+def test_long_queries_with_windows_and_soft_caps(cached, softcap, window):
+    """Of a windowed group, blocks behind the window are the null block, which holds what is not a number."""
+    own = [290, 1, 140]
+    lens = [n + cached for n in own]
+    batch = make_batch(own, lens, 2, 1, 64, 16, torch.float16, window)
+    batch.cache[1:].nan_to_num_()
+    batch.group = replace(batch.group, plan=gather_plan(own, lens))
+    assert can_gather(batch.q, batch.cache, ops.AttentionParams(0.25, window, softcap), batch.group.plan)
+    check(batch, ops.AttentionParams(0.25, window, softcap))
+
+
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 128, 256])
+def test_long_queries_of_any_head_size(head_dim):
+    own, heads, kv_heads = [270, 1, 33], 4, 2
+    batch = make_batch(own, own, heads, kv_heads, head_dim, 16, torch.float16)
+    batch.group = replace(batch.group, plan=gather_plan(own, own))
+    params = ops.AttentionParams(head_dim**-0.5)
+    gathered = kernels.attend(batch.q, batch.cache, params, batch.step, batch.group)
+    check(batch, params)
+    # inside a fused projection, where the next head's numbers follow, and the step's own keys
+    fused = torch.randn(sum(own), heads + 2 * kv_heads, head_dim).half()
+    q, k, v = fused.split([heads, kv_heads, kv_heads], 1)
+    q.copy_(batch.q)
+    slot = batch.group.slot_mapping
+    for mine, side in ((k, 0), (v, 1)):
+        mine.copy_(batch.cache[:, side][slot // 16, :, slot % 16])
+    own_keys = kernels.attend(q, batch.cache, params, batch.step, batch.group, (k, v))
+    torch.testing.assert_close(own_keys, gathered)
 
 
 @pytest.mark.parametrize("own", [[40, 1, 300, 130, 20, 5], [130, 128, 100, 120, 1, 256]])

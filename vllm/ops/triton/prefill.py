@@ -30,9 +30,13 @@ _DENSE_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 @triton.jit(do_not_specialize=["stride_table"])
 def _gather_kernel(
     cache, table_ptr, pieces, k_out, v_out, v_offset, stride_block, stride_table, k_scale, v_scale,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEYS: tl.constexpr, SCALED: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, KEYS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv_heads, pieces): the pieces of a `GatherPlan` into rows of k_out and v_out [rows, KV_HEADS, D]."""
+    """Grid (tiles, kv_heads, pieces): the pieces of a `GatherPlan` into rows of k_out and v_out [rows, KV_HEADS, D].
+
+    Zeros for the null block, which stands where a window has passed: what it holds need not be finite.
+    """
     piece = pieces + tl.program_id(2) * 4
     head = tl.program_id(1)
     r = tl.load(piece)
@@ -45,28 +49,74 @@ def _gather_kernel(
     live = i < length
     key = first + i
     block = tl.load(table_ptr + r.to(tl.int64) * stride_table + key // BS, mask=live, other=0).to(tl.int64)
-    d = tl.arange(0, D)
+    d = tl.arange(0, DP)
+    in_d = d[None, :] < D
+    held = (block != 0)[:, None] & in_d
     at = (block * stride_block + head * (BS * D) + (key % BS) * D)[:, None] + d[None, :]
     to = ((start + i).to(tl.int64) * KV_HEADS + head)[:, None] * D + d[None, :]
-    k = tl.load(cache + at, mask=live[:, None], other=0.0)
-    v = tl.load(cache + v_offset + at, mask=live[:, None], other=0.0)
+    k = tl.load(cache + at, mask=held, other=0.0)
+    v = tl.load(cache + v_offset + at, mask=held, other=0.0)
     if SCALED:
         k = k.to(tl.float32) * k_scale
         v = v.to(tl.float32) * v_scale
-    tl.store(k_out + to, k.to(k_out.dtype.element_ty), mask=live[:, None])
-    tl.store(v_out + to, v.to(v_out.dtype.element_ty), mask=live[:, None])
+    tl.store(k_out + to, k.to(k_out.dtype.element_ty), mask=live[:, None] & in_d)
+    tl.store(v_out + to, v.to(v_out.dtype.element_ty), mask=live[:, None] & in_d)
+
+
+@triton.jit
+def _tanh(x, FAST: tl.constexpr):
+    """FAST: the device's own, to 11 bits, more than bf16 scores have."""
+    if FAST:
+        y = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        y = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return y
+
+
+@triton.jit
+def _attend_tile(
+    m, z, acc, q, k_desc, v_desc, at, column, q_pos, k_pos, inner, outer, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys, from row `at` and `column` on, into the running maximum, sum and result.
+
+    Scores are outer * q k, or outer * tanh(inner * q k), in base 2.   CAUSAL: later keys than the query's are hidden.
+    WINDOW > 0: so are those that are as far behind it.
+    """
+    k = k_desc.load([at, column])
+    s = tl.dot(q, k.T)
+    if SOFTCAP:
+        s = _tanh(s * inner, FAST)
+    if CAUSAL:
+        s = tl.where(q_pos[:, None] >= k_pos[None, :], s, -float("inf"))
+    if WINDOW > 0:
+        s = tl.where(q_pos[:, None] - k_pos[None, :] < WINDOW, s, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * outer)
+    p = tl.exp2(s * outer - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    z = z * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    # rows behind the request belong to the next one, or to nobody, and are finite then: written as zeros with
+    # gathered keys, read as zeros behind a step's last token
+    v = v_desc.load([at, column])
+    acc = tl.dot(p.to(v.dtype), v, acc)
+    return m_new, z, acc
 
 
 @triton.jit(do_not_specialize=["requests", "fresh"])
 def _prefill_kernel(
-    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, places, requests, fresh, qk_scale, stride_o,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, SHARED: tl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, places, requests, fresh, inner, outer, stride_o,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, heads), heavy tiles first. Requests without gathered keys are left alone.
 
     places: `GatherPlan.requests`. fresh: keys stand where their queries do, not where `places` says.
-    SHARED: some have keys in common, always whole tiles of them.
+    SHARED: some have keys in common, always whole tiles of them.   inner, outer: as for `_attend_tile`.
+    Columns beyond D are those of the next head: zeros in the queries make them count for nothing.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -88,57 +138,53 @@ def _prefill_kernel(
         return
     common_row = tl.load(places + r * 3 + 2)
     prefix = tl.load(lens_ptr + r) - query_len
-    kv_head = head // (HEADS // KV_HEADS)
+    column = (head // (HEADS // KV_HEADS)) * D
+    d = tl.arange(0, DP)
     q = q_desc.load([start + first, head * D])
+    if D < DP:
+        q = tl.where(d[None, :] < D, q, 0.0)
     row = first + tl.arange(0, BM)
+    q_pos = prefix + row
     n = tl.arange(0, TILE)
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D], tl.float32)
-    bare = (prefix + first + 1) // TILE * TILE  # keys below this are seen by every row
-    last = prefix + tl.minimum(first + BM, query_len)
-    for key in tl.range(0, bare, TILE, num_stages=STAGES):
+    acc = tl.zeros([BM, DP], tl.float32)
+    bare = (prefix + first + 1) // TILE * TILE  # keys below this are as early as any row's
+    end = tl.minimum(first + BM, query_len)
+    last = prefix + end
+    edge = 0  # keys from here on are in the window of every row
+    if WINDOW > 0:
+        edge = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW, 0), TILE) * TILE, bare)
+        for key in tl.range(tl.maximum(prefix + first - WINDOW + 1, 0) // TILE * TILE, edge, TILE, num_stages=STAGES):
+            at = kv_start + key
+            if SHARED:
+                at = tl.where(key < common, common_row + key, at)
+            m, z, acc = _attend_tile(
+                m, z, acc, q, k_desc, v_desc, at, column, q_pos, key + n, inner, outer, False, WINDOW, SOFTCAP, FAST
+            )
+    for key in tl.range(edge, bare, TILE, num_stages=STAGES):
         at = kv_start + key
         if SHARED:
             at = tl.where(key < common, common_row + key, at)
-        k = k_desc.load([at, kv_head * D])
-        s = tl.dot(q, k.T)
-        m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
-        p = tl.exp2(s * qk_scale - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
-        z = z * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        v = v_desc.load([at, kv_head * D])
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m = m_new
+        m, z, acc = _attend_tile(
+            m, z, acc, q, k_desc, v_desc, at, column, q_pos, key + n, inner, outer, False, 0, SOFTCAP, FAST
+        )
     for key in tl.range(bare, last, TILE, num_stages=STAGES):
-        k = k_desc.load([kv_start + key, kv_head * D])
-        s = tl.dot(q, k.T) * qk_scale
-        s = tl.where(prefix + row[:, None] >= key + n[None, :], s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
-        z = z * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        # rows behind the request belong to the next one, or to nobody, and are finite then: written as zeros with
-        # gathered keys, read as zeros behind a step's last token
-        v = v_desc.load([kv_start + key, kv_head * D])
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m = m_new
-    d = tl.arange(0, D)
+        m, z, acc = _attend_tile(
+            m, z, acc, q, k_desc, v_desc, kv_start + key, column, q_pos, key + n, inner, outer, True, WINDOW, SOFTCAP,
+            FAST,
+        )  # fmt: skip
     at = (start + row).to(tl.int64) * stride_o + head * D
     out = (acc / z[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at[:, None] + d[None, :], out, mask=row[:, None] < query_len)
+    tl.store(out_ptr + at[:, None] + d[None, :], out, mask=(row[:, None] < query_len) & (d[None, :] < D))
 
 
 def can_gather(q: Tensor, kv_cache: Tensor, params: AttentionParams, plan: GatherPlan | None) -> bool:
     """Whether a batch's long queries go through the gathered form."""
-    plain = params.window is None and params.softcap is None and params.alibi_slopes is None
     aligned = q.stride(-1) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0
-    fits = q.shape[2] in (64, 128) and q.dtype in (torch.bfloat16, torch.float16)
-    return (
-        plan is not None and plain and aligned and fits and (kv_cache.dtype == q.dtype or kv_cache.dtype.itemsize == 1)
-    )
+    fits = q.shape[2] % 8 == 0 and 64 <= q.shape[2] <= 256 and q.dtype in (torch.bfloat16, torch.float16)
+    stored = kv_cache.dtype == q.dtype or kv_cache.dtype.itemsize == 1
+    return plan is not None and params.alibi_slopes is None and aligned and fits and stored
 
 
 def attend_gathered(
@@ -158,20 +204,23 @@ def attend_gathered(
     heads, requests = q.shape[1], step.seq_lens.shape[0]
     fresh = own is not None and kv_cache.dtype == q.dtype and _in_place(plan, own)
     keys, values = own if own is not None and fresh else _gather(q, kv_cache, params, group, plan)
-    if plan.runs:
+    window = params.window if params.window is not None and step.max_seq_len > params.window else None
+    softcap = params.softcap
+    if plan.runs and window is None and softcap is None:
         return _attend_runs(q, keys, values, params.scale, plan, out, fresh)
     k, v = (x.as_strided((x.shape[0], kv_heads * head_dim), (x.stride(0), 1)) for x in (keys, values))
-    rows, tile, stages, warps = 128, 64, 2, 4  # as measured on an H200
+    padded = triton.next_power_of_2(head_dim)
+    rows, tile, stages, warps = 128, 64, 2, 4 if padded <= 128 else 8  # as measured on an H200
     tiles = q.shape[0] // rows + requests
     fused = q.as_strided((q.shape[0], heads * head_dim), (q.stride(0), 1))
+    inner, outer = (0.0, params.scale * _LOG2E) if softcap is None else (params.scale / softcap, softcap * _LOG2E)
     _prefill_kernel[(tiles, heads)](
-        TensorDescriptor(fused, list(fused.shape), list(fused.stride()), [rows, head_dim]),
-        TensorDescriptor(k, list(k.shape), list(k.stride()), [tile, head_dim]),
-        TensorDescriptor(v, list(v.shape), list(v.stride()), [tile, head_dim]),
-        out, step.query_starts, step.seq_lens, plan.requests, requests, int(fresh),
-        params.scale * _LOG2E, heads * head_dim,
-        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, BM=rows, TILE=tile, STAGES=stages, SHARED=plan.shared,
-        num_warps=warps,
+        TensorDescriptor(fused, list(fused.shape), list(fused.stride()), [rows, padded]),
+        TensorDescriptor(k, list(k.shape), list(k.stride()), [tile, padded]),
+        TensorDescriptor(v, list(v.shape), list(v.stride()), [tile, padded]),
+        out, step.query_starts, step.seq_lens, plan.requests, requests, int(fresh), inner, outer, heads * head_dim,
+        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, DP=padded, BM=rows, TILE=tile, STAGES=stages, SHARED=plan.shared,
+        WINDOW=window or 0, SOFTCAP=softcap is not None, FAST=q.device.type != "cpu", num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -196,7 +245,8 @@ def _gather(
     _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, plan.pieces.shape[0])](
         kv_cache, group.block_table, plan.pieces, k, v, kv_cache.stride(1), kv_cache.stride(0),
         group.block_table.stride(0), params.k_scale, params.v_scale,
-        KV_HEADS=kv_heads, D=head_dim, BS=block_size, KEYS=_GATHER, SCALED=kv_cache.dtype != q.dtype, num_warps=4,
+        KV_HEADS=kv_heads, D=head_dim,
+        DP=triton.next_power_of_2(head_dim), BS=block_size, KEYS=_GATHER, SCALED=kv_cache.dtype != q.dtype, num_warps=4,
     )  # fmt: skip
     return k, v
 
