@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker.toy import BLOCK, VOCAB, Driver, Toy
-from vllm.step.plan import BlockCopy, RowMasks, StepPlan, TokenWrite, Transfer, TransferKind
+from vllm.step.plan import BlockCopy, RowMasks, StepPlan, Transfer, TransferKind
 from vllm.worker import model_runner, slot_table
 
 
@@ -163,11 +163,30 @@ def test_what_the_worker_cannot_run_is_refused_by_name(field: str) -> None:
     driver = Driver(Toy())
     driver.add("a", [1])
     plan = driver.plan()
-    value = {"transfers": (Transfer(TransferKind.SAVE, 1, 2, 3),), "writes": (TokenWrite(0, 0, [1]),)}.get(
-        field, np.ones(1, np.int32)
-    )
     with pytest.raises(NotImplementedError, match=field):
-        driver.runner.execute(replace(plan, **{field: value}))
+        driver.runner.execute(replace(plan, **{field: np.ones(1, bool)}))
+
+
+def test_transfers_are_made_in_order() -> None:
+    driver = Driver(Toy())
+    driver.add("a", [1])
+    cache = driver.runner.kv_caches[0]
+    cache[20:24] = torch.randn_like(cache[20:24])
+    before = cache.clone()
+    moves = [(TransferKind.COPY, 20, 30), (TransferKind.ZERO, 0, 20), (TransferKind.COPY, 20, 31),
+             (TransferKind.COPY, 30, 32), (TransferKind.COPY, 21, 30)]  # fmt: skip
+    transfers = tuple(Transfer(kind, 0, src, dst) for kind, src, dst in moves)
+    driver.runner.execute(replace(driver.plan(), transfers=transfers))
+    assert torch.equal(cache[32], before[20]) and torch.equal(cache[30], before[21])
+    assert not cache[20].any() and not cache[31].any()
+
+
+@pytest.mark.parametrize("transfer", [Transfer(TransferKind.SAVE, 0, 1, 2), Transfer(TransferKind.COPY, 1, 1, 2)])
+def test_transfers_that_the_worker_cannot_make_are_refused(transfer: Transfer) -> None:
+    driver = Driver(Toy())
+    driver.add("a", [1])
+    with pytest.raises(NotImplementedError, match="Transfer"):
+        driver.runner.execute(replace(driver.plan(), transfers=(transfer,)))
 
 
 def test_masked_rows_say_what_they_may_and_the_others_what_they_would() -> None:

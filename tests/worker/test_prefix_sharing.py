@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from tests.worker.toy import Ahead
 from vllm.ops.attention import plan_batch, plan_gathered
 from vllm.sampling_params import SamplingParams
 from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
@@ -76,12 +77,6 @@ def test_tiles_hold_whole_requests_and_fill_the_device():
             assert shape.members >= 4
             assert shape.wanted * heads.kv <= 132
             assert shape.items > shape.wanted
-
-
-class Ahead(CpuContext):
-    """The host's memory, taken for a device that runs behind."""
-
-    is_async = True
 
 
 def test_prompts_behind_a_cached_prefix_gather_it_once(monkeypatch):

@@ -12,7 +12,7 @@ from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.sampling_params import SamplingParams
 from vllm.step.inputs import StepInputs
 from vllm.step.kv_need import attention_need
-from vllm.step.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
+from vllm.step.plan import BlockAppend, BlockCopy, Column, SlotInit, StepPlan
 from vllm.worker.device import CpuContext
 from vllm.worker.model_runner import ModelRunner
 
@@ -69,16 +69,36 @@ class Toy(nn.Module):
         return tokens[len(prompt) :]
 
 
+class Ahead(CpuContext):
+    """The host's memory, taken for a device that runs behind."""
+
+    is_async = True
+
+
 class Driver:
     """Plans for a runner: hands out slots and blocks naively, one private block list per group."""
 
     def __init__(
-        self, model: Toy, num_slots: int = 8, num_blocks: int = 256, max_model_len: int = 300, vocab: int = VOCAB
+        self,
+        model: Toy,
+        num_slots: int = 8,
+        num_blocks: int = 256,
+        max_model_len: int = 300,
+        vocab: int = VOCAB,
+        context: CpuContext | None = None,
+        columns: tuple[Column, ...] = (),
     ) -> None:
         layout = layout_of(model.traits, BLOCK)
         caches = [torch.zeros(num_blocks, 2, HEADS, layout.block_size, DIM)]
         self.runner = ModelRunner(
-            model, layout, caches, CpuContext(), num_slots=num_slots, max_model_len=max_model_len, vocab_size=vocab
+            model,
+            layout,
+            caches,
+            context or CpuContext(),
+            columns=columns,
+            num_slots=num_slots,
+            max_model_len=max_model_len,
+            vocab_size=vocab,
         )
         self.free_slots = list(range(num_slots))
         self.next_block = 1

@@ -33,9 +33,11 @@ class PromptRows:
 class Batch:
     """A step's inputs and what the host knows about them.
 
-    sample_rows: [rows] plan rows that sample, in order; their logits come first.   sample_slots: their slots.
-    lengths: [rows] tokens of these requests, which is also the position of the token to be sampled.
+    sample_rows: plan rows that sample, in order; their logits come first.
+    sample_slots: [rows] slots of these rows of logits, one for each plan row, or more behind drafts.
+    lengths: [rows] tokens before the one to be sampled, which is also its position; drafts count.
     plan_slots: the slots of all rows.   prompt_rows: requests that want prompt logprobs in this step.
+    tries: per plan row that samples how many rows of logits it has, drafts + 1; None: one each.
     """
 
     step: StepInputs
@@ -44,6 +46,12 @@ class Batch:
     sample_slots: np.ndarray
     lengths: np.ndarray
     prompt_rows: tuple[PromptRows, ...]
+    tries: np.ndarray | None = None
+
+    @property
+    def drafted(self) -> np.ndarray | None:
+        """Per row of logits how many draft tokens stand before its own; None for none at all."""
+        return None if self.tries is None else within(self.tries)
 
     def masks_of_samples(self, masks: RowMasks | None) -> RowMasks | None:
         """Masks by rows of the plan as masks by rows of logits. Raises ValueError for a row that does not sample."""
@@ -52,7 +60,17 @@ class Batch:
         rows = np.asarray(np.searchsorted(self.sample_rows, masks.rows))
         if (self.sample_rows.take(rows, mode="clip") != masks.rows).any():
             raise ValueError("A plan has a mask for a row that does not sample.")
+        if self.tries is not None:
+            if (self.tries[rows] > 1).any():
+                raise ValueError("A plan has a mask for a row with drafts, each of whose tokens would need its own.")
+            rows = np.asarray(np.cumsum(self.tries) - self.tries)[rows]
         return RowMasks(rows.astype(np.int32), masks.bits)
+
+
+def within(counts: np.ndarray) -> np.ndarray:
+    """0 .. count - 1 for each of the counts, one after the other. counts: [n] -> [sum] int32."""
+    ends: np.ndarray = np.cumsum(counts)
+    return (np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +154,9 @@ class InputBuilder:
         ]
         sample_rows = np.flatnonzero(plan.sample)
         logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
+        if plan.drafts is not None:
+            tries = plan.drafts[sample_rows] + 1
+            logits_rows = np.repeat(logits_rows - plan.drafts[sample_rows], tries) + within(tries)
         prompt_rows: tuple[PromptRows, ...] = ()
         if self._wants_prompt[slots].any():
             prompt_rows, logits_rows = self._prompt_rows(plan, starts, logits_rows)
@@ -185,7 +206,12 @@ class InputBuilder:
     def batch(self, plan: StepPlan, laid: Laid, step: StepInputs) -> Batch:
         """`step`, with what the host knows about the rows of `plan`."""
         rows = laid.sample_rows
-        return Batch(step, plan.slots, rows, plan.slots[rows], laid.lens[rows], laid.prompt_rows)
+        slots, lens = plan.slots[rows], laid.lens[rows]
+        if plan.drafts is None:
+            return Batch(step, plan.slots, rows, slots, lens, laid.prompt_rows)
+        tries = plan.drafts[rows] + 1
+        lens = np.repeat(lens - plan.drafts[rows], tries) + within(tries)
+        return Batch(step, plan.slots, rows, np.repeat(slots, tries), lens, laid.prompt_rows, tries)
 
     def _prompt_rows(
         self, plan: StepPlan, starts: np.ndarray, logits_rows: np.ndarray

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,26 +11,23 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
-from vllm.exceptions import NO_TOKEN_POSSIBLE
 from vllm.faults import Faults
 from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import copy_blocks
-from vllm.ops.logprobs import to_messages, top_logprobs
+from vllm.ops.logprobs import top_logprobs
 from vllm.step.inputs import StepInputs
 from vllm.step.kv_policy import KVLayout
-from vllm.step.plan import RowMasks, StepPlan, require_known
-from vllm.step.result import StepResult, TokenLogprobs
-from vllm.worker.device import DeviceContext, Download
-from vllm.worker.input_builder import Batch, InputBuilder, Laid
+from vllm.step.plan import Column, RowMasks, StepPlan, Transfer, TransferKind, require_known
+from vllm.step.result import StepResult
+from vllm.worker.device import DeviceContext
+from vllm.worker.input_builder import Batch, InputBuilder, Laid, within
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
+from vllm.worker.step_handle import PromptLogprobs, Queued, StepHandle
 
-KNOWN = frozenset({"masks"})  # fields of a plan beyond those without a default
+# Fields of a plan that are run beyond those without a default.
+KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "masks"})
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
-NOT_FINITE = (
-    "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too "
-    "narrow for this model: try dtype='bfloat16' or 'float32'."
-)
 
 
 class Handle(Protocol):
@@ -58,66 +55,13 @@ class MixedSteps(Protocol):
         """The step's inputs, and what the model gives for its first rows of logits; None for steps not covered."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Logprobs of one request's prompt chunk on their way to the host; each part is three downloaded tensors."""
-
-    plan_row: int
-    parts: int
-
-
-class StepHandle:
-    """A step that has been queued. `result()` waits for it."""
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        batch: Batch,
-        sampled: Sampled,
-        prompt: list[PromptLogprobs],
-        download: Download,
-        seconds: Callable[[], float],
-    ) -> None:
-        self._plan = plan
-        self._batch = batch
-        self._sampled = sampled
-        self._prompt = prompt
-        self._download = download
-        self._seconds = seconds
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the step is done, but no longer than that; whether it is."""
-        return self._download.wait_for(seconds)
-
-    def result(self) -> StepResult:
-        """What the step brought, once it is done."""
-        arrays = iter(self._download.wait())
-        sampled, rows = self._sampled, self._batch.sample_rows
-        token_ids: np.ndarray = np.full(len(self._plan.slots), -1, np.int64)
-        ids, finite = next(arrays), next(arrays)
-        possible = finite if sampled.possible is None else next(arrays)
-        errors = {int(rows[i]): message for i, message in sampled.errors.items()}
-        good = finite & possible
-        if not good.all():
-            for i in np.flatnonzero(~good).tolist():
-                if not finite[i]:
-                    errors[int(rows[i])] = NOT_FINITE
-                else:
-                    errors.setdefault(int(rows[i]), NO_TOKEN_POSSIBLE)
-        token_ids[rows] = ids
-        logprobs: dict[int, TokenLogprobs] = {}
-        for group in sampled.logprobs:
-            messages = to_messages(next(arrays), next(arrays), next(arrays))
-            logprobs.update(zip(rows[group.rows].tolist(), messages, strict=True))
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for item in self._prompt:
-            found = prompt_logprobs.setdefault(item.plan_row, [])
-            for _ in range(item.parts):
-                found += to_messages(next(arrays), next(arrays), next(arrays))
-        for row in errors:
-            token_ids[row] = -1
-            logprobs.pop(row, None)
-        return StepResult(self._plan.step_id, token_ids.tolist(), logprobs, prompt_logprobs, errors, self._seconds())
+def _known_lengths(plan: StepPlan) -> np.ndarray:
+    """Tokens of each row that are no drafts and known when its step begins; 0 for a row that does not sample."""
+    lengths = plan.num_computed + plan.num_tokens
+    if plan.drafts is not None:
+        lengths = lengths - plan.drafts
+    known: np.ndarray = np.where(plan.sample, lengths, 0)
+    return known
 
 
 class ModelRunner:
@@ -137,13 +81,15 @@ class ModelRunner:
         max_model_len: int,
         vocab_size: int,
         tp: TensorParallel = SINGLE,
+        columns: Sequence[Column] = (),
     ) -> None:
+        """columns: numbers that every slot has, for capabilities that declare them."""
         self.model = model
         self.layout = layout
         self.kv_caches = kv_caches
         self.context = context
         self.tp = tp
-        self.table = SlotTable(num_slots, max_model_len, layout, context)
+        self.table = SlotTable(num_slots, max_model_len, layout, context, columns)
         self.sampler = Sampler(self.table, vocab_size, context)
         self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt)
         self.decode_steps: DecodeSteps | None = None
@@ -152,14 +98,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Handle:
-        """Queue one step: freed, new, blocks, copies, forward pass, sampling, in this order."""
+        """Queue one step: freed, new, blocks, copies, transfers, writes, forward pass, sampling, in this order."""
         require_known(plan, KNOWN, "This worker")
         self._take_in(plan)
+        plan = self._settled(plan)
         if self.decode_steps is not None and not self._faults and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
         laid = self.builder.lay_out(plan)
         start = self.context.mark()
-        if self.mixed_steps is not None and not self._faults:
+        if self.mixed_steps is not None and not self._faults and plan.drafts is None:
             found = self.mixed_steps.forward(laid)
             if found is not None:
                 step, hidden = found
@@ -178,22 +125,18 @@ class ModelRunner:
         if self._faults and logits is not None:
             self._faults.spoil(logits)
         sampled = self._sample(logits, batch, plan.masks)
-        if len(batch.sample_rows):
+        accepted = None
+        if batch.tries is not None:
+            accepted = self._accept(sampled.token_ids, batch, batch.tries)
+        elif len(batch.sample_rows):
             (where,) = self.context.upload([self.table.token_index(batch.sample_slots, batch.lengths)])
             self.table.write_tokens(where, sampled.token_ids)
-        prompt, tensors = self._prompt_logprobs(hidden, batch)
-        flat = [sampled.token_ids, sampled.finite]
-        flat += [] if sampled.possible is None else [sampled.possible]
-        flat += [t for group in sampled.logprobs for t in group.tensors]
-        download = self.context.download(flat + tensors)
-        return StepHandle(plan, batch, sampled, prompt, download, lambda: self.context.seconds(start, end))
+        queued = Queued(sampled, accepted, *self._prompt_logprobs(hidden, batch))
+        return StepHandle(plan, batch, queued, self.context, lambda: self.context.seconds(start, end))
 
     def _take_in(self, plan: StepPlan) -> None:
         self.sampler.leave(plan.freed)
         if plan.new:
-            for init in plan.new:
-                if init.columns:
-                    raise NotImplementedError("This worker cannot run requests with slot columns.")
             self.table.enter(plan.new)
             self.sampler.enter(plan.new)
         self.table.append_blocks(plan.blocks)
@@ -203,10 +146,74 @@ class ModelRunner:
             )
             for cache in self.kv_caches:
                 copy_blocks(cache, src, dst)
+        for transfer in plan.transfers:
+            self._transfer(transfer)
+        if plan.writes:
+            self.table.write(plan.writes)
+            self._recount(plan)
+
+    def _transfer(self, transfer: Transfer) -> None:
+        """One block's move, in every layer."""
+        if transfer.pool or transfer.kind not in (TransferKind.COPY, TransferKind.ZERO):
+            raise NotImplementedError(f"This worker cannot run a plan with {transfer}.")
+        for cache in self.kv_caches:
+            if transfer.kind is TransferKind.ZERO:
+                cache[transfer.dst].zero_()
+            else:
+                cache[transfer.dst].copy_(cache[transfer.src])
+
+    def _recount(self, plan: StepPlan) -> None:
+        """Written tokens are part of the output, as far as they are no drafts."""
+        known = dict(zip(plan.slots.tolist(), _known_lengths(plan).tolist(), strict=True))
+        for slot in {write.slot for write in plan.writes}:
+            self.sampler.recount(slot, known.get(slot, 0) or int(self.table.known_lengths(np.array([slot]))[0]))
+
+    def _settled(self, plan: StepPlan) -> StepPlan:
+        """The plan with every row's `num_computed` as it is: rows that are not exact take it from their length, which
+        may mean to wait for the device. Then the host notes the lengths that it knows without the device.
+        """
+        if plan.exact is not None:
+            rows = np.flatnonzero(~plan.exact)
+            computed = plan.num_computed.copy()
+            computed[rows] = self.table.known_lengths(plan.slots[rows]) - 1
+            if (computed > plan.num_computed).any():
+                raise ValueError("A row of the plan is further than the plan allows for.")
+            plan = replace(plan, num_computed=computed, exact=None)
+        lengths = self.table.lengths
+        lengths[plan.slots] = np.maximum(lengths[plan.slots], plan.num_computed + plan.num_tokens + plan.sample)
+        return plan
+
+    def _accept(self, token_ids: Tensor, batch: Batch, tries: np.ndarray) -> Tensor:
+        """How many drafts of each row that samples hold: as many as were sampled one after the other. Every token that
+        was sampled goes into the slot table; those behind the row's new length are nobody's.
+
+        token_ids: [sum of tries] -> [rows that sample] int64.
+        """
+        first: np.ndarray = np.cumsum(tries) - tries
+        column: np.ndarray = np.arange(max(1, int(tries.max(initial=1)) - 1))
+        real = column < tries[:, None] - 1
+        slots = batch.plan_slots[batch.sample_rows].astype(np.int64)
+        where, index, real, known, owner, place, d_slots = self.context.upload(
+            [
+                self.table.token_index(batch.sample_slots, batch.lengths),
+                np.where(real, first[:, None] + column, 0),
+                real,
+                batch.lengths[first].astype(np.int64),
+                np.repeat(np.arange(len(tries)), tries),
+                within(tries).astype(np.int64),
+                slots,
+            ]
+        )
+        same = self.table.read_tokens(where) == token_ids
+        accepted: Tensor = (same[index] & real).long().cumprod(1).sum(1)
+        self.table.write_tokens(where, token_ids)
+        self.table.set_lengths(slots, d_slots, known + accepted + 1)
+        self.sampler.accept(batch.sample_slots, token_ids, place <= accepted[owner])
+        return accepted
 
     def _logits(self, hidden: Tensor, batch: Batch) -> Tensor | None:
         """Logits of the rows that sample; None if there are none."""
-        count = len(batch.sample_rows)
+        count = len(batch.sample_slots)
         if not count:
             return None
         return self.model.logits(hidden[:count])
@@ -218,10 +225,12 @@ class ModelRunner:
             none = torch.empty(0, dtype=torch.int64, device=device)
             return Sampled(none, none.bool())
         if self.tp.is_first:
-            sampled = self.sampler.sample(logits, batch.sample_slots, batch.lengths, batch.masks_of_samples(masks))
+            sampled = self.sampler.sample(
+                logits, batch.sample_slots, batch.lengths, batch.masks_of_samples(masks), batch.drafted
+            )
             self.tp.broadcast(sampled.token_ids)
             return sampled
-        ids = torch.empty(len(batch.sample_rows), dtype=torch.int64, device=device)
+        ids = torch.empty(len(batch.sample_slots), dtype=torch.int64, device=device)
         self.tp.broadcast(ids)
         return Sampled(ids, torch.ones_like(ids, dtype=torch.bool))
 

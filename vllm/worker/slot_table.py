@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.step.kv_policy import KVLayout
-from vllm.step.plan import BlockAppend, SlotInit
+from vllm.step.plan import BlockAppend, Column, SlotInit, TokenWrite
 from vllm.worker.device import DeviceContext
 
 _FIRST_WIDTH = 4096  # tokens per row at start; doubled whenever a request may outgrow it
+
+
+@dataclass(frozen=True, slots=True)
+class SlotColumn:
+    """A declared number of every slot: [slots] on the host and on the device; on the CPU both are the same memory.
+
+    A step takes the values of its rows by their slots, on the device too, so that a captured step gathers them itself.
+    """
+
+    column: Column
+    host: np.ndarray
+    device: Tensor
 
 
 class SlotTable:
@@ -23,12 +36,22 @@ class SlotTable:
     tables:  per KV group [slots, blocks] int32, on the device and as a host mirror (`host_tables`). Blocks are always
              the host's decision, so the mirror is complete. On the CPU both are the same memory.
     version: changes whenever blocks that a row had, or the request that it holds, are replaced.
+    lengths: [slots] int32 on the host, tokens known of each row, sampled ones included; -1 where only the device knows,
+             in `device_lengths`, since a step in flight may accept fewer or more of a draft.
+    columns: the declared columns, by name.
 
     Rows are as wide as the longest request so far may become, not as `max_model_len`: a table of 256 rows for 128k
     tokens would take 134 MB that most workloads never touch.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, layout: KVLayout, context: DeviceContext) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        layout: KVLayout,
+        context: DeviceContext,
+        columns: Sequence[Column] = (),
+    ) -> None:
         self.num_slots = num_slots
         self.max_width = max_model_len + 1  # the last token is sampled, never computed
         self.width = min(self.max_width, _FIRST_WIDTH)
@@ -37,17 +60,24 @@ class SlotTable:
         self.tokens = torch.zeros((num_slots, self.width), dtype=torch.int32, device=context.device)
         self.version = 0
         self.num_prompt: np.ndarray = np.zeros(num_slots, np.int32)
+        self.lengths: np.ndarray = np.zeros(num_slots, np.int32)
+        self.device_lengths = self._on_device(self.lengths)
+        self.columns = {column.name: self._column(column) for column in columns}
         self.host_tables = [self._empty_table() for _ in layout.groups]
         self.tables = [self._on_device(t) for t in self.host_tables]
         # columns that may be non-zero: [groups, slots]
         self._num_blocks: np.ndarray = np.zeros((len(layout.groups), num_slots), np.int32)
+
+    def _column(self, column: Column) -> SlotColumn:
+        host: np.ndarray = np.full(self.num_slots, column.neutral, column.dtype)
+        return SlotColumn(column, host, self._on_device(host))
 
     def _empty_table(self) -> np.ndarray:
         return np.zeros((self.num_slots, -(-self.width // self.block_size) + 1), np.int32)
 
     def _on_device(self, table: np.ndarray) -> Tensor:
         if self._context.is_async:
-            return torch.from_numpy(table).to(self._context.device)
+            return torch.from_numpy(table).to(self._context.device, copy=True)
         return torch.from_numpy(table)
 
     def require_width(self, tokens: int) -> None:
@@ -78,8 +108,61 @@ class SlotTable:
             self.tokens[init.slot, : len(row)] = ids[offset : offset + len(row)]
             offset += len(row)
             self.num_prompt[init.slot] = init.num_prompt_tokens
+            self.lengths[init.slot] = len(row)
+        if self.columns or any(init.columns for init in new):
+            self._enter_columns(new)
         appends = [BlockAppend(init.slot, g, 0, blocks) for init in new for g, blocks in enumerate(init.block_ids)]
         self.append_blocks(appends, fresh=True)
+
+    def _enter_columns(self, new: Sequence[SlotInit]) -> None:
+        """Set the columns of rows that enter: the values they bring, or neutral ones."""
+        declared = list(self.columns.values())
+        for init in new:
+            if init.columns and len(init.columns) != len(declared):
+                names = ", ".join(self.columns) or "none"
+                raise ValueError(
+                    f"Request {init.request_id} brings {len(init.columns)} slot columns, but declared are: {names}."
+                )
+        slots = np.array([init.slot for init in new], np.int64)
+        for i, entry in enumerate(declared):
+            entry.host[slots] = [init.columns[i] if init.columns else entry.column.neutral for init in new]
+        if self._context.is_async:
+            index, *values = self._context.upload([slots, *(entry.host[slots] for entry in declared)])
+            for entry, value in zip(declared, values, strict=True):
+                entry.device[index] = value
+
+    def write(self, writes: Sequence[TokenWrite]) -> None:
+        """Put tokens that the host knows into rows, in order; a row's length becomes at least where they end."""
+        self.require_width(max(start + len(ids) for _, start, ids in writes) + 1)
+        where: list[np.ndarray] = [
+            slot * self.width + np.arange(start, start + len(ids), dtype=np.int64) for slot, start, ids in writes
+        ]
+        ids = np.concatenate([np.array(ids, np.int32) for _, _, ids in writes])
+        # where a place is written twice, the last write counts: an indexed copy promises no order
+        places, last = np.unique(np.concatenate(where)[::-1], return_index=True)
+        index, values = self._context.upload([places, ids[::-1][last]])
+        self.tokens.view(-1).index_copy_(0, index, values)
+        for slot, start, written in writes:
+            end = start + len(written)
+            if self.lengths[slot] < 0:
+                self.device_lengths[slot].clamp_(min=end)
+            else:
+                self.lengths[slot] = max(self.lengths[slot], end)
+
+    def set_lengths(self, slots: np.ndarray, device_slots: Tensor, lengths: Tensor) -> None:
+        """What the device has found the lengths of some rows to be. lengths: [n], on the device."""
+        self.device_lengths.index_copy_(0, device_slots, lengths.to(torch.int32))
+        if self._context.is_async:
+            self.lengths[slots] = -1
+
+    def known_lengths(self, slots: np.ndarray) -> np.ndarray:
+        """The lengths of some rows, [n] int32; waits for the device where only it knows."""
+        lengths: np.ndarray = self.lengths[slots]
+        if (lengths < 0).any():
+            (index,) = self._context.upload([slots.astype(np.int64)])
+            (found,) = self._context.download([self.device_lengths.index_select(0, index)]).wait()
+            lengths = np.where(lengths < 0, found, lengths)
+        return lengths
 
     def append_blocks(self, appends: Sequence[BlockAppend], fresh: bool = False) -> None:
         """Extend block tables; `fresh` rows start empty, whatever the slot's last request left behind becomes 0."""

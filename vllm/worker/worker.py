@@ -214,7 +214,7 @@ class Worker:
         """Let captured CUDA graphs run decode steps; each is captured when its batch size is first seen."""
         from vllm.worker.cuda_graphs import DecodeGraphs
         from vllm.worker.mixed_graphs import MixedGraphs
-        from vllm.worker.model_runner import NOT_FINITE
+        from vllm.worker.step_handle import NOT_FINITE
 
         sizes, context = self.config.compilation_config.cudagraph_capture_sizes, self.context
         longest = self.config.model_config.max_seq_len_to_capture

@@ -60,12 +60,36 @@ class OutputCounts:
         """Where the slots' rows begin in the flattened counts. slots: [n] -> [n] int64."""
         return self._row_of[slots] * self._vocab
 
-    def add(self, slots: np.ndarray, token_ids: Tensor) -> None:
-        """Count one more token for each slot. token_ids: [n] int64."""
+    def add(self, slots: np.ndarray, token_ids: Tensor, which: Tensor | None = None) -> None:
+        """Count one more token for each slot, or only those of `which`; a slot may then come more than once.
+
+        token_ids: [n] int64; which: [n] bool.
+        """
         if self.counts is None:
             raise RuntimeError("Tokens are counted for slots that never entered.")
         (starts,) = self._context.upload([self.places(slots)])
-        self.counts.view(-1)[starts + token_ids] += 1
+        if which is None:
+            self.counts.view(-1)[starts + token_ids] += 1
+        else:
+            self.counts.view(-1).index_add_(0, starts + token_ids, which.to(torch.int32))
+
+    def of(self, slots: np.ndarray, lengths: np.ndarray, drafted: np.ndarray | None) -> tuple[Tensor, np.ndarray]:
+        """Counts in one flat tensor, and where those of each row begin; the last `drafted` of its `lengths` tokens,
+        which nobody has accepted yet, count too. slots, lengths, drafted: [n].
+        """
+        if self.counts is None:
+            raise RuntimeError("Counts are asked for slots that never entered.")
+        if drafted is None or not drafted.any():
+            return self.counts.view(-1), self.places(slots)
+        (own,) = self._context.upload([self._row_of[slots]])
+        counts = self.counts.index_select(0, own)
+        behind = np.flatnonzero(drafted)
+        tokens = _seen(self._table, slots[behind], (lengths - drafted)[behind], lengths[behind], self._context)
+        rows, sizes = self._context.upload([behind, drafted[behind].astype(np.int64)])
+        real = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
+        places = (rows[:, None] * self._vocab + tokens).view(-1)
+        counts.view(-1).index_add_(0, places, real.view(-1).to(torch.int32))
+        return counts.view(-1), np.arange(len(slots), dtype=np.int64) * self._vocab
 
 
 def _seen(
@@ -110,18 +134,24 @@ def penalize_output(
     counts: OutputCounts,
     table: SlotTable,
     context: DeviceContext,
+    drafted: np.ndarray | None = None,
 ) -> None:
-    """logit - frequency * count - presence * (count > 0) over the output's tokens; in place. Arguments as above."""
+    """logit - frequency * count - presence * (count > 0) over the output's tokens; in place. Arguments as above.
+
+    drafted: [n], how many of the last tokens are drafts.
+    """
     prompt = table.num_prompt[slots]
     with_output = lengths > prompt
     rows, slots, lengths, prompt = rows[with_output], slots[with_output], lengths[with_output], prompt[with_output]
+    drafted = None if drafted is None else drafted[with_output]
     if not len(rows) or counts.counts is None:
         return
     seen = _seen(table, slots, prompt, lengths, context)
+    flat_counts, places_of_counts = counts.of(slots, lengths, drafted)
     starts, count_starts, presence, frequency = context.upload(
-        [rows.astype(np.int64) * logits.shape[1], counts.places(slots), params.presence[slots], params.frequency[slots]]
+        [rows.astype(np.int64) * logits.shape[1], places_of_counts, params.presence[slots], params.frequency[slots]]
     )
-    count = counts.counts.view(-1)[count_starts[:, None] + seen]
+    count = flat_counts[count_starts[:, None] + seen]
     places = (starts[:, None] + seen).view(-1)
     flat = logits.view(-1)
     values = flat[places].view(seen.shape) - frequency[:, None] * count

@@ -77,10 +77,18 @@ class Sampler:
             if self.params.enter(init) & Needs.COUNTS:
                 self._counts.enter(init.slot, len(init.token_ids))
 
-    def sample(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, masks: RowMasks | None = None) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        masks: RowMasks | None = None,
+        drafted: np.ndarray | None = None,
+    ) -> Sampled:
         """One token per row. logits: [rows, vocab] fp32, changed in place; slots, lengths (tokens so far): [rows].
 
-        masks: what some of these rows may say; its `rows` are those of the logits.
+        masks: what some of these rows may say; its `rows` are those of the logits.   drafted: [rows], how many of the
+        last of these tokens are drafts; what is sampled is then not counted before `accept` says what holds.
         """
         needs = self.params.needs[slots]
         union = Needs(int(np.bitwise_or.reduce(needs)))
@@ -93,18 +101,30 @@ class Sampler:
         if changes:
             finite = finite_rows(logits)  # what is forbidden is infinite afterwards
             logits = logits.contiguous()  # those of a padded head are a slice, which has no flat view
-            errors = self._change(logits, slots, lengths, needs, masks)
+            errors = self._change(logits, slots, lengths, needs, masks, drafted)
             token_ids, _ = self._choose(logits, slots, lengths, needs)
             possible = torch.isfinite(logits.gather(1, token_ids[:, None]).squeeze(1))
             if union & Needs.PROCESSORS:  # which may return NaN, beside which any token may have been found
                 possible &= torch.isfinite(logits.amax(-1))
         else:
             token_ids, finite = self._choose(logits, slots, lengths, needs)
-        if union & Needs.COUNTS:
+        if union & Needs.COUNTS and drafted is None:
             counted = np.flatnonzero(needs & Needs.COUNTS)
             self._counts.add(slots[counted], self._pick(token_ids, counted))
         groups = self._logprobs(raw, wanting, token_ids, slots) if raw is not None else ()
         return Sampled(token_ids, finite, possible, groups, errors)
+
+    def recount(self, slot: int, length: int) -> None:
+        """A slot's tokens were changed by the host; count its output again, up to `length` tokens."""
+        if self.params.needs[slot] & Needs.COUNTS:
+            self._counts.leave(slot)
+            self._counts.enter(slot, length)
+
+    def accept(self, slots: np.ndarray, token_ids: Tensor, accepted: Tensor) -> None:
+        """Of tokens sampled behind drafts, those of `accepted` hold. slots, token_ids, accepted (bool): [rows]."""
+        counted = np.flatnonzero(self.params.needs[slots] & Needs.COUNTS)
+        if len(counted):
+            self._counts.add(slots[counted], self._pick(token_ids, counted), self._pick(accepted, counted))
 
     def _pick(self, x: Tensor, rows: np.ndarray) -> Tensor:
         """Some rows of a device tensor; all of them without a copy."""
@@ -120,7 +140,13 @@ class Sampler:
         return picked.clone() if will_change and picked is logits else picked
 
     def _change(
-        self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray, masks: RowMasks | None
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        needs: np.ndarray,
+        masks: RowMasks | None,
+        drafted: np.ndarray | None,
     ) -> dict[int, str]:
         """Everything that changes logits before temperature, in place. Returns rows whose own processors failed."""
         params, table, context = self.params, self._table, self._context
@@ -146,7 +172,8 @@ class Sampler:
             penalize_repetition(logits, rows, slots[rows], lengths[rows], params, table, context)
         rows = np.flatnonzero(needs & Needs.COUNTS)
         if len(rows):
-            penalize_output(logits, rows, slots[rows], lengths[rows], params, self._counts, table, context)
+            behind = None if drafted is None else drafted[rows]
+            penalize_output(logits, rows, slots[rows], lengths[rows], params, self._counts, table, context, behind)
         return errors
 
     def _apply_masks(self, logits: Tensor, masks: RowMasks) -> None:

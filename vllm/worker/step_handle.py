@@ -1,0 +1,140 @@
+"""A queued step, and what becomes of its numbers once they are on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from vllm.exceptions import NO_TOKEN_POSSIBLE
+from vllm.ops.logprobs import to_messages
+from vllm.step.plan import StepPlan
+from vllm.step.result import Logprobs, News, StepResult, TokenLogprobs
+from vllm.worker.device import DeviceContext, Download
+from vllm.worker.input_builder import Batch, within
+from vllm.worker.sample.sampler import Sampled
+
+NOT_FINITE = (
+    "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too "
+    "narrow for this model: try dtype='bfloat16' or 'float32'."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of one request's prompt chunk on their way to the host; each part is three downloaded tensors."""
+
+    plan_row: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """What a step has queued, on the device.
+
+    accepted: [plan rows that sample] int64, drafts that hold; None if there were none.   prompt: with the tensors of
+    its parts in `prompt_tensors`.
+    """
+
+    sampled: Sampled
+    accepted: Tensor | None
+    prompt: list[PromptLogprobs]
+    prompt_tensors: list[Tensor]
+
+
+class StepHandle:
+    """A step that has been queued. `result()` waits for it."""
+
+    def __init__(
+        self, plan: StepPlan, batch: Batch, queued: Queued, context: DeviceContext, seconds: Callable[[], float]
+    ) -> None:
+        self._plan, self._batch, self._queued, self._seconds = plan, batch, queued, seconds
+        sampled = queued.sampled
+        tensors = [sampled.token_ids, sampled.finite]
+        tensors += [t for t in (sampled.possible, queued.accepted) if t is not None]
+        tensors += [t for group in sampled.logprobs for t in group.tensors]
+        self._download: Download = context.download(tensors + queued.prompt_tensors)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the step is done, but no longer than that; whether it is."""
+        return self._download.wait_for(seconds)
+
+    def result(self) -> StepResult:
+        """What the step brought, once it is done."""
+        arrays = iter(self._download.wait())
+        sampled = self._queued.sampled
+        ids, finite = next(arrays), next(arrays)
+        possible = finite if sampled.possible is None else next(arrays)
+        if self._queued.accepted is not None:
+            return self._with_counts(ids, finite, possible, next(arrays), arrays)
+        rows = self._batch.sample_rows
+        token_ids: np.ndarray = np.full(len(self._plan.slots), -1, np.int64)
+        errors = self._errors(rows, finite, possible)
+        token_ids[rows] = ids
+        logprobs = {int(rows[i]): entry for i, entry in self._logprobs(arrays)}
+        prompt_logprobs = self._prompt_logprobs(arrays)
+        for row in errors:
+            token_ids[row] = -1
+            logprobs.pop(row, None)
+        return StepResult(self._plan.step_id, token_ids.tolist(), logprobs, prompt_logprobs, errors, self._seconds())
+
+    def _with_counts(
+        self, ids: np.ndarray, finite: np.ndarray, possible: np.ndarray, accepted: np.ndarray,
+        arrays: Iterator[np.ndarray],
+    ) -> StepResult:  # fmt: skip
+        """The result of a step with drafts: a row has the token after each draft that holds, beginning with the token
+        after what was known.
+        """
+        batch = self._batch
+        tries = batch.tries if batch.tries is not None else np.ones(len(batch.sample_rows), np.int64)
+        holds = within(tries) <= np.repeat(accepted, tries)
+        owners: np.ndarray = np.repeat(batch.sample_rows, tries)
+        errors = self._errors(owners, finite | ~holds, possible | ~holds)
+        counts: np.ndarray = np.zeros(len(self._plan.slots), np.int64)
+        counts[batch.sample_rows] = accepted + 1
+        entries: dict[int, list[tuple[int, TokenLogprobs]]] = {}
+        for i, entry in self._logprobs(arrays):
+            if holds[i]:
+                entries.setdefault(int(owners[i]), []).append((i, entry))
+        prompt_logprobs = self._prompt_logprobs(arrays)
+        for row in errors:
+            counts[row] = 0
+            entries.pop(row, None)
+        kept = holds & ~np.isin(owners, list(errors))
+        news: tuple[News, ...] = tuple(
+            Logprobs(row, [entry for _, entry in sorted(found, key=lambda item: item[0])])
+            for row, found in entries.items()
+        )
+        return StepResult(
+            self._plan.step_id, ids[kept].tolist(), {}, prompt_logprobs, errors, self._seconds(),
+            counts=counts.tolist(), news=news,
+        )  # fmt: skip
+
+    def _errors(self, owners: np.ndarray, finite: np.ndarray, possible: np.ndarray) -> dict[int, str]:
+        """Why rows of the plan failed. owners: the plan row of each row of logits."""
+        errors: dict[int, str] = {}
+        for i, message in self._queued.sampled.errors.items():
+            errors.setdefault(int(owners[i]), message)
+        good = finite & possible
+        if not good.all():
+            for i in np.flatnonzero(~good).tolist():
+                if not finite[i]:
+                    errors[int(owners[i])] = NOT_FINITE
+                else:
+                    errors.setdefault(int(owners[i]), NO_TOKEN_POSSIBLE)
+        return errors
+
+    def _logprobs(self, arrays: Iterator[np.ndarray]) -> Iterator[tuple[int, TokenLogprobs]]:
+        """Rows of logits that asked for logprobs, with theirs."""
+        for group in self._queued.sampled.logprobs:
+            yield from zip(group.rows.tolist(), to_messages(next(arrays), next(arrays), next(arrays)), strict=True)
+
+    def _prompt_logprobs(self, arrays: Iterator[np.ndarray]) -> dict[int, list[TokenLogprobs]]:
+        found: dict[int, list[TokenLogprobs]] = {}
+        for item in self._queued.prompt:
+            entries = found.setdefault(item.plan_row, [])
+            for _ in range(item.parts):
+                entries += to_messages(next(arrays), next(arrays), next(arrays))
+        return found
