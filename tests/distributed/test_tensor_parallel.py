@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 78,
     "max_position_embeddings": 64,
 }
+NO_PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OPT = {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "ffn_dim": 78}
 CASES: dict[str, Any] = {
     "llama-gqa": lambda: hf.LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
@@ -44,6 +45,27 @@ CASES: dict[str, Any] = {
     "phi": lambda: hf.PhiConfig(**SIZES, num_key_value_heads=2),
     "phi3": lambda: hf.Phi3Config(**SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "gemma2": lambda: hf.Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=12, sliding_window=7),
+    "bloom": lambda: hf.BloomConfig(vocab_size=131, hidden_size=48, n_layer=2, n_head=6),
+    "falcon-40b": lambda: hf.FalconConfig(
+        vocab_size=131,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
+    "cohere-plus": lambda: hf.CohereConfig(**SIZES, **NO_PAD, num_key_value_heads=2, use_qk_norm=True),
+    "stablelm-12b": lambda: hf.StableLmConfig(**SIZES, qk_layernorm=True, num_key_value_heads=1),
+    "olmo2": lambda: hf.Olmo2Config(**SIZES, **NO_PAD, num_key_value_heads=2),
+    "olmo2-one-kv-head": lambda: hf.Olmo2Config(**SIZES, **NO_PAD, num_key_value_heads=1),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=30,
+        shared_expert_intermediate_size=38,
+    ),
     "own-model": lambda: hf.LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=8),
 }
 

@@ -48,12 +48,14 @@ def engine_config(
     )
 
 
-def save_random_hf_model(hf_config: Any, folder: Path, *, seed: int = 0, **save: Any) -> nn.Module:
+def save_random_hf_model(
+    hf_config: Any, folder: Path, *, seed: int = 0, attention: str = "eager", **save: Any
+) -> nn.Module:
     """A Hugging Face model with random weights, biases and norms included, saved to `folder`."""
     import transformers
 
     torch.manual_seed(seed)
-    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    options = {"attn_implementation": attention, "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

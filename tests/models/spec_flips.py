@@ -21,7 +21,19 @@ from vllm.model_executor.layers.rope import (
     YarnScaling,
 )
 from vllm.model_executor.models.decoder import DecoderModel
-from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, LearnedPositions, Mlp, Moe, Norm, Rope
+from vllm.model_executor.models.spec import (
+    Alibi,
+    Attn,
+    Block,
+    Decoder,
+    HeadNorm,
+    Layout,
+    LearnedPositions,
+    Mlp,
+    Moe,
+    Norm,
+    Rope,
+)
 
 POSITIONS = 64
 _NORM = Norm("rms", 1e-6)
@@ -40,7 +52,8 @@ def _decoder(attn: Attn = _ATTN, ffn: Mlp | Moe = _MLP, **kind: Any) -> Decoder:
 BASES = {
     "plain": _decoder(),
     "head norms": _decoder(replace(_ATTN, qk_norm=_NORM)),
-    "experts": _decoder(ffn=Moe("silu", 64, 4, 2)),
+    "experts": _decoder(ffn=Moe("silu", 64, 4, 2, shared=_MLP)),
+    "alibi": _decoder(replace(_ATTN, alibi=Alibi())),
     "positions": _decoder(replace(_ATTN, rope=None), positions=LearnedPositions(POSITIONS)),
     "linear": _decoder(replace(_ATTN, rope=Rope(64, scaling=LinearScaling(4.0)))),
     "dynamic": _decoder(replace(_ATTN, rope=Rope(64, scaling=DynamicScaling(4.0, 4)))),
@@ -60,6 +73,7 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Decoder, "embed_scale"): (7.0,),
     (Decoder, "positions"): (LearnedPositions(POSITIONS, 2),),
     (Decoder, "head_bias"): (True,),
+    (Decoder, "embed_norm"): (_NORM,),
     (Decoder, "logit_scale"): (0.25,),
     (Decoder, "logit_softcap"): (0.5,),
     (Block, "attn"): (replace(_ATTN, rope=None),),
@@ -77,7 +91,11 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Attn, "qk_norm"): (_NORM, Norm("layer", bias=True)),
     (Attn, "qkv_bias"): (True,),
     (Attn, "out_bias"): (True,),
-    (Attn, "alibi"): (8.0, 2.0),
+    (Attn, "alibi"): (Alibi(), Alibi(4.0)),
+    (Attn, "qk_norm_over"): (HeadNorm.EACH, HeadNorm.ALL),
+    (Attn, "clip_qkv"): (0.1,),
+    (Alibi, "largest_exponent"): (1.0,),
+    (Alibi, "factor"): (9.0,),
     (Mlp, "act"): ("swish", "gelu", "relu"),
     (Mlp, "hidden"): (128,),
     (Mlp, "gated"): (False,),
@@ -87,6 +105,9 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Moe, "experts"): (8,),
     (Moe, "top_k"): (1,),
     (Moe, "renormalize"): (False,),
+    (Moe, "jitter"): (0.01,),
+    (Moe, "shared"): (None, Mlp("gelu", 64)),
+    (Moe, "shared_gate"): (True,),
     (Norm, "kind"): ("layer",),
     (Norm, "eps"): (2.0,),
     (Norm, "offset"): (1.0,),
@@ -115,6 +136,7 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (LongRopeScaling, "long_factors"): ((9.0,) * 32,),
     (LongRopeScaling, "original_positions"): (256,),
     (LongRopeScaling, "attention_factor"): (1.6,),
+    (LongRopeScaling, "long_attention_factor"): (1.6,),
 }
 
 # What the spec says in another way, or what only shows beyond these sizes: the same result is right.
@@ -194,7 +216,8 @@ def flips() -> Iterator[Flip]:
     """Every field's other values: in the last block alone, in all blocks, and in the decoder itself."""
     for (kind, field), values in VALUES.items():
         for name, base in BASES.items():
-            if not _contains(base, kind) or (name != "plain" and kind in (Decoder, Block, Attn, Mlp, Rope)):
+            usual = "head norms" if field == "qk_norm_over" else "plain"
+            if not _contains(base, kind) or (name != usual and kind in (Decoder, Block, Attn, Mlp, Rope)):
                 continue
             if kind is Norm and name not in ("plain", "head norms"):
                 continue

@@ -11,7 +11,11 @@ import transformers as hf
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from tests.models.kernels import kernels
+from vllm.config.hf import HFConfig
+from vllm.model_executor.models.registry import family_of
+from vllm.ops.cpu import library
 from vllm.worker import cpu_blocks
+from vllm.worker.decode_program import covers
 
 SIZES = {
     "vocab_size": 131,
@@ -25,7 +29,27 @@ GQA = {**SIZES, "num_key_value_heads": 2}
 GEMMA2 = {**GQA, "head_dim": 12, "num_hidden_layers": 5, "query_pre_attn_scalar": 10, "sliding_window": 7}
 GPT = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "n_inner": 77}
 OPT = {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "ffn_dim": 77}
+MPT = {"vocab_size": 131, "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 64}
+FALCON = {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 64}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LOCAL_AND_GLOBAL = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 3.0, 5.0, 9.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 128,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3, "logits_scaling": 2.0
+}  # fmt: skip
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 29}
+DBRX = {"vocab_size": 131, "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 64}
 NO_PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 CASES: dict[str, Any] = {
@@ -56,11 +80,150 @@ CASES: dict[str, Any] = {
     ),
     "gpt2": lambda: hf.GPT2Config(**GPT),
     "gpt2-scaled": lambda: hf.GPT2Config(**GPT, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False),
+    "bloom": lambda: hf.BloomConfig(vocab_size=131, hidden_size=48, n_layer=3, n_head=6),
+    "bloom-untied": lambda: hf.BloomConfig(
+        vocab_size=131, hidden_size=48, n_layer=3, n_head=4, tie_word_embeddings=False
+    ),
+    "mpt": lambda: hf.MptConfig(**MPT),
+    "mpt-clipped": lambda: hf.MptConfig(
+        **MPT, attn_config={"clip_qkv": 0.3, "softmax_scale": 0.3}, tie_word_embeddings=False
+    ),
+    "falcon-7b": lambda: hf.FalconConfig(**FALCON, num_attention_heads=6),
+    "falcon-rw": lambda: hf.FalconConfig(
+        **FALCON, num_attention_heads=4, alibi=True, bias=True, parallel_attn=False, multi_query=False
+    ),
+    "falcon-40b": lambda: hf.FalconConfig(
+        **FALCON, num_attention_heads=6, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=77
+    ),
+    "falcon-11b": lambda: hf.FalconConfig(
+        **FALCON,
+        num_attention_heads=6,
+        new_decoder_architecture=True,
+        num_kv_heads=3,
+        num_ln_in_parallel_attn=1,
+        tie_word_embeddings=False,
+    ),
+    "gpt_bigcode": lambda: hf.GPTBigCodeConfig(**GPT),
+    "gpt_bigcode-mha": lambda: hf.GPTBigCodeConfig(**GPT, multi_query=False, tie_word_embeddings=False),
+    "gptj": lambda: hf.GPTJConfig(**GPT, rotary_dim=6),
+    "starcoder2": lambda: hf.Starcoder2Config(**GQA, sliding_window=7),
+    "starcoder2-plain": lambda: hf.Starcoder2Config(**GQA, use_bias=False, tie_word_embeddings=False),
+    "persimmon": lambda: hf.PersimmonConfig(**SIZES),
+    "persimmon-no-head-norms": lambda: hf.PersimmonConfig(**SIZES, qk_layernorm=False),
+    "nemotron": lambda: hf.NemotronConfig(**GQA, head_dim=10),
+    "nemotron-biased": lambda: hf.NemotronConfig(**GQA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "stablelm": lambda: hf.StableLmConfig(**GQA),
+    "stablelm-12b": lambda: hf.StableLmConfig(
+        **GQA, qk_layernorm=True, use_parallel_residual=True, use_qkv_bias=True, tie_word_embeddings=True
+    ),
+    "cohere": lambda: hf.CohereConfig(**GQA, **NO_PAD, logit_scale=0.3),
+    "cohere-plus": lambda: hf.CohereConfig(**GQA, **NO_PAD, use_qk_norm=True, attention_bias=True),
+    "cohere2": lambda: hf.Cohere2Config(
+        **{**GQA, "num_hidden_layers": 5}, **NO_PAD, sliding_window=7, head_dim=10, logit_scale=0.5
+    ),
+    "olmo": lambda: hf.OlmoConfig(**GQA, **NO_PAD),
+    "olmo-clipped": lambda: hf.OlmoConfig(**GQA, **NO_PAD, clip_qkv=0.2, tie_word_embeddings=True),
+    "olmo2": lambda: hf.Olmo2Config(**GQA, **NO_PAD),
+    "olmo2-mha": lambda: hf.Olmo2Config(**SIZES, **NO_PAD, attention_bias=True, tie_word_embeddings=True),
+    "granite": lambda: hf.GraniteConfig(**GQA, **MULTIPLIERS),
+    "granite-biased": lambda: hf.GraniteConfig(**GQA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "glm": lambda: hf.GlmConfig(**GQA, **NO_PAD, head_dim=12, attention_bias=True),
+    "glm4": lambda: hf.Glm4Config(**GQA, **NO_PAD, head_dim=12),
+    "gemma3": lambda: hf.Gemma3TextConfig(**{**GEMMA2, "num_hidden_layers": 7}, rope_parameters=LOCAL_AND_GLOBAL),
+    "gemma3-capped": lambda: hf.Gemma3TextConfig(
+        **GEMMA2,
+        final_logit_softcapping=5.0,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    ),
+    "qwen2_moe": lambda: hf.Qwen2MoeConfig(**GQA, **EXPERTS, shared_expert_intermediate_size=37),
+    "qwen2_moe-mixed": lambda: hf.Qwen2MoeConfig(
+        **{**GQA, "num_hidden_layers": 5},
+        **EXPERTS,
+        shared_expert_intermediate_size=37,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=2,
+        qkv_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**GQA, **EXPERTS, head_dim=10, norm_topk_prob=True),
+    "qwen3_moe-mixed": lambda: hf.Qwen3MoeConfig(
+        **GQA, **EXPERTS, head_dim=16, attention_bias=True, mlp_only_layers=[1], tie_word_embeddings=True
+    ),
+    "olmoe": lambda: hf.OlmoeConfig(**GQA, **NO_PAD, num_experts=5, num_experts_per_tok=2),
+    "olmoe-clipped": lambda: hf.OlmoeConfig(
+        **GQA, **NO_PAD, num_experts=4, num_experts_per_tok=3, clip_qkv=0.5, norm_topk_prob=True
+    ),
+    "phimoe": lambda: hf.PhimoeConfig(
+        **GQA,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.2,
+        attention_bias=True,
+        lm_head_bias=True,
+        sliding_window=None,
+    ),
+    "phimoe-longrope": lambda: hf.PhimoeConfig(
+        **GQA, num_local_experts=4, num_experts_per_tok=2, rope_parameters=LONGROPE, sliding_window=9
+    ),
+    "dbrx": lambda: hf.DbrxConfig(
+        **DBRX,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 0.3, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 37, "moe_num_experts": 5, "moe_top_k": 2},
+    ),
+    "dbrx-unnormalised": lambda: hf.DbrxConfig(
+        **DBRX,
+        attn_config={"kv_n_heads": 3, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 37, "moe_num_experts": 4, "moe_top_k": 3, "moe_normalize_expert_weights": None},
+    ),
+    "granitemoe": lambda: hf.GraniteMoeConfig(
+        **GQA, **MULTIPLIERS, num_local_experts=5, num_experts_per_tok=2, attention_bias=True
+    ),
     "gpt_neox": lambda: hf.GPTNeoXConfig(**SIZES, rope_parameters=PARTIAL),
     "gpt_neox-sequential": lambda: hf.GPTNeoXConfig(
         **SIZES, rope_parameters=PARTIAL, use_parallel_residual=False, attention_bias=False
     ),
 }
+
+
+# models whose "eager" attention is wrong in Hugging Face: Falcon's adds ALiBi twice
+SDPA = {"falcon-rw"}
+# cases whose layers run as one native call on the CPU
+FUSED = {
+    "llama", "llama-tied-biased", "llama-mha", "mistral", "mistral-no-window", "qwen2", "qwen2-window", "qwen3",
+    "qwen3-tied", "gemma", "phi3", "phi3-window", "opt", "opt-plain", "gpt2", "gpt2-scaled", "gpt_bigcode",
+    "gpt_bigcode-mha", "starcoder2", "starcoder2-plain", "persimmon-no-head-norms", "nemotron", "nemotron-biased",
+    "stablelm", "olmo", "granite-biased", "glm", "gpt_neox-sequential",
+}  # fmt: skip
+# config.json -> whether a decode step on a GPU is the fused program
+LARGE = {
+    "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 12288, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+PROGRAM = {
+    "llama": ("LlamaForCausalLM", {}, True),
+    "qwen2": ("Qwen2ForCausalLM", {}, True),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 128}, True),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}, True),
+    "granite": ("GraniteForCausalLM", {}, True),
+    "granite-scaled": ("GraniteForCausalLM", {"residual_multiplier": 0.2}, False),
+    "stablelm": ("StableLmForCausalLM", {}, False),
+    "olmo2": ("Olmo2ForCausalLM", {}, False),
+}
+
+
+@pytest.mark.parametrize("case", PROGRAM)
+def test_families_keep_to_the_fused_program_that_computes_them(case: str) -> None:
+    architecture, fields, expected = PROGRAM[case]
+    raw = {**LARGE, **fields, "model_type": case.partition("-")[0], "architectures": [architecture]}
+    family = family_of(architecture)
+    assert family is not None
+    assert covers(family.decoder(HFConfig.from_dict(raw))) is expected
 
 
 def check_wanted_rows(model: Any, prompts: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -81,7 +244,7 @@ def check_wanted_rows(model: Any, prompts: list[torch.Tensor], expected: list[to
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) -> None:
-    reference = save_random_hf_model(CASES[case](), tmp_path)
+    reference = save_random_hf_model(CASES[case](), tmp_path, attention="sdpa" if case in SDPA else "eager")
     prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 38)]
     with torch.inference_mode():
         expected = [reference(prompt[None]).logits[0] for prompt in prompts]
@@ -90,6 +253,7 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
             model = load(tmp_path)
             if kind == "fused":
                 cpu_blocks.fuse(model)
+                assert (model.fused_blocks is not None) == (case in FUSED and library.find() is not None)
             ours = PagedDriver(model, requests=3).run(prompts, [5, 1, 7, 3])
             check_wanted_rows(model, prompts, ours)
         for logits, wanted in zip(ours, expected, strict=True):

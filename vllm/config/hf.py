@@ -190,6 +190,13 @@ class HFConfig:
                         return defaults[name]
         return _MISSING
 
+    def nested(self, name: str) -> HFConfig:
+        """The object that field `name` holds, as a config of its own; an empty one if there is none."""
+        value = self.get(name, default={})
+        if not isinstance(value, dict):
+            raise self._wrong(name, value, "an object")
+        return HFConfig(value, self.path)
+
     def get_int(self, *names: str, default: Any = _MISSING, minimum: int = 1, maximum: int = _MAX_LENGTH) -> Any:
         """Like `get`, checked to be an integer in [minimum, maximum]. `default` may be anything, such as None."""
         value = self._find(names)
@@ -377,11 +384,12 @@ class HFConfig:
         """Rotary embedding of the layers of one type (configs may give each type its own)."""
         where = "rope_scaling" if self.get("rope_scaling", default=None) else "rope_parameters"
         params = self.get(where, default={})
-        if isinstance(params, dict) and isinstance(params.get(layer_type), dict):
+        by_type = isinstance(params, dict) and isinstance(params.get(layer_type), dict)
+        if by_type:
             params, where = params[layer_type], f"{where}.{layer_type}"
         theta = self.get_float("rope_theta", "rotary_emb_base", default=10000.0)
         local_theta = self.get_float("rope_local_base_freq", default=None)
-        if layer_type == "sliding_attention" and local_theta is not None:
+        if layer_type == "sliding_attention" and local_theta is not None and not by_type:
             theta, params = local_theta, {}  # Gemma 3's windowed layers: their own base, no scaling
         return parse_rope(
             params,

@@ -23,6 +23,24 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
 
 
 @op
+def route_sparse(router_logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """The `top_k` experts of each token, chosen one after the other (SparseMixer, arXiv 2409.12136, as at inference).
+
+    Each is the best one left; its weight is its share in the softmax over those that are left and not further below it
+    than 2 * jitter times the larger of its logit and their own size. Shapes as of `route`.
+    """
+    logits = router_logits.float()
+    left, weights, experts = logits, [], []
+    for _ in range(top_k):
+        best, chosen = left.max(-1, keepdim=True)
+        near = (best - logits) / torch.maximum(logits.abs(), best) <= 2 * jitter
+        weights.append(left.masked_fill(~near, float("-inf")).softmax(-1).gather(-1, chosen))
+        experts.append(chosen)
+        left = left.scatter(-1, chosen, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(experts, -1)
+
+
+@op
 def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
     """Each token's weighted sum of its experts' outputs, down(act(gate x) * up x).
 

@@ -46,12 +46,15 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each frequency divided by its own factor; cos and sin scaled."""
+    """Each frequency divided by its own factor; cos and sin scaled, with long factors by
+    `long_attention_factor` if there is one.
+    """
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
     original_positions: int
     attention_factor: float
+    long_attention_factor: float | None = None
 
 
 Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -104,7 +107,11 @@ def scaling_from_params(kind: str, params: dict[str, Any], max_positions: int | 
         if attention_factor is None:
             attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
         return LongRopeScaling(
-            tuple(params["short_factor"]), tuple(params["long_factor"]), original, float(attention_factor)
+            tuple(params["short_factor"]),
+            tuple(params["long_factor"]),
+            original,
+            float(params.get("short_mscale") or attention_factor),
+            params.get("long_mscale"),
         )
     raise ValueError(f'Rope scaling "{kind}" is not supported for this model.')
 

@@ -55,14 +55,18 @@ def _frequencies(rope: Rope, positions: int) -> tuple[Tensor, float]:
         case YarnScaling():
             return _yarn(rope, scaling, exponents), scaling.attention_factor
         case LongRopeScaling():
-            chosen = scaling.long_factors if positions > scaling.original_positions else scaling.short_factors
+            is_long = positions > scaling.original_positions
+            chosen = scaling.long_factors if is_long else scaling.short_factors
             if len(chosen) != len(exponents):
                 raise ValueError(
                     f"Rope scaling longrope has {len(chosen)} factors, expected {len(exponents)} "
                     f"(half of the {rope.dim} rotated dimensions)."
                 )
             factors = torch.tensor(chosen, dtype=torch.float32, device="cpu")
-            return 1.0 / (factors * rope.theta**exponents), scaling.attention_factor
+            magnitude = scaling.attention_factor
+            if is_long and scaling.long_attention_factor is not None:
+                magnitude = scaling.long_attention_factor
+            return 1.0 / (factors * rope.theta**exponents), magnitude
 
 
 def _dynamic(rope: Rope, scaling: DynamicScaling, positions: int, exponents: Tensor) -> Tensor:

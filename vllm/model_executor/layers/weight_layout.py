@@ -14,25 +14,45 @@ class WeightLayout(Enum):
 
     QKV_BY_HEAD: q, k, v of head 0, then of head 1, ... (as many key/value heads as heads).
     QKV_BY_GROUP: for each key/value head its query heads, then k, then v.
+    STACKED: the matrices of all experts below each other.   STACKED_TRANSPOSED: the same of transposed matrices.
+    UNIT_ROWS: rows count divided by their length.
     """
 
     PLAIN = "plain"
     TRANSPOSED = "transposed"
     QKV_BY_HEAD = "qkv_by_head"
     QKV_BY_GROUP = "qkv_by_group"
+    STACKED = "stacked"
+    STACKED_TRANSPOSED = "stacked_transposed"
+    UNIT_ROWS = "unit_rows"
 
 
 def stored_shape(shape: tuple[int, ...], layout: WeightLayout) -> tuple[int, ...]:
     """The shape in the checkpoint of a tensor whose canonical shape is `shape`."""
-    return tuple(reversed(shape)) if layout is WeightLayout.TRANSPOSED else shape
+    match layout:
+        case WeightLayout.TRANSPOSED:
+            return tuple(reversed(shape))
+        case WeightLayout.STACKED:
+            return shape[0] * shape[1], *shape[2:]
+        case WeightLayout.STACKED_TRANSPOSED:
+            return shape[0] * shape[2], shape[1]
+    return shape
 
 
-def canonical(tensor: Tensor, layout: WeightLayout, heads: int, kv_heads: int) -> Tensor:
-    """`tensor` in canonical layout. Its shape must be right already; weights are [out, in], biases [out]."""
+def canonical(tensor: Tensor, layout: WeightLayout, heads: int, kv_heads: int, shape: tuple[int, ...] = ()) -> Tensor:
+    """`tensor` in canonical layout, of `shape`, which stacked layouts need. It must be stored in the right shape;
+    weights are [out, in], biases [out].
+    """
     if layout is WeightLayout.PLAIN:
         return tensor
     if layout is WeightLayout.TRANSPOSED:
         return tensor.t() if tensor.ndim == 2 else tensor
+    if layout is WeightLayout.STACKED:
+        return tensor.view(shape)
+    if layout is WeightLayout.STACKED_TRANSPOSED:
+        return tensor.view(shape[0], shape[2], shape[1]).transpose(1, 2)
+    if layout is WeightLayout.UNIT_ROWS:
+        return (tensor.float() / tensor.float().norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(tensor.dtype)
     import torch  # here, so that families can name a layout without it
 
     groups = kv_heads if layout is WeightLayout.QKV_BY_GROUP else heads

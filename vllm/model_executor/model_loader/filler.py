@@ -81,9 +81,14 @@ class WeightFiller:
         self._targets[slot.path] = whole
         parent, _, leaf = slot.path.rpartition(".")
         spec = slot.parameter.shard_spec
+        if spec.stack and not spec.parts:
+            for row in range(slot.parameter.full_shape[0]):
+                self._targets[f"{parent}.{row}.{leaf}"] = _Target(slot, None, row)
         for part in range(len(spec.parts)):
             name = spec.parts[part].name
             if spec.stack:
+                if name:
+                    self._targets[f"{parent}.{name}"] = _Target(slot, part)
                 for expert in range(slot.parameter.full_shape[0]):
                     self._targets[f"{parent}.{expert}.{name or leaf}.weight"] = _Target(slot, part, expert)
             elif name and len(spec.parts) > 1:

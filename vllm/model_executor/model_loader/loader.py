@@ -164,7 +164,7 @@ def fill_from_checkpoint(
                 f"{list(expected)}. Do config.json and the weights belong together?"
             )
         try:
-            filler.fill(target, _canonical(tensor, layout, target, spec))
+            filler.fill(target, _canonical(tensor, layout, shape, target, spec))
         except ValueError as error:
             raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
     quantized_bytes, missing = (0, []) if quantized is None else quantized.finish(filler, device)
@@ -182,10 +182,12 @@ def fill_from_checkpoint(
     return filler.filled_bytes + quantized_bytes
 
 
-def _canonical(tensor: Tensor, layout: WeightLayout, target: str, spec: Decoder) -> Tensor:
+def _canonical(tensor: Tensor, layout: WeightLayout, shape: tuple[int, ...], target: str, spec: Decoder) -> Tensor:
     if layout is WeightLayout.PLAIN:
         return tensor
-    return canonical(tensor, layout, *spec.blocks[int(target.split(".")[1])].heads())
+    block = target.split(".")[1]
+    heads = spec.blocks[int(block)].heads() if block.isdigit() else (0, 0)
+    return canonical(tensor, layout, *heads, shape)
 
 
 def _some(names: list[str]) -> str:

@@ -27,12 +27,13 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.rope_table import rope_table
-from vllm.model_executor.layers.sharding import ShardedParameter
+from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter, ShardSpec
 from vllm.model_executor.models.kv_groups import KVPlace
-from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Layout, Mlp, Moe, Norm, Rope
+from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
-from vllm.ops.moe import route
+from vllm.ops.moe import route, route_sparse
+from vllm.ops.norm import layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
 from vllm.step.inputs import StepInputs
 
@@ -65,6 +66,55 @@ def build_norm(spec: Norm, size: int, dtype: torch.dtype) -> RMSNorm | LayerNorm
     if spec.kind == "layer":
         return LayerNorm(size, spec.eps, offset=spec.offset, has_weight=spec.weight, has_bias=spec.bias, dtype=dtype)
     raise ValueError(f'Unknown norm {spec.kind!r}, expected "rms" or "layer".')
+
+
+def _head_norm(spec: Attn, heads: int, first: int, local: int, ctx: BuildContext) -> RMSNorm | LayerNorm | HeadsNorm:
+    """The norm of queries or keys: of `local` of `heads` heads from `first` on."""
+    if spec.qk_norm is None:
+        raise ValueError("These queries and keys have no norm.")
+    if spec.qk_norm_over is HeadNorm.HEAD:
+        return build_norm(spec.qk_norm, spec.head_dim, ctx.dtype)
+    return HeadsNorm(spec.qk_norm, heads, spec.head_dim, range(first, first + local), ctx, spec.qk_norm_over)
+
+
+class HeadsNorm(nn.Module):
+    """Norm of a rank's heads with weights for every head, over each head (EACH) or over the heads of all ranks (ALL).
+
+    weight, bias: of all heads on every rank, as [heads, head_dim] for EACH and [heads * head_dim] for ALL.
+    """
+
+    def __init__(self, spec: Norm, heads: int, head_dim: int, mine: range, ctx: BuildContext, over: HeadNorm) -> None:
+        super().__init__()
+        if over is HeadNorm.ALL and spec.kind != "rms":
+            raise ValueError(f"A norm of kind {spec.kind!r} over all heads of a token is not supported, only RMS.")
+        self.spec, self.mine, self.over, self.tp = spec, mine, over, ctx.tp
+        self.shape = (heads, head_dim)
+        each = over is HeadNorm.EACH
+        shape: tuple[int, ...] = (heads, head_dim) if each else (heads * head_dim,)
+        cut = ShardSpec(stack=1) if each else REPLICATED
+        self.weight = ShardedParameter.empty(shape, cut, 0, 1, ctx.dtype) if spec.weight else None
+        self.bias = ShardedParameter.empty(shape, cut, 0, 1, ctx.dtype) if spec.bias else None
+
+    def norm(self, x: Tensor) -> Tensor:
+        """x: [tokens, heads on this rank, head_dim]."""
+        if self.over is HeadNorm.ALL:
+            squares = self.tp.all_reduce(x.float().square().sum((1, 2), keepdim=True))
+            count = len(self.mine) * self.shape[1] * self.tp.world  # heads that ranks share count as often in both
+            out = x.float() * torch.rsqrt(squares / count + self.spec.eps)
+        else:
+            normalize = rms_norm if self.spec.kind == "rms" else _plain_layer_norm
+            out = normalize(x.float(), None, self.spec.eps)
+        mine = slice(self.mine.start, self.mine.stop)
+        if self.weight is not None:
+            out = out * (self.weight.view(self.shape)[mine].float() + self.spec.offset)
+        if self.bias is not None:
+            out = out + self.bias.view(self.shape)[mine].float()
+        return out.to(x.dtype)
+
+
+def _plain_layer_norm(x: Tensor, weight: None, eps: float) -> Tensor:
+    out: Tensor = layer_norm(x, weight, None, eps)
+    return out
 
 
 class SelfAttention(nn.Module):
@@ -103,12 +153,18 @@ class SelfAttention(nn.Module):
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         slopes = None
         if spec.alibi is not None:
-            slopes = alibi_slopes(spec.heads, spec.alibi).tensor_split(ctx.tp.world)[ctx.tp.rank].to(ctx.device)
+            slopes = alibi_slopes(spec.heads, spec.alibi.largest_exponent) * spec.alibi.factor
+            slopes = slopes.tensor_split(ctx.tp.world)[ctx.tp.rank].to(ctx.device)
         self.params = AttentionParams(scale=scale, window=spec.window, softcap=spec.softcap, alibi_slopes=slopes)
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
-            self.q_norm = build_norm(spec.qk_norm, spec.head_dim, ctx.dtype)
-            self.k_norm = build_norm(spec.qk_norm, spec.head_dim, ctx.dtype)
+            first_head = ctx.tp.rank * self.heads
+            first_kv_head = ctx.tp.rank * spec.kv_heads // ctx.tp.world
+            self.q_norm = _head_norm(spec, spec.heads, first_head, self.heads, ctx)
+            self.k_norm = _head_norm(spec, spec.kv_heads, first_kv_head, self.kv_heads, ctx)
+        # what one operation does, from the product to the cache
+        plain_norm = self.q_norm is None or isinstance(self.q_norm, RMSNorm)
+        self.fused = spec.rope is not None and plain_norm and spec.clip_qkv is None
         if spec.rope is not None:
             self.register_buffer("cos_sin", ctx.table(spec.rope), persistent=False)
 
@@ -120,7 +176,7 @@ class SelfAttention(nn.Module):
         cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
         qkv = self.qkv.project(x)
         rope, p, own = self.spec.rope, self.params, None
-        if rope is not None and not isinstance(self.q_norm, LayerNorm):
+        if rope is not None and self.fused:
             q, own = rotate_and_write_kv(
                 qkv,
                 self.heads,
@@ -138,6 +194,8 @@ class SelfAttention(nn.Module):
             q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split(heads, 1)
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm.norm(q), self.k_norm.norm(k)
+            if self.spec.clip_qkv is not None:
+                q, k, v = (t.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for t in (q, k, v))
             if rope is not None:
                 q = rotate(q, step.positions, self.cos_sin, rope.interleaved)
                 k = rotate(k, step.positions, self.cos_sin, rope.interleaved)
@@ -149,7 +207,9 @@ class SelfAttention(nn.Module):
     def _rms_qk_norm(self) -> QKNorm | None:
         """The head norms as the fused operation takes them."""
         q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is None or k_norm is None or q_norm.weight is None or k_norm.weight is None:
+        if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
+            return None
+        if q_norm.weight is None or k_norm.weight is None:
             return None
         return QKNorm(q_norm.weight, k_norm.weight, q_norm.variance_epsilon, q_norm.offset)
 
@@ -235,18 +295,36 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, spec: Moe, hidden_size: int, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.tp, self.reduce = spec, ctx.tp, reduce
         self.router = ReplicatedLinear(
             hidden_size, spec.experts, bias=False, params_dtype=ctx.dtype, prefix=f"{prefix}.router", tp=ctx.tp
         )
+        self.shared = self.shared_gate = None
+        if spec.shared is not None:
+            self.shared = FeedForward(spec.shared, hidden_size, ctx, f"{prefix}.shared", reduce=False)
+            if spec.shared_gate:
+                self.shared_gate = ReplicatedLinear(
+                    hidden_size, 1, bias=False, params_dtype=ctx.dtype, prefix=f"{prefix}.shared_gate", tp=ctx.tp
+                )
+            reduce = False  # the sum of both is reduced once
         shape = ExpertShape(spec.experts, hidden_size, spec.hidden, activation_kind(spec.act))
         self.experts = Experts(shape, ctx, f"{prefix}.experts", reduce=reduce)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
-        weights, chosen = route(self.router.project(x), self.spec.top_k, self.spec.renormalize)
+        logits = self.router.project(x)
+        if self.spec.jitter is None:
+            weights, chosen = route(logits, self.spec.top_k, self.spec.renormalize)
+        else:
+            weights, chosen = route_sparse(logits, self.spec.top_k, self.spec.jitter)
         out: Tensor = self.experts(x, weights, chosen)
-        return out
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate.project(x).sigmoid()
+        out = out + shared
+        return self.tp.all_reduce(out) if self.reduce else out
 
 
 class DecoderBlock(nn.Module):
@@ -279,7 +357,10 @@ class DecoderBlock(nn.Module):
         """
         norm, scaled = self.norms, self._scaled
         if rows is not None and not len(rows):
-            h = x if self.layout is Layout.POST else add_norm(norm[0], x, residual)[0]
+            if self.layout in (Layout.POST, Layout.BRANCH):
+                h = x if residual is None else x + residual
+            else:
+                h = add_norm(norm[0], x, residual)[0]
             return self.attn(h, step, kv_caches, rows), None
         match self.layout:
             case Layout.PRE:
@@ -301,6 +382,10 @@ class DecoderBlock(nn.Module):
                 x, _ = add_norm(norm[0], scaled(self.attn(x, step, kv_caches, rows)), _pick(x, rows))
                 x, _ = add_norm(norm[1], scaled(self.ffn(x)), x)
                 return x, None
+            case Layout.BRANCH:
+                x = x if residual is None else x + residual
+                x = _pick(x, rows) + scaled(norm[0](self.attn(x, step, kv_caches, rows)))
+                return scaled(norm[1](self.ffn(x))), x
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.scale == 1.0 else branch * self.scale

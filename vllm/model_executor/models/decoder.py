@@ -68,6 +68,7 @@ class DecoderModel(nn.Module):
             self.project_in = ReplicatedLinear(width, spec.hidden_size, bias=False, params_dtype=dtype, tp=tp)
             self.project_out = ReplicatedLinear(spec.hidden_size, width, bias=False, params_dtype=dtype, tp=tp)
         kv = tuple(block.need(tp.world) for block in spec.blocks)
+        self.embed_norm = None if spec.embed_norm is None else build_norm(spec.embed_norm, spec.hidden_size, dtype)
         self.kv_groups = group_layers(kv)
         places = kv_places(self.kv_groups, kv)
         table = {**MODULES, **(modules or {})}
@@ -107,6 +108,8 @@ class DecoderModel(nn.Module):
             x = self.project_in.project(x)
         if self.spec.positions is not None:
             x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
+        if self.embed_norm is not None:
+            x = self.embed_norm.norm(x)
         residual: Tensor | None = None
         rows = step.logits_rows
         if rows is not None and len(rows) == len(x):

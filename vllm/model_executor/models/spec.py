@@ -8,7 +8,20 @@ from enum import Enum
 from vllm.model_executor.layers.rope import Rope
 from vllm.step.kv_need import KVNeed, attention_need
 
-__all__ = ["Attn", "Block", "BlockSpec", "Decoder", "Layout", "LearnedPositions", "Mlp", "Moe", "Norm", "Rope"]
+__all__ = [
+    "Alibi",
+    "Attn",
+    "Block",
+    "BlockSpec",
+    "Decoder",
+    "HeadNorm",
+    "Layout",
+    "LearnedPositions",
+    "Mlp",
+    "Moe",
+    "Norm",
+    "Rope",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +40,32 @@ def layer_norm(eps: float, *, affine: bool = True) -> Norm:
     return Norm("layer", eps, weight=affine, bias=affine)
 
 
+class HeadNorm(Enum):
+    """What a norm of queries and keys is taken over.
+
+    HEAD: each head by itself, all with the same weights.   EACH: each head by itself, with weights of its own.
+    ALL: all heads of a token together.
+    """
+
+    HEAD = "head"
+    EACH = "each"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Slopes of ALiBi (`layers/alibi.py`), times `factor`, in place of or beside a rotation."""
+
+    largest_exponent: float = 8.0
+    factor: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Attn:
     """scale: of q k; head_dim ** -0.5 by default.   window: tokens that each query sees, itself included; None: all.
 
-    softcap: scores become softcap * tanh(scores / softcap).   qk_norm: norm of each query and key head before rotation.
-    alibi: the largest exponent of ALiBi slopes (`layers/alibi.py`), which is 8 unless a config says otherwise; None: no
-    ALiBi.
+    softcap: scores become softcap * tanh(scores / softcap).   qk_norm: norm of queries and keys before rotation.
+    clip_qkv: queries, keys and values are cut to [-clip_qkv, clip_qkv], behind their norm.
     """
 
     heads: int
@@ -46,7 +78,9 @@ class Attn:
     qk_norm: Norm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    alibi: float | None = None
+    alibi: Alibi | None = None
+    qk_norm_over: HeadNorm = HeadNorm.HEAD
+    clip_qkv: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +95,21 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """`top_k` of `experts` gated MLPs, weighted by the router's softmax.   renormalize: the chosen weights sum to 1."""
+    """`top_k` of `experts` gated MLPs, weighted by the router's softmax.   renormalize: the chosen weights sum to 1.
+
+    jitter: experts are chosen one after the other, each weighted by a softmax over those whose logit is within 2 *
+    jitter of the best one's, relative to its own size (SparseMixer, arXiv 2409.12136).
+    shared: an MLP for every token beside the chosen ones.   shared_gate: whether a sigmoid of the token weights it.
+    """
 
     act: str
     hidden: int
     experts: int
     top_k: int
     renormalize: bool = True
+    jitter: float | None = None
+    shared: Mlp | None = None
+    shared_gate: bool = False
 
 
 class Layout(Enum):
@@ -78,6 +120,7 @@ class Layout(Enum):
     PARALLEL_SHARED: x + A(N1 x) + F(N1 x)
     SANDWICH:        x + N2 A(N1 x), then x + N4 F(N3 x)
     POST:            N1(x + A x), then N2(x + F x)
+    BRANCH:          x + N1 A(x), then x + N2 F(x)
     """
 
     PRE = "pre"
@@ -85,6 +128,7 @@ class Layout(Enum):
     PARALLEL_SHARED = "parallel_shared"
     SANDWICH = "sandwich"
     POST = "post"
+    BRANCH = "branch"
 
     @property
     def num_norms(self) -> int:
@@ -147,6 +191,7 @@ class Decoder:
 
     norm: after the last block.   tied: the head's weight is the embedding's.
     embed_dim: width of embedding and head where it differs from `hidden_size` (projected in and out).
+    embed_norm: of what enters the first block.
     """
 
     vocab_size: int
@@ -160,3 +205,4 @@ class Decoder:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    embed_norm: Norm | None = None

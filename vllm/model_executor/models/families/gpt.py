@@ -1,4 +1,4 @@
-"""The families with LayerNorm, biases and a plain MLP: GPT-2, GPT-NeoX, OPT, Phi."""
+"""The families with LayerNorm and a plain MLP: those called GPT, OPT, Phi, StarCoder 2, Persimmon, Nemotron."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from vllm.config.facts import Facts, Windows
 from vllm.config.hf import HFConfig
 from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.models.families.llama import NAMES as LLAMA_NAMES
-from vllm.model_executor.models.families.llama import NO_WINDOWS, ROTARY_FREQUENCIES, rope_of
+from vllm.model_executor.models.families.llama import NO_WINDOWS, ROTARY_FREQUENCIES, llama_like, rope_of, windows_of
 from vllm.model_executor.models.family import Family, renames
-from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, LearnedPositions, Mlp, layer_norm
+from vllm.model_executor.models.spec import (
+    Attn,
+    Block,
+    Decoder,
+    Layout,
+    LearnedPositions,
+    Mlp,
+    Norm,
+    Rope,
+    layer_norm,
+)
 
 
 def gpt2(hf: HFConfig) -> Decoder:
@@ -77,6 +87,63 @@ def phi(hf: HFConfig) -> Decoder:
     return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, head_bias=True)
 
 
+def bigcode_kv_heads(hf: HFConfig) -> int:
+    """One for all query heads, or one for each."""
+    return 1 if hf.get_bool("multi_query", default=True) else hf.num_heads
+
+
+def gpt_bigcode(hf: HFConfig) -> Decoder:
+    """StarCoder and SantaCoder: GPT-2 with one key/value head."""
+    norm = layer_norm(hf.get_float("layer_norm_epsilon", minimum=0))
+    scale = None if hf.get_bool("scale_attn_weights", default=True) else 1.0
+    attn = Attn(hf.num_heads, hf.num_kv_heads, hf.head_dim, scale=scale, qkv_bias=True, out_bias=True)
+    inner = hf.get_int("n_inner", default=None) or 4 * hf.hidden_size
+    mlp = Mlp(hf.get_str("activation_function"), inner, gated=False, bias=True)
+    positions = LearnedPositions(hf.get_int("n_positions", "max_position_embeddings"))
+    blocks = (Block(attn, mlp, norm),) * hf.num_layers
+    return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, positions=positions)
+
+
+def gptj(hf: HFConfig) -> Decoder:
+    """GPT-J: interleaved partial rotation, one norm for both branches, a biased head."""
+    norm = layer_norm(hf.get_float("layer_norm_epsilon", minimum=0))
+    dim = hf.get_int("rotary_dim", default=None) or hf.hidden_size
+    if dim > hf.head_dim:
+        raise ValueError(f"{hf.file}: rotary_dim is {dim}, expected at most the {hf.head_dim} dimensions of a head.")
+    attn = Attn(hf.num_heads, hf.num_heads, hf.head_dim, rope=Rope(dim, interleaved=True))
+    inner = hf.get_int("n_inner", default=None) or 4 * hf.hidden_size
+    mlp = Mlp(hf.get_str("activation_function"), inner, gated=False, bias=True)
+    blocks = (Block(attn, mlp, norm, Layout.PARALLEL_SHARED),) * hf.num_layers
+    return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, head_bias=True)
+
+
+def starcoder2(hf: HFConfig) -> Decoder:
+    """StarCoder 2: rotary positions, a window on every layer if the config has one."""
+    norm = layer_norm(hf.get_float("norm_epsilon", minimum=0))
+    bias = hf.get_bool("use_bias", default=True)
+    mlp = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), gated=False, bias=bias)
+    attn = {"qkv_bias": bias, "out_bias": bias}
+    return llama_like(hf, norm=norm, attn=attn, ffn=mlp, windows=windows_of(hf))
+
+
+def persimmon(hf: HFConfig) -> Decoder:
+    """Persimmon: squared ReLU, head norms, partial rotation."""
+    norm = layer_norm(hf.get_float("layer_norm_eps", minimum=0))
+    qk_norm = norm if hf.get_bool("qk_layernorm", default=True) else None
+    mlp = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), gated=False, bias=True)
+    attn = {"kv_heads": hf.num_heads, "qk_norm": qk_norm, "qkv_bias": True, "out_bias": True}
+    return llama_like(hf, norm=norm, attn=attn, ffn=mlp)
+
+
+def nemotron(hf: HFConfig) -> Decoder:
+    """Nemotron-3, -4 and Minitron: squared ReLU, LayerNorm weights stored minus 1, partial rotation."""
+    norm = Norm("layer", hf.get_float("norm_eps", minimum=0), offset=1.0, bias=True)
+    bias = hf.get_bool("attention_bias", default=False)
+    mlp_bias = hf.get_bool("mlp_bias", default=False)
+    mlp = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), gated=False, bias=mlp_bias)
+    return llama_like(hf, norm=norm, attn={"qkv_bias": bias, "out_bias": bias}, ffn=mlp)
+
+
 GPT2_NAMES = renames(
     {
         "transformer.wte.{p}": "embed.{p}",
@@ -137,6 +204,46 @@ PHI_NAMES = renames(
     }
 )
 
+BIGCODE_NAMES = (
+    renames({"transformer.h.{i}.attn.c_attn.{p}": "blocks.{i}.attn.qkv.{p}"}, WeightLayout.QKV_BY_GROUP)
+    + renames(
+        {
+            "transformer.h.{i}.attn.c_proj.{p}": "blocks.{i}.attn.o.{p}",
+            "transformer.h.{i}.mlp.c_fc.{p}": "blocks.{i}.ffn.up.{p}",
+            "transformer.h.{i}.mlp.c_proj.{p}": "blocks.{i}.ffn.down.{p}",
+        }
+    )
+    + GPT2_NAMES
+)
+GPTJ_NAMES = renames(
+    {
+        "transformer.wte.{p}": "embed.{p}",
+        "transformer.ln_f.{p}": "norm.{p}",
+        "lm_head.{p}": "head.{p}",
+        "transformer.h.{i}.ln_1.{p}": "blocks.{i}.norms.0.{p}",
+        "transformer.h.{i}.attn.q_proj.{p}": "blocks.{i}.attn.q.{p}",
+        "transformer.h.{i}.attn.k_proj.{p}": "blocks.{i}.attn.k.{p}",
+        "transformer.h.{i}.attn.v_proj.{p}": "blocks.{i}.attn.v.{p}",
+        "transformer.h.{i}.attn.out_proj.{p}": "blocks.{i}.attn.o.{p}",
+        "transformer.h.{i}.mlp.fc_in.{p}": "blocks.{i}.ffn.up.{p}",
+        "transformer.h.{i}.mlp.fc_out.{p}": "blocks.{i}.ffn.down.{p}",
+    }
+)
+STARCODER2_NAMES = renames(
+    {
+        "model.layers.{i}.mlp.c_fc.{p}": "blocks.{i}.ffn.up.{p}",
+        "model.layers.{i}.mlp.c_proj.{p}": "blocks.{i}.ffn.down.{p}",
+    }
+)
+PERSIMMON_NAMES = renames(
+    {"model.layers.{i}.self_attn.query_key_value.{p}": "blocks.{i}.attn.qkv.{p}"}, WeightLayout.QKV_BY_HEAD
+) + renames(
+    {
+        "model.layers.{i}.mlp.dense_h_to_4h.{p}": "blocks.{i}.ffn.up.{p}",
+        "model.layers.{i}.mlp.dense_4h_to_h.{p}": "blocks.{i}.ffn.down.{p}",
+    }
+)
+
 # causal masks and the value of a masked score, which older checkpoints stored
 _GPT2_MASKS = ("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias")
 _NEOX_BUFFERS = (
@@ -150,4 +257,15 @@ _LEARNED = Facts(Windows.NONE, learned_positions=True)
 GPT2 = Family(gpt2, GPT2_NAMES, "transformer.", _GPT2_MASKS, _LEARNED)
 GPT_NEOX = Family(gpt_neox, GPT_NEOX_NAMES, "gpt_neox.", _NEOX_BUFFERS, NO_WINDOWS)
 OPT = Family(opt, OPT_NAMES, "model.", ("model.decoder.version",), _LEARNED)
+GPT_BIGCODE = Family(
+    gpt_bigcode,
+    BIGCODE_NAMES,
+    "transformer.",
+    _GPT2_MASKS,
+    Facts(Windows.NONE, learned_positions=True, kv_heads=bigcode_kv_heads),
+)
+GPTJ = Family(gptj, GPTJ_NAMES, "transformer.", _GPT2_MASKS, NO_WINDOWS)
+STARCODER2 = Family(starcoder2, STARCODER2_NAMES + LLAMA_NAMES, "model.", ROTARY_FREQUENCIES)
+PERSIMMON = Family(persimmon, PERSIMMON_NAMES + PHI_NAMES + LLAMA_NAMES, "model.", ROTARY_FREQUENCIES, NO_WINDOWS)
+NEMOTRON = Family(nemotron, LLAMA_NAMES, "model.", ROTARY_FREQUENCIES, NO_WINDOWS)
 PHI = Family(phi, PHI_NAMES + LLAMA_NAMES, "model.", ROTARY_FREQUENCIES, NO_WINDOWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +33,11 @@ NAMES = renames(
 ROTARY_FREQUENCIES = ("model.rotary_emb.inv_freq", "model.layers.{i}.self_attn.rotary_emb.inv_freq")
 
 
-def rope_of(hf: HFConfig) -> Rope:
-    """The rotary embedding that a config describes."""
-    settings = hf.rope
+def rope_of(hf: HFConfig, *, interleaved: bool = False, layer_type: str = "full_attention") -> Rope:
+    """The rotary embedding that a config describes for layers of a type."""
+    settings = hf.rope_for(layer_type)
     scaling = scaling_from_params(settings.kind, settings.params, hf.max_position_embeddings)
-    return Rope(int(hf.head_dim * settings.partial_rotary_factor), settings.theta, scaling=scaling)
+    return Rope(int(hf.head_dim * settings.partial_rotary_factor), settings.theta, interleaved, scaling)
 
 
 def windows_of(hf: HFConfig) -> tuple[int | None, ...]:
@@ -59,25 +60,34 @@ def llama_like(
     act: str | None = None,
     layout: Layout = Layout.PRE,
     windows: tuple[int | None, ...] | None = None,
+    per_layer: Callable[[int, Block], Block] | None = None,
+    residual_scale: float = 1.0,
     **decoder: Any,
 ) -> Decoder:
-    """A Llama decoder with some fields replaced: `attn` those of Attn, `decoder` those of Decoder."""
+    """A Llama decoder with some fields replaced: `attn` those of Attn, `decoder` those of Decoder.
+
+    per_layer: (layer, its block so far) -> its block, where layers differ in more than their windows.
+    """
     norm = norm or Norm("rms", hf.get_float("rms_norm_eps", minimum=0))
     ffn = ffn or Mlp(act or hf.get_str("hidden_act"), hf.get_int("intermediate_size"))
-    attention = replace(Attn(hf.num_heads, hf.num_kv_heads, hf.head_dim, rope=rope_of(hf)), **(attn or {}))
-    block = Block(attention, ffn, norm, layout)
+    sizes = {"heads": hf.num_heads, "kv_heads": hf.num_kv_heads, "head_dim": hf.head_dim}
+    fields: dict[str, Any] = {**sizes, **(attn or {})}
+    attention = Attn(**fields) if "rope" in fields else Attn(**fields, rope=rope_of(hf))
+    block = Block(attention, ffn, norm, layout, residual_scale)
     windows = windows or (None,) * hf.num_layers
+    blocks = [replace(block, attn=replace(attention, window=window)) for window in windows]
     return Decoder(
         hf.vocab_size,
         hf.hidden_size,
-        tuple(replace(block, attn=replace(attention, window=window)) for window in windows),
+        tuple(block if per_layer is None else per_layer(i, block) for i, block in enumerate(blocks)),
         norm,
         hf.tie_word_embeddings,
         **decoder,
     )
 
 
-def _attention_bias(hf: HFConfig) -> dict[str, Any]:
+def attention_bias(hf: HFConfig) -> dict[str, Any]:
+    """Biases of all four products, or of none."""
     bias = hf.get_bool("attention_bias", "bias", default=False)
     return {"qkv_bias": bias, "out_bias": bias}
 
@@ -85,7 +95,7 @@ def _attention_bias(hf: HFConfig) -> dict[str, Any]:
 def llama(hf: HFConfig) -> Decoder:
     """Llama 1 to 3 (and Yi, ...)."""
     ffn = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), bias=hf.get_bool("mlp_bias", default=False))
-    return llama_like(hf, attn=_attention_bias(hf), ffn=ffn)
+    return llama_like(hf, attn=attention_bias(hf), ffn=ffn)
 
 
 def mistral(hf: HFConfig) -> Decoder:
@@ -109,7 +119,7 @@ def qwen2(hf: HFConfig) -> Decoder:
 
 def qwen3(hf: HFConfig) -> Decoder:
     """Qwen 3: each query and key head is normalised."""
-    attn = {**_attention_bias(hf), "qk_norm": Norm("rms", hf.get_float("rms_norm_eps", minimum=0))}
+    attn = {**attention_bias(hf), "qk_norm": Norm("rms", hf.get_float("rms_norm_eps", minimum=0))}
     return llama_like(hf, attn=attn, windows=windows_of(hf))
 
 
@@ -119,7 +129,7 @@ def gemma(hf: HFConfig) -> Decoder:
     return llama_like(
         hf,
         norm=Norm("rms", hf.get_float("rms_norm_eps", minimum=0), offset=1.0),
-        attn=_attention_bias(hf),
+        attn=attention_bias(hf),
         act="gelu_pytorch_tanh" if act == "gelu" else act,
         embed_scale=hf.hidden_size**0.5,
     )
@@ -132,7 +142,7 @@ def gemma2(hf: HFConfig) -> Decoder:
         hf,
         norm=Norm("rms", hf.get_float("rms_norm_eps", minimum=0), offset=1.0),
         attn={
-            **_attention_bias(hf),
+            **attention_bias(hf),
             "scale": scale,
             "softcap": hf.get_float("attn_logit_softcapping", default=None),
         },
