@@ -285,6 +285,50 @@ async def test_the_queue_has_bounds(model_folder):
         await assert_idle(engine)
 
 
+async def test_one_request_has_no_more_than_its_share_of_the_queue(model_folder):
+    async with running(model_folder, max_num_seqs=4, max_num_queued_reqs=16, separate=False) as engine:
+        share, most = engine._admission.share, 0
+        assert share == 4
+        enter = engine._admission.enter
+
+        def watched(requests, account=None):
+            nonlocal most
+            enter(requests, account)
+            if account is not None:
+                most = max(most, account.waiting)
+
+        engine._admission.enter = watched
+        many = asyncio.ensure_future(final(engine, "Hello", SamplingParams(n=60, max_tokens=5, seed=7), "many"))
+        await settle(lambda: engine._admission.waiting > 0)
+        others = await asyncio.gather(*(final(engine, "Hello", greedy(3), f"o{i}") for i in range(8)))
+        assert all(len(o.outputs[0].token_ids) == 3 for o in others)
+        whole = await many
+        assert most == share
+        assert [o.index for o in whole.outputs] == list(range(60))
+        assert all(len(o.token_ids) == 5 or o.finish_reason == "stop" for o in whole.outputs)
+        alone = [await final(engine, "Hello", SamplingParams(n=3, max_tokens=5, seed=7), "few")]
+        assert [o.token_ids for o in alone[0].outputs] == [o.token_ids for o in whole.outputs[:3]]
+        await assert_idle(engine)
+
+
+@pytest.mark.parametrize("how", ["abort", "leave"])
+async def test_what_is_held_back_ends_with_its_request(model_folder, how):
+    async with running(model_folder, max_num_seqs=4, separate=False) as engine:
+        params = SamplingParams(n=200, max_tokens=LONG, ignore_eos=True)
+        task = asyncio.ensure_future(final(engine, "Hello", params, "many"))
+        await settle(lambda: engine._account_of)
+        await settle(lambda: engine.output_processor.num_unfinished == 1)
+        if how == "abort":
+            await engine.abort("many")
+            assert (await task).finished
+        else:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert not engine._accounts and not engine._account_of
+        assert len((await final(engine, "Hello", greedy(2), "next")).outputs[0].token_ids) == 2
+        await assert_idle(engine)
+
+
 async def test_shutdown_lets_running_requests_finish(model_folder, offline):
     """T14: every stream ends with its whole text; new requests are refused; the process ends with status 0."""
     async with running(model_folder) as engine:

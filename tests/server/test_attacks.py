@@ -56,6 +56,17 @@ def test_what_was_found_holds_up_nobody(attacked: Server, watched: Bystanders, a
     assert effect.health < SECONDS
 
 
+@pytest.mark.parametrize(
+    "attack", [a for a in FOUND if a.name in QUEUED], ids=lambda attack: attack.name.replace(",", "")
+)
+def test_work_for_many_sequences_leaves_room_for_others(attacked: Server, watched: Bystanders, attack: Attack) -> None:
+    """Their first tokens come between its own, and none of them is refused."""
+    effect = measure(attacked.port, pid_of(attacked), attack, watched, patience=0.0)
+    assert effect.status == 200
+    assert effect.gap < SECONDS
+    assert effect.health < SECONDS
+
+
 def test_no_field_holds_up_anybody(attacked: Server, watched: Bystanders) -> None:
     attacks = [a for a in family(256 << 10) if a.name.split(" ")[1].rstrip(":") in FIELDS]
     assert len(attacks) > 250

@@ -1,7 +1,8 @@
-"""The bounds of the waiting queue: a server must refuse before it drowns."""
+"""The bounds of the waiting queue: a server must refuse before it drowns, and nobody may take all of it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,22 +16,42 @@ if TYPE_CHECKING:
 # Used when the configuration names no bounds. Waiting costs memory and patience, nothing else: these are generous.
 DEFAULT_SEQUENCES_PER_SLOT = 8
 DEFAULT_QUEUED_TOKENS = 1 << 22
+# Of the queue, for one account: no more than the slots that it could have if it were alone.
+ACCOUNT_SHARE = 4
+
+
+class Account:
+    """What one call of a user (n > 1, beams, many prompts) has in the queue, and what it may not have there yet."""
+
+    __slots__ = ("held_back", "requests", "tokens", "waiting")
+
+    def __init__(self) -> None:
+        self.requests = 0  # in progress
+        self.waiting = 0  # sequences in the queue
+        self.tokens = 0  # of their prompts
+        self.held_back: deque[str] = deque()  # requests with sequences that were not sent to the core
 
 
 class Admission:
-    """Counts what waits: sequences that were sent to the core and have no token yet, and texts being tokenized."""
+    """Counts what waits: sequences that were sent to the core and have no token yet, and texts being tokenized.
+
+    An account may have a share of the queue; its further sequences are held back until those have left, and take no
+    place from others.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.max_sequences = config.max_num_queued_reqs or DEFAULT_SEQUENCES_PER_SLOT * config.max_num_seqs
         self.max_tokens = config.max_num_queued_tokens or DEFAULT_QUEUED_TOKENS
+        self.share = max(1, min(config.max_num_seqs, self.max_sequences // ACCOUNT_SHARE))
+        self.share_of_tokens = max(1, self.max_tokens // ACCOUNT_SHARE)
         self.closed = False
-        self._lengths: dict[str, int] = {}  # id in the core -> prompt tokens
+        self._waiting: dict[str, tuple[int, Account | None]] = {}  # id in the core -> prompt tokens, account
         self._tokens = 0
         self._arriving = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._lengths) + self._arriving
+        return len(self._waiting) + self._arriving
 
     @property
     def waiting_tokens(self) -> int:
@@ -54,6 +75,12 @@ class Admission:
                 "Try again later."
             )
 
+    def room(self, account: Account, tokens: int) -> int:
+        """How many sequences with prompts of so many tokens the account may add to the queue."""
+        if not account.waiting:
+            return max(1, min(self.share, self.share_of_tokens // max(1, tokens)))
+        return max(0, min(self.share - account.waiting, (self.share_of_tokens - account.tokens) // max(1, tokens)))
+
     @contextmanager
     def arriving(self) -> Iterator[None]:
         """Count one request that is still being tokenized."""
@@ -63,17 +90,29 @@ class Admission:
         finally:
             self._arriving -= 1
 
-    def enter(self, requests: Iterable[CoreRequest]) -> None:
+    def enter(self, requests: Iterable[CoreRequest], account: Account | None = None) -> None:
         """Sequences were sent to the core."""
         for request in requests:
             length = len(request.prompt_token_ids)
-            self._lengths[request.request_id] = length
+            self._waiting[request.request_id] = length, account
             self._tokens += length
+            if account is not None:
+                account.waiting += 1
+                account.tokens += length
 
-    def leave(self, core_id: str) -> None:
-        """A sequence has its first token, or has ended; ids that do not wait are ignored."""
-        self._tokens -= self._lengths.pop(core_id, 0)
+    def leave(self, core_id: str) -> Account | None:
+        """A sequence has its first token, or has ended; ids that do not wait are ignored.
+
+        Returns its account, if that has others held back.
+        """
+        length, account = self._waiting.pop(core_id, (0, None))
+        self._tokens -= length
+        if account is None:
+            return None
+        account.waiting -= 1
+        account.tokens -= length
+        return account if account.held_back else None
 
     def clear(self) -> None:
-        self._lengths.clear()
+        self._waiting.clear()
         self._tokens = 0

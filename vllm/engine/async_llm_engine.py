@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.engine.admission import Admission
+from vllm.engine.admission import Account, Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, RequestInput
 from vllm.engine.output_processor import OutputProcessor
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 TICK_SECONDS = 0.5
+# Of sequences that are sent to the core at once: beyond this many tokens of prompts others have their turn first. What
+# else there is in a message is as much as so many tokens.
+TOKENS_PER_TURN = 64 * 1024
+TOKENS_PER_MESSAGE = 256
 
 
 class AsyncEngineDeadError(EngineDeadError):
@@ -88,6 +92,8 @@ class AsyncLLMEngine:
         self._streams: dict[str, RequestStream] = {}
         self._wakeups = Wakeups()
         self._admission = Admission(vllm_config.scheduler_config)
+        self._accounts: dict[str, Account] = {}  # of what has one, see `ProcessedRequest.account`
+        self._account_of: dict[str, str] = {}  # by request
         self._faults = Faults.from_env()
         self.lanes = Lanes()
         self._attaching: asyncio.Future[None] | None = None
@@ -199,9 +205,12 @@ class AsyncLLMEngine:
             stat_logger.log(stats)
         if not outputs:
             return
+        roomy: dict[Account, None] = {}
         if self._admission.waiting:
             for core_output in outputs:
-                self._admission.leave(core_output.request_id)
+                account = self._admission.leave(core_output.request_id)
+                if account is not None:
+                    roomy[account] = None
         processed = self.output_processor.process(outputs)
         if processed.aborts:
             self._core.abort(processed.aborts)
@@ -215,9 +224,51 @@ class AsyncLLMEngine:
             stream.put(output)
             if output.finished:
                 del streams[output.request_id]
+                self._leave_account(output.request_id)
                 failed = next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
                 if failed is not None:
                     stream.fail(EngineGenerateError(str(failed)))
+        for account in roomy:
+            self._send_held_back(account)
+
+    def _send_held_back(self, account: Account) -> None:
+        """Send the core what an account has room for, at most as much as takes a few milliseconds, the rest soon."""
+        left = TOKENS_PER_TURN
+        while account.held_back and not self.is_stopped:
+            request_id = account.held_back[0]
+            tokens = self.output_processor.prompt_length(request_id)
+            room = self._admission.room(account, tokens)
+            if not room:
+                return
+            if left <= 0:
+                asyncio.get_running_loop().call_soon(self._send_held_back, account)
+                return
+            most = min(room, max(1, left // (tokens + TOKENS_PER_MESSAGE)))
+            messages = self.output_processor.more(request_id, most)
+            if len(messages) < most:
+                account.held_back.popleft()  # that was all of it
+            left -= len(messages) * (tokens + TOKENS_PER_MESSAGE)
+            self._admission.enter(messages, account)
+            with contextlib.suppress(EngineDeadError):  # which everybody hears of in another way
+                self._core.add(messages)
+
+    def _join_account(self, request_id: str, name: str) -> Account:
+        account = self._accounts.setdefault(name, Account())
+        account.requests += 1
+        self._account_of[request_id] = name
+        return account
+
+    def _leave_account(self, request_id: str) -> None:
+        """A request has ended, however it did."""
+        name = self._account_of.pop(request_id, None)
+        if name is None:
+            return
+        account = self._accounts[name]
+        account.requests -= 1
+        if request_id in account.held_back:
+            account.held_back.remove(request_id)
+        if not account.requests:
+            del self._accounts[name]
 
     # The core steps by itself, in its own process. These three are what is left of the older loop's public methods.
 
@@ -260,6 +311,7 @@ class AsyncLLMEngine:
         for request_id, stream in streams.items():
             self.output_processor.abort([request_id])
             stream.fail(error)
+            self._leave_account(request_id)
         self._admission.clear()
 
     def shutdown_background_loop(self) -> None:
@@ -389,12 +441,17 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        account: str | None = None,
     ) -> RequestStream:
         """Begin a request for a consumer that wants to be called rather than to wait; it has to close the stream.
 
+        account: common to several requests of one call, which `check_admission` was asked for as a whole.
+
         The parameters are the engine's from here on. Raises, here or through the stream, what `generate` raises.
         """
-        request = RequestInput(request_id, prompt, sampling_params, priority=priority, owns_params=True)
+        request = RequestInput(
+            request_id, prompt, sampling_params, priority=priority, owns_params=True, account=account
+        )
         return await self._open(request, timeout)
 
     async def encode(
@@ -425,7 +482,9 @@ class AsyncLLMEngine:
 
     async def _begin(self, request: RequestInput, deadline: float | None = None) -> RequestStream:
         await self._ensure_attached()
-        self.check_admission()
+        is_admitted = request.account in self._accounts
+        if not is_admitted:
+            self.check_admission()
         if request.request_id in self.output_processor:
             raise KeyError(f"Request {request.request_id} already exists.")
         if self._multiprocessing and isinstance(request.params, SamplingParams):
@@ -435,19 +494,29 @@ class AsyncLLMEngine:
         if self.is_stopped:
             raise self.dead_error
         processed = self.input_processor.process(request)
-        self.check_admission(len(processed.children), len(processed.prompt_token_ids))
-        messages = self.output_processor.add(processed)
+        length, sequences = len(processed.prompt_token_ids), processed.params.num_candidates
+        if not is_admitted:
+            self.check_admission(sequences, length)
+        account, most = None, None
+        if processed.account is not None:
+            account = self._join_account(request.request_id, processed.account)
+            most = min(self._admission.room(account, length), max(1, TOKENS_PER_TURN // (length + TOKENS_PER_MESSAGE)))
+        messages = self.output_processor.add(processed, most)
         try:
             self._core.add(messages)
         except Exception as error:
             self.output_processor.abort([request.request_id])
+            self._leave_account(request.request_id)
             if isinstance(error, EngineDeadError):
                 raise self.dead_error from error
             raise ValueError(f"The request cannot be sent to the engine core: {error}") from error
         stream = self._streams[request.request_id] = RequestStream(
             request.request_id, processed.params.output_kind, self._wakeups, self._abandon
         )
-        self._admission.enter(messages)
+        self._admission.enter(messages, account)
+        if account is not None and len(messages) < len(processed.children):
+            account.held_back.append(request.request_id)
+            self._send_held_back(account)
         if self.log_requests:
             logger.info(
                 "Received request %s: prompt: %d tokens, params: %s",
@@ -503,9 +572,12 @@ class AsyncLLMEngine:
             self._abort([stream.request_id])
 
     def _abort(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
         core_ids, outputs = self.output_processor.abort(request_ids)
         for core_id in core_ids:
             self._admission.leave(core_id)
+        for request_id in request_ids:
+            self._leave_account(request_id)
         for output in outputs:
             stream = self._streams.pop(output.request_id, None)
             if stream is not None:

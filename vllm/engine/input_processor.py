@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class RequestInput(NamedTuple):
     """One request as a user passes it.
 
     owns_params: the parameters were made, and so checked, for this request alone, and nobody else has them.
+    account: the name that all requests of one call of a user have in common, if there are several.
     """
 
     request_id: str
@@ -67,24 +68,68 @@ class RequestInput(NamedTuple):
     priority: int = 0
     add_special_tokens: bool = True  # bos, where the tokenizer adds one; chat templates write their own
     owns_params: bool = False
+    account: str | None = None
 
 
 class ProcessedRequest(NamedTuple):
     """A request that is in order. `params` is our own copy; `children` has one message per sequence, none for beams.
 
     `returned` of the children are given to the user; if there are more (best_of), the most likely ones.
+    `account` is common to everything that one call of a user asks for, None if that is one sequence.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    children: tuple[CoreRequest, ...]
+    children: Sequence[CoreRequest]
     returned: int
     arrival_time: float
     priority: int
     cache_salt: str | None = None
     beams: BeamSearchParams | None = None
+    account: str | None = None
+
+
+class Children(Sequence[CoreRequest]):
+    """The messages of a request's sequences, each made when it is asked for: there may be thousands.
+
+    The first has the request's own seed, so that n = 1 gives the first of n = 4.
+    """
+
+    def __init__(self, request: ProcessedRequest, first: SamplingParams, others: SamplingParams, seed: int) -> None:
+        self._request = request
+        self._first, self._others = first, others
+        self._seed = seed
+        self._count = request.params.num_candidates
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @overload
+    def __getitem__(self, index: int) -> CoreRequest: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[CoreRequest]: ...
+
+    def __getitem__(self, index: int | slice) -> CoreRequest | list[CoreRequest]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        name = self._request.request_id
+        return core_request(
+            self._request,
+            request_id=name if self._count == 1 else f"{index}_{name}",
+            params=self._others if index else self._first,
+            seed=child_seed(self._seed, index),
+            fork_of=f"0_{name}" if index else None,
+        )
 
 
 class _Parsed(NamedTuple):
@@ -373,11 +418,11 @@ class InputProcessor:
             priority=request.priority,
             cache_salt=prompt.cache_salt,
             beams=beams,
+            account=request.account or (request.request_id if beams is not None or params.num_candidates > 1 else None),
         )
-        return made if beams is not None else made._replace(children=tuple(self._children(made)))
+        return made if beams is not None else made._replace(children=self._children(made))
 
-    def _children(self, request: ProcessedRequest) -> list[CoreRequest]:
-        """One message per sequence. The first has the request's own seed, so that n = 1 gives the first of n = 4."""
+    def _children(self, request: ProcessedRequest) -> Children:
         params, count = request.params, request.params.num_candidates
         seed = (self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed) & _SEED_MASK
         if count > request.returned and params.logprobs is None:
@@ -389,16 +434,7 @@ class InputProcessor:
             # The prompt is everybody's: its logprobs are computed once.
             others = params.clone()
             others.prompt_logprobs = None
-        return [
-            core_request(
-                request,
-                request_id=request.request_id if count == 1 else f"{i}_{request.request_id}",
-                params=others if i else params,
-                seed=child_seed(seed, i),
-                fork_of=f"0_{request.request_id}" if i else None,
-            )
-            for i in range(count)
-        ]
+        return Children(request, params, others, seed)
 
 
 def _truncation(params: object) -> int | None:
@@ -445,6 +481,7 @@ def core_request(
         priority=request.priority,
         cache_salt=request.cache_salt,
         fork_of=fork_of,
+        account=request.account,
     )
 
 

@@ -159,26 +159,17 @@ class _Request:
         "prompt_logprobs", "sent_prompt_logprobs", "sequences", "shows_logprobs", "unfinished",
     )  # fmt: skip
 
-    def __init__(self, message: ProcessedRequest, tokenizer: Tokenizer | None, beams: BeamSearch | None) -> None:
+    def __init__(self, message: ProcessedRequest, beams: BeamSearch | None) -> None:
         params = message.params
         self.message = message
         self.beams = beams
         self.kind = params.output_kind
         self.shows_logprobs = params.logprobs is not None
-        self.sequences = [
-            _Sequence(i, message.prompt_token_ids, child.params, tokenizer) for i, child in enumerate(message.children)
-        ]
-        self.core_ids = [child.request_id for child in message.children]
+        self.sequences: list[_Sequence] = []  # those that have begun
+        self.core_ids: list[str] = []  # of those
         # A stream of one text and nothing else: between its first and its last token there is little to think about.
-        self.is_plain = (
-            len(self.sequences) == 1
-            and self.kind is RequestOutputKind.DELTA
-            and params.logprobs is None
-            and params.prompt_logprobs is None
-            and (detokenizer := self.sequences[0].detokenizer) is not None
-            and not detokenizer.holds_back
-        )
-        self.unfinished = len(self.sequences)
+        self.is_plain = False
+        self.unfinished = len(message.children)
         self.changed: list[_Sequence] = []  # in this step
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None]
@@ -192,6 +183,25 @@ class _Request:
             first_token_time=None,
             time_in_queue=None,
         )
+
+    def begin(self, most: int | None, tokenizer: Tokenizer | None) -> list[CoreRequest]:
+        """The messages of the next sequences, at most so many."""
+        done, message = len(self.sequences), self.message
+        end = len(message.children) if most is None else min(done + most, len(message.children))
+        begun = [message.children[i] for i in range(done, end)]
+        for i, child in enumerate(begun, done):
+            self.sequences.append(_Sequence(i, message.prompt_token_ids, child.params, tokenizer))
+            self.core_ids.append(child.request_id)
+        params = message.params
+        self.is_plain = (
+            len(message.children) == len(self.sequences) == 1
+            and self.kind is RequestOutputKind.DELTA
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+            and (detokenizer := self.sequences[0].detokenizer) is not None
+            and not detokenizer.holds_back
+        )
+        return begun
 
     def note(self, output: CoreOutput, now: float, tokenizer: Tokenizer | None) -> None:
         """What an output says about the request as a whole."""
@@ -229,8 +239,8 @@ class _Request:
         )
 
     def best(self) -> list[_Sequence]:
-        """The sequences to return: all, or the likeliest of best_of, best first."""
-        if self.message.returned == len(self.sequences):
+        """The sequences to return, of those that have begun: all, or the likeliest of best_of, best first."""
+        if self.message.returned == len(self.message.children):
             return self.sequences
         ranked = sorted(self.sequences, key=lambda sequence: -sequence.cumulative_logprob)
         return ranked[: self.message.returned]
@@ -266,22 +276,37 @@ class OutputProcessor:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
-    def add(self, message: ProcessedRequest) -> list[CoreRequest]:
-        """Register a request. Returns what the core has to run for it. Raises ValueError if its id is in use."""
+    def add(self, message: ProcessedRequest, most: int | None = None) -> list[CoreRequest]:
+        """Register a request. Returns what the core has to run for it. Raises ValueError if its id is in use.
+
+        most: begin at most so many of its sequences; `more` begins the others.
+        """
         if message.request_id in self._requests:
             raise ValueError(f"Request {message.request_id} already exists.")
         if message.beams is None:
-            request = _Request(message, self.tokenizer, None)
-            for child, sequence in zip(message.children, request.sequences, strict=True):
-                self._owner[child.request_id] = (request, sequence)
-            first = list(message.children)
-        else:
-            search = BeamSearch(message, self._logits_width, self._max_model_len)
-            request = _Request(message, self.tokenizer, search)
-            first = search.start()
-            self._beams.update((child.request_id, request) for child in first)
-        self._requests[message.request_id] = request
+            request = self._requests[message.request_id] = _Request(message, None)
+            return self.more(message.request_id, most)
+        search = BeamSearch(message, self._logits_width, self._max_model_len)
+        request = self._requests[message.request_id] = _Request(message, search)
+        first = search.start()
+        self._beams.update((child.request_id, request) for child in first)
         return first
+
+    def prompt_length(self, request_id: str) -> int:
+        """In tokens; 0 for a request that is not known (any more)."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else len(request.message.prompt_token_ids)
+
+    def more(self, request_id: str, most: int | None) -> list[CoreRequest]:
+        """Begin at most so many further sequences of a request; what the core has to run for them."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        done = len(request.sequences)
+        begun = request.begin(most, self.tokenizer)
+        for child, sequence in zip(begun, request.sequences[done:], strict=True):
+            self._owner[child.request_id] = (request, sequence)
+        return begun
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
         """Forget requests, if known. Returns the ids the core has to abort, and a last output of each."""

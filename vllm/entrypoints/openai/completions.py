@@ -71,7 +71,17 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
         if request.cache_salt is not None:
             item["cache_salt"] = request.cache_salt
         context.log_request(f"{name}-{i}", item.get("prompt"), ids, params)
-        work.append(Prompt(context.engine, item, params, f"{name}-{i}", request.priority, context.request_timeout))
+        work.append(
+            Prompt(
+                context.engine,
+                item,
+                params,
+                f"{name}-{i}",
+                request.priority,
+                context.request_timeout,
+                account=name if len(prompts) > 1 else None,
+            )  # fmt: skip
+        )
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(
         context.engine.input_processor.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids

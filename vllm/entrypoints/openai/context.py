@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 MAX_LOGGED_FIELDS = 64
 MAX_STRANGERS = 16
 MAX_SHOWN_NAME = 256
+BEGUN_PER_TURN = 16  # prompts of one request, before others have their turn
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -165,6 +166,7 @@ class Prompt:
     request_id: str
     priority: int
     timeout: float | None
+    account: str | None = None  # of all prompts of one request
 
     async def generate(self) -> AsyncGenerator[RequestOutput, None]:
         """The outputs as they come. Leaving the generator aborts the request."""
@@ -183,6 +185,7 @@ class Prompt:
             self.request_id,
             priority=self.priority,
             timeout=self.timeout,
+            account=self.account,
         )
 
 
@@ -241,6 +244,8 @@ async def merge(
     try:
         for i, generator in enumerate(generators):
             waiting[asyncio.ensure_future(anext(generator))] = i
+            if i % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
+                await asyncio.sleep(0)
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from vllm.engine.request_stream import RequestStream, is_failed
 from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
-from vllm.entrypoints.openai.context import Prompt, as_api_error
+from vllm.entrypoints.openai.context import BEGUN_PER_TURN, Prompt, as_api_error
 from vllm.entrypoints.openai.errors import stream_error
 from vllm.entrypoints.openai.events import DONE
 from vllm.entrypoints.openai.limits import SlowReaderError, take_back_cancel
@@ -70,6 +70,8 @@ class EventStream(Response):
                 stream = await prompt.open()
                 self._streams.append(stream)
                 stream.listen(partial(self._on_output, index))
+                if index % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
+                    await asyncio.sleep(0)
             while not self._ready and not self._complete:
                 await self._changed.wait()
                 self._changed.clear()
