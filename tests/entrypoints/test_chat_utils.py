@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -269,3 +270,36 @@ def test_templates_end_in_time_and_size(template, monkeypatch):
     with pytest.raises(TemplateLimitError):
         render(template, messages=[])
     assert time.monotonic() - start < 2
+
+
+# -- developers and thoughts -------------------------------------------------------------------------------------------
+
+SHOW = "{% for m in messages %}[{{ m.role }}:{{ m.content }}{{ m.reasoning_content }}]{% endfor %}"
+
+
+def show(template: str, *messages: dict[str, Any]) -> str:
+    tokenizer: Any = SimpleNamespace(chat_template=template, special_tokens={}, writes_chats=False)
+    return apply_chat_template(tokenizer, messages, content_format="string")
+
+
+def test_developers_are_system_prompts_unless_the_template_knows_them():
+    system, developer = {"role": "system", "content": "a"}, {"role": "developer", "content": "b"}
+    user = {"role": "user", "content": "c"}
+    assert show(SHOW, system, developer, user) == "[system:a\n\nb][user:c]"
+    assert show(SHOW, developer, developer, user) == "[system:b\n\nb][user:c]"
+    assert show(SHOW, user, developer) == "[user:c][system:b]"
+    assert show(SHOW + "{# developer #}", developer, user) == "[developer:b][user:c]"
+
+
+def test_developers_parts_are_joined():
+    tokenizer: Any = SimpleNamespace(chat_template=SHOW, special_tokens={}, writes_chats=False)
+    messages = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
+    text = apply_chat_template(tokenizer, messages, content_format="openai")
+    assert text == "[system:[{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]]"
+
+
+def test_thoughts_have_both_names():
+    template = "{% for m in messages %}{{ m.reasoning }}/{{ m.reasoning_content }};{% endfor %}"
+    older = {"role": "assistant", "content": "x", "reasoning_content": "t"}
+    newer = {"role": "assistant", "content": "x", "reasoning": "u"}
+    assert show(template, older, newer) == "t/t;u/u;"

@@ -127,6 +127,13 @@ def test_prompt_that_has_closed_the_thoughts(tokenizer: Tokenizer) -> None:
     assert whole["finish_reason"] == "length"
 
 
+def test_thoughts_that_are_not_wanted(tokenizer: Tokenizer) -> None:
+    whole, streamed = answers(BOTH, tokenizer, f"<think>a</think>b{CALL_TEXT}", tools=TOOLS, include_reasoning=False)
+    same(whole, streamed)
+    assert whole["message"]["reasoning_content"] is None and whole["message"]["content"] == "b"
+    assert calls_of(whole) == CALLS
+
+
 def test_only_one_call_if_parallel_ones_are_not_wanted(tokenizer: Tokenizer) -> None:
     whole, streamed = answers(BOTH, tokenizer, CALL_TEXT, tools=TOOLS, parallel_tool_calls=False)
     same(whole, streamed)
@@ -208,13 +215,16 @@ def test_special_tokens_stay_visible_only_if_they_are_markers(tokenizer: Tokeniz
     assert not wanted_of(ParsingSettings("hermes", True), special, request, "").shows_special
 
 
+DEFAULTS = ("--default-chat-template-kwargs", '{"enable_thinking": true}')
+
+
 def test_thoughts_over_http() -> None:
     template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}assistant:"
-        "{% if thinking is defined and not thinking %}<think></think>{% endif %}"
+        "{% if (thinking is defined and not thinking) or not enable_thinking %}<think></think>{% endif %}"
     )
     body = {"messages": [USER], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    with Server(DEMO, "--reasoning-parser", "deepseek_r1", "--chat-template", template) as server:
+    with Server(DEMO, "--reasoning-parser", "deepseek_r1", "--chat-template", template, *DEFAULTS) as server:
         whole = server.post("/v1/chat/completions", body).json["choices"][0]
         assert whole["message"]["content"] is None and whole["message"]["reasoning_content"]
         streamed = added_up(sse_events(server.post("/v1/chat/completions", {**body, "stream": True}).text))
@@ -222,3 +232,7 @@ def test_thoughts_over_http() -> None:
         off = {**body, "chat_template_kwargs": {"thinking": False}}
         message = server.post("/v1/chat/completions", off).json["choices"][0]["message"]
         assert message["content"] and message["reasoning_content"] is None
+        effort = server.post("/v1/chat/completions", {**body, "reasoning_effort": "none"}).json["choices"][0]["message"]
+        assert effort["content"] == message["content"]
+        refused = server.post("/v1/chat/completions", {**body, "reasoning_effort": "some"})
+        assert refused.status == 400 and "reasoning_effort" in refused.json["message"]

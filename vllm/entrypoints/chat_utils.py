@@ -189,6 +189,9 @@ def _parse_message(message: Any, index: int, content_format: ContentFormat) -> C
         raise ValueError(f"messages[{index}] must have a 'role' that is a string, such as 'user', got {role!r}.")
     parsed: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
     parsed["content"] = _parse_content(message.get("content"), index, content_format)
+    thoughts = parsed.get("reasoning_content", parsed.get("reasoning"))
+    if thoughts is not None:  # under both names: templates use the one or the other
+        parsed["reasoning_content"] = parsed.setdefault("reasoning", thoughts)
     if parsed.get("tool_calls") is not None:
         parsed["tool_calls"] = [_parse_tool_call(call, index) for call in parsed["tool_calls"]]
     elif role == "user" and message.get("content") is None:
@@ -260,6 +263,28 @@ def _parse_tool_call(call: Any, index: int) -> dict[str, Any]:
     return {**call, "function": function}
 
 
+def _developers_as_system(conversation: list[ConversationMessage]) -> list[ConversationMessage]:
+    """For templates that do not know developers, who are the newer name of system prompts: one system message has all
+    that stand at the beginning.
+    """
+    if not any(message["role"] == "developer" for message in conversation):
+        return conversation
+    found: list[ConversationMessage] = []
+    for message in conversation:
+        if message["role"] == "developer":
+            message = {**message, "role": "system"}
+            first = found[0] if len(found) == 1 and found[0]["role"] == "system" else None
+            if first is not None:
+                content, more = first["content"], message["content"]
+                if isinstance(content, str) and isinstance(more, str):
+                    found = [{**first, "content": f"{content}\n\n{more}"}]
+                else:
+                    found = [{**first, "content": [*(content or ()), *(more or ())]}]  # type: ignore[list-item]
+                continue
+        found.append(message)
+    return found
+
+
 def apply_chat_template(
     tokenizer: Tokenizer,
     messages: Sequence[Any],
@@ -279,6 +304,8 @@ def apply_chat_template(
     """
     template = resolve_chat_template(tokenizer, chat_template, tools, is_literal)
     conversation = parse_chat_messages(messages, resolve_content_format(template, content_format))
+    if "developer" not in template:
+        conversation = _developers_as_system(conversation)
     return render_chat(
         template,
         conversation,  # type: ignore[arg-type]

@@ -171,6 +171,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         default_sampling=model.get_diff_sampling_param(),
         chat_template=template if named else load_chat_template(template),
         content_format=args.chat_template_content_format,
+        template_defaults=args.default_chat_template_kwargs,
         response_role=args.response_role,
         parsing=parsing_of(args),
         return_token_ids_as_text=args.return_tokens_as_token_ids,

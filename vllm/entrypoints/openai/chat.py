@@ -61,7 +61,11 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
     ):
         if given is not None and len(given) > most:
             raise bad_request(f"A conversation may have at most {most} {name}, got {len(given)}.", name)
-    extra = request.chat_template_kwargs or {}
+    extra = dict(request.chat_template_kwargs or {})
+    effort = getattr(request, "reasoning_effort", None)
+    if effort is not None:
+        extra.setdefault("reasoning_effort", effort)
+        extra.setdefault("enable_thinking", effort != "none")
     if reserved := sorted(RESERVED_VARIABLES.intersection(extra)):
         raise bad_request(
             f"chat_template_kwargs is for the template's own variables; {reserved[0]} is none of them.",
@@ -76,6 +80,7 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
         "tools": tools,
         "documents": documents,
         "is_literal": True,  # no client may name a file of this machine
+        **context.template_defaults,
         **extra,
     }
     if request.chat_template is not None:

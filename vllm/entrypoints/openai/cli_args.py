@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import ssl
+from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.tool_parsers.registry import FORMATS
 from vllm.utils.argparse import FlexibleArgumentParser
 
@@ -21,6 +23,21 @@ def string_list(text: str) -> list[str]:
         found = None
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise argparse.ArgumentTypeError(f"""expected a JSON list of strings such as '["*"]', got {text!r}""")
+    return found
+
+
+def template_variables(text: str) -> dict[str, Any]:
+    """Variables of chat templates, as a JSON object. Raises argparse.ArgumentTypeError."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(
+            f"""expected a JSON object such as '{{"enable_thinking": false}}', got {text!r}"""
+        )
+    if reserved := sorted(RESERVED_VARIABLES.intersection(found)):
+        raise argparse.ArgumentTypeError(f"{reserved[0]} is no variable of the template's own")
     return found
 
 
@@ -82,6 +99,13 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         "--trust-request-chat-template",
         action="store_true",
         help="Allow chat_template in requests. Templates run in a sandbox.",
+    )
+    add(
+        "--default-chat-template-kwargs",
+        type=template_variables,
+        default={},
+        metavar="JSON",
+        help="""Variables of the chat template, such as '{"enable_thinking": false}', unless a request sets them.""",
     )
     add("--response-role", default="assistant", help="Role of the answers. Default: assistant.")
     add("--ssl-keyfile", default=None, help="TLS key file.")

@@ -48,6 +48,7 @@ class ServerContext:
     limits: RequestLimits = field(default_factory=RequestLimits)
     chat_template: str | None = None
     content_format: str = "auto"
+    template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the template, unless a request says
     response_role: str = "assistant"
     parsing: ParsingSettings = field(default_factory=ParsingSettings)
     return_token_ids_as_text: bool = False

@@ -78,11 +78,17 @@ class MessageParser:
     """Reads the text of one choice: first the thoughts, then the calls in the rest."""
 
     def __init__(
-        self, reasoning: Machine | None, tools: Machine | PluginMachine | None, one_call: bool = False
+        self,
+        reasoning: Machine | None,
+        tools: Machine | PluginMachine | None,
+        *,
+        one_call: bool = False,
+        hides_thoughts: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._one_call = one_call
+        self._hides_thoughts = hides_thoughts
         self.calls = 0
         self._is_bare = False  # the last call has no arguments yet
 
@@ -110,7 +116,7 @@ class MessageParser:
         thoughts: list[Delta] = [] if self._reasoning is None else self._reasoning.whole(text)
         rest = text if self._reasoning is None else "".join(d.text for d in thoughts if isinstance(d, Content))
         kept = [delta for delta in thoughts if isinstance(delta, Reasoning)]
-        return [*kept, *self._checked(self._tools.whole(rest))]
+        return self._checked([*kept, *self._tools.whole(rest)])
 
     def _pass_on(self, deltas: list[Delta], token_ids: Sequence[int]) -> list[Delta]:
         """What the thoughts leave over goes to the calls."""
@@ -132,11 +138,11 @@ class MessageParser:
         return self._tools.feed(text)
 
     def _checked(self, deltas: list[Delta]) -> list[Delta]:
-        """The same without calls that were not wanted, and with arguments for each call."""
+        """The same without calls and thoughts that are not wanted, and with arguments for each call."""
         found: list[Delta] = []
         for delta in deltas:
             number = getattr(delta, "number", 0)
-            if self._one_call and number > 0:
+            if (self._one_call and number > 0) or (self._hides_thoughts and isinstance(delta, Reasoning)):
                 continue
             if isinstance(delta, CallStart):
                 if self._is_bare:
@@ -255,7 +261,12 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     shows = tokenizer is not None and any(tokenizer.token_to_id(marker) in special for marker in markers)
 
     def make() -> MessageParser:
-        return MessageParser(thoughts() if thoughts else None, calls() if calls else None, one_call)
+        return MessageParser(
+            thoughts() if thoughts else None,
+            calls() if calls else None,
+            one_call=one_call,
+            hides_thoughts=not request.include_reasoning,
+        )
 
     return Wanted(AnswerParsing(make, isinstance(choice, tuple)), _form(choice, tools, one_call), shows)
 
