@@ -158,7 +158,11 @@ BAD_CALLS = [
         ValueError,
         "Unknown tokenization_kwargs: x. There are add_special",
     ),
-    ({"prompts": "a", "guided_options_request": {"guided_regex": "a"}}, ValueError, "not available yet"),
+    (
+        {"prompts": "a", "guided_options_request": {"guided_regex": "("}},
+        ValueError,
+        "cannot be compiled: invalid regex",
+    ),
     (
         {"prompts": "a", "guided_options_request": {"guided_regex": "a", "guided_json": "{}"}},
         ValueError,

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = SETTINGS["project"]
 # Import name -> distribution name, where they differ.
-DISTRIBUTIONS = {"yaml": "pyyaml", "prometheus_client": "prometheus-client", "starlette": "fastapi"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml", "prometheus_client": "prometheus-client", "starlette": "fastapi",
+    "lmformatenforcer": "lm-format-enforcer",
+}  # fmt: skip
 # Imported only where a machine or a wish calls for it, after a check and with a clear error.
 OPTIONAL = {"triton", "openai", "pynvml", "flash_attn", "flashinfer"}
 

@@ -93,6 +93,9 @@ def test_a_response_honours_or_refuses_what_chats_know(server: Server) -> None:
         {"stop_token_ids": [40], "logit_bias": {"40": 100}, "include_stop_str_in_output": True},
         {"truncate_prompt_tokens": 2, "skip_special_tokens": False},
         {"chat_template_kwargs": {"x": 1}, "priority": 0, "seed": 5, "user": "u"},
+        {"response_format": {"type": "json_object"}},
+        {"guided_json": {"type": "integer"}},
+        {"structured_outputs": {"choice": ["a"]}},
     )
     for extra in honoured:
         response = server.post("/v1/responses", {**ours, **extra})
@@ -102,8 +105,8 @@ def test_a_response_honours_or_refuses_what_chats_know(server: Server) -> None:
         assert response.json["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
     refused: tuple[dict[str, Any], ...] = (
         {"n": 2}, {"best_of": 2}, {"echo": True}, {"use_beam_search": True}, {"prompt_logprobs": 1}, {"max_tokens": 5},
-        {"logprobs": True}, {"response_format": {"type": "json_object"}}, {"guided_json": {}}, {"chat_template": "x"},
-        {"structured_outputs": {"choice": ["a"]}}, {"chat_template_kwargs": {"tools": []}}, {"min_tokens": 7},
+        {"logprobs": True}, {"chat_template": "x"}, {"chat_template_kwargs": {"tools": []}}, {"min_tokens": 7},
+        {"guided_regex": "(", "guided_choice": ["a"]}, {"guided_regex": "("},
         {"logit_bias": {"x": 1}}, {"bad_words": [""]}, {"n": 0},
         {"stream": True, "stream_options": {"include_obfuscation": True}},
     )  # fmt: skip

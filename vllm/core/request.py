@@ -70,8 +70,8 @@ class Request:
         max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         self.min_len = self.num_prompt_tokens + params.min_tokens
-        # A Python logits processor reads the tokens so far, so the next step may not start before they are known.
-        self.synchronous = bool(params.logits_processors)
+        # Logits processors and grammars read the tokens so far: the next step may not start before they are known.
+        self.synchronous = bool(params.logits_processors) or message.grammar is not None
         # Prompt logprobs need the logits of every prompt position, which a cached prefix does not compute.
         self.reads_cache = params.prompt_logprobs is None
 

@@ -202,6 +202,19 @@ class Scheduler:
         """Requests without a slot, blocked ones among them."""
         return len(self._waiting) + len(self._blocked)
 
+    @property
+    def planned(self) -> list[Request]:
+        """The requests of the newest plan, one per row."""
+        return self._in_flight[-1][1]
+
+    def refuse(self, request_ids: Iterable[str], error: str) -> list[CoreOutput]:
+        """End requests that are themselves at fault; unknown ids are ignored. Tokens still in flight for them will be
+        dropped.
+        """
+        doomed = [r for r in (self.requests.get(i) for i in request_ids) if r is not None]
+        self._finish(doomed)
+        return [CoreOutput(r.id, [], finish_reason="error", error=error, refused=True) for r in doomed]
+
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.engine.admission import Account, Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
-from vllm.engine.input_processor import InputProcessor, RequestInput
-from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput
+from vllm.engine.output_processor import OutputProcessor, Refusal
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
-from vllm.exceptions import EngineDeadError, EngineGenerateError
+from vllm.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
@@ -221,13 +221,17 @@ class AsyncLLMEngine:
             stream = streams.get(output.request_id)
             if stream is None:
                 continue
-            stream.put(output)
+            failed = None
             if output.finished:
                 del streams[output.request_id]
                 self._leave_account(output.request_id)
                 failed = next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
-                if failed is not None:
-                    stream.fail(EngineGenerateError(str(failed)))
+            if isinstance(failed, Refusal):  # nothing was generated, and there is no answer to begin
+                stream.fail(VLLMValidationError(failed))
+                continue
+            stream.put(output)
+            if failed is not None:
+                stream.fail(EngineGenerateError(str(failed)))
         for account in roomy:
             self._send_held_back(account)
 
@@ -493,7 +497,7 @@ class AsyncLLMEngine:
             request = await self._tokenized(request, deadline)
         if self.is_stopped:
             raise self.dead_error
-        processed = self.input_processor.process(request)
+        processed = await self._processed(request, deadline)
         length, sequences = len(processed.prompt_token_ids), processed.params.num_candidates
         if not is_admitted:
             self.check_admission(sequences, length)
@@ -554,6 +558,13 @@ class AsyncLLMEngine:
             found = await self._in_lane(deadline, characters_of_words(words), texts.bad_words, words)
             params.set_bad_words_token_ids(found)
         return request
+
+    async def _processed(self, request: RequestInput, deadline: float | None) -> ProcessedRequest:
+        """The checked request. To look at a schema may take long, and is done in another thread."""
+        params = request.params
+        if isinstance(params, SamplingParams) and (params.guided_decoding or params.structured_outputs):
+            return await self._in_lane(deadline, INLINE_CHARACTERS + 1, self.input_processor.process, request)  # type: ignore[no-any-return]
+        return self.input_processor.process(request)
 
     async def _in_lane(self, deadline: float | None, size: int, function: Callable[..., Any], *args: Any) -> Any:
         """`Lanes.run`, until the deadline."""

@@ -10,6 +10,7 @@ from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.structured_output.spec import GrammarSpec
 
 
 class InprocClient:
@@ -21,6 +22,10 @@ class InprocClient:
     def add_requests(self, requests: Iterable[CoreRequest]) -> list[CoreOutput]:
         """Queue requests. Returns the ends of those that cannot be served."""
         return self.core.add_requests(requests)
+
+    def check_grammars(self, specs: Iterable[GrammarSpec]) -> None:
+        """Wait until these are compiled. Raises VLLMValidationError for the first that cannot be."""
+        self.core.check_grammars(specs)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.core.abort(request_ids)

@@ -7,25 +7,38 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import Scheduler, SchedulerLimits
-from vllm.exceptions import EngineDeadError
+from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.faults import Faults, broken_processor
 from vllm.logger import init_logger
+from vllm.reasoning import reasoning_end
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
+from vllm.step.plan import RowMasks
+from vllm.structured_output.compiler import GrammarCompiler
+from vllm.structured_output.grammar import GrammarError
+from vllm.structured_output.requests import GrammarRequests, refusal
+from vllm.structured_output.spec import GrammarSpec
+from vllm.structured_output.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.scheduler import SchedulerConfig
+    from vllm.engine.tokenizer import Tokenizer
     from vllm.executor.base import Executor
+    from vllm.step.plan import StepPlan
 
 logger = init_logger(__name__)
 
 # Nothing can be planned and nothing is in flight, for example because a policy lets prompts gather: look again then.
 IDLE_SECONDS = 0.001
+# Nothing runs, and a grammar is being compiled: wait for it, but not so long that an abort goes unheard.
+IDLE_GRAMMAR_SECONDS = 0.005
 # What a token of a prompt may take on a slow CPU: by so much longer may a large step take before it counts as stuck.
 CPU_SECONDS_PER_TOKEN = 0.01
 
@@ -54,6 +67,7 @@ class EngineCore:
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
             policies=admission_policies(config.scheduler_config),
         )
+        self._grammars = grammar_requests(config)
         self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0
         self.step_allowance = 0.0  # seconds that the size of the newest step explains
         self._submitted = 0  # steps handed to the executor whose results were not collected
@@ -71,22 +85,37 @@ class EngineCore:
         for request in requests:
             if self._faults and self._faults.breaks_sampler(request.request_id):
                 request.params.logits_processors = [broken_processor]
-            try:
-                self.scheduler.add(request)
-            except ValueError as error:
-                rejected.append(CoreOutput(request.request_id, [], finish_reason="error", error=str(error)))
+            if request.grammar is None or self._grammars.add(request, request.grammar):
+                rejected += self._queue(request)
         return rejected
+
+    def _queue(self, request: CoreRequest) -> list[CoreOutput]:
+        try:
+            self.scheduler.add(request)
+        except ValueError as error:
+            self._grammars.forget([request.request_id])
+            return [CoreOutput(request.request_id, [], finish_reason="error", error=str(error))]
+        return []
+
+    def check_grammars(self, specs: Iterable[GrammarSpec]) -> None:
+        """Wait until these are compiled. Raises VLLMValidationError for the first that cannot be."""
+        try:
+            self._grammars.check(specs)
+        except GrammarError as error:
+            raise VLLMValidationError(refusal(error), parameter="guided_decoding") from error
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
         """End requests now and free what they hold; unknown ids are ignored."""
-        return self.scheduler.abort(request_ids)
+        request_ids = list(request_ids)
+        held = self._grammars.forget(request_ids) if self._grammars else []
+        return [CoreOutput(i, [], finish_reason="abort") for i in held] + self.scheduler.abort(request_ids)
 
     def has_unfinished(self) -> bool:
-        return bool(self._left_over) or self.scheduler.has_unfinished()
+        return bool(self._left_over) or self.scheduler.has_unfinished() or self._grammars.num_waiting > 0
 
     def has_waiting(self) -> bool:
         """Whether a request waits for its first step, or for its next after a preemption."""
-        return self.scheduler.num_waiting > 0
+        return self.scheduler.num_waiting > 0 or self._grammars.num_waiting > 0
 
     @property
     def executor(self) -> Executor:
@@ -117,7 +146,7 @@ class EngineCore:
             return self._failed(error)
         except BaseException as interrupt:  # Ctrl-C: leave nothing half done behind
             self._survives(interrupt)
-            self._left_over.extend(self.scheduler.fail_all(f"interrupted by {type(interrupt).__name__}"))
+            self._left_over.extend(self._fail_all(f"interrupted by {type(interrupt).__name__}"))
             raise
 
     def begin(self) -> None:
@@ -138,19 +167,50 @@ class EngineCore:
         self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
         if self._faults:
             self._faults.before_forward()
+        if self._grammars:
+            plan = self._with_masks(plan)
         self._executor.submit(plan)
         self._submitted += 1
         self.scheduler.settle()
         return True
 
+    def _with_masks(self, plan: StepPlan) -> StepPlan:
+        """The plan, with the masks of the rows that have a grammar. Those that cannot go on end with the next step."""
+        rows, bits, errors = self._grammars.masks(self.scheduler.planned, plan.sample)
+        for request_id, error in errors.items():
+            self._left_over += self._ended(self.scheduler.refuse([request_id], f"Guided decoding failed: {error}"))
+        return replace(plan, masks=RowMasks(rows, bits)) if len(rows) else plan
+
+    def _admit_compiled(self) -> list[CoreOutput]:
+        """Queue the requests whose grammars are ready; returns the ends of those that have none."""
+        idle = not (self._submitted or self.scheduler.has_unfinished())
+        found = self._grammars.ready(IDLE_GRAMMAR_SECONDS if idle else 0.0)
+        ends = [CoreOutput(i, [], finish_reason="error", error=e, refused=True) for i, e in found.refused.items()]
+        ends += [CoreOutput(i, [], finish_reason="error", error=e) for i, e in found.late.items()]
+        for request in found.begin:
+            ends += self._queue(request)
+        return ends
+
+    def _ended(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
+        """`outputs`, after the grammars of the requests that end with them were forgotten."""
+        if self._grammars:
+            self._grammars.forget(output.request_id for output in outputs if output.finish_reason is not None)
+        return outputs
+
+    def _fail_all(self, text: str) -> list[CoreOutput]:
+        held = self._grammars.forget_all()
+        return [CoreOutput(i, [], finish_reason="error", error=text) for i in held] + self.scheduler.fail_all(text)
+
     def _failed(self, error: Exception) -> list[CoreOutput]:
         """What a failed step ends: nothing yet if its requests can be tried again alone, else everything."""
         logger.exception("A step failed")
         text = f"{type(error).__name__}: {error}"
-        return self.scheduler.isolate(text) if self._survives(error) else self.scheduler.fail_all(text)
+        return self._ended(self.scheduler.isolate(text)) if self._survives(error) else self._fail_all(text)
 
     def _advance(self) -> list[CoreOutput]:
         scheduler, executor = self.scheduler, self._executor
+        if self._grammars.num_waiting and (ends := self._admit_compiled()):
+            return ends
         while self._submitted < executor.max_in_flight and self._submit():
             pass
         if self._submitted == 0:
@@ -158,7 +218,7 @@ class EngineCore:
                 time.sleep(IDLE_SECONDS)
             return []
         self._submitted -= 1
-        outputs = scheduler.apply(executor.collect())
+        outputs = self._ended(scheduler.apply(executor.collect()))
         if self._submitted and not scheduler.has_unfinished():
             self._drain()
         return outputs
@@ -192,14 +252,17 @@ class EngineCore:
     # -- looking in ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> CoreStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        stats.num_waiting += self._grammars.num_waiting
+        return stats
 
     def idle_report(self) -> dict[str, int]:
         """What is still held; all zeros, but for `blocks_free` and `blocks_total` being equal, when nothing runs."""
         self.scheduler.check_invariants()
         return {
             "requests": len(self.scheduler.requests),
-            "waiting": self.scheduler.num_waiting,
+            "waiting": self.scheduler.num_waiting + self._grammars.num_waiting,
+            "grammars": len(self._grammars),
             "running": len(self.scheduler.running),
             "in_flight": self._submitted + self.scheduler.num_in_flight,
             "blocks_free": self.scheduler.kv.pool.num_free,
@@ -212,7 +275,14 @@ class EngineCore:
             return
         report: dict[str, Any] = self.idle_report()
         held = report["blocks_total"] - report["blocks_free"]
-        if held or report["requests"] or report["waiting"] or report["running"] or report["in_flight"]:
+        if (
+            held
+            or report["requests"]
+            or report["waiting"]
+            or report["running"]
+            or report["in_flight"]
+            or report["grammars"]
+        ):
             raise RuntimeError(f"The idle engine holds what it should not: {json.dumps(report)}")
 
     def describe(self) -> dict[str, Any]:
@@ -255,7 +325,25 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called twice."""
+        self._grammars.compiler.close()
         self._executor.shutdown()
+
+
+def grammar_requests(config: VllmConfig) -> GrammarRequests:
+    """Structured output for the model; tokenizer and libraries are loaded when the first request needs them."""
+    model, decoding = config.model_config, config.decoding_config
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        from vllm.engine.tokenizer import load_tokenizer
+
+        return load_tokenizer(model.tokenizer_path, model.tokenizer_mode, model.trust_remote_code)
+
+    compiler = GrammarCompiler(lambda: vocabulary_of(tokenizer(), model.logits_width))
+    name = decoding.reasoning_backend
+    if not name or decoding.enable_in_reasoning:
+        return GrammarRequests(compiler)
+    return GrammarRequests(compiler, lambda: reasoning_end(name, tokenizer()))
 
 
 def scheduler_limits(config: SchedulerConfig) -> SchedulerLimits:

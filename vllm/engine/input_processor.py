@@ -20,6 +20,8 @@ from vllm.logger import init_logger
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.step.messages import CoreRequest
+from vllm.structured_output.spec import GrammarSpec, constraint_of
+from vllm.structured_output.support import resolve
 from vllm.validation import integer_in, show
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "stop": (None, []),
     "prompt_logprobs": (None,),
+    "guided_decoding": (None,),
+    "structured_outputs": (None,),
 }
 # What a prompt may say: TextPrompt, TokensPrompt, and what is refused with a reason of its own.
 _PROMPT_KEYS = frozenset(
@@ -76,6 +80,7 @@ class ProcessedRequest(NamedTuple):
 
     `returned` of the children are given to the user; if there are more (best_of), the most likely ones.
     `account` is common to everything that one call of a user asks for, None if that is one sequence.
+    `grammar` is what became of the parameters' guided_decoding or structured_outputs, which they keep no more.
     """
 
     request_id: str
@@ -89,6 +94,7 @@ class ProcessedRequest(NamedTuple):
     cache_salt: str | None = None
     beams: BeamSearchParams | None = None
     account: str | None = None
+    grammar: GrammarSpec | None = None
 
 
 class Children(Sequence[CoreRequest]):
@@ -130,6 +136,13 @@ class Children(Sequence[CoreRequest]):
             seed=child_seed(self._seed, index),
             fork_of=f"0_{name}" if index else None,
         )
+
+
+class _Checked(NamedTuple):
+    """Parameters that were checked against the model."""
+
+    params: SamplingParams
+    grammar: GrammarSpec | None
 
 
 class _Parsed(NamedTuple):
@@ -185,7 +198,7 @@ class InputProcessor:
             self._check_options(request)
             parsed.append(self._parse(request.prompt))
         tokenized = self._tokenize(requests, parsed)
-        checked: dict[int, SamplingParams] = {}
+        checked: dict[int, _Checked] = {}
         with self.all_or_none():
             return [
                 self._build(request, prompt, ids, checked)
@@ -311,22 +324,36 @@ class InputProcessor:
         if _priority("priority", request.priority) != 0 and self._config.scheduler_config.policy != "priority":
             raise ValueError(f"Got priority {request.priority} but Priority scheduling is not enabled.")
 
-    def _checked(self, params: SamplingParams) -> SamplingParams:
+    def _checked(self, params: SamplingParams) -> _Checked:
         """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
         params = params.clone()
         params.verify()  # fields may have been changed since
         params.forget_tokenizer()
-        self._adapt(params)
-        return params
+        return _Checked(params, self._adapt(params))
 
-    def _adapt(self, params: SamplingParams) -> None:
+    def _take_grammar(self, params: SamplingParams) -> GrammarSpec | None:
+        """The form that the output must have, taken out of the parameters. Raises ValueError if nothing can compile it.
+
+        Whether it compiles is found out by the core.
+        """
+        name = "guided_decoding" if params.guided_decoding is not None else "structured_outputs"
+        given = params.guided_decoding or params.structured_outputs
+        params.guided_decoding = params.structured_outputs = None
+        constraint = None if given is None else constraint_of(given, name)
+        if constraint is None:
+            return None
+        if self.tokenizer is None:
+            raise VLLMValidationError(
+                "Structured outputs requires a tokenizer so it can't be used with 'skip_tokenizer_init'", parameter=name
+            )
+        return resolve(constraint, self._config.decoding_config, name)
+
+    def _adapt(self, params: SamplingParams) -> GrammarSpec | None:
         """Check the parameters against the model and fill in what it decides. Raises ValueError."""
         width = self._model.logits_width
+        grammar = None
         if params.guided_decoding is not None or params.structured_outputs is not None:
-            raise ValueError(
-                "Guided decoding (guided_decoding, structured_outputs) is not available yet; leave it unset and "
-                "describe the form of the answer in the prompt."
-            )
+            grammar = self._take_grammar(params)
         if self.tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
@@ -344,6 +371,7 @@ class InputProcessor:
             params.logprobs = width
         if params.prompt_logprobs == -1:
             params.prompt_logprobs = width
+        return grammar
 
     def _eos_token_id(self) -> int | None:
         if self.tokenizer is None:
@@ -352,20 +380,20 @@ class InputProcessor:
         return eos if eos is not None and eos < self._model.logits_width else None
 
     def _resolve(
-        self, request: RequestInput, given: SamplingParams, num_prompt_tokens: int, checked: dict[int, SamplingParams]
-    ) -> SamplingParams:
+        self, request: RequestInput, given: SamplingParams, num_prompt_tokens: int, checked: dict[int, _Checked]
+    ) -> _Checked:
         """The request's own parameters, with nothing left open."""
         if request.owns_params:
             params = given
-            self._adapt(params)
+            grammar = self._adapt(params)
         else:
             found = checked.get(id(request.params))
             if found is None:
                 found = checked[id(request.params)] = self._checked(given)
-            params = found.clone()
+            params, grammar = found.params.clone(), found.grammar
         if params.max_tokens is None:
             params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
-        return params
+        return _Checked(params, grammar)
 
     def _check_that_a_token_is_left(self, params: SamplingParams) -> None:
         """Raise VLLMValidationError if no token may be sampled first, as far as the parameters alone can tell."""
@@ -390,7 +418,7 @@ class InputProcessor:
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def _build(
-        self, request: RequestInput, prompt: _Parsed, token_ids: list[int], checked: dict[int, SamplingParams]
+        self, request: RequestInput, prompt: _Parsed, token_ids: list[int], checked: dict[int, _Checked]
     ) -> ProcessedRequest:
         """checked: parameters that other requests of the batch have in common with this one, by their identity."""
         assert not isinstance(request.params, PoolingParams)  # refused by _check_options
@@ -403,7 +431,7 @@ class InputProcessor:
         if self._hook is not None:
             text, token_ids = _after_hook(self._hook, text, token_ids)
         self._check_prompt(token_ids, prompt)
-        params = self._resolve(request, given, len(token_ids), checked)
+        params, grammar = self._resolve(request, given, len(token_ids), checked)
         if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
             self._check_that_a_token_is_left(params)
         arrival = time.time() if request.arrival_time is None else request.arrival_time
@@ -419,6 +447,7 @@ class InputProcessor:
             cache_salt=prompt.cache_salt,
             beams=beams,
             account=request.account or (request.request_id if beams is not None or params.num_candidates > 1 else None),
+            grammar=grammar,
         )
         return made if beams is not None else made._replace(children=self._children(made))
 
@@ -482,6 +511,7 @@ def core_request(
         cache_salt=request.cache_salt,
         fork_of=fork_of,
         account=request.account,
+        grammar=request.grammar,
     )
 
 

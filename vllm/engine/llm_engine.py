@@ -182,6 +182,9 @@ class LLMEngine:
     def _add(self, requests: Sequence[RequestInput]) -> None:
         """Check some requests and hand them to the core. Raises ValueError or TypeError if one is wrong."""
         messages = self.input_processor.process_batch(requests)
+        grammars = [message.grammar for message in messages if message.grammar is not None]
+        if grammars:
+            self._client.check_grammars(grammars)
         children = [child for message in messages for child in self.output_processor.add(message)]
         rejected = self._client.add_requests(children)
         if rejected:

@@ -22,6 +22,10 @@ from vllm.step.result import TokenLogprobs
 logger = init_logger(__name__)
 
 
+class Refusal(str):
+    """Why a request failed that is itself at fault."""
+
+
 class Processed(NamedTuple):
     """What to do with a step: outputs for users, ids for the core to abort, requests for it to run next (beams)."""
 
@@ -80,7 +84,7 @@ class _Sequence:
         if reason is not None:
             self.finish_reason = reason
             self.stop_reason = output.stop_reason
-            self.error = output.error
+            self.error = Refusal(output.error) if output.refused and output.error is not None else output.error
         return False
 
     def _detokenize(self, detokenizer: Detokenizer, tokens: list[int], reason: str | None) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.token_streams import (
+    BYTE_TOKEN,
     REPLACEMENT,
     ByteFallbackStream,
     ByteLevelStream,
@@ -120,6 +121,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def drop_caches(self) -> None:
         """Forget what only saves time: words that were tokenized before."""
+
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token adds to a text that it continues; None for ids without a token, and if that is not known."""
 
     @abstractmethod
     def id_to_token(self, token_id: int) -> str | None: ...
@@ -252,6 +257,17 @@ class FastTokenizer(Tokenizer):
         if clear is not None:
             clear()
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        if self._backend.id_to_token(token_id) is None:
+            return None
+        if self._to_piece is None:
+            return _whole(self._backend.decode([token_id], skip_special_tokens=False))
+        piece = self._piece_table(frozenset())[token_id]
+        if isinstance(piece, int):
+            return bytes([piece])
+        # Without a decoder, tokens are words: each that continues a text comes after a space.
+        return piece if isinstance(piece, bytes) else (piece if self._decoder else " " + piece).encode("utf-8")
+
     def id_to_token(self, token_id: int) -> str | None:
         return self._backend.id_to_token(token_id)
 
@@ -362,6 +378,21 @@ class TransformersTokenizer(Tokenizer):
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        token = self.id_to_token(token_id)
+        if token is None:
+            return None
+        byte = BYTE_TOKEN.fullmatch(token)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        before = self._anchor  # a space at the very beginning would be lost
+        text = self.decode([*before, token_id], skip_special_tokens=False)
+        return _whole(text[len(self.decode(before, skip_special_tokens=False)) :])
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.encode("a", add_special_tokens=False)
 
     def id_to_token(self, token_id: int) -> str | None:
         token: str | None = self.hf_tokenizer.convert_ids_to_tokens(token_id)
@@ -586,6 +617,11 @@ def _byte_fallback_steps(decoder: dict[str, Any]) -> dict[str, Any] | None:
     if len(rest) == 1 and rest[0]["type"] == "Strip" and rest[0]["stop"] == 0:
         return {"replacements": replacements, "strip": (rest[0]["content"], rest[0]["start"])}
     return None
+
+
+def _whole(text: str) -> bytes | None:
+    """A token's text as bytes, None if some of its bytes are no whole character."""
+    return None if REPLACEMENT in text else text.encode("utf-8")
 
 
 def _check_unicode(text: str) -> None:

@@ -18,6 +18,7 @@ from vllm.validation import show
 if TYPE_CHECKING:
     from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest, LLMGuidedOptions
 
+_CONSTRAINTS = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"}
 CHAT_OPTIONS = {
     "chat_template",
     "chat_template_content_format",
@@ -67,7 +68,7 @@ def final_only(
         from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
 
         if isinstance(guided, dict):
-            if len(guided) > 1:
+            if len(guided.keys() & _CONSTRAINTS) > 1:
                 raise ValueError(f"You can only use one guided decoding but multiple is specified: {guided}")
             guided = GuidedDecodingRequest(**guided)
         if params.guided_decoding is not None:

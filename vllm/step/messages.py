@@ -8,6 +8,7 @@ import msgspec
 
 from vllm.sampling_params import SamplingParams
 from vllm.step.result import TokenLogprobs
+from vllm.structured_output.spec import GrammarSpec
 
 # Log probabilities of prompts that travel in one message: what the front end turns into text in about 10 ms.
 PIECE_ENTRIES = 4096
@@ -23,6 +24,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     `fork_of` names a live request whose first tokens equal this prompt: its blocks are shared copy-on-write.
     `account` is the same for all sequences of one user's request (n > 1, beams, many prompts of one call), so that the
     scheduler can be fair between users' requests; None for a sequence by itself.
+    `grammar` is the form that the output must have; `params` say nothing about it.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     cache_salt: str | None = None
     fork_of: str | None = None
     account: str | None = None
+    grammar: GrammarSpec | None = None
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -44,7 +47,8 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token
     id, None for eos. `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in
-    chunks, without the leading None. `error` is the text for finish_reason "error".
+    chunks, without the leading None. `error` is the text for finish_reason "error"; if `refused`, the request itself
+    is at fault.
     """
 
     request_id: str
@@ -57,6 +61,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     error: str | None = None
     first_scheduled_time: float = 0.0
     num_preemptions: int = 0
+    refused: bool = False
 
     def extend(self, later: CoreOutput) -> None:
         """Add what the step after this one brought for the same request."""
@@ -69,6 +74,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
         if later.num_cached_tokens is not None:
             self.num_cached_tokens, self.first_scheduled_time = later.num_cached_tokens, later.first_scheduled_time
         self.num_preemptions = later.num_preemptions
+        self.refused = later.refused
 
 
 def prompt_pieces(outputs: Iterable[CoreOutput]) -> Iterator[CoreOutput]:

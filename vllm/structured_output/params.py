@@ -8,7 +8,8 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.validation import Check, flag, plain_dict, show, string_list, text
 
-_BACKEND_OPTIONS = {
+# Options that may follow a back end's name after a colon.
+BACKEND_OPTIONS = {
     "no-fallback": "disable_fallback",
     "disable-any-whitespace": "disable_any_whitespace",
     "no-additional-properties": "disable_additional_properties",
@@ -17,7 +18,10 @@ _BACKEND_OPTIONS = {
 
 @dataclass
 class GuidedDecodingParams:
-    """The form that the output must have; at most one of json, regex, choice, grammar, json_object."""
+    """The form that the output must have; at most one of json, regex, choice, grammar, json_object, structural_tag.
+
+    json: a JSON schema as a dictionary or text, or a pydantic class.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -33,7 +37,8 @@ class GuidedDecodingParams:
     disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
-        kinds = (self.json, self.regex, self.choice, self.grammar, self.json_object)
+        self.json = schema_of(self.json)
+        kinds = (self.json, self.regex, self.choice, self.grammar, self.json_object, self.structural_tag)
         if sum(kind is not None for kind in kinds) > 1:
             raise VLLMValidationError(
                 f"You can only use one kind of guided decoding but multiple are specified: {self.__dict__}",
@@ -47,11 +52,11 @@ class GuidedDecodingParams:
         """The older spelling of options, "xgrammar:no-fallback,disable-any-whitespace"."""
         self.backend, _, options = str(self.backend).partition(":")
         for option in filter(None, options.split(",")):
-            attribute = _BACKEND_OPTIONS.get(option.strip())
+            attribute = BACKEND_OPTIONS.get(option.strip())
             if attribute is None:
                 raise VLLMValidationError(
                     f"Unsupported option {show(option)!r} of the guided decoding backend {self.backend!r}; "
-                    f"expected one of {', '.join(_BACKEND_OPTIONS)}.",
+                    f"expected one of {', '.join(BACKEND_OPTIONS)}.",
                     parameter="guided_decoding",
                 )
             setattr(self, attribute, True)
@@ -92,6 +97,7 @@ class StructuredOutputsParams:
     _backend_was_auto: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.json = schema_of(self.json)
         kinds = (self.json, self.regex, self.choice, self.grammar, self.json_object, self.structural_tag)
         count = sum(kind is not None for kind in kinds)
         if count > 1:
@@ -106,6 +112,12 @@ class StructuredOutputsParams:
                 parameter="structured_outputs",
             )
         _check_constraint_types("structured_outputs", self.__dict__)
+
+
+def schema_of(value: Any) -> Any:
+    """The JSON schema of a pydantic class; anything else as it is."""
+    make = getattr(value, "model_json_schema", None) if isinstance(value, type) else None
+    return value if make is None else make()
 
 
 _CONSTRAINT_CHECKS: dict[str, Check] = {
@@ -131,7 +143,7 @@ def _check_constraint_types(owner: str, fields: dict[str, Any]) -> None:
     schema = fields["json"]
     if schema is not None:
         (text if isinstance(schema, str) else plain_dict)(f"{owner}.json", schema)
-    for name in ("json", "grammar", "structural_tag"):
+    for name in ("json", "regex", "grammar", "structural_tag"):
         if fields[name] == "":
             raise VLLMValidationError(f"{owner}.{name} cannot be an empty string", parameter=f"{owner}.{name}")
     if fields["choice"] is not None and not fields["choice"]:

@@ -51,12 +51,8 @@ LATER_FIELDS = (
     "prompt_embeds",
     "lora_request",
 )
-_GUIDED_KINDS = ("guided_json", "guided_regex", "guided_choice")
-_GUIDED_FIELDS = (
-    "guided_grammar", "structural_tag", "structured_outputs", "guided_decoding_backend", "guided_whitespace_pattern",
-)  # fmt: skip
 # Most requests have none of these, which is seen at one glance.
-_NOT_YET = frozenset({*_GUIDED_KINDS, *_GUIDED_FIELDS, "response_format", "logits_processors", *LATER_FIELDS})
+_NOT_YET = frozenset({"logits_processors", *LATER_FIELDS})
 
 # Parameters of the other two routes that ask for what a response cannot hold.
 NOT_OF_RESPONSES = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "max_tokens", "logprobs")
@@ -164,7 +160,7 @@ class _Sampling(_Request):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     request_id: Annotated[str, Field(max_length=128)] | None = None
-    # Features of later versions; any value but the neutral one is refused.
+    # The form of the answer, read by `guided.form_of`.
     response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -174,6 +170,7 @@ class _Sampling(_Request):
     guided_whitespace_pattern: Any = None
     structural_tag: Any = None
     structured_outputs: Any = None
+    # Features of later versions; any value but the neutral one is refused.
     logits_processors: Any = None
     mm_processor_kwargs: Any = None
     kv_transfer_params: Any = None
@@ -203,20 +200,6 @@ class _Sampling(_Request):
         """Raise the error of the first parameter whose feature this version does not have."""
         if _NOT_YET.isdisjoint(self.model_fields_set):
             return
-        guided = [name for name in _GUIDED_KINDS if self._set(name)]
-        if len(guided) > 1:
-            raise bad_request(
-                "You can only use one kind of guided decoding ('guided_json', 'guided_regex' or 'guided_choice').",
-                guided[1],
-            )
-        format_type = self.response_format.get("type") if isinstance(self.response_format, dict) else None
-        if self.response_format is not None and format_type != "text":
-            raise bad_request(
-                "response_format other than {'type': 'text'} is not available in this version.", "response_format"
-            )
-        for name in (*guided, *_GUIDED_FIELDS):
-            if self._set(name):
-                raise bad_request(f"Guided decoding ({name}) is not available in this version.", name)
         if self.logits_processors:
             raise bad_request(
                 "The `logits_processors` argument is not supported by this server: functions cannot be sent over HTTP. "
@@ -464,9 +447,6 @@ class ResponsesRequest(_Sampling):
 
     def _check_text(self) -> None:
         text = self.text or {}
-        form = text.get("format")
-        if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-            raise bad_request("text.format other than {'type': 'text'} is not available in this version.", "text")
         if text.get("verbosity") not in (None, "medium"):
             raise bad_request("text.verbosity other than 'medium' is not available in this version.", "text")
 

@@ -12,6 +12,7 @@ from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.context import ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import AnswerEvents, prompt_length
+from vllm.entrypoints.openai.guided import responses_format
 from vllm.entrypoints.openai.logprobs import chat_logprobs
 from vllm.entrypoints.openai.protocol import SHARED_WITH_CHAT, ChatCompletionRequest, ResponsesRequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -39,12 +40,18 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         raise bad_request(
             f"max_output_tokens must be at least 1, got {request.max_output_tokens}.", "max_output_tokens"
         )
+    shared = {name: getattr(request, name) for name in SHARED_WITH_CHAT & request.model_fields_set}
+    form = responses_format(request.text)
+    if form is not None and form["type"] != "text":
+        if request.response_format is not None:
+            raise bad_request("Give the form of the answer once, as text.format.", "response_format")
+        shared["response_format"] = form
     body = ChatCompletionRequest(
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
         logprobs=request.wants_logprobs,
         top_logprobs=request.top_logprobs or 0,
-        **{name: getattr(request, name) for name in SHARED_WITH_CHAT & request.model_fields_set},
+        **shared,
     )
     body._size = request.size
     try:
@@ -97,7 +104,7 @@ def _body(work: Work, status: str, usage: dict[str, Any] | None = None, **answer
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_logprobs": request.top_logprobs,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
         "tool_choice": "none",
         "tools": [],
         "truncation": "disabled",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.guided import FORM_FIELDS, form_values
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -66,9 +67,13 @@ def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: Requ
         )
 
 
+ENTRIES_OF_A_SCHEMA = 100  # enough for a thread of its own
+
+
 def entries_of(request: CompletionRequest | ChatCompletionRequest) -> int:
-    """How many entries its lists have: what it costs to check and copy them."""
-    return sum(len(getattr(request, name) or ()) for name in LISTS)
+    """How many entries its lists have: what it costs to check and copy them. A schema counts as a long list."""
+    schema = 0 if FORM_FIELDS.isdisjoint(request.model_fields_set) else ENTRIES_OF_A_SCHEMA
+    return schema + sum(len(getattr(request, name) or ()) for name in LISTS)
 
 
 def to_sampling_params(
@@ -114,6 +119,7 @@ def to_sampling_params(
         length_penalty=request.length_penalty,
         early_stopping=request.early_stopping,
         output_kind=kind,
+        **form_values(request),
     )
 
 

@@ -1,0 +1,170 @@
+"""Compiles grammars in the background: one compilation per constraint, a deadline for each, and a bounded memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm.logger import init_logger
+from vllm.structured_output.backends import make_backend
+from vllm.structured_output.grammar import Backend, Grammar, GrammarError
+from vllm.structured_output.spec import GrammarSpec
+from vllm.structured_output.vocabulary import Vocabulary
+from vllm.structured_output.worker import CompileProcess
+
+logger = init_logger(__name__)
+
+COMPILE_SECONDS = 10.0
+CACHE_BYTES = 256 << 20
+THREADS = 2
+
+
+class Compiled(NamedTuple):
+    """A grammar, and the back end that fills its masks."""
+
+    grammar: Grammar
+    backend: Backend
+
+
+class GrammarCache:
+    """Compiled grammars, of which those used last stay while all of them together have at most `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._found: OrderedDict[GrammarSpec, tuple[Compiled, int]] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, spec: GrammarSpec) -> Compiled | None:
+        found = self._found.get(spec)
+        if found is None:
+            return None
+        self._found.move_to_end(spec)
+        return found[0]
+
+    def put(self, spec: GrammarSpec, compiled: Compiled) -> None:
+        size = compiled.grammar.nbytes + spec.nbytes
+        self._drop(spec)
+        if size > self._limit:
+            return
+        self._found[spec] = (compiled, size)
+        self.nbytes += size
+        while self.nbytes > self._limit:
+            self._drop(next(iter(self._found)))
+
+    def _drop(self, spec: GrammarSpec) -> None:
+        found = self._found.pop(spec, None)
+        if found is not None:
+            self.nbytes -= found[1]
+
+
+class GrammarCompiler:
+    """Owns the back ends of one vocabulary, which is made (in the background too) when the first grammar is asked for.
+
+    `seconds`: how long a compilation may take from the moment it begins; `cache_bytes`: what compiled grammars may
+    hold. Requests keep theirs as long as they run.
+    """
+
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], Vocabulary],
+        seconds: float = COMPILE_SECONDS,
+        cache_bytes: int = CACHE_BYTES,
+        threads: int = THREADS,
+    ) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._backends: dict[str, Backend] = {}
+        self._processes: dict[str, CompileProcess] = {}
+        self._under_way: dict[GrammarSpec, Future[Compiled]] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self.cache = GrammarCache(cache_bytes)
+
+    def compile(self, spec: GrammarSpec) -> Future[Compiled]:
+        """The grammar, at once if it is known. The future fails with GrammarError."""
+        with self._lock:
+            known = self.cache.get(spec)
+            if known is not None:
+                done: Future[Compiled] = Future()
+                done.set_result(known)
+                return done
+            found = self._under_way.get(spec)
+            if found is None:
+                found = self._under_way[spec] = self._pool.submit(self._compile, spec)
+            return found
+
+    def close(self) -> None:
+        """End the threads and processes; what is under way is given up."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(self._processes.values()):
+            process.close()
+
+    def _compile(self, spec: GrammarSpec) -> Compiled:
+        try:
+            compiled = self._compiled(spec)
+        except GrammarError:
+            raise
+        except Exception as error:
+            logger.exception("A grammar could not be compiled")
+            raise GrammarError(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:  # what a library in another language panics with
+            logger.exception("A library failed while it compiled a grammar")
+            raise GrammarError(f"the {spec.backend} library failed: {type(error).__name__}") from None
+        else:
+            with self._lock:
+                self.cache.put(spec, compiled)
+            return compiled
+        finally:
+            with self._lock:
+                del self._under_way[spec]
+
+    def _compiled(self, spec: GrammarSpec) -> Compiled:
+        backend = self._backend(spec.backend)
+        started = time.monotonic()
+        data = self._process(spec.backend).build(spec, self._seconds) if backend.isolated else backend.build(spec)
+        grammar = backend.load(spec, data)
+        _check_beginning(grammar, self.vocabulary.words)
+        seconds = time.monotonic() - started
+        if seconds > self._seconds:
+            raise GrammarError(f"compiling took {seconds:.1f} s; at most {self._seconds:g} s are allowed")
+        return Compiled(grammar, backend)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Made when it is first asked for."""
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def _backend(self, name: str) -> Backend:
+        vocabulary = self.vocabulary
+        with self._making:
+            if name not in self._backends:
+                self._backends[name] = make_backend(name, vocabulary)
+            return self._backends[name]
+
+    def _process(self, name: str) -> CompileProcess:
+        vocabulary = self.vocabulary
+        with self._making:
+            if name not in self._processes:
+                self._processes[name] = CompileProcess(name, vocabulary)
+            return self._processes[name]
+
+
+def _check_beginning(grammar: Grammar, words: int) -> None:
+    """Raise GrammarError if no text of the model's tokens begins as the grammar wants it."""
+    row: np.ndarray = np.zeros(words, np.uint32)
+    if not grammar.start().fill(row) and not row.any():
+        raise GrammarError("no text that the model can write satisfies it")

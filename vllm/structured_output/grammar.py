@@ -1,0 +1,80 @@
+"""The interface of a compiled grammar, which every back end has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from vllm.structured_output.spec import GrammarSpec
+from vllm.structured_output.vocabulary import Vocabulary
+
+
+class GrammarError(ValueError):
+    """A constraint that cannot be compiled, with the reason. The request is at fault."""
+
+
+class Matcher(Protocol):
+    """Where one text stands in its grammar. Tokens are those of the grammar's vocabulary; nobody else uses it."""
+
+    def fill(self, row: np.ndarray) -> bool:
+        """Write which tokens may follow; whether the text may end here.
+
+        row: uint32 [words], bit i of word i // 32 is token i. Tokens that end a text are not set.
+        Raises GrammarError if the grammar has become too complex to go on.
+        """
+
+    def accept(self, token: int) -> bool:
+        """Move on by one token; False, and nothing changes, if it is none that may follow."""
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` tokens that were accepted."""
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow, as the tokenizer would write them; [] if that is not certain."""
+
+
+class Grammar(Protocol):
+    """A compiled constraint, shared by all texts that have it. `nbytes`: about how much memory it holds."""
+
+    nbytes: int
+
+    def start(self) -> Matcher:
+        """A matcher at the beginning of a text."""
+
+
+class Backend(Protocol):
+    """One library, for one vocabulary.
+
+    isolated: compiling may take very long or end the process, and so happens in a process that can be killed: `build`
+    runs there, `load` here with what it returned. Otherwise `load` is called with b"".
+    """
+
+    isolated: bool
+
+    def __init__(self, vocabulary: Vocabulary) -> None: ...
+
+    def build(self, spec: GrammarSpec) -> bytes:
+        """Compile. Raises GrammarError."""
+
+    def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
+        """The grammar itself. Raises GrammarError."""
+
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
+        """`fill` for several of this back end's matchers, each into its row of `bits` [n, words] uint32."""
+
+
+def fill_one_by_one(matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
+    """`fill_all` for libraries that have no better way."""
+    found: list[bool | GrammarError] = []
+    for matcher, row in zip(matchers, rows, strict=True):
+        try:
+            found.append(matcher.fill(bits[row]))
+        except GrammarError as error:
+            found.append(error)
+    return found

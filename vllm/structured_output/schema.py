@@ -1,0 +1,231 @@
+"""Reads JSON schemas without validating anything against them: the features they use, and objects to be closed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from vllm.structured_output.spec import MAX_SCHEMA_DEPTH
+from vllm.validation import show
+
+Schema = dict[str, Any]
+MAX_ENTRIES = 5000  # properties, enum values and branches, of one schema each and of all together times ten
+
+# What Python says of patterns that are wrong in every language of patterns.
+_NO_PATTERN = (
+    "bad escape (end of pattern)", "missing ), unterminated subpattern", "unterminated character set",
+    "unbalanced parenthesis", "nothing to repeat", "maximum recursion",
+)  # fmt: skip
+TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_schema_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+
+
+def _is_schema_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_schema, value.values()))
+
+
+def _is_name_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_pattern(value: Any) -> bool:
+    """Whether no reader of patterns would refuse it; each back end has further words to say."""
+    if not isinstance(value, str):
+        return False
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        return not str(error).startswith(_NO_PATTERN)
+    return True
+
+
+def _any(value: Any) -> bool:
+    return True
+
+
+# Every keyword that can forbid something, and the form of its value. Others are annotations.
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), (_is_schema_list, "a list of schemas")),
+    **dict.fromkeys(
+        ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"),
+        (_is_schema_map, "an object whose values are schemas"),
+    ),
+    **dict.fromkeys(
+        (
+            "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else", "unevaluatedItems",
+            "unevaluatedProperties", "additionalItems", "contentSchema",
+        ),
+        (_is_schema, "a schema"),
+    ),
+    "items": (lambda value: _is_schema(value) or isinstance(value, list), "a schema or a list of schemas"),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
+         "maxContains"),
+        (_is_count, "a whole number from 0 on"),
+    ),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), (_is_number, "a number")),
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"), (_is_number, "a number (booleans are of drafts before 6)")
+    ),
+    "required": (_is_name_list, "a list of names"),
+    "dependentRequired": (lambda value: isinstance(value, dict), "an object"),
+    "dependencies": (lambda value: isinstance(value, dict), "an object"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a list with at least one value"),
+    "const": (_any, ""),
+    "type": (_is_type, "one or several of " + ", ".join(sorted(TYPES))),
+    **dict.fromkeys(("format", "$ref", "$dynamicRef", "$recursiveRef"), (_is_text, "a string")),
+    "pattern": (_is_pattern, "a regular expression"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+}  # fmt: skip
+# Where the schemas inside a schema are.
+_ONE = ("additionalProperties", "propertyNames", "contains", "not", "if", "then", "else", "unevaluatedItems",
+        "unevaluatedProperties", "additionalItems", "items")  # fmt: skip
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_NO_ASSERTIONS = frozenset({"$defs", "definitions", "contentSchema"})
+# True forbids nothing, nor does an empty object, nor a bound that everything keeps.
+_TRIVIAL: dict[str, tuple[Any, ...]] = {
+    "additionalProperties": (True,), "uniqueItems": (False,), "unevaluatedProperties": (True,),
+    "unevaluatedItems": (True,), "additionalItems": (True,), "minLength": (0,), "minItems": (0,),
+    "minProperties": (0,), "required": ([],), "dependentRequired": ({},), "dependencies": ({},),
+    "dependentSchemas": ({},), "patternProperties": ({},), "properties": ({},), "propertyNames": (True,),
+}  # fmt: skip
+
+
+class SchemaError(ValueError):
+    """A JSON schema that is none."""
+
+
+def subschemas(schema: Any) -> Iterator[Schema]:
+    """A schema and every schema inside it, outermost first; True and False are left out.
+
+    Raises SchemaError for keywords with values of a wrong form, and for schemas that are nested too deeply or large.
+    """
+    entries = 0
+    stack: list[tuple[Any, int]] = [(schema, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if not isinstance(item, dict):
+            continue
+        if depth > MAX_SCHEMA_DEPTH:
+            raise SchemaError(f"schemas are nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        for key, value in item.items():
+            form = _FORMS.get(key)
+            if form is not None and not form[0](value):
+                raise SchemaError(f"{key} must be {form[1]}, got {show(json.dumps(value))}")
+            if form is not None and isinstance(value, dict | list):
+                entries += len(value)
+                if len(value) > MAX_ENTRIES or entries > 10 * MAX_ENTRIES:
+                    raise SchemaError(f"{key} brings more than {MAX_ENTRIES} entries, which is the most")
+        yield item
+        stack += [(item[key], depth + 1) for key in _ONE if key in item]
+        stack += [(part, depth + 1) for key in _LISTS if isinstance(item.get(key), list) for part in item[key]]
+        stack += [(part, depth + 1) for key in _MAPS if key in item for part in item[key].values()]
+
+
+def assertions(schema: Schema) -> frozenset[str]:
+    """The keywords of one schema that can forbid something."""
+    return frozenset(
+        key
+        for key, value in schema.items()
+        if key in _FORMS and key not in _NO_ASSERTIONS and value not in _TRIVIAL.get(key, ())
+    )
+
+
+def check_references(root: Any) -> None:
+    """Raise SchemaError for a `$ref` that leads nowhere or out of the schema."""
+    anchors = {value for item in subschemas(root) for key, value in item.items() if key in ("$anchor", "$id")}
+    for item in subschemas(root):
+        reference = item.get("$ref")
+        if not isinstance(reference, str) or reference in anchors or reference.removeprefix("#") in anchors:
+            continue
+        if not reference.startswith("#"):
+            raise SchemaError(f"$ref to another document ({show(reference)}) is not supported")
+        _resolve(root, reference)
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """What a JSON pointer in a reference ("#/$defs/name") points at."""
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and part in found:
+            found = found[part]
+        elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            raise SchemaError(f"$ref {show(reference)} leads nowhere")
+    if not _is_schema(found):
+        raise SchemaError(f"$ref {show(reference)} does not lead to a schema")
+    return found
+
+
+def closed(schema: Any, always: bool) -> Any:
+    """`schema` with `additionalProperties: false` in each object that lists its properties and is silent about others.
+
+    A schema that puts objects together (allOf, or properties beside a `$ref` or a choice) stays as it is unless
+    `always`: its parts allow each other's properties.
+    """
+    if not always and any(_composes(item) for item in subschemas(schema)):
+        return schema
+    copy = json.loads(json.dumps(schema))
+    for item in subschemas(copy):
+        named = "properties" in item or (always and item.get("type") == "object")
+        if named and not item.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties"}:
+            item["additionalProperties"] = False
+    return copy
+
+
+def _composes(schema: Schema) -> bool:
+    parts = schema.keys() & {"allOf", "anyOf", "oneOf", "$ref", "not", "if", "dependentSchemas"}
+    about_objects = schema.keys() & {"properties", "required", "patternProperties", "additionalProperties"}
+    return len(schema.get("allOf", ())) > 1 or len(parts) > 1 or bool(parts and about_objects)
+
+
+def is_recursive(root: Any) -> bool:
+    """Whether a `$ref` leads, possibly through others, to a schema that contains it."""
+    state: dict[int, int] = {}  # 1: being looked at, 2: done
+
+    def visit(schema: Any) -> bool:
+        if not isinstance(schema, dict) or state.get(id(schema)) == 2:
+            return False
+        if state.get(id(schema)) == 1:
+            return True
+        state[id(schema)] = 1
+        inner = [part for key in _ONE if isinstance(part := schema.get(key), dict)]
+        inner += [part for key in _LISTS if isinstance(schema.get(key), list) for part in schema[key]]
+        inner += [part for key in ("properties", "patternProperties") for part in schema.get(key, {}).values()]
+        if isinstance(schema.get("$ref"), str):
+            inner.append(_resolve(root, schema["$ref"]))
+        found = any(visit(part) for part in inner)
+        state[id(schema)] = 2
+        return found
+
+    return visit(root)
