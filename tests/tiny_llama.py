@@ -21,7 +21,7 @@ TEMPLATE = (
 )
 
 
-def save_tiny_llama(folder: Path, *, extra_rows: int = 3) -> Path:
+def save_tiny_llama(folder: Path, *, extra_rows: int = 3, max_model_len: int = MAX_MODEL_LEN) -> Path:
     """The model's vocabulary is a little larger than the tokenizer's, as real ones are."""
     tokenizer = make.byte_level(400)
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
@@ -33,7 +33,7 @@ def save_tiny_llama(folder: Path, *, extra_rows: int = 3) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=max_model_len,
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=False,

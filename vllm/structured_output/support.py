@@ -226,8 +226,11 @@ _READ_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 def _guidance_combinations(schema: Schema, found: frozenset[str]) -> str | None:
     counts = found & {"minProperties", "maxProperties"}
-    if counts and set(schema.get("properties", {})) - set(schema.get("required", ())):
+    required = set(schema.get("required", ()))
+    if counts and set(schema.get("properties", {})) - required:
         return f"{sorted(counts)[0]} beside optional properties"
+    if schema.get("minProperties", 0) > len(required):  # it might write one of them several times
+        return "minProperties beyond the required ones"
     return None
 
 

@@ -8,9 +8,11 @@ ends it when an answer takes too long, and starts another one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from vllm.structured_output.vocabulary import Vocabulary
 
 START_SECONDS = 120.0  # to import a library and read a vocabulary
 MEMORY_BYTES = 4 << 30  # more than importing torch reserves
+_PR_SET_PDEATHSIG = 1
 _HEADER = struct.Struct("<Q")
 
 
@@ -77,11 +80,13 @@ class CompileProcess:
             return answer.data
 
     def close(self) -> None:
-        """End the process, from any thread."""
+        """End the process, from any thread; a compilation that is under way fails."""
         self._closed = True
         process = self._process
         if process is not None:
             process.kill()
+        with self._lock:
+            self._end()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -147,6 +152,7 @@ def _read_exactly(stream: IO[bytes], count: int, deadline: float | None) -> byte
 
 def main() -> int:
     """Serve until standard input ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the middle of a compilation
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     source = sys.stdin.buffer

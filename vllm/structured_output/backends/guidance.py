@@ -57,8 +57,9 @@ class GuidanceMatcher:
     def finish(self, row: np.ndarray) -> bool:
         """What `fill` does after the mask was computed."""
         if self.inner.is_error():
-            if self.inner.stop_reason() not in _DEAD_ENDS:
-                raise GrammarError(_first_line(self.inner.get_error()))
+            problem = self.inner.get_error().partition("\n")[0]
+            if problem not in _DEAD_ENDS:
+                raise GrammarError(problem)
             row[:] = 0
             return False
         may_end = bool(row[self._word] & self._bit)
@@ -207,10 +208,6 @@ def _structural_tag(tag: object, whitespace: str | None) -> str:
             f"%llguidance {{}}\nstart: ({names})* rest\nrest: TEXT\nTEXT: /(.|\\n)*/\n" + "\n".join(rules)
         )
     )
-
-
-def _first_line(error: str) -> str:
-    return error.partition("\n")[0]
 
 
 def _readable(error: str) -> str:
