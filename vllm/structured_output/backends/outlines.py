@@ -106,7 +106,7 @@ make = Outlines
 
 def _pattern(spec: GrammarSpec) -> str:
     if spec.kind == JSON:
-        return build_regex_from_schema(spec.text, spec.whitespace)
+        return ascii_digits(build_regex_from_schema(spec.text, spec.whitespace))
     if spec.kind == CHOICE:
         return "|".join(f"({re.escape(choice)})" for choice in json.loads(spec.text))
     return ascii_digits(unanchored(spec.text))
