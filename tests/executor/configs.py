@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from vllm.config import VllmConfig
 from vllm.config.resolve import resolve
@@ -13,6 +16,7 @@ from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.executor.base import Executor
 from vllm.sampling_params import SamplingParams
 from vllm.step.messages import CoreRequest
+from vllm.step.plan import RowMasks, StepPlan
 
 
 def config_for(folder: Path, **settings: Any) -> VllmConfig:
@@ -49,3 +53,31 @@ def generate(
             tokens[int(output.request_id)] += output.new_token_ids
     scheduler.check_invariants()
     return tokens
+
+
+class Masked:
+    """An executor under which every second row may say multiples of three only; the masks stand in the plan or, if
+    `late`, come after it.
+    """
+
+    def __init__(self, executor: Executor, vocab: int, late: bool) -> None:
+        self._executor, self._late = executor, late
+        allowed: np.ndarray = np.arange(-(-vocab // 32) * 32) % 3 == 0
+        self._bits = np.packbits(allowed, bitorder="little").view(np.uint32)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def submit(self, plan: StepPlan) -> None:
+        rows = np.flatnonzero(plan.sample & (plan.slots % 2 == 0)).astype(np.int32)
+        if not len(rows):
+            self._executor.submit(plan)
+            return
+        masks = RowMasks(rows, np.tile(self._bits, (len(rows), 1)))
+        if not self._late:
+            self._executor.submit(replace(plan, masks=masks))
+            return
+        late: np.ndarray = np.zeros(len(plan.slots), bool)
+        late[rows] = True
+        self._executor.submit(replace(plan, late=late))
+        self._executor.complete(plan.step_id, masks)

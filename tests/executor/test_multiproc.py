@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.executor.configs import config_for, generate
+from tests.executor.configs import Masked, config_for, generate
 from tests.models.own_models import NewLlamaForCausalLM
 from tests.tiny_models import save_llama
 from vllm.exceptions import EngineDeadError
@@ -68,6 +68,13 @@ def test_two_ranks_give_the_tokens_of_one(pair: MultiprocExecutor, folder: Path)
     assert generate(pair, config, PROMPTS, params) == expected
     assert all(token % 2 == 0 for token in expected[3])
     assert generate(pair, config, PROMPTS[::-1], params[::-1]) != expected  # other seeds: not a constant
+
+
+def test_two_ranks_take_masks_that_come_late(pair: MultiprocExecutor, folder: Path) -> None:
+    config = config_for(folder)
+    vocab = config.model_config.logits_width
+    in_plan, late = (generate(Masked(pair, vocab, late), config, PROMPTS, [GREEDY] * 5) for late in (False, True))
+    assert in_plan == late and sum(all(token % 3 == 0 for token in tokens) for tokens in late) >= 2
 
 
 def test_calls_reach_every_rank(pair: MultiprocExecutor) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.executor.configs import config_for, generate
+from tests.executor.configs import Masked, config_for, generate
 from tests.tiny_models import save_llama
 from vllm.exceptions import EngineDeadError
 from vllm.executor import create_executor
@@ -55,6 +55,21 @@ def test_seeded_requests_alone_and_with_a_small_cache(folder: Path) -> None:
     assert executor.num_blocks == 34
     assert generate(executor, tight, PROMPTS, params) == together
     executor.shutdown()
+
+
+def test_masks_in_the_plan_and_masks_that_come_late(folder: Path) -> None:
+    params = [SamplingParams(temperature=0.0 if i % 3 else 0.9, max_tokens=12, ignore_eos=True) for i in range(6)]
+    config = config_for(folder)
+    executor = create_executor(config)
+    free = generate(executor, config, PROMPTS, params)
+    vocab = config.model_config.logits_width
+    in_plan, late = (generate(Masked(executor, vocab, late), config, PROMPTS, params) for late in (False, True))  # type: ignore[arg-type]
+    executor.shutdown()
+    assert in_plan == late
+    threes = [all(token % 3 == 0 for token in tokens) for tokens in late]
+    assert sum(threes) == 3 and [f for f, three in zip(free, threes, strict=True) if not three] == [
+        tokens for tokens, three in zip(late, threes, strict=True) if not three
+    ]
 
 
 def test_calls_by_name_and_by_function(folder: Path) -> None:

@@ -156,15 +156,13 @@ def test_prompt_logprobs_in_chunks_equal_those_of_the_dense_model() -> None:
     assert not driver.result.prompt_logprobs
 
 
-@pytest.mark.parametrize(
-    "field", [f.name for f in fields(StepPlan) if f.default is not MISSING and f.name not in model_runner.KNOWN]
-)
-def test_what_the_worker_cannot_run_is_refused_by_name(field: str) -> None:
+@pytest.mark.parametrize("field", [f.name for f in fields(StepPlan) if f.default is not MISSING])
+def test_what_a_worker_cannot_run_is_refused_by_name(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "KNOWN", model_runner.KNOWN - {field})
     driver = Driver(Toy())
     driver.add("a", [1])
-    plan = driver.plan()
-    with pytest.raises(NotImplementedError, match=field):
-        driver.runner.execute(replace(plan, **{field: np.ones(1, bool)}))
+    with pytest.raises(NotImplementedError, match=f"cannot run a plan with '{field}'"):
+        driver.runner.execute(replace(driver.plan(), **{field: np.ones(1, bool)}))
 
 
 def test_transfers_are_made_in_order() -> None:

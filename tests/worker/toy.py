@@ -15,6 +15,7 @@ from vllm.step.kv_need import attention_need
 from vllm.step.plan import BlockAppend, BlockCopy, Column, SlotInit, StepPlan
 from vllm.worker.device import CpuContext
 from vllm.worker.model_runner import ModelRunner
+from vllm.worker.pool import Pooler
 
 VOCAB, HEADS, DIM, BLOCK = 97, 2, 8, 4
 
@@ -87,6 +88,7 @@ class Driver:
         vocab: int = VOCAB,
         context: CpuContext | None = None,
         columns: tuple[Column, ...] = (),
+        pooler: Pooler | None = None,
     ) -> None:
         layout = layout_of(model.traits, BLOCK)
         caches = [torch.zeros(num_blocks, 2, HEADS, layout.block_size, DIM)]
@@ -96,6 +98,7 @@ class Driver:
             caches,
             context or CpuContext(),
             columns=columns,
+            pooler=pooler,
             num_slots=num_slots,
             max_model_len=max_model_len,
             vocab_size=vocab,

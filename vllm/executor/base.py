@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm.step.kv_policy import KVLayout
-from vllm.step.plan import StepPlan
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 
 
@@ -19,6 +19,11 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step. On a device that runs ahead of the host this returns before the step is done."""
+
+    def complete(self, step_id: int, masks: RowMasks | None) -> None:
+        """Give the step submitted last the masks of its `late` rows, by rows of its plan; those without one may say
+        anything. It goes on now, and no other may be submitted before.
+        """
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises whatever made it fail; the step is then no longer in flight."""

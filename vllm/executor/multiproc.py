@@ -22,7 +22,7 @@ from vllm.ipc.child import start_child
 from vllm.ipc.frames import FrameReader, receive_frames
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.step.plan import StepPlan
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 from vllm.worker.model_runner import Handle
 from vllm.worker.worker import Worker, compile_ahead
@@ -209,6 +209,13 @@ class MultiprocExecutor:
         try:
             self._broadcast(message)
             self._in_flight.append(worker.execute(plan))
+        except Exception as error:
+            raise self._break(error) from error
+
+    def complete(self, step_id: int, masks: RowMasks | None) -> None:
+        """Give the step submitted last the masks that it waits for; only the first rank samples and needs them."""
+        try:
+            self.worker.complete(step_id, masks)
         except Exception as error:
             raise self._break(error) from error
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import EngineDeadError
 from vllm.executor.base import public_method
-from vllm.step.plan import StepPlan
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 from vllm.worker.model_runner import Handle
 from vllm.worker.worker import Worker, compile_ahead
@@ -39,6 +39,10 @@ class UniprocExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Start a step; on the CPU it is done when this returns."""
         self._in_flight.append(self.worker.execute(plan))
+
+    def complete(self, step_id: int, masks: RowMasks | None) -> None:
+        """Give the step submitted last the masks that it waits for."""
+        self.worker.complete(step_id, masks)
 
     def collect(self) -> StepResult:
         """The result of the oldest step in flight."""

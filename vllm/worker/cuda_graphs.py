@@ -222,7 +222,8 @@ class DecodeGraphs:
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
             self._width = self._table.width
-        kind = _Kind.HIDDEN if plan.masks is not None else self._kind(plan.slots)
+        masked = plan.masks is not None or plan.late is not None
+        kind = _Kind.HIDDEN if masked else self._kind(plan.slots)
         size = next(s for s in self._sizes if s >= rows)
         turn = self._turn
         self._turn = (turn + 1) % _RING

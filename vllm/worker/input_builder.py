@@ -13,6 +13,7 @@ from vllm.ops.attention import HostBatch, plan_batch
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker.device import DeviceContext
+from vllm.worker.pool import Pooler
 from vllm.worker.slot_table import SlotTable
 
 
@@ -30,6 +31,21 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """A row of the plan that is pooled: its tokens `start` to `end` of `total`, of which some states are wanted.
+
+    plan_row: row of the plan.   first, count: where the wanted ones stand in `StepInputs.logits_rows`.
+    """
+
+    plan_row: int
+    first: int
+    count: int
+    start: int
+    end: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A step's inputs and what the host knows about them.
 
@@ -37,6 +53,7 @@ class Batch:
     sample_slots: [rows] slots of these rows of logits, one for each plan row, or more behind drafts.
     lengths: [rows] tokens before the one to be sampled, which is also its position; drafts count.
     plan_slots: the slots of all rows.   prompt_rows: requests that want prompt logprobs in this step.
+    pooled_rows: requests that are pooled.
     tries: per plan row that samples how many rows of logits it has, drafts + 1; None: one each.
     """
 
@@ -47,6 +64,7 @@ class Batch:
     lengths: np.ndarray
     prompt_rows: tuple[PromptRows, ...]
     tries: np.ndarray | None = None
+    pooled_rows: tuple[PooledRows, ...] = ()
 
     @property
     def drafted(self) -> np.ndarray | None:
@@ -91,6 +109,7 @@ class Laid:
     mappings: tuple[np.ndarray, ...]
     sample_rows: np.ndarray
     prompt_rows: tuple[PromptRows, ...]
+    pooled_rows: tuple[PooledRows, ...] = ()
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -120,13 +139,17 @@ class Laid:
             tuple(longer(mapping, tokens) for mapping in self.mappings),
             self.sample_rows,
             self.prompt_rows,
+            self.pooled_rows,
         )
 
 
 class InputBuilder:
     """Builds `Batch`es over one slot table. `wants_prompt`: [slots] bool, owned by the sampler's table."""
 
-    def __init__(self, table: SlotTable, context: DeviceContext, wants_prompt: np.ndarray) -> None:
+    def __init__(
+        self, table: SlotTable, context: DeviceContext, wants_prompt: np.ndarray, pooler: Pooler | None = None
+    ) -> None:
+        self._pooler = pooler
         self._table = table
         self._context = context
         self._wants_prompt = wants_prompt
@@ -160,9 +183,12 @@ class InputBuilder:
         prompt_rows: tuple[PromptRows, ...] = ()
         if self._wants_prompt[slots].any():
             prompt_rows, logits_rows = self._prompt_rows(plan, starts, logits_rows)
+        pooled_rows: tuple[PooledRows, ...] = ()
+        if plan.pooled is not None:
+            pooled_rows, logits_rows = self._pooled_rows(plan, plan.pooled, starts, logits_rows)
         return Laid(
             table.token_index(token_slots, positions), positions, starts, lens, logits_rows, slots.astype(np.int64),
-            tuple(mappings), sample_rows, prompt_rows,
+            tuple(mappings), sample_rows, prompt_rows, pooled_rows,
         )  # fmt: skip
 
     def build(self, plan: StepPlan, laid: Laid | None = None) -> Batch:
@@ -208,10 +234,29 @@ class InputBuilder:
         rows = laid.sample_rows
         slots, lens = plan.slots[rows], laid.lens[rows]
         if plan.drafts is None:
-            return Batch(step, plan.slots, rows, slots, lens, laid.prompt_rows)
+            return Batch(step, plan.slots, rows, slots, lens, laid.prompt_rows, None, laid.pooled_rows)
         tries = plan.drafts[rows] + 1
         lens = np.repeat(lens - plan.drafts[rows], tries) + within(tries)
-        return Batch(step, plan.slots, rows, np.repeat(slots, tries), lens, laid.prompt_rows, tries)
+        return Batch(step, plan.slots, rows, np.repeat(slots, tries), lens, laid.prompt_rows, tries, laid.pooled_rows)
+
+    def _pooled_rows(
+        self, plan: StepPlan, pooled: np.ndarray, starts: np.ndarray, logits_rows: np.ndarray
+    ) -> tuple[tuple[PooledRows, ...], np.ndarray]:
+        """Append the rows whose hidden states are pooled."""
+        if self._pooler is None:
+            raise NotImplementedError("The model of this worker does not pool.")
+        if (pooled & plan.sample).any():
+            raise ValueError("A row of a plan is either pooled or sampled from, not both.")
+        found: list[PooledRows] = []
+        pieces, first = [logits_rows], len(logits_rows)
+        for row in np.flatnonzero(pooled).tolist():
+            start, total = int(plan.num_computed[row]), int(self._table.num_prompt[plan.slots[row]])
+            end = start + int(plan.num_tokens[row])
+            wanted = self._pooler.wanted(start, end, total)
+            pieces.append(int(starts[row]) - start + np.arange(wanted.start, wanted.stop, dtype=np.int64))
+            found.append(PooledRows(row, first, len(wanted), start, end, total))
+            first += len(wanted)
+        return tuple(found), np.concatenate(pieces)
 
     def _prompt_rows(
         self, plan: StepPlan, starts: np.ndarray, logits_rows: np.ndarray

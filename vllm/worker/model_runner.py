@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,18 +15,20 @@ from vllm.faults import Faults
 from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import copy_blocks
 from vllm.ops.logprobs import top_logprobs
+from vllm.pooling_params import PoolingParams
 from vllm.step.inputs import StepInputs
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import Column, RowMasks, StepPlan, Transfer, TransferKind, require_known
 from vllm.step.result import StepResult
 from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import Batch, InputBuilder, Laid, within
+from vllm.worker.pool import Pooler
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
-from vllm.worker.step_handle import PromptLogprobs, Queued, StepHandle
+from vllm.worker.step_handle import LateHandle, PromptLogprobs, Queued, StepHandle
 
 # Fields of a plan that are run beyond those without a default.
-KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "masks"})
+KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "pooled"})
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
 
 
@@ -82,8 +84,9 @@ class ModelRunner:
         vocab_size: int,
         tp: TensorParallel = SINGLE,
         columns: Sequence[Column] = (),
+        pooler: Pooler | None = None,
     ) -> None:
-        """columns: numbers that every slot has, for capabilities that declare them."""
+        """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools."""
         self.model = model
         self.layout = layout
         self.kv_caches = kv_caches
@@ -91,22 +94,27 @@ class ModelRunner:
         self.tp = tp
         self.table = SlotTable(num_slots, max_model_len, layout, context, columns)
         self.sampler = Sampler(self.table, vocab_size, context)
-        self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt)
+        self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt, pooler)
+        self._pooler = pooler
         self.decode_steps: DecodeSteps | None = None
         self.mixed_steps: MixedSteps | None = None
         self._faults = Faults.from_env()
+        self._late: LateHandle | None = None  # a step that waits for masks, the last one
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Handle:
         """Queue one step: freed, new, blocks, copies, transfers, writes, forward pass, sampling, in this order."""
         require_known(plan, KNOWN, "This worker")
+        if self._late is not None and not self._late.is_complete:
+            raise RuntimeError(f"Step {self._late.step_id} waits for its masks: no other step may follow before.")
         self._take_in(plan)
         plan = self._settled(plan)
         if self.decode_steps is not None and not self._faults and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
         laid = self.builder.lay_out(plan)
         start = self.context.mark()
-        if self.mixed_steps is not None and not self._faults and plan.drafts is None:
+        plain = plan.drafts is None and plan.pooled is None
+        if self.mixed_steps is not None and not self._faults and plain:
             found = self.mixed_steps.forward(laid)
             if found is not None:
                 step, hidden = found
@@ -115,30 +123,62 @@ class ModelRunner:
         hidden = self.model(batch.step, self.kv_caches)
         return self.finish(plan, batch, hidden, start)
 
-    def finish(self, plan: StepPlan, batch: Batch, hidden: Tensor, start: Any) -> StepHandle:
+    def finish(self, plan: StepPlan, batch: Batch, hidden: Tensor, start: Any) -> Handle:
         """What follows the forward pass: logits, sampling, ids into the slot table, results on their way to the host.
 
-        start: the context's mark of when the forward pass began.
+        start: the context's mark of when the forward pass began. With masks that come later, all behind the logits
+        waits for `complete`; ranks that do not sample go ahead and wait for the one that does.
         """
         logits = self._logits(hidden, batch)
         end = self.context.mark()
         if self._faults and logits is not None:
             self._faults.spoil(logits)
-        sampled = self._sample(logits, batch, plan.masks)
+
+        def rest(masks: RowMasks | None) -> StepHandle:
+            return self._finish(plan, batch, hidden, logits, masks, lambda: self.context.seconds(start, end))
+
+        if plan.late is not None and self.tp.is_first:
+            self._late = LateHandle(plan, rest)
+            return self._late
+        return rest(plan.masks)
+
+    @torch.inference_mode()
+    def complete(self, step_id: int, masks: RowMasks | None) -> None:
+        """Give the last step the masks that it waits for; a row without one may say anything.
+
+        masks: by rows of the plan, which must be among its `late` ones.
+        """
+        late = self._late
+        if late is None or late.step_id != step_id:
+            raise ValueError(f"Step {step_id} does not wait for masks.")
+        late.complete(masks)
+        self._late = None
+
+    def _finish(
+        self, plan: StepPlan, batch: Batch, hidden: Tensor, logits: Tensor | None, masks: RowMasks | None,
+        seconds: Callable[[], float],
+    ) -> StepHandle:  # fmt: skip
+        sampled = self._sample(logits, batch, masks)
         accepted = None
         if batch.tries is not None:
             accepted = self._accept(sampled.token_ids, batch, batch.tries)
         elif len(batch.sample_rows):
             (where,) = self.context.upload([self.table.token_index(batch.sample_slots, batch.lengths)])
             self.table.write_tokens(where, sampled.token_ids)
-        queued = Queued(sampled, accepted, *self._prompt_logprobs(hidden, batch))
-        return StepHandle(plan, batch, queued, self.context, lambda: self.context.seconds(start, end))
+        queued = Queued(sampled, accepted, *self._prompt_logprobs(hidden, batch), self._pool(hidden, batch))
+        return StepHandle(plan, batch, queued, self.context, seconds)
 
     def _take_in(self, plan: StepPlan) -> None:
         self.sampler.leave(plan.freed)
+        if self._pooler is not None:
+            self._pooler.leave(plan.freed)
         if plan.new:
             self.table.enter(plan.new)
             self.sampler.enter(plan.new)
+            if self._pooler is not None:
+                self._pooler.enter(plan.new)
+            elif any(isinstance(init.params, PoolingParams) for init in plan.new):
+                raise NotImplementedError("The model of this worker does not pool.")
         self.table.append_blocks(plan.blocks)
         if plan.copies:
             src, dst = self.context.upload(
@@ -233,6 +273,18 @@ class ModelRunner:
         ids = torch.empty(len(batch.sample_slots), dtype=torch.int64, device=device)
         self.tp.broadcast(ids)
         return Sampled(ids, torch.ones_like(ids, dtype=torch.bool))
+
+    def _pool(self, hidden: Tensor, batch: Batch) -> list[tuple[int, Tensor]]:
+        """What pooled rows come to that end with this step, by row of the plan."""
+        found: list[tuple[int, Tensor]] = []
+        if self._pooler is None:
+            return found
+        for rows in batch.pooled_rows:
+            states = hidden[rows.first : rows.first + rows.count]
+            result = self._pooler.add(int(batch.plan_slots[rows.plan_row]), rows.start, rows.end, rows.total, states)
+            if result is not None:
+                found.append((rows.plan_row, result))
+        return found
 
     def _prompt_logprobs(self, hidden: Tensor, batch: Batch) -> tuple[list[PromptLogprobs], list[Tensor]]:
         """Logprobs of prompt tokens, a bounded number of logits at a time."""

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm.exceptions import NO_TOKEN_POSSIBLE
 from vllm.ops.logprobs import to_messages
-from vllm.step.plan import StepPlan
-from vllm.step.result import Logprobs, News, StepResult, TokenLogprobs
+from vllm.step.plan import RowMasks, StepPlan
+from vllm.step.result import Logprobs, News, Pooled, StepResult, TokenLogprobs
 from vllm.worker.device import DeviceContext, Download
 from vllm.worker.input_builder import Batch, within
 from vllm.worker.sample.sampler import Sampled
@@ -35,13 +36,14 @@ class Queued:
     """What a step has queued, on the device.
 
     accepted: [plan rows that sample] int64, drafts that hold; None if there were none.   prompt: with the tensors of
-    its parts in `prompt_tensors`.
+    its parts in `prompt_tensors`.   pooled: results of pooled rows, by row of the plan.
     """
 
     sampled: Sampled
     accepted: Tensor | None
     prompt: list[PromptLogprobs]
     prompt_tensors: list[Tensor]
+    pooled: list[tuple[int, Tensor]]
 
 
 class StepHandle:
@@ -55,7 +57,8 @@ class StepHandle:
         tensors = [sampled.token_ids, sampled.finite]
         tensors += [t for t in (sampled.possible, queued.accepted) if t is not None]
         tensors += [t for group in sampled.logprobs for t in group.tensors]
-        self._download: Download = context.download(tensors + queued.prompt_tensors)
+        tensors += queued.prompt_tensors
+        self._download: Download = context.download(tensors + [t for _, t in queued.pooled])
 
     def wait(self, seconds: float) -> bool:
         """Wait until the step is done, but no longer than that; whether it is."""
@@ -75,10 +78,13 @@ class StepHandle:
         token_ids[rows] = ids
         logprobs = {int(rows[i]): entry for i, entry in self._logprobs(arrays)}
         prompt_logprobs = self._prompt_logprobs(arrays)
+        pooled = self._pooled(arrays, errors)
         for row in errors:
             token_ids[row] = -1
             logprobs.pop(row, None)
-        return StepResult(self._plan.step_id, token_ids.tolist(), logprobs, prompt_logprobs, errors, self._seconds())
+        return StepResult(
+            self._plan.step_id, token_ids.tolist(), logprobs, prompt_logprobs, errors, self._seconds(), news=pooled
+        )
 
     def _with_counts(
         self, ids: np.ndarray, finite: np.ndarray, possible: np.ndarray, accepted: np.ndarray,
@@ -99,6 +105,7 @@ class StepHandle:
             if holds[i]:
                 entries.setdefault(int(owners[i]), []).append((i, entry))
         prompt_logprobs = self._prompt_logprobs(arrays)
+        pooled = self._pooled(arrays, errors)
         for row in errors:
             counts[row] = 0
             entries.pop(row, None)
@@ -109,8 +116,19 @@ class StepHandle:
         )
         return StepResult(
             self._plan.step_id, ids[kept].tolist(), {}, prompt_logprobs, errors, self._seconds(),
-            counts=counts.tolist(), news=news,
+            counts=counts.tolist(), news=(*news, *pooled),
         )  # fmt: skip
+
+    def _pooled(self, arrays: Iterator[np.ndarray], errors: dict[int, str]) -> tuple[News, ...]:
+        """The results of pooled rows; those that are no numbers become errors."""
+        news: list[News] = []
+        for row, _ in self._queued.pooled:
+            values = next(arrays)
+            if np.isfinite(values).all():
+                news.append(Pooled(row, values.tobytes(), values.shape, values.dtype.name))
+            else:
+                errors[row] = NOT_FINITE.replace("logits", "hidden states")
+        return tuple(news)
 
     def _errors(self, owners: np.ndarray, finite: np.ndarray, possible: np.ndarray) -> dict[int, str]:
         """Why rows of the plan failed. owners: the plan row of each row of logits."""
@@ -138,3 +156,42 @@ class StepHandle:
             for _ in range(item.parts):
                 entries += to_messages(next(arrays), next(arrays), next(arrays))
         return found
+
+
+class LateHandle:
+    """A step whose forward pass has been queued, and which waits for masks before it goes on."""
+
+    def __init__(self, plan: StepPlan, rest: Callable[[RowMasks | None], StepHandle]) -> None:
+        """rest: queues what follows, given the masks of all rows."""
+        self.step_id = plan.step_id
+        self._plan, self._rest = plan, rest
+        self._handle: StepHandle | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self._handle is not None
+
+    def complete(self, masks: RowMasks | None) -> None:
+        """Go on. Raises ValueError, with nothing done, for a mask of a row that is not late."""
+        known, late = self._plan.masks, self._plan.late
+        if masks is not None and (late is None or not late[masks.rows].all()):
+            raise ValueError("A mask came late for a row that was not said to be late.")
+        if masks is not None and known is not None:
+            rows = np.concatenate([known.rows, masks.rows])
+            order = np.argsort(rows)
+            masks = RowMasks(rows[order], np.concatenate([known.bits, masks.bits])[order])
+        self._handle = self._rest(known if masks is None else masks)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the step is done, but no longer than that; whether it is."""
+        return self._handle is None or self._handle.wait(seconds)
+
+    def result(self) -> StepResult:
+        """What the step brought. Raises RuntimeError if nobody has completed it; then it goes on without the masks, so
+        that other ranks do not wait for ever, and its tokens are lost.
+        """
+        if self._handle is None:
+            with torch.inference_mode():
+                self.complete(None)
+            raise RuntimeError(f"The result of step {self.step_id} was asked for before its masks had come.")
+        return self._handle.result()

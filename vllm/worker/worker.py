@@ -22,7 +22,7 @@ from vllm.ops import attention_backends
 from vllm.platforms import cuda_early
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_policy import KVLayout
-from vllm.step.plan import StepPlan
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker import cpu_blocks, kv_memory
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
@@ -251,6 +251,12 @@ class Worker:
         if self.runner is None:
             raise RuntimeError("The worker has no KV cache yet: call start() first.")
         return self.runner.execute(plan)
+
+    def complete(self, step_id: int, masks: RowMasks | None) -> None:
+        """Give the last step the masks that it waits for."""
+        if self.runner is None:
+            raise RuntimeError("The worker has no KV cache yet: call start() first.")
+        self.runner.complete(step_id, masks)
 
     def start_profile(self) -> None:
         """Begin a torch.profiler trace, written to VLLM_TORCH_PROFILER_DIR."""

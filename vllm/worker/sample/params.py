@@ -56,9 +56,9 @@ class ParamsTable:
     def enter(self, init: SlotInit) -> Needs:
         """Fill a slot's entries; returns what it needs."""
         slot, params = init.slot, init.params
-        if not isinstance(params, SamplingParams):
-            raise NotImplementedError("This worker cannot run requests that are pooled.")
         self.leave(slot)
+        if not isinstance(params, SamplingParams):  # it is pooled and never samples
+            return Needs(0)
         needs = Needs(0)
         if params.temperature >= GREEDY_BELOW:
             needs |= Needs.DRAW
