@@ -427,7 +427,7 @@ def test_overrides_reach_the_model(make: Any) -> None:
     [
         ({"quant_method": "gptq", "bits": 4}, None, "gptq"),
         ({"quant_method": "gptq", "bits": 4}, "gptq_marlin", "gptq"),
-        ({"quant_method": "GPTQ", "bits": 4, "checkpoint_format": "marlin_24"}, None, "gptq_marlin_24"),
+        ({"quant_method": "GPTQ", "bits": 4}, None, "gptq"),
         ({"quant_method": "awq", "bits": 4}, "awq_marlin", "awq"),
         ({"w_bit": 4, "q_group_size": 128, "zero_point": True}, None, "awq"),
         ({"load_in_4bit": True}, "bitsandbytes", "bitsandbytes"),
@@ -468,6 +468,7 @@ def test_plain_weights_can_be_quantized_in_flight(make: Any, name: str) -> None:
         (None, "gptq", "needs a checkpoint in that format"),
         (None, "tpu_int8", "it works on a Google TPU only"),
         (None, "neuron_quant", "works on AWS Neuron"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin_24"}, None, "with 'gptq_marlin_24', which is not"),
         ({"quant_method": "vptq"}, None, "quantized with 'vptq', which is not supported"),
         ({"quant_method": 4}, None, "expected the name of a quantization format"),
         ({"what": 4}, None, "does not say how the weights are quantized"),

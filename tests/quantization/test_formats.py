@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.models.harness import engine_config
 from tests.quantization import writers
 from tests.quantization.harness import assert_same_logits, is_projection, plain_model, quantize_folder
+from vllm.model_executor.layers.quantization.in_flight import round_to_floats
 from vllm.model_executor.model_loader import load_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -56,6 +57,76 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {**FP8, "weight_block_size": [128, 128]},
     ),
 }
+
+
+def fused_halves(weight: Tensor) -> Any:
+    """HQQ by its published layout: groups of 64 as rows, the first half of the rows in the high nibbles."""
+    rows = weight.reshape(-1, 64)
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    scale = ((high - low) / 15).half()
+    zero = (-low / scale.float()).half()
+    codes = (rows / scale.float() + zero.float()).round().clamp(0, 15).to(torch.uint8)
+    half = len(codes) // 2
+    tensors = {"W_q": codes[:half] << 4 | codes[half:], "scale": scale, "zero": zero, "nbits": torch.tensor(4)}
+    return tensors, ((codes.float() - zero.float()) * scale.float()).reshape(weight.shape)
+
+
+def squeezellm(weight: Tensor) -> Any:
+    table = weight.quantile(torch.linspace(0.02, 0.98, 16), dim=1).t().contiguous().half()
+    codes = (weight[..., None] - table.float()[:, None]).abs().argmin(-1)
+    packed = torch.from_numpy(writers.words(codes.numpy(), 4).T.copy())
+    return {"qweight": packed, "lookup_table": table}, table.float().gather(1, codes)
+
+
+def aqlm(weight: Tensor) -> Any:
+    n, k = weight.shape
+    generator = torch.Generator().manual_seed(n)
+    codes = torch.randint(0, 256, (n, k // 8, 2), generator=generator)
+    books = torch.randn(2, 256, 1, 8, generator=generator).half() * 0.1
+    scales = torch.rand(n, 1, 1, 1, generator=generator).half()
+    numbers = torch.zeros(n, k)
+    for i in range(n):
+        for j in range(k // 8):
+            for c in range(2):
+                numbers[i, 8 * j : 8 * j + 8] += scales[i, 0, 0, 0].float() * books[c, codes[i, j, c], 0].float()
+    return {"codes": codes.to(torch.int8), "codebooks": books, "scales": scales}, numbers
+
+
+CASES.update(
+    {
+        "hqq": (
+            every(fused_halves),
+            {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}}},
+        ),
+        "squeezellm": (every(squeezellm), {"quant_method": "squeezellm", "wbits": 4}),
+        "aqlm": (
+            every(aqlm),
+            {
+                "quant_method": "aqlm",
+                "in_group_size": 8,
+                "out_group_size": 1,
+                "num_codebooks": 2,
+                "nbits_per_codebook": 8,
+            },
+        ),
+        "fbgemm_fp8": (
+            every(writers.fp8, scales="channel"),
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        ),
+        "modelopt": (
+            every(writers.fp8, static=True),
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        ),
+        "auto-round": (
+            every(writers.gptq, version=2),
+            {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round"},
+        ),
+        "auto-round as awq": (
+            every(writers.awq),
+            {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"},
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,3 +216,31 @@ def test_random_weights_of_a_quantized_model(tmp_path: Path) -> None:
     out = model.blocks[0].attn.qkv.project(x)
     assert out.abs().max() > 0
     assert torch.equal(out, again.blocks[0].attn.qkv.project(x))
+
+
+@pytest.mark.parametrize("name", ["ptpc_fp8", "deepspeedfp", "experts_int8"])
+def test_plain_weights_in_flight(name: str, tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if not is_projection(module) or (name == "experts_int8") != (".experts." in module):
+            return None
+        if name == "experts_int8":
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            return {"weight": weight}, (weight / scale).round() * scale
+        if name == "deepspeedfp" and ".experts." in module:
+            return None
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        return {"weight": weight}, (weight / scale).to(torch.float8_e4m3fn).float() * scale
+
+    reference, state = plain_model(tmp_path, "mixtral" if name == "experts_int8" else "llama")
+    quantize_folder(tmp_path, reference, state, write, None)
+    assert_same_logits(tmp_path, reference, quantization=name)
+
+
+def test_floats_of_six_bits() -> None:
+    numbers = [m / 16 for m in range(4)] + [2.0**e * (1 + m / 4) for e in range(-2, 5) for m in range(4)]
+    table = torch.tensor(sorted({*numbers, *(-n for n in numbers)}))
+    weight = torch.randn(5, 96)
+    scale = weight.abs().amax(1, keepdim=True) / 28
+    ours = round_to_floats(weight, 6, -1).dequantize() / scale
+    best = (weight / scale)[..., None].sub(table).abs().amin(-1)
+    torch.testing.assert_close((ours - weight / scale).abs(), best, atol=1e-5, rtol=0)

@@ -16,7 +16,6 @@ SIDE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json
 # The format that a checkpoint names -> the names under which users may ask for it.
 _NAMES: dict[str, tuple[str, ...]] = {
     "gptq": ("gptq", "gptq_marlin", "marlin", "gptq_bitblas", "bitblas", "moe_wna16", "ipex", "auto-round"),
-    "gptq_marlin_24": ("gptq_marlin_24", "gptq"),
     "awq": ("awq", "awq_marlin", "moe_wna16", "ipex", "auto-round"),
     "auto-round": ("auto-round", "gptq", "gptq_marlin", "awq", "awq_marlin"),
     "fp8": ("fp8",),
@@ -26,11 +25,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "gguf": ("gguf",),
     "modelopt": ("modelopt",),
     "hqq": ("hqq",),
-    "torchao": ("torchao",),
-    "mxfp4": ("mxfp4",),
     "squeezellm": ("squeezellm",),
     "aqlm": ("aqlm",),
-    "qqq": ("qqq",),
     "deepspeedfp": ("deepspeedfp",),
     "experts_int8": ("experts_int8",),
 }
@@ -88,7 +84,7 @@ def _in_flight(wanted: str, hf: HFConfig) -> Quantization:
             f"quantization={wanted!r} needs a checkpoint in that format, but {hf.file} has no `quantization_config`. "
             f"Plain weights can be quantized while they are loaded with: {', '.join(IN_FLIGHT)}."
         )
-    return Quantization("fp8" if wanted == "ptpc_fp8" else wanted, wanted, in_flight=True)
+    return Quantization(wanted, wanted, in_flight=True)
 
 
 def stored_settings(hf: HFConfig, folder: Path) -> tuple[dict[str, Any] | None, Path]:

@@ -64,7 +64,7 @@ class QuantizedCheckpoint:
         if resolved is None:
             return False
         container = resolved[0].removesuffix(".weight")
-        if container not in self._parts and is_plain({leaf: tensor}):
+        if container not in self._parts and is_plain({leaf: tensor}) and not self._rounds_expert(container):
             return False
         if container == "head" and self._spec.tied:
             return True  # a copy of the embedding
@@ -109,6 +109,13 @@ class QuantizedCheckpoint:
                 packed / 2**30,
             )
         return total, missing
+
+    def _rounds_expert(self, container: str) -> bool:
+        """Whether the plain weight of an expert is to be quantized."""
+        if _EXPERT.search(container) is None:
+            return False
+        reader = self._quantization.reader_of(container, expert=True)
+        return reader is not None and reader.reads_plain
 
     def _modules_of(self, path: str, layer: LinearBase) -> tuple[dict[int | None, _Module], list[str]]:
         """The modules that hold a layer, by part, or what is missing."""

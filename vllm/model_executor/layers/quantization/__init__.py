@@ -21,6 +21,15 @@ _FORMATS = {
     "compressed-tensors": ("compressed_tensors", "CompressedTensors"),
     "bitsandbytes": ("bitsandbytes", "BitsAndBytes"),
     "gguf": ("gguf", "Gguf"),
+    "ptpc_fp8": ("fp8", "ChannelFp8"),
+    "fbgemm_fp8": ("fp8", "FbgemmFp8"),
+    "modelopt": ("fp8", "ModelOptFp8"),
+    "hqq": ("hqq", "Hqq"),
+    "squeezellm": ("codebooks", "SqueezeLlm"),
+    "aqlm": ("codebooks", "Aqlm"),
+    "experts_int8": ("in_flight", "ExpertsInt8"),
+    "deepspeedfp": ("in_flight", "DeepSpeedFp"),
+    "auto-round": ("auto_round", "AutoRound"),
 }
 
 
