@@ -85,20 +85,22 @@ class GroupedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight as numbers, [out, in], computed in fp32."""
+        values = self.values() * self.per_input(self.scales)
+        if self.offsets is not None:
+            values = values + self.per_input(self.offsets)
+        if self.order is not None:
+            values = torch.empty_like(values).index_copy_(1, self.order, values)
+        return values.to(dtype)
+
+    def values(self) -> Tensor:
+        """The numbers before scales and offsets, [out, in] fp32."""
         if self.table is None:
             values = self.codes.float()
         elif self.table.dim() == 1:
             values = self.table[self.codes.long()]
         else:
             values = self.table.gather(1, self.codes.long())
-        if self.zero:
-            values = values - self.zero
-        values = values * self.per_input(self.scales)
-        if self.offsets is not None:
-            values = values + self.per_input(self.offsets)
-        if self.order is not None:
-            values = torch.empty_like(values).index_copy_(1, self.order, values)
-        return values.to(dtype)
+        return values - self.zero if self.zero else values
 
     def rows(self, index: Tensor | slice) -> GroupedWeight:
         """Some outputs, in the order that `index` gives."""
@@ -152,6 +154,15 @@ class GroupedWeight:
         scales = self.scales.repeat_interleave(factor, 1)[:, :count]
         offsets = None if self.offsets is None else self.offsets.repeat_interleave(factor, 1)[:, :count]
         return replace(self, scales=scales, offsets=offsets, group=group)
+
+    def regrouped_to(self, group: int) -> GroupedWeight:
+        """`regrouped`, also where one group holds all inputs, whatever its size is said to be."""
+        k = self.shape[1]
+        if self.group < k:
+            return self.regrouped(group)
+        count = -(-k // group)
+        offsets = None if self.offsets is None else self.offsets.expand(-1, count)
+        return replace(self, scales=self.scales.expand(-1, count), offsets=offsets, group=group)
 
     def joins(self, other: GroupedWeight) -> bool:
         """Whether both can be rows of one weight."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 7
+INTERFACE_VERSION = 8
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
@@ -69,6 +69,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_pack_int8": (_I, [_P, _P, _L, _L, _L]),
     "vllm_quantize_rows": (_I, [_P, _P, _P, _L, _L, _L, _I]),
     "vllm_linear_int8": (_I, [_P, _P, _P, _P, _P, _P, _L, _L, _L, _I]),
+    "vllm_packed_groups_bytes": (_L, [_L, _L, _L, _I, _I]),
+    "vllm_pack_groups": (_I, [_P, _P, _P, _P, _L, _L, _L, _I]),
+    "vllm_linear_groups": (_I, [_P, _P, _P, _P, *[_L] * 5, *[_I] * 5]),
     "vllm_norm": (_I, [_P, _P, _P, _P, _P, _L, _L, _L, _F, _F, _I, _I]),
     "vllm_activate": (_I, [_P, _P, _L, _L, _L, _I, _I, _I]),
     "vllm_rotate_and_write": (_I, [_P, *[_L] * 5, _P, _P, _L, _I, _P, _L, _L, _P, _P, _P, _F, _F, _I, _I]),

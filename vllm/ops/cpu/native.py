@@ -12,13 +12,15 @@ from torch import Tensor
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
-from vllm.ops.cpu.packed import PackedInt8, PackedWeight, WeightMemory, pack, pack_int8
+from vllm.ops.cpu.packed import PackedGroups, PackedInt8, PackedWeight, WeightMemory, pack, pack_groups, pack_int8
 from vllm.ops.draw import DrawParams, draw, draw_and_finite
 from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.greedy import finite_rows, greedy, greedy_and_finite
 from vllm.ops.linear import linear, pack_weight
 from vllm.ops.logprobs import top_logprobs
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from vllm.ops.quantized import pack_quantized, quantized_linear
+from vllm.ops.quantized_weights import GroupedWeight
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
 from vllm.step.inputs import GroupInputs, StepInputs
 
@@ -51,6 +53,8 @@ class NativeKernels:
         for operation, kernel in (
             (linear, self.linear),
             (pack_weight, self.pack_weight),
+            (pack_quantized, self.pack_quantized),
+            (quantized_linear, self.quantized_linear),
             (pack_table, self.pack_weight),
             (embedding, self.embedding),
             (rms_norm, self.rms_norm),
@@ -143,6 +147,40 @@ class NativeKernels:
         )  # fmt: skip
         if status:
             raise MemoryError("linear_int8: no memory for the working copy of x")
+        return out
+
+    # ---- products with quantized weights
+
+    def pack_quantized(self, weight: GroupedWeight, dtype: torch.dtype) -> Any:
+        """fp32 means exact: only rows of 16 bits, which are rounded already, are rounded to 8 on the way."""
+        packed = None if dtype == torch.float32 else pack_groups(self.library, self._memory, weight)
+        return pack_quantized.reference(weight, dtype) if packed is None else packed
+
+    def quantized_linear(
+        self, x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if type(weight) is not PackedGroups:
+            return linear(x, weight.weight, bias, out_dtype)
+        n, k = weight.shape
+        if x.dim() != 2 or x.stride(1) != 1:
+            flat = x.reshape(-1, k).contiguous()
+            return self.quantized_linear(flat, weight, bias, out_dtype).view(*x.shape[:-1], n)
+        if x.shape[1] != k or x.dtype not in DTYPE_CODES:
+            raise TypeError(f"quantized_linear: x is {x.dtype} {list(x.shape)}, but the weight is {[n, k]}")
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        out = torch.empty((x.shape[0], n), dtype=x.dtype if out_dtype is None else out_dtype)
+        status = self.library.vllm_linear_groups(
+            out.data_ptr(), x.data_ptr(), weight.pointer, None if bias is None else bias.data_ptr(), x.shape[0], n, k,
+            x.stride(0), weight.group, weight.bits, weight.zero, weight.has_offsets, DTYPE_CODES[x.dtype],
+            DTYPE_CODES[out.dtype],
+        )  # fmt: skip
+        if status == 1:
+            raise TypeError(f"quantized_linear: out_dtype is {out_dtype}, expected {x.dtype} or torch.float32")
+        if status:
+            raise MemoryError("quantized_linear: no memory for the working copy of x")
         return out
 
     def embedding(self, ids: Tensor, table: Any) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import DTYPE_CODES
+from vllm.ops.quantized_weights import GroupedWeight
 
 _ALIGNMENT = 4096
 _CHUNK_BYTES = 64 << 20
@@ -32,6 +35,17 @@ class PackedInt8:
     def __init__(self, shape: torch.Size, scales: Tensor, memory: Tensor) -> None:
         self.shape, self.scales, self.memory = shape, scales, memory
         self.pointer = memory.data_ptr()
+
+
+class PackedGroups:
+    """A quantized [out, in] weight in the library's panels. `order`: which input each column belongs to, or None."""
+
+    __slots__ = ("bits", "group", "has_offsets", "memory", "num_bytes", "order", "pointer", "shape", "zero")
+
+    def __init__(self, weight: GroupedWeight, memory: Tensor) -> None:
+        self.shape, self.group, self.bits, self.zero = weight.shape, weight.group, weight.bits, weight.zero
+        self.has_offsets, self.order = weight.offsets is not None, weight.order
+        self.memory, self.pointer, self.num_bytes = memory, memory.data_ptr(), memory.numel()
 
 
 class WeightMemory:
@@ -71,6 +85,48 @@ def pack(library: ctypes.CDLL, memory: WeightMemory, weight: Tensor) -> PackedWe
     taken = memory.take(library.vllm_packed_bytes(n, k, code))
     library.vllm_pack_weight(taken.data_ptr(), weight.data_ptr(), n, k, weight.stride(0), code)
     return PackedWeight(weight.shape, weight.dtype, taken)
+
+
+_MOST_GROUP = 128
+
+
+def pack_groups(library: ctypes.CDLL, memory: WeightMemory, weight: GroupedWeight) -> PackedGroups | None:
+    """Copy a weight of integer codes into panels; None if the library does not know groups of its size."""
+    if weight.codes.dtype != torch.uint8:
+        return None
+    weight = as_integers(weight)
+    n, k = weight.shape
+    if weight.group > _MOST_GROUP or weight.group >= k:
+        weight = weight.regrouped_to(math.gcd(k if weight.group >= k else weight.group, _MOST_GROUP))
+    has_offsets = weight.offsets is not None
+    size = (
+        0
+        if weight.table is not None
+        else library.vllm_packed_groups_bytes(n, k, weight.group, weight.bits, has_offsets)
+    )
+    if not size:
+        return None
+    taken = memory.take(size)
+    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+    offsets = None if weight.offsets is None else weight.offsets.contiguous()
+    library.vllm_pack_groups(
+        taken.data_ptr(), codes.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(),
+        n, k, weight.group, weight.bits,
+    )  # fmt: skip
+    return PackedGroups(weight, taken)
+
+
+def as_integers(weight: GroupedWeight) -> GroupedWeight:
+    """A weight whose table holds integers or halves of them, without the table; others as they are."""
+    table = weight.table
+    if table is None:
+        return weight
+    doubled = table * 2
+    factor = 1 if torch.equal(table, table.round()) else 2
+    if not torch.equal(doubled, doubled.round()) or float(table.abs().max()) * factor > 127:
+        return weight
+    values = replace(weight, table=table * factor).values() + 128
+    return replace(weight, codes=values.to(torch.uint8), scales=weight.scales / factor, bits=8, zero=128, table=None)
 
 
 def pack_int8(library: ctypes.CDLL, memory: WeightMemory, weight: Tensor, scales: Tensor) -> PackedInt8:
