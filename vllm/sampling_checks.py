@@ -194,7 +194,7 @@ def _stream_interval(name: str, value: Any) -> Any:
     number = integer(name, value)
     if number < 1:
         raise fail(name, number, "must be at least 1")
-    return None if number == 1 else not_yet(None)(name, number)
+    return number if number == 1 else not_yet(None)(name, number)
 
 
 def _id_set(name: str, value: Any) -> set[int]:

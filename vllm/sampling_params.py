@@ -83,6 +83,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="samplin
     guided_decoding, structured_outputs: the form of the output, older and newer spelling.
     logit_bias: token id -> value in [-100, 100] added to its logit (values beyond are clamped).
     allowed_token_ids: no other token is sampled. bad_words: the output contains none of these.
+    stream_interval: 1 makes each token of a stream an event by itself, also for a reader that is behind.
     extra_args: plain data for plugins.
     use_beam_search, length_penalty, early_stopping: beam search of the older API.
 

@@ -373,7 +373,7 @@ LATER: list[dict[str, Any]] = [
     {"logits_processors": ["a:B"]},
     {"disable_hybrid_kv_cache_manager": True}, {"model_loader_extra_config": {"a": 1}}, {"config_format": "mistral"},
     {"override_attention_dtype": "float16"}, {"pt_load_map_location": "cuda:0"}, {"kv_cache_dtype": "fp8"},
-    {"qlora_adapter_name_or_path": "x", "quantization": "bitsandbytes"}, {"stream_interval": 4},
+    {"qlora_adapter_name_or_path": "x", "quantization": "bitsandbytes"},
     {"logprobs_mode": "raw_logits"}, {"offload_params": ["a"]}, {"quantization_config": {"a": 1}},
     {"override_pooler_config": {"pooling_type": "LAST"}}, {"enable_eplb": True}, {"disable_chunked_mm_input": True},
 ]  # fmt: skip

@@ -310,7 +310,7 @@ def test_outputs_survive_the_wire():
     assert wire.decode_from_core(wire.frame(sent)[4:]) == sent
 
 
-def test_tokens_of_short_steps_travel_together():
+def test_tokens_travel_together_while_the_front_end_is_behind():
     from tests.engine.test_core import new_core
     from vllm.engine.core_process import CoreServer
     from vllm.step.result import TokenLogprobs
@@ -332,21 +332,26 @@ def test_tokens_of_short_steps_travel_together():
         server = CoreServer(theirs, new_core()[0])
         first = CoreOutput("a", [1], num_cached_tokens=0, first_scheduled_time=5.0)
         server._report([first])
-        assert received() == [[first]]  # the first token waits for nothing
-        server._hold_until = float("inf")
+        server._report([CoreOutput("b", [6], num_cached_tokens=0)])  # a first token waits for nothing
         server._report([CoreOutput("a", [2], logprobs=logprobs(2)), CoreOutput("b", [7])])
         server._report([CoreOutput("a", [3], logprobs=logprobs(3))])
-        assert received() == []
-        server._report([CoreOutput("a", [4], "stop", 4, logprobs(4)), CoreOutput("b", [8])])
-        every = [p for t in (2, 3, 4) for p in logprobs(t)]
-        assert received() == [[CoreOutput("a", [2, 3, 4], "stop", 4, every), CoreOutput("b", [7, 8])]]
-        server._hold_until = 0.0
+        assert received() == [[first], [CoreOutput("b", [6], num_cached_tokens=0)]]  # the reader was behind
+        server._report([CoreOutput("a", [4]), CoreOutput("b", [8])])  # and is not any more
+        every = [p for t in (2, 3) for p in logprobs(t)]
+        assert received() == [[CoreOutput("a", [2, 3, 4], logprobs=every), CoreOutput("b", [7, 8])]]
         server._report([CoreOutput("b", [9])])
-        assert received() == [[CoreOutput("b", [9])]]
-        server._hold_until = float("inf")
         server._report([CoreOutput("b", [10])])
         server._send_held()  # as before what may take long, and before the core sleeps
-        assert received() == [[CoreOutput("b", [10])]]
+        server._report([CoreOutput("b", [11])])
+        server._report([CoreOutput("b", [12], "stop", 12)])  # an end waits for nothing
+        ends = [CoreOutput("b", [11, 12], "stop", 12)]
+        assert received() == [[CoreOutput("b", [9])], [CoreOutput("b", [10])], ends]
+        server._singly = {"a"}
+        server._report([CoreOutput("a", [5])])
+        server._report([CoreOutput("a", [6])])
+        server._report([CoreOutput("a", [7], "length")])
+        assert received() == [[CoreOutput("a", [5])], [CoreOutput("a", [6])], [CoreOutput("a", [7], "length")]]
+        assert not server._singly
         server._report([])
         server._send_held()
         assert received() == []
@@ -367,7 +372,6 @@ def test_held_tokens_wait_for_no_prompt(prompt):
     with ours, theirs:
         server = CoreServer(theirs, core)
         server._held = {"x": CoreOutput("x", [1])}
-        server._hold_until = float("inf")
 
         def step() -> list[CoreOutput]:
             held.extend(server._held)

@@ -101,11 +101,10 @@ class SchedulerConfig:
         "Give all layers the cache of full-attention layers, also those with a sliding window.",
         later="Turning KV cache groups off (disable_hybrid_kv_cache_manager)",
     )
-    stream_interval: int = setting(
-        1,
-        Integer(low=1),
-        "Tokens per streamed message.",
-        later="Streaming several tokens per message (stream_interval)",
+    stream_interval: int | None = setting(
+        None,
+        Integer(low=1, high=1, optional=True),
+        "1: each token of a stream is an event by itself. By default tokens share one while their reader is behind.",
     )
     max_model_len: int = 8192
 

@@ -515,7 +515,11 @@ class AsyncLLMEngine:
                 raise self.dead_error from error
             raise ValueError(f"The request cannot be sent to the engine core: {error}") from error
         stream = self._streams[request.request_id] = RequestStream(
-            request.request_id, processed.params.output_kind, self._wakeups, self._abandon
+            request.request_id,
+            processed.params.output_kind,
+            self._wakeups,
+            self._abandon,
+            singly=processed.params.stream_interval == 1,
         )
         self._admission.enter(messages, account)
         if account is not None and len(messages) < len(processed.children):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import json
 import os
@@ -16,8 +17,10 @@ import select
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,7 +32,8 @@ from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, read_frames, receive_frames
 from vllm.logger import init_logger
 from vllm.platforms import cuda_early
-from vllm.step.messages import CoreOutput, CoreStats, prompt_pieces
+from vllm.sampling_params import SamplingParams
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats, prompt_pieces
 
 if TYPE_CHECKING:
     from vllm.engine.core import EngineCore
@@ -38,10 +42,6 @@ logger = init_logger(__name__)
 
 PULSE_SECONDS = 0.2
 IDLE_CHECK_SECONDS = 1.0
-# To wake the front end and its clients costs the core about 0.1 ms, a third of it in the call and the rest in the step
-# after it, whose caches they have used: tokens that come closer together than this travel together.
-HOLD_SECONDS = 0.006
-LONG_STEP_SECONDS = 0.003  # what such a step brings goes at once: beside it, waking costs little
 # Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
 TAKE_SECONDS = 0.02
 # What a front end may call by name; nothing else is reachable from the socket.
@@ -77,8 +77,8 @@ class CoreServer:
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
         self._held: dict[str, CoreOutput] = {}  # outputs that were not sent yet, by request
-        self._hold_until = 0.0
-        self._reported = 0.0  # when the last step was over
+        self._unread = array("i", [0])
+        self._singly: set[str] = set()  # requests that want each token by itself (`stream_interval`)
         self._steps = 0  # since the last statistics
         self._send_lock = threading.Lock()
         self._heart = Heart()
@@ -114,20 +114,29 @@ class CoreServer:
                     core.check_idle()
 
     def _report(self, outputs: list[CoreOutput]) -> None:
-        """Send what a step brought; soon, or now if it was long, a request has begun or ended, or the last news were
-        long ago.
+        """Send what a step brought: now, if the front end has taken everything that was sent before, or a request has
+        begun or ended; else together with what the next steps bring.
+
+        To wake the front end and its clients costs the core about 0.1 ms, a third of it in the call and the rest in the
+        step after it, whose caches they have used. Who is behind is woken once for all.
         """
-        now = time.monotonic()
-        held, urgent = self._held, not outputs or now - self._reported > LONG_STEP_SECONDS or now > self._hold_until
-        self._reported = now
+        held, urgent = self._held, not outputs
+        if self._singly:
+            urgent = urgent or not self._singly.isdisjoint(output.request_id for output in outputs)
+            self._singly.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
         for output in outputs:
             urgent = urgent or output.num_cached_tokens is not None or output.finish_reason is not None
             before = held.setdefault(output.request_id, output)
             if before is not output:
                 before.extend(output)
         self._steps += 1
-        if urgent:
+        if urgent or self._reader_is_free():
             self._send_held(self._stats())
+
+    def _reader_is_free(self) -> bool:
+        """Whether the front end has taken everything out of the socket."""
+        fcntl.ioctl(self._connection, termios.TIOCOUTQ, self._unread)
+        return self._unread[0] == 0
 
     def _send_held(self, stats: CoreStats | None = None) -> None:
         """Send the outputs that were held back; without any, the news that a part of a prompt was computed."""
@@ -136,7 +145,6 @@ class CoreServer:
                 os._exit(1)
             self._send_outputs(list(self._held.values()), stats or self._stats())
             self._held.clear()
-            self._hold_until = time.monotonic() + HOLD_SECONDS
 
     def _send_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """Send a step, usually as one message; with many prompt logprobs, first what concerns all the others."""
@@ -176,12 +184,14 @@ class CoreServer:
 
     def _handle(self, message: wire.ToCore | wire.StepOutputs) -> None:
         if isinstance(message, wire.AddRequests):
+            self._singly.update(r.request_id for r in message.requests if _wants_tokens_singly(r))
             rejected = self._core.add_requests(message.requests)
             if rejected:
                 self.send(wire.StepOutputs(rejected, self._stats()))
         elif isinstance(message, wire.StepOutputs):
             self.send(wire.StepOutputs(message.outputs, self._stats()))
         elif isinstance(message, wire.Abort):
+            self._singly.difference_update(message.request_ids)
             self._core.abort(message.request_ids)
             self.send(wire.StepOutputs([], self._stats()))
         elif isinstance(message, wire.Call):
@@ -207,6 +217,11 @@ class CoreServer:
                 self.send(wire.Pulse(self._heart.busy_seconds(self._core.step_allowance)))
             except OSError:
                 return
+
+
+def _wants_tokens_singly(request: CoreRequest) -> bool:
+    params = request.params
+    return isinstance(params, SamplingParams) and params.stream_interval == 1
 
 
 def _decoded(body: bytes) -> wire.ToCore | wire.StepOutputs:

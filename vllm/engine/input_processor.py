@@ -367,6 +367,8 @@ class InputProcessor:
         params.update_from_generation_config(self._generation_config, eos)
         # The tokenizer and the generation config may name tokens that this model cannot produce.
         params.stop_token_ids = [i for i in params.stop_token_ids or () if 0 <= i < width]
+        if params.stream_interval is None:
+            params.stream_interval = self._config.scheduler_config.stream_interval
         if params.logprobs == -1:
             params.logprobs = width
         if params.prompt_logprobs == -1:

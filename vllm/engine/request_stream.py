@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from vllm.logger import init_logger
@@ -10,6 +11,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 logger = init_logger(__name__)
+
+MAX_APART = 256
 
 
 class Wakeups:
@@ -39,20 +42,29 @@ class RequestStream:
 
     The consumer awaits `next`, or has a function called when there is something to `take`. It must `close` the stream,
     which calls `on_close` once; that ends a request still running.
+
+    singly: each output is handed over by itself, unless the consumer is further behind than MAX_APART.
     """
 
     __slots__ = (
-        "_error", "_loop", "_on_close", "_output", "_timer", "_waiter", "_wakeups", "due", "kind", "listener",
-        "request_id",
+        "_apart", "_error", "_loop", "_on_close", "_output", "_singly", "_timer", "_waiter", "_wakeups", "due", "kind",
+        "listener", "request_id",
     )  # fmt: skip
 
     def __init__(
-        self, request_id: str, kind: RequestOutputKind, wakeups: Wakeups, on_close: Callable[[RequestStream], None]
+        self,
+        request_id: str,
+        kind: RequestOutputKind,
+        wakeups: Wakeups,
+        on_close: Callable[[RequestStream], None],
+        singly: bool = False,
     ) -> None:
         self.request_id = request_id
         self.kind = kind
         self._wakeups = wakeups
         self._on_close: Callable[[RequestStream], None] | None = on_close
+        self._singly = singly and kind is RequestOutputKind.DELTA
+        self._apart: deque[RequestOutput] = deque()  # outputs before `_output` that were not taken
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -66,7 +78,11 @@ class RequestStream:
     def put(self, output: RequestOutput) -> None:
         """Hand over an output; differences are added up, cumulative outputs replace the one before."""
         if self._output is not None and self.kind is RequestOutputKind.DELTA:
-            self._output.add(output, aggregate=True)
+            if self._singly and len(self._apart) < MAX_APART:
+                self._apart.append(self._output)
+                self._output = output
+            else:
+                self._output.add(output, aggregate=True)
         else:
             self._output = output
         self._wake()
@@ -99,6 +115,8 @@ class RequestStream:
 
     def take(self) -> RequestOutput | None:
         """What has come since the last time, None if nothing has. After the last output: raises the stream's error."""
+        if self._apart:
+            return self._apart.popleft()
         output, self._output = self._output, None
         if output is None and self._error is not None:
             raise self._error

@@ -154,6 +154,7 @@ class _Sampling(_Request):
     early_stopping: bool | str = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     echo: bool | None = False
     user: str | None = None
     priority: int = 0

@@ -118,6 +118,7 @@ def to_sampling_params(
         use_beam_search=request.use_beam_search,
         length_penalty=request.length_penalty,
         early_stopping=request.early_stopping,
+        stream_interval=request.stream_interval,
         output_kind=kind,
         **form_values(request),
     )
