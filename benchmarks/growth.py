@@ -57,7 +57,7 @@ def steps(model: str, batches: list[int], contexts: list[int]) -> dict[str, Any]
 
 def lookup_ms(tokens: int) -> dict[str, float]:
     """Time of `attach_prefix` for a prompt of `tokens` tokens when nothing of it, and when all of it, is cached."""
-    manager = KVManager(LAYOUT, 2 * tokens // BLOCK + 8)
+    manager = KVManager(LAYOUT.policy, 2 * tokens // BLOCK + 8)
     times = []
     for number in range(2):
         message = CoreRequest(str(number), [i % 50_000 for i in range(tokens)], SamplingParams(), seed=0)
@@ -79,7 +79,7 @@ def memory_kib(requests: int = 500, prompt: int = 512, generated: int = 32) -> d
     ]
     limits = SchedulerLimits(requests, requests * prompt, 2048)
     tracemalloc.start()
-    scheduler = Scheduler(limits, LAYOUT, requests * 64)
+    scheduler = Scheduler(limits, LAYOUT.policy, requests * 64)
     before = tracemalloc.get_traced_memory()[0]
     for message in messages:
         scheduler.add(message)

@@ -46,9 +46,10 @@ class Workload:
             policies.append(PartialPrefillPolicy(2, 1, 20))
         if rng.random() < 0.1:
             policies.append(DelayPolicy(0.5, clock=self._clock))
+        layout: Any = KVLayout(groups, 4, 1, 8, 2)
         self.scheduler = Scheduler(
             limits,
-            KVLayout(groups, 4, 1, 8, 2),
+            getattr(layout, "policy", layout),
             rng.randrange(18 * len(groups), 45 * len(groups)),
             enable_prefix_caching=rng.random() < 0.8,
             policies=policies,
@@ -171,7 +172,7 @@ class Workload:
             "freed": list(plan.freed),
             "new": new,
             "blocks": [list(b) for b in plan.blocks],
-            "copies": [list(c) for c in plan.copies],
+            "copies": _copies(plan),
             "slots": plan.slots.tolist(),
             "num_tokens": plan.num_tokens.tolist(),
             "num_computed": plan.num_computed.tolist(),
@@ -184,6 +185,15 @@ class Workload:
     def _stats(self) -> dict[str, Any]:
         stats = self.scheduler.stats()
         return {"stats": {name: getattr(stats, name) for name in _STATS_FIELDS}}
+
+
+def _copies(plan: Any) -> list[list[int]]:
+    """Copied blocks, however the core says it; chains of them as what comes out."""
+    pairs = plan.copies if hasattr(plan, "copies") else [(t.src, t.dst) for t in plan.transfers]
+    first: dict[int, int] = {}
+    for src, dst in pairs:
+        first[dst] = first.get(src, src)
+    return sorted([src, dst] for dst, src in first.items() if src != dst)
 
 
 _SLOT_FIELDS = (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.simulation import full_layout
+from tests.core.simulation import full_policy
 from vllm.core.request import Request
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.core.waiting import WaitingQueue
@@ -27,7 +27,7 @@ class Clients:
 
     def __init__(self, num_blocks: int = 20_000, depth: int = 1, priority: bool = False) -> None:
         limits = SchedulerLimits(SLOTS, 2048, 1024, priority=priority)
-        self.scheduler = Scheduler(limits, full_layout(16), num_blocks)
+        self.scheduler = Scheduler(limits, full_policy(16), num_blocks)
         self.depth = depth
         self.steps = 0
         self.plans: deque[StepPlan] = deque()

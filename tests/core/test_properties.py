@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.core.simulation import EOS, Simulation, expected_output, full_layout, mixed_layout
+from tests.core.simulation import EOS, POLICIES, Simulation, expected_output
 from vllm.core.scheduler import SchedulerLimits
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        mixed=st.booleans(),
+        policy=st.sampled_from(sorted(POLICIES)),
         blocks=st.integers(36, 120),
         budget=st.sampled_from([9, 16, 64]),
         depth=st.integers(1, 3),
@@ -27,12 +27,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs=st.sampled_from([1, 3, 8]),
     )
     def start(
-        self, mixed: bool, blocks: int, budget: int, depth: int, chunked: bool, priority: bool, caching: bool, seqs: int
+        self, policy: str, blocks: int, budget: int, depth: int, chunked: bool, priority: bool, caching: bool, seqs: int
     ) -> None:
         limits = SchedulerLimits(seqs, budget if chunked else 64, 60, chunked_prefill=chunked, priority=priority)
-        self.sim = Simulation(
-            mixed_layout() if mixed else full_layout(), blocks, limits, depth, enable_prefix_caching=caching
-        )
+        self.sim = Simulation(POLICIES[policy], blocks, limits, depth, enable_prefix_caching=caching)
         self.want: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.rng = random.Random(0)
@@ -48,7 +46,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.want[name] = expected_output(prompt, max_tokens, frozenset([EOS]))
         self.sim.add(
             name, prompt, max_tokens, priority=priority, fork_of=fork_of, eos_token_id=EOS, stop_token_ids=(EOS,),
-            account=account,
+            account=account, encoder_tokens=self.rng.randrange(31), encoder_key=self.rng.choice([b"", b"x"]),
+            content_keys=((self.rng.randrange(20), 9, b"y"),) * self.rng.randrange(2),
         )  # fmt: skip
 
     @rule(
@@ -82,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not longer:
             tokens = tokens[: parent.num_prompt_tokens]
         for _ in range(children):
-            if len(tokens) < 60:
+            if len(tokens) < 60:  # what the encoder was given is a fork's too, but this device says nothing of it
                 self._add(tokens, 20, parent.priority, fork_of=parent.id, account=parent.account)
 
     @rule(count=st.integers(1, 6))
@@ -120,12 +119,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, got in self.sim.output.items():
             if name not in self.aborted:
                 assert got == self.want[name]
-        assert self.sim.scheduler.kv.pool.num_free == self.sim.scheduler.kv.pool.num_blocks - 1
+        for pool in (self.sim.scheduler.kv.pool, self.sim.scheduler.kv.states):
+            assert pool is None or pool.num_free == pool.num_blocks - 1
 
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -39,7 +39,7 @@ def generate(
     limits = config.scheduler_config
     scheduler = Scheduler(
         SchedulerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, config.model_config.max_model_len),
-        executor.kv_layout,
+        executor.kv_layout.policy,
         executor.num_blocks,
     )
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):

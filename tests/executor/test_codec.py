@@ -11,7 +11,7 @@ import pytest
 from vllm.executor import codec
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.step.plan import BlockAppend, BlockCopy, RowMasks, SlotInit, StepPlan, TokenWrite, Transfer, TransferKind
+from vllm.step.plan import BlockAppend, RowMasks, SlotInit, StepPlan, TokenWrite, Transfer, TransferKind
 
 
 def make_plan(random: np.random.Generator, rows: int, params: SamplingParams) -> StepPlan:
@@ -24,11 +24,11 @@ def make_plan(random: np.random.Generator, rows: int, params: SamplingParams) ->
         freed=tuple(numbers(2)),
         new=(init, init._replace(slot=4)),
         blocks=(BlockAppend(1, 0, 3, numbers(2)),),
-        copies=(BlockCopy(5, 6),),
         slots=random.integers(0, 99, rows).astype(np.int32),
         num_tokens=random.integers(0, 99, rows).astype(np.int32),
         num_computed=random.integers(0, 99, rows).astype(np.int32),
         sample=random.random(rows) < 0.5,
+        transfers=(Transfer(TransferKind.COPY, 0, 5, 6),),
     )
 
 
@@ -50,7 +50,7 @@ def test_a_plan_arrives_as_it_was_sent(rows: int) -> None:
     for name in ("slots", "num_tokens", "num_computed", "sample"):
         sent, received = getattr(plan, name), getattr(back, name)
         assert sent.dtype == received.dtype and sent.tolist() == received.tolist()
-    for name in ("step_id", "freed", "new", "blocks", "copies"):
+    for name in ("step_id", "freed", "new", "blocks", "transfers"):
         assert getattr(back, name) == getattr(plan, name)
     assert isinstance(back.new[0], SlotInit) and isinstance(back.blocks[0], BlockAppend)
     assert back.new[0].params.bad_words_token_ids == [[1], [2, 3]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker.toy import BLOCK, VOCAB, Driver, Toy
-from vllm.step.plan import BlockCopy, RowMasks, StepPlan, Transfer, TransferKind
+from vllm.step.plan import RowMasks, StepPlan, Transfer, TransferKind
 from vllm.worker import model_runner, slot_table
 
 
@@ -89,11 +89,11 @@ def test_copied_blocks_are_private() -> None:
     driver.add("b", [*prompt, 11])
     driver.computed["b"] = len(prompt)
     copies = tuple(
-        BlockCopy(src, dst)
+        Transfer(TransferKind.COPY, 0, src, dst)
         for g in range(2)
         for src, dst in zip(driver.blocks["a"][g], driver.blocks["b"][g], strict=False)
     )
-    tokens = driver.runner.execute(driver.plan(copies=copies)).result().token_ids
+    tokens = driver.runner.execute(driver.plan(transfers=copies)).result().token_ids
     assert tokens[0] == int(model.dense([*prompt, first])[-1].argmax())
     assert tokens[1] == int(model.dense([*prompt, 11])[-1].argmax())
     assert len(prompt) > BLOCK
@@ -167,18 +167,18 @@ def test_what_a_worker_cannot_run_is_refused_by_name(field: str, monkeypatch: py
         driver.runner.execute(replace(plan, **{field: value}))
 
 
-def test_transfers_are_made_in_order() -> None:
+def test_transfers_read_what_was_there_before_the_plan() -> None:
     driver = Driver(Toy())
     driver.add("a", [1])
     cache = driver.runner.kv_caches[0]
     cache[20:24] = torch.randn_like(cache[20:24])
     before = cache.clone()
-    moves = [(TransferKind.COPY, 20, 30), (TransferKind.ZERO, 0, 20), (TransferKind.COPY, 20, 31),
-             (TransferKind.COPY, 30, 32), (TransferKind.COPY, 21, 30)]  # fmt: skip
+    moves = [(TransferKind.COPY, 21, 30), (TransferKind.ZERO, 0, 20), (TransferKind.COPY, 20, 31),
+             (TransferKind.COPY, 30, 32), (TransferKind.COPY, 20, 21)]  # fmt: skip
     transfers = tuple(Transfer(kind, 0, src, dst) for kind, src, dst in moves)
     driver.runner.execute(replace(driver.plan(), transfers=transfers))
-    assert torch.equal(cache[32], before[20]) and torch.equal(cache[30], before[21])
-    assert not cache[20].any() and not cache[31].any()
+    assert torch.equal(cache[32], before[30]) and torch.equal(cache[30], before[21])
+    assert torch.equal(cache[31], before[20]) and torch.equal(cache[21], before[20]) and not cache[20].any()
 
 
 @pytest.mark.parametrize("transfer", [Transfer(TransferKind.SAVE, 0, 1, 2), Transfer(TransferKind.COPY, 1, 1, 2)])

@@ -12,7 +12,7 @@ from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.sampling_params import SamplingParams
 from vllm.step.inputs import StepInputs
 from vllm.step.kv_need import attention_need
-from vllm.step.plan import BlockAppend, BlockCopy, Column, SlotInit, StepPlan
+from vllm.step.plan import BlockAppend, Column, SlotInit, StepPlan, Transfer
 from vllm.worker.device import CpuContext
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pool import Pooler
@@ -151,7 +151,7 @@ class Driver:
         self.freed.append(self.slot[name])
         self.free_slots.append(self.slot.pop(name))
 
-    def plan(self, chunks: dict[str, int] | None = None, copies: tuple[BlockCopy, ...] = ()) -> StepPlan:
+    def plan(self, chunks: dict[str, int] | None = None, transfers: tuple[Transfer, ...] = ()) -> StepPlan:
         """One step of all requests (at most `chunks[name]` tokens), which may be executed later."""
         names = list(self.slot)
         counts, starts, samples, appends = [], [], [], []
@@ -170,9 +170,9 @@ class Driver:
             counts.append(count)
             starts.append(start)
         plan = StepPlan(
-            self.step_id, tuple(self.freed), tuple(self.new), tuple(appends), copies,
+            self.step_id, tuple(self.freed), tuple(self.new), tuple(appends),
             np.array([self.slot[n] for n in names], np.int32), np.array(counts, np.int32),
-            np.array(starts, np.int32), np.array(samples, bool),
+            np.array(starts, np.int32), np.array(samples, bool), transfers,
         )  # fmt: skip
         self.step_id += 1
         self.freed, self.new = [], []

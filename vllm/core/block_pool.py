@@ -16,8 +16,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"The KV cache needs at least 2 blocks (one is the null block), got {num_blocks}.")
+        if num_blocks < 1:
+            raise ValueError(f"The KV cache needs at least 1 block, the null block, got {num_blocks}.")
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.num_free = num_blocks - 1
@@ -111,6 +111,12 @@ class BlockPool:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = self._content_of[block] = None
+
+    def forget_key(self, key: bytes) -> None:
+        """Make the block with this key unfindable, if there is one."""
+        block = self._block_of.get(key)
+        if block is not None:
+            self.forget(block)
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

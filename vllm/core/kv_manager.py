@@ -1,45 +1,62 @@
-"""Each request's block tables, in groups: growth, prefix hits, forks with copy-on-write, release behind a window."""
+"""Each request's block tables, in groups: growth, prefix hits, forks with copy-on-write, states and their snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from vllm.core.block_pool import NULL_BLOCK, BlockPool
+from vllm.core.kv_groups import ENDLESS, CrossGroup, Lookup, state_group, token_groups
 from vllm.core.request import Request
 from vllm.step.block_hash import block_hash, root_hash
-from vllm.step.kv_policy import KVKind, KVLayout
-from vllm.step.plan import BlockAppend, BlockCopy
+from vllm.step.kv_policy import KVKind, KVPolicy
+from vllm.step.plan import BlockAppend, Transfer, TransferKind
+
+TOKENS, STATES = 0, 1  # pools, as plans number them
 
 
 class KVManager:
-    """Owns the block tables (`Request.tables`, one list of block ids per group) over one `BlockPool`.
+    """Owns the block tables (`Request.tables`, one list of block ids per group) over a pool of token pages and, for
+    recurrent layers, one of states.
 
-    A block holds `block_size` tokens of one group. Full blocks are shared between requests by content; the block that a
-    request writes to is its own, by copy if a fork still shares it.
+    Full blocks are shared between requests by content; the block that a request writes to is its own, by copy if a fork
+    still shares it. A state is always a request's own: what another starts from is a snapshot.
+
+    `Request.capacity` is the next length at which any group must act. Below it nobody asks the groups.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, enable_prefix_caching: bool = True) -> None:
-        for group in layout.groups:
-            if group.kind not in (KVKind.FULL, KVKind.SLIDING):
-                raise NotImplementedError(f"KV group kind {group.kind.value!r} is not supported yet.")
-            if group.kind is KVKind.SLIDING and not group.window:
-                raise ValueError("A sliding KV group needs a window of at least one token.")
+    def __init__(
+        self,
+        policy: KVPolicy,
+        num_blocks: int,
+        enable_prefix_caching: bool = True,
+        *,
+        num_states: int = 0,
+        snapshots: bool = True,
+    ) -> None:
+        """snapshots: prompts may be cut where a snapshot is to be taken."""
+        self.policy = policy
         self.pool = BlockPool(num_blocks)
-        self._layout = layout
-        self.block_size = layout.block_size
+        self.block_size = policy.unit
         self.enable_prefix_caching = enable_prefix_caching
-        self._windows = [g.window if g.kind is KVKind.SLIDING else None for g in layout.groups]
-        self.num_groups = len(layout.groups)
-        self._single = self.num_groups == 1 and self._windows[0] is None
-        self._group_suffix = [bytes([g]) for g in range(self.num_groups)]
+        self.num_groups = len(policy.groups)
+        self._groups = token_groups(policy)
+        self._state = state_group(policy)
+        self.states = BlockPool(num_states) if self._state is not None else None
+        self.takes_snapshots = self._state is not None and enable_prefix_caching and snapshots
+        self._own = [g for g in self._groups if not isinstance(g, CrossGroup)]  # hold the request's own tokens
+        self._of_units = [(g.index, g.suffix) for g in self._own if g.units == 1]
+        self._of_more = [g for g in self._own if g.units > 1]
+        self._single = self.num_groups == 1 and policy.groups[0].kind is KVKind.FULL
         self._to_register: list[tuple[Request, int]] = []
         self._roots: set[bytes] = set()  # hashes of the first blocks of those requests
+        self._of_plan = 0  # from here on they are chunks of the plan being made
+        self._fresh: set[int] = set()  # blocks that can be found already, and which the plan being made fills
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """As `KVLayout.blocks_for`."""
-        return self._layout.blocks_for(num_tokens, chunk)
+        """As `KVPolicy.blocks_for`."""
+        return self.policy.blocks_for(num_tokens, chunk)
 
     def can_admit(self, request: Request, num_tokens: int, chunk: int, reserve: int) -> bool:
         """Whether `num_tokens` of a waiting request fit beside what runs, leaving `reserve` blocks free."""
@@ -49,7 +66,7 @@ class KVManager:
 
     def looks_up(self, request: Request) -> bool:
         """Whether cached blocks are looked for when this request starts."""
-        return self.enable_prefix_caching and request.reads_cache
+        return self.enable_prefix_caching and request.reads_cache and self.num_groups > 0
 
     def attach_prefix(self, request: Request) -> int:
         """Give a request without blocks the longest cached prefix of its tokens; returns its length in tokens.
@@ -62,18 +79,11 @@ class KVManager:
         limit = (len(request.tokens) - 1) // size
         if limit and self._roots and self._root(request) in self._roots:  # else nothing put off can be a prefix of it
             self.settle()
-        hits = [self._longest_match(request, limit)] if self._single else self._matching_blocks(request, limit)
-        if not hits[0]:
+        length = self._attach_single(request, limit) if self._single else self._attach_groups(request, limit)
+        if not length:
             return 0
-        for table, blocks in zip(request.tables, hits, strict=True):
-            self.pool.acquire(b for b in blocks if b != NULL_BLOCK)
-            table[:] = blocks
-        count = len(hits[0])
-        for g, blocks in enumerate(hits):
-            request.freed_behind_window[g] = sum(1 for b in blocks if b == NULL_BLOCK)
-        request.num_registered = count
-        request.num_computed = request.num_cached_tokens = count * size
-        request.capacity = count * size
+        request.num_registered = length
+        request.num_computed = request.num_cached_tokens = request.capacity = length * size
         return request.num_computed
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
@@ -82,53 +92,51 @@ class KVManager:
         The last of them may be partly filled; whoever writes to it first copies it.
         """
         self.settle()
-        size = self.block_size
-        count = -(-num_tokens // size)
-        for g in range(self.num_groups):
+        for group in self._groups:
+            g = group.index
+            count = len(parent.tables[g]) if group not in self._own else -(-num_tokens // group.size)
             blocks = parent.tables[g][:count]
             self.pool.acquire(b for b in blocks if b != NULL_BLOCK)
             child.tables[g][:] = blocks
             child.freed_behind_window[g] = min(parent.freed_behind_window[g], count)
-        child.capacity = count * size
+        child.capacity = min((group.capacity(child) for group in self._own), default=0)
         child.num_computed = num_tokens
-        child.num_registered = min(parent.num_registered, num_tokens // size)
-        child.hashes = parent.hashes[: num_tokens // size]
+        child.num_registered = min(parent.num_registered, num_tokens // self.block_size)
+        child.hashes = parent.hashes[: num_tokens // self.block_size]
         parent.shares_tail = child.shares_tail = True
 
-    def can_fork(self, parent: Request, num_tokens: int) -> bool:
-        """Whether the parent still holds every block that a query at position `num_tokens` can see."""
-        size = self.block_size
-        return num_tokens <= parent.capacity and all(
-            freed <= (0 if window is None else max(0, num_tokens - window + 1) // size)
-            for freed, window in zip(parent.freed_behind_window, self._windows, strict=True)
-        )
+    def can_fork(self, parent: Request, child: Request, num_tokens: int) -> bool:
+        """Whether the parent still holds all that the child's query at position `num_tokens` can see. A state has moved
+        on; a fork of it starts from the last snapshot.
+        """
+        if self._state is not None or not self._own or not parent.same_content(child):
+            return False
+        for group in self._own:  # a tail is copied before the step writes
+            index, part = divmod(num_tokens, group.size)
+            if part and index < len(table := parent.tables[group.index]) and table[index] in self._fresh:
+                return False
+        return all(group.holds(parent, num_tokens) for group in self._groups)
 
     # -- growth --------------------------------------------------------------------------------------------------------
 
-    def grow(self, request: Request, end: int, appends: list[BlockAppend], copies: list[BlockCopy]) -> bool:
+    def grow(self, request: Request, end: int, appends: list[BlockAppend], transfers: list[Transfer]) -> bool:
         """Make room for tokens up to `end` and make the blocks to be written private. False, changing nothing, if
         blocks lack.
 
-        What changed in an already running request's tables is added to `appends` and `copies`.
+        What changed in an already running request's tables is added to `appends` and `transfers`.
         """
-        size = self.block_size
-        pool = self.pool
-        if request.shares_tail and not self._copy_shared_tail(request, appends, copies):
+        if request.shares_tail and not self._copy_shared_tail(request, appends, transfers):
             return False
-        missing = -(-(end - request.capacity) // size)
-        if missing <= 0:
+        if end <= request.capacity:
             return True
-        if not self._single:
-            self.settle()
-            self._free_behind_window(request)
-        if missing * self.num_groups > pool.num_free:
-            return False
-        for g, table in enumerate(request.tables):
-            new = pool.allocate(missing)
-            appends.append(BlockAppend(request.slot, g, len(table), new))
-            table.extend(new)
-        request.capacity += missing * size
-        return True
+        return (
+            self._grow_single(request, end, appends) if self._single else self._grow(request, end, appends, transfers)
+        )
+
+    def cut(self, request: Request, start: int, count: int) -> int:
+        """How many of `count` tokens from `start` on may be computed in one go, as a snapshot is taken behind them."""
+        assert self._state is not None
+        return min(count, self._state.next_snapshot(request, start) - start)
 
     def register_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Make the request's full blocks within its first `num_tokens` tokens findable by later requests.
@@ -139,25 +147,40 @@ class KVManager:
         if self.enable_prefix_caching and num_tokens >= self.block_size:
             self._roots.add(self._root(request))
 
+    def begin_plan(self) -> None:
+        """What is registered from now on is computed by the plan being made."""
+        self._of_plan = len(self._to_register)
+        self._fresh.clear()
+
     def settle(self) -> None:
         """Do what was put off so that a step could be on its way sooner."""
-        for request, num_tokens in self._to_register:
+        for i, (request, num_tokens) in enumerate(self._to_register):
+            if i >= self._of_plan:
+                first = request.num_registered * self.block_size
+                for group in self._own:
+                    self._fresh.update(request.tables[group.index][first // group.size :])
             self._register(request, num_tokens // self.block_size)
         self._to_register.clear()
         self._roots.clear()
+        self._of_plan = 0
 
     def reset_cache(self) -> None:
-        """Forget the content of all blocks; requests keep theirs."""
+        """Forget the content of all blocks and states; requests keep theirs."""
         self.settle()
         self.pool.reset_cache()
+        if self.states is not None:
+            self.states.reset_cache()
 
     def forget(self, request: Request) -> None:
-        """Let nobody find the blocks of a request that failed: what they hold may be no numbers."""
+        """Let nobody find the blocks and snapshots of a request that failed: what they hold may be no numbers."""
         self.settle()
-        for table in request.tables:
-            for block in table:
+        for group in self._groups:
+            for block in request.tables[group.index]:
                 if block != NULL_BLOCK:
                     self.pool.forget(block)
+        if self.states is not None and self._state is not None:
+            for key in request.hashes:
+                self.states.forget_key(key + self._state.suffix)
 
     # -- release -------------------------------------------------------------------------------------------------------
 
@@ -167,6 +190,11 @@ class KVManager:
         blocks: list[int] = []
         depths: list[int] = []
         for request in requests:
+            if self.states is not None and self._state is not None:
+                table = request.tables[self._state.index]
+                self.states.release([*table, request.starts_from] if request.starts_from else table)
+                request.starts_from = NULL_BLOCK
+                table.clear()
             for table in request.tables:
                 blocks += table
                 depths += range(len(table))
@@ -178,27 +206,130 @@ class KVManager:
         order = sorted(range(len(blocks)), key=depths.__getitem__, reverse=True)
         self.pool.release(blocks[i] for i in order if blocks[i] != NULL_BLOCK)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside: growth ------------------------------------------------------------------------------------------------
+
+    def _grow_single(self, request: Request, end: int, appends: list[BlockAppend]) -> bool:
+        """`_grow` for one group of full attention, the usual case."""
+        missing = -(-(end - request.capacity) // self.block_size)
+        if missing > self.pool.num_free:
+            return False
+        table = request.tables[0]
+        new = self.pool.allocate(missing)
+        appends.append(BlockAppend(request.slot, 0, len(table), new))
+        table.extend(new)
+        request.capacity += missing * self.block_size
+        return True
+
+    def _grow(self, request: Request, end: int, appends: list[BlockAppend], transfers: list[Transfer]) -> bool:
+        self.settle()
+        for group in self._groups:
+            group.release_behind(request, request.num_computed - request.num_drafted, self.pool)
+        missing = [group.missing(request, end) for group in self._groups]
+        if sum(missing) > self.pool.num_free:
+            return False
+        for group, count in zip(self._groups, missing, strict=True):
+            if count:
+                table = request.tables[group.index]
+                new = self.pool.allocate(count)
+                appends.append(BlockAppend(request.slot, group.index, len(table), new))
+                table.extend(new)
+        capacity = min((group.capacity(request) for group in self._groups), default=ENDLESS)
+        if self._state is not None:
+            capacity = min(capacity, self._grow_state(request, transfers))
+        request.capacity = capacity
+        return True
+
+    def _grow_state(self, request: Request, transfers: list[Transfer]) -> int:
+        """Give the request its state, from a snapshot or zero, and take a snapshot if one is due; returns the length
+        at which the next one is.
+        """
+        assert self._state is not None and self.states is not None
+        table = request.tables[self._state.index]
+        if not table:
+            table.extend(self.states.allocate(self._state.pages))
+            if request.starts_from:
+                transfers.append(Transfer(TransferKind.COPY, STATES, request.starts_from, table[0]))
+                self.states.release([request.starts_from])
+                request.starts_from = NULL_BLOCK
+            else:
+                transfers.append(Transfer(TransferKind.ZERO, STATES, NULL_BLOCK, table[0]))
+        if not self.takes_snapshots:
+            return ENDLESS
+        start = request.num_computed
+        if self._state.is_snapshot(request, start):
+            self._take_snapshot(request, start // self.block_size, table[0], transfers)
+        return self._state.next_snapshot(request, start)
+
+    def _take_snapshot(self, request: Request, units: int, live: int, transfers: list[Transfer]) -> None:
+        """Copy the state behind the first `units` units to a page that later requests find, if there is room."""
+        assert self._state is not None and self.states is not None
+        self._extend_hashes(request, units)
+        key = request.hashes[units - 1] + self._state.suffix
+        ((_, content),) = request.block_contents(units - 1, units, self.block_size)
+        if self.states.num_free and self.states.lookup(key, content) is None:
+            (page,) = self.states.allocate(1)
+            transfers.append(Transfer(TransferKind.COPY, STATES, live, page))
+            self.states.register(page, key, content)
+            self.states.release([page])
+
+    def _copy_shared_tail(self, request: Request, appends: list[BlockAppend], transfers: list[Transfer]) -> bool:
+        """Make a fork's partly filled block private: a copy if others hold it, else it just becomes unfindable."""
+        refs = self.pool.ref_counts
+        held = [
+            (group.index, index)
+            for group in self._own
+            if (index := request.num_computed // group.size) < len(table := request.tables[group.index])
+            and table[index] != NULL_BLOCK
+        ]
+        shared = [(g, index) for g, index in held if refs[request.tables[g][index]] > 1]
+        if len(shared) > self.pool.num_free:
+            return False
+        for g, index in held:
+            if (g, index) not in shared:  # the other holder is gone, and may have filled and registered it
+                self.pool.forget(request.tables[g][index])
+        for g, index in shared:
+            table = request.tables[g]
+            (copy,) = self.pool.allocate(1)
+            transfers.append(Transfer(TransferKind.COPY, TOKENS, table[index], copy))
+            self.pool.release([table[index]])
+            table[index] = copy
+            appends.append(BlockAppend(request.slot, g, index, [copy]))
+        # Nothing behind the tail is shared for writing, and the tail is private now.
+        request.shares_tail = False
+        return True
+
+    # -- inside: what can be found -------------------------------------------------------------------------------------
 
     def _register(self, request: Request, full: int) -> None:
         start, size = request.num_registered, self.block_size
         if full <= start:
             return
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and self._own:
             if len(request.hashes) < start:
                 self._extend_hashes(request, start)
             for i, content in request.block_contents(start, full, size):
                 key = self._hash(request, i, content)
-                for g, table in enumerate(request.tables):
-                    if table[i] != NULL_BLOCK:
-                        self.pool.register(table[i], key + self._group_suffix[g], content)
+                for g, suffix in self._of_units:
+                    block = request.tables[g][i]
+                    if block != NULL_BLOCK:
+                        self.pool.register(block, key + suffix, content)
+                for group in self._of_more:
+                    index, rest = divmod(i + 1, group.units)
+                    if rest == 0 and (block := request.tables[group.index][index - 1]) != NULL_BLOCK:
+                        units = request.block_contents(i + 1 - group.units, i + 1, size)
+                        self.pool.register(block, key + group.suffix, b"".join(c for _, c in units))
         request.num_registered = full
 
     def _hash(self, request: Request, index: int, content: bytes) -> bytes:
-        """The hash of a block whose predecessor's is known; the root covers adapter and salt."""
+        """The hash of a block whose predecessor's is known; the root covers adapter, salt and encoder input."""
         hashes = request.hashes
         if index == len(hashes):
-            parent = hashes[-1] if hashes else root_hash(request.lora_id, request.cache_salt)
+            if hashes:
+                parent = hashes[-1]
+            else:
+                parent = root_hash(request.lora_id, request.cache_salt)
+                if request.encoder_key:
+                    parent = block_hash(parent, b"", request.encoder_key)
             hashes.append(block_hash(parent, content))
         return hashes[index]
 
@@ -212,74 +343,89 @@ class KVManager:
         for i, content in request.block_contents(len(request.hashes), count, self.block_size):
             self._hash(request, i, content)
 
-    def _longest_match(self, request: Request, limit: int) -> list[int]:
-        """The blocks of the longest cached prefix of at most `limit` blocks, for one group without a window."""
+    def _attach_single(self, request: Request, limit: int) -> int:
+        """`_attach_groups` for one group of full attention, the usual case."""
         found: list[int] = []
+        suffix = self._groups[0].suffix
         for i, content in request.block_contents(0, limit, self.block_size):
-            block = self.pool.lookup(self._hash(request, i, content) + self._group_suffix[0], content)
+            block = self.pool.lookup(self._hash(request, i, content) + suffix, content)
             if block is None:
                 break
             found.append(block)
-        return found
+        self.pool.acquire(found)
+        request.tables[0][:] = found
+        return len(found)
 
-    def _matching_blocks(self, request: Request, limit: int) -> list[list[int]]:
-        """Per group, the blocks of the longest cached prefix of at most `limit` blocks."""
-        size = self.block_size
-        found: list[list[int | None]] = []
-        longest = limit
-        for window, suffix in zip(self._windows, self._group_suffix, strict=True):
-            blocks: list[int | None] = []
-            for i, content in request.block_contents(0, longest, size):
-                block = self.pool.lookup(self._hash(request, i, content) + suffix, content)
-                if block is None and window is None:
-                    break
-                blocks.append(block)
+    def _attach_groups(self, request: Request, limit: int) -> int:
+        """Take the longest prefix of at most `limit` units that every group admits; its length in units."""
+        contents: list[bytes] = []
+        units = request.block_contents(0, limit, self.block_size)
+
+        def lookup_in(pool: BlockPool, suffix: bytes, count: int) -> Lookup:
+            def lookup(last: int) -> int | None:
+                while len(contents) <= last:
+                    i, content = next(units)
+                    self._hash(request, i, content)
+                    contents.append(content)
+                content = contents[last] if count == 1 else b"".join(contents[last + 1 - count : last + 1])
+                return pool.lookup(request.hashes[last] + suffix, content)
+
+            return lookup
+
+        longest, found = limit, []
+        for group in self._groups:
+            blocks = group.find(lookup_in(self.pool, group.suffix, group.units), longest)
             found.append(blocks)
-            longest = min(longest, len(blocks))
+            if group in self._own:
+                longest = min(longest, len(blocks) * group.units)
+        snapshot: int | None = NULL_BLOCK
+        state_at = None if self._state is None or self.states is None else lookup_in(self.states, self._state.suffix, 1)
         while longest > 0:
-            # the first token the next query, at position longest * size, sees in each group
-            firsts = [0 if w is None else max(0, longest * size - w + 1) // size for w in self._windows]
-            if all(None not in found[g][first:longest] for g, first in enumerate(firsts)):
-                return [
-                    [NULL_BLOCK] * first + [b for b in found[g][first:longest] if b is not None]
-                    for g, first in enumerate(firsts)
-                ]
+            if all(group.admits(blocks, longest) for group, blocks in zip(self._groups, found, strict=True)):
+                snapshot = state_at(longest - 1) if state_at is not None else NULL_BLOCK
+                if snapshot is not None:
+                    break
             longest -= 1
-        return [[] for _ in self._windows]
+        if longest > 0:
+            self._take_found(request, found, longest)
+            if self.states is not None and snapshot:
+                self.states.acquire([snapshot])
+                request.starts_from = snapshot
+        return longest
 
-    def _copy_shared_tail(self, request: Request, appends: list[BlockAppend], copies: list[BlockCopy]) -> bool:
-        """Make a fork's partly filled block private: a copy if others hold it, else it just becomes unfindable."""
-        index = request.num_computed // self.block_size
-        refs = self.pool.ref_counts
-        held = [g for g, t in enumerate(request.tables) if index < len(t) and t[index] != NULL_BLOCK]
-        shared = [g for g in held if refs[request.tables[g][index]] > 1]
-        if len(shared) > self.pool.num_free:
-            return False
-        for g in held:
-            if g not in shared:  # the other holder is gone, and may have filled and registered it
-                self.pool.forget(request.tables[g][index])
-        for g in shared:
-            table = request.tables[g]
-            (copy,) = self.pool.allocate(1)
-            copies.append(BlockCopy(table[index], copy))
-            self.pool.release([table[index]])
-            table[index] = copy
-            appends.append(BlockAppend(request.slot, g, index, [copy]))
-        # Nothing behind the tail is shared for writing, and the tail is private now.
-        request.shares_tail = False
-        return True
+    def _take_found(self, request: Request, found: list[list[int | None]], length: int) -> None:
+        for group, blocks in zip(self._groups, found, strict=True):
+            if group not in self._own:
+                continue
+            count = length // group.units
+            first = group.first_seen(count * group.size)
+            kept = [b for b in blocks[first:count] if b is not None]
+            self.pool.acquire(kept)
+            request.tables[group.index][:] = [NULL_BLOCK] * first + kept
+            request.freed_behind_window[group.index] = first
 
-    def _free_behind_window(self, request: Request) -> None:
-        """Release blocks of sliding groups that no later query sees; their table entries become the null block."""
-        for g, window in enumerate(self._windows):
-            if window is None:
-                continue
-            keep = max(0, request.num_computed - window + 1) // self.block_size
-            start = request.freed_behind_window[g]
-            if keep <= start:
-                continue
-            table = request.tables[g]
-            keep = min(keep, len(table))
-            self.pool.release(b for b in reversed(table[start:keep]) if b != NULL_BLOCK)
-            table[start:keep] = [NULL_BLOCK] * (keep - start)
-            request.freed_behind_window[g] = keep
+
+def resolve(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    """The same outcome, with every source as it was before all of them: chains of copies end at their first source.
+
+    So the device may read everything first and then write everything, in one go for each kind. A block that is written
+    twice appears once.
+    """
+    if len(transfers) < 2:
+        return tuple(transfers)
+    last: dict[tuple[int, int], Transfer] = {}  # what a block holds in the end
+    out: list[Transfer] = []
+    for transfer in transfers:
+        kind, pool, src, dst = transfer
+        if kind is TransferKind.COPY or kind is TransferKind.SAVE:
+            earlier = last.get((pool, src))
+            if earlier is not None and kind is TransferKind.COPY:
+                transfer = Transfer(earlier.kind, pool, earlier.src, dst)
+            elif earlier is not None and earlier.kind is TransferKind.COPY:
+                transfer = Transfer(kind, pool, earlier.src, dst)
+        if kind is TransferKind.SAVE:
+            out.append(transfer)
+        else:
+            last.pop((pool, dst), None)
+            last[pool, dst] = transfer
+    return (*out, *(t for t in last.values() if t.kind is not TransferKind.COPY or t.src != t.dst))

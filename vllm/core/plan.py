@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.step.plan import BlockAppend, BlockCopy, Bool, Int32, SlotInit, StepPlan
+from vllm.step.plan import BlockAppend, Bool, Int32, SlotInit, StepPlan
 from vllm.step.result import StepResult, TokenLogprobs
 
-__all__ = ["BlockAppend", "BlockCopy", "Bool", "Int32", "SlotInit", "StepPlan", "StepResult", "TokenLogprobs"]
+__all__ = ["BlockAppend", "Bool", "Int32", "SlotInit", "StepPlan", "StepResult", "TokenLogprobs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from struct import Struct
 from typing import TYPE_CHECKING
 
 from vllm.step.block_hash import token_bytes
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.step.messages import CoreRequest
     from vllm.step.result import TokenLogprobs
 
+_EXTRA = Struct("<qqq")  # where the block begins in the content, the content's length, the key's
 _BLOCKS_ENCODED = 64  # at once: more costs time that a miss wastes
 
 
@@ -31,7 +33,10 @@ class Request:
     tokens:        prompt and every output token the host knows.
     num_computed:  tokens whose keys and values are in the cache, or will be once the steps in flight are done.
     num_pending:   tokens sampled by steps in flight, whose ids only the device knows. They follow `tokens`.
-    capacity:      tokens that the blocks held now have room for.
+    num_drafted:   drafts among the tokens in flight: so many of `num_computed` may turn out not to be.
+    capacity:      length at which a KV group must act next: tokens that the blocks held now have room for, or where a
+                   snapshot is due.
+    starts_from:   snapshot of recurrent states that the first step copies.
     blocked:       what it waits for outside the core, by name.
     """
 
@@ -39,7 +44,8 @@ class Request:
         "id", "tokens", "num_prompt_tokens", "params", "seed", "eos_token_id", "stop_token_ids", "arrival_time",
         "priority", "lora_id", "cache_salt", "fork_of", "account", "sequence_number",
         "status", "blocked", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
-        "capacity", "tables", "hashes", "num_registered", "freed_behind_window", "shares_tail",
+        "capacity", "tables", "starts_from", "num_drafted", "encoder_tokens", "encoder_key", "content_keys",
+         "hashes", "num_registered", "freed_behind_window", "shares_tail",
         "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported",
         "num_prompt_logprobs", "num_preemptions",
         "first_scheduled_time",
@@ -60,6 +66,9 @@ class Request:
         self.cache_salt = message.cache_salt
         self.fork_of = message.fork_of
         self.account = message.account
+        self.encoder_tokens = message.encoder_tokens
+        self.encoder_key = message.encoder_key
+        self.content_keys = message.content_keys
         self.sequence_number = sequence_number
 
         self.status = Status.WAITING
@@ -67,6 +76,7 @@ class Request:
         self.slot = -1
         self.num_computed = 0
         self.num_pending = 0
+        self.num_drafted = 0
         max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         self.min_len = self.num_prompt_tokens + params.min_tokens
@@ -80,6 +90,7 @@ class Request:
         self.hashes: list[bytes] = []
         self.num_registered = 0
         self.freed_behind_window = [0] * num_groups
+        self.starts_from = 0
         self.shares_tail = False
 
         self.plan_step = -1
@@ -99,6 +110,11 @@ class Request:
         """Sort key of the priority policy: smaller runs first."""
         return (self.priority, self.arrival_time, self.sequence_number)
 
+    def same_content(self, other: Request) -> bool:
+        """Whether equal tokens of both mean the same: encoder input, and what stands behind placeholders."""
+        mine = (self.encoder_key, self.encoder_tokens, self.content_keys)
+        return mine == (other.encoder_key, other.encoder_tokens, other.content_keys)
+
     def unseen_prompt_logprobs(self, start: int, chunk: list[TokenLogprobs]) -> list[TokenLogprobs]:
         """The part of a chunk that begins at prompt position `start + 1` which was not reported before a preemption."""
         fresh = chunk[max(0, self.num_prompt_logprobs - start) :]
@@ -112,7 +128,16 @@ class Request:
             last = min(first + _BLOCKS_ENCODED, end)
             data = token_bytes(self.tokens[first * size : last * size])
             for i in range(first, last):
-                yield i, data[(i - first) * width : (i - first + 1) * width]
+                content = data[(i - first) * width : (i - first + 1) * width]
+                yield i, content if not self.content_keys else content + self._extra_keys(i * size, (i + 1) * size)
+
+    def _extra_keys(self, start: int, end: int) -> bytes:
+        """What else the keys of tokens [start, end) depend on: which part of which content."""
+        return b"".join(
+            _EXTRA.pack(start - first, length, len(key)) + key
+            for first, length, key in self.content_keys
+            if first < end and start < first + length
+        )
 
     def __repr__(self) -> str:
         return (

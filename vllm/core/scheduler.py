@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm.core.kv_manager import KVManager
+from vllm.core.kv_manager import STATES, TOKENS, KVManager, resolve
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import Request, Status
 from vllm.core.stop import check_stop
 from vllm.core.waiting import WaitingQueue
-from vllm.step.kv_policy import KVLayout
+from vllm.step.kv_policy import KVKind, KVPolicy
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
-from vllm.step.plan import BlockAppend, BlockCopy, SlotInit, StepPlan
+from vllm.step.plan import BlockAppend, SlotInit, StepPlan, Transfer
 from vllm.step.result import StepResult
 
 
@@ -47,7 +47,7 @@ class _Draft:
     budget: int
     new: list[SlotInit]
     blocks: list[BlockAppend]
-    copies: list[BlockCopy]
+    transfers: list[Transfer]
     requests: list[Request]
     num_tokens: list[int]
     num_computed: list[int]
@@ -66,7 +66,7 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        layout: KVLayout,
+        policy: KVPolicy,
         num_blocks: int,
         *,
         enable_prefix_caching: bool = True,
@@ -74,7 +74,13 @@ class Scheduler:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.limits = limits
-        self.kv = KVManager(layout, num_blocks, enable_prefix_caching)
+        self.kv = KVManager(
+            policy,
+            num_blocks,
+            enable_prefix_caching,
+            num_states=policy.num_states(limits.max_num_seqs),
+            snapshots=limits.chunked_prefill,
+        )
         self._chunk = min(limits.max_num_batched_tokens, limits.chunk_threshold or limits.max_num_batched_tokens)
         needed = self.kv.blocks_for(limits.max_model_len, self._chunk)
         if needed > num_blocks - 1:
@@ -222,6 +228,7 @@ class Scheduler:
         flight).
         """
         draft = _Draft(self.limits.max_num_batched_tokens, [], [], [], [], [], [], [])
+        self.kv.begin_plan()
         if self._suspects:
             self._plan_suspect(draft)
         else:
@@ -237,11 +244,11 @@ class Scheduler:
             freed=tuple(self._freed_slots),
             new=tuple(draft.new),
             blocks=tuple(draft.blocks),
-            copies=tuple(draft.copies),
             slots=np.array([r.slot for r in draft.requests], dtype=np.int32),
             num_tokens=np.array(draft.num_tokens, dtype=np.int32),
             num_computed=np.array(draft.num_computed, dtype=np.int32),
             sample=np.array(draft.sample, dtype=bool),
+            transfers=resolve(draft.transfers) if draft.transfers else (),
         )
         self._freed_slots.clear()
         self._step_id += 1
@@ -333,12 +340,14 @@ class Scheduler:
             count = total - start
             if count > 1:
                 count = min(count, chunk, draft.budget)
+                if kv.takes_snapshots:
+                    count = kv.cut(request, start, count)
                 for policy in self._limiting:
                     count = policy.limit(request, count)
                 if count <= 0:
                     continue
             while (start + count > request.capacity or request.shares_tail) and not kv.grow(
-                request, start + count, draft.blocks, draft.copies
+                request, start + count, draft.blocks, draft.transfers
             ):
                 preempted = True
                 victim = self._last_to_yield(i - 1)
@@ -386,10 +395,12 @@ class Scheduler:
             return Verdict.STOP
         remaining = len(request.tokens) - request.num_computed
         count = min(remaining, self._chunk, draft.budget)
+        if self.kv.takes_snapshots:
+            count = self.kv.cut(request, request.num_computed, count)
         for policy in self._limiting:
             count = policy.limit(request, count)
         split = count < remaining and not self.limits.chunked_prefill
-        if count <= 0 or split or not self.kv.grow(request, request.num_computed + count, [], draft.copies):
+        if count <= 0 or split or not self.kv.grow(request, request.num_computed + count, [], draft.transfers):
             self.kv.free([request])
             request.num_computed = 0
             return Verdict.SKIP if count <= 0 else Verdict.STOP
@@ -447,7 +458,7 @@ class Scheduler:
             shared = self._fork_length(parent, request)
             if (
                 shared <= self._computed_before(parent)
-                and self.kv.can_fork(parent, shared)
+                and self.kv.can_fork(parent, request, shared)
                 and parent.tokens[:shared] == request.tokens[:shared]
             ):
                 rest = len(request.tokens) - shared + self.kv.block_size
@@ -655,20 +666,33 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise RuntimeError unless every block is referenced exactly as often as tables name it and slots add up."""
-        counts = [0] * self.kv.pool.num_blocks
-        for request in self.requests.values():
-            for table in request.tables:
-                for block in table:
-                    counts[block] += 1
-        counts[0] = 0
-        if counts != self.kv.pool.ref_counts:
-            bad = [b for b, (want, got) in enumerate(zip(counts, self.kv.pool.ref_counts, strict=True)) if want != got]
-            raise RuntimeError(f"KV blocks {bad[:8]} are not referenced as often as block tables name them.")
-        free = self.kv.pool.free_blocks()
-        if len(free) != self.kv.pool.num_free or any(counts[b] for b in free) or len(set(free)) != len(free):
-            raise RuntimeError("The free queue of KV blocks does not match the reference counts.")
-        if len(free) + sum(1 for c in counts if c) != self.kv.pool.num_blocks - 1:
-            raise RuntimeError("KV blocks are lost: neither free nor referenced.")
+        names = {group: pool for pool in (TOKENS, STATES) for group in self._groups_of(pool)}
+        for number, pool in ((TOKENS, self.kv.pool), (STATES, self.kv.states)):
+            if pool is None:
+                continue
+            counts = [0] * pool.num_blocks
+            for request in self.requests.values():
+                for group, table in enumerate(request.tables):
+                    for block in table if names[group] == number else ():
+                        counts[block] += 1
+                if number == STATES:
+                    counts[request.starts_from] += 1
+            counts[0] = 0
+            if counts != pool.ref_counts:
+                bad = [b for b, (want, got) in enumerate(zip(counts, pool.ref_counts, strict=True)) if want != got]
+                raise RuntimeError(
+                    f"Blocks {bad[:8]} of pool {number} are not referenced as often as tables name them."
+                )
+            free = pool.free_blocks()
+            if len(free) != pool.num_free or any(counts[b] for b in free) or len(set(free)) != len(free):
+                raise RuntimeError(f"The free queue of pool {number} does not match the reference counts.")
+            if len(free) + sum(1 for c in counts if c) != pool.num_blocks - 1:
+                raise RuntimeError(f"Blocks of pool {number} are lost: neither free nor referenced.")
         held = sorted([r.slot for r in self.running] + self._free_slots)
         if held != list(range(self.limits.max_num_seqs)):
             raise RuntimeError(f"Slots do not add up: {held}.")
+
+    def _groups_of(self, pool: int) -> list[int]:
+        """The groups whose blocks come from that pool."""
+        groups = enumerate(self.kv.policy.groups)
+        return [g for g, group in groups if (group.kind is KVKind.RECURRENT) == (pool == STATES)]

@@ -62,7 +62,7 @@ class EngineCore:
         self.num_blocks = executor.num_blocks
         self.scheduler = Scheduler(
             scheduler_limits(config.scheduler_config),
-            executor.kv_layout,
+            executor.kv_layout.policy,
             executor.num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
             policies=admission_policies(config.scheduler_config),

@@ -25,6 +25,9 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     `account` is the same for all sequences of one user's request (n > 1, beams, many prompts of one call), so that the
     scheduler can be fair between users' requests; None for a sequence by itself.
     `grammar` is the form that the output must have; `params` say nothing about it.
+    `content_keys` are (first position, length, content hash) of what stands behind placeholders: cached blocks of the
+    same tokens with other content are not found. `encoder_tokens` is the length of the encoder's output for models with
+    cross attention, `encoder_key` the hash of its input.
     """
 
     request_id: str
@@ -40,6 +43,9 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     fork_of: str | None = None
     account: str | None = None
     grammar: GrammarSpec | None = None
+    content_keys: tuple[tuple[int, int, bytes], ...] = ()
+    encoder_tokens: int = 0
+    encoder_key: bytes = b""
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -59,13 +59,6 @@ class BlockAppend(NamedTuple):
     block_ids: list[int]
 
 
-class BlockCopy(NamedTuple):
-    """Copy block `src` to block `dst` in every layer (copy-on-write)."""
-
-    src: int
-    dst: int
-
-
 class TransferKind(IntEnum):
     """What is done with a block: copied to another one, cleared, saved to the lower tier, loaded from it."""
 
@@ -78,6 +71,9 @@ class TransferKind(IntEnum):
 class Transfer(NamedTuple):
     """One block's move in every layer. pool: 0 for token pages, 1 for recurrent states; src, dst: blocks of that pool,
     or places in the lower tier.
+
+    All of a plan's read what was there before it: whoever runs them reads everything first, or saves, then copies, then
+    clears, then loads, each kind in one go. No block is written twice.
     """
 
     kind: TransferKind
@@ -114,7 +110,7 @@ class StepPlan:
 
     `slots`, `num_tokens`, `num_computed` and `sample` are parallel arrays, one entry per request.
 
-    Order of effects in the worker: `freed`, `new`, `blocks`, `copies`, `transfers`, `writes`, then the forward pass.
+    Order of effects in the worker: `freed`, `new`, `blocks`, `transfers`, `writes`, then the forward pass.
 
     What follows `sample` is neutral by default. Per row: `drafts` is the number of draft tokens behind the last known
     token (the row samples drafts + 1 tokens), None for none; `exact` whether `num_computed` is the truth, None for all
@@ -127,7 +123,6 @@ class StepPlan:
     freed: tuple[int, ...]
     new: tuple[SlotInit, ...]
     blocks: tuple[BlockAppend, ...]
-    copies: tuple[BlockCopy, ...]
     slots: Int32
     num_tokens: Int32
     num_computed: Int32

@@ -13,12 +13,11 @@ from torch import Tensor
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.faults import Faults
 from vllm.model_executor.models.traits import Model
-from vllm.ops.attention import copy_blocks
 from vllm.ops.logprobs import top_logprobs
 from vllm.pooling_params import PoolingParams
 from vllm.step.inputs import StepInputs
 from vllm.step.kv_policy import KVLayout
-from vllm.step.plan import Column, RowMasks, StepPlan, Transfer, TransferKind, require_known
+from vllm.step.plan import Column, RowMasks, StepPlan, require_known
 from vllm.step.result import StepResult
 from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import Batch, InputBuilder, Laid, within
@@ -26,6 +25,7 @@ from vllm.worker.pool import Pooler
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
 from vllm.worker.step_handle import LateHandle, PromptLogprobs, Queued, StepHandle
+from vllm.worker.transfers import run_transfers
 
 # Fields of a plan that are run beyond those without a default.
 KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "pooled"})
@@ -103,7 +103,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Handle:
-        """Queue one step: freed, new, blocks, copies, transfers, writes, forward pass, sampling, in this order."""
+        """Queue one step: freed, new, blocks, transfers, writes, forward pass, sampling, in this order."""
         require_known(plan, KNOWN, "This worker")
         if self._late is not None and not self._late.is_complete:
             raise RuntimeError(f"Step {self._late.step_id} waits for its masks: no other step may follow before.")
@@ -180,27 +180,11 @@ class ModelRunner:
             elif any(isinstance(init.params, PoolingParams) for init in plan.new):
                 raise NotImplementedError("The model of this worker does not pool.")
         self.table.append_blocks(plan.blocks)
-        if plan.copies:
-            src, dst = self.context.upload(
-                [np.array([c.src for c in plan.copies], np.int64), np.array([c.dst for c in plan.copies], np.int64)]
-            )
-            for cache in self.kv_caches:
-                copy_blocks(cache, src, dst)
-        for transfer in plan.transfers:
-            self._transfer(transfer)
+        if plan.transfers:
+            run_transfers(plan.transfers, (self.kv_caches,), self.context)
         if plan.writes:
             self.table.write(plan.writes)
             self._recount(plan)
-
-    def _transfer(self, transfer: Transfer) -> None:
-        """One block's move, in every layer."""
-        if transfer.pool or transfer.kind not in (TransferKind.COPY, TransferKind.ZERO):
-            raise NotImplementedError(f"This worker cannot run a plan with {transfer}.")
-        for cache in self.kv_caches:
-            if transfer.kind is TransferKind.ZERO:
-                cache[transfer.dst].zero_()
-            else:
-                cache[transfer.dst].copy_(cache[transfer.src])
 
     def _recount(self, plan: StepPlan) -> None:
         """Written tokens are part of the output, as far as they are no drafts."""
