@@ -21,13 +21,15 @@ from vllm.config.document import markdown as arguments_page
 from vllm.entrypoints.cli.client import _parser as client_parser
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.entrypoints.openai.run_batch import make_parser as batch_parser
+from vllm.reasoning import NAMES
+from vllm.tool_parsers.registry import FORMATS
 from vllm.utils.argparse import FlexibleArgumentParser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GUIDE = [
     *("README", "installation", "quickstart", "offline", "serving", "cli", "sampling", "cpu", "gpu"),
-    *("environment", "troubleshooting", "server_arguments", "metrics", "errors"),
+    *("environment", "troubleshooting", "server_arguments", "metrics", "errors", "tool_calling"),
 ]
 
 
@@ -54,6 +56,21 @@ def test_the_programs_of_a_page_run_one_after_the_other(name):
 def demo_server() -> Iterator[Server]:
     with Server(Path("demo"), "--served-model-name", "demo") as running:
         yield running
+
+
+def test_the_program_that_calls_a_tool(capsys, monkeypatch):
+    flags = ("--served-model-name", "demo", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with Server(Path("demo"), *flags) as running:
+        (program,) = blocks("tool_calling", "python tools")
+        program = program.replace("http://localhost:8000", running.url)
+        exec(compile(program, "tool_calling.md", "exec"), {})
+    assert capsys.readouterr().out == "get_weather {'city': 'Paris'}\n"
+
+
+def test_every_parser_has_a_place_in_the_documentation():
+    text = text_of("tool_calling")
+    for name in (*FORMATS, *NAMES):
+        assert f"`{name}`" in text, name
 
 
 @pytest.mark.parametrize(("name", "expected"), [("quickstart", "Rome"), ("serving", " ")])

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     VLLM_FUSED_MOE_CHUNK_SIZE: int
     VLLM_NO_DEPRECATED_WARNING: bool
     VLLM_KEEP_ALIVE_ON_ENGINE_DEATH: bool
+    VLLM_ENABLE_RESPONSES_API_STORE: bool
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool
     VLLM_TEST_FORCE_FP8_MARLIN: bool
     VLLM_RPC_GET_DATA_TIMEOUT_MS: int
@@ -311,6 +312,7 @@ _TABLE = (
     # --- Server ---
     EnvVar("VLLM_API_KEY", _text, None, "Key that clients of the API server must send."),
     EnvVar("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _flag, False, "Keep the API server alive after the engine has failed."),
+    EnvVar("VLLM_ENABLE_RESPONSES_API_STORE", _flag, False, "Keep the newest responses of /v1/responses in memory."),
     EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters.", _NO_LORA),
     EnvVar("VLLM_SERVER_DEV_MODE", _flag, False, "Routes for development (sleep, wake_up, server_info, ...)."),
     # --- Tests of survival ---

@@ -12,6 +12,8 @@ from uvicorn.server import ServerState
 
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.entrypoints.openai.connection import Outbox, connection_class
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.events import failed
 from vllm.entrypoints.openai.sse import EventStream
 from vllm.exceptions import EngineGenerateError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -26,6 +28,9 @@ class Lines:
 
     def end(self) -> bytes:
         return b"end\n"
+
+    def failure(self, error: APIError) -> bytes:
+        return failed(error)
 
 
 class FakePrompt:

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from vllm.entrypoints.openai import completions
 from vllm.entrypoints.openai.api_server import add_error_handlers, add_layers, make_context, run_process
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
-from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.errors import APIError, bad_request
+from vllm.entrypoints.openai.events import failed
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.routes import answer, context_of, health, read, stream
 from vllm.entrypoints.openai.sse import EventStream
@@ -66,6 +67,9 @@ class _Texts:
 
     def end(self) -> bytes:
         return b""
+
+    def failure(self, error: APIError) -> bytes:
+        return failed(error)
 
 
 def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> App:

@@ -41,7 +41,7 @@ logger = init_logger("vllm.entrypoints.openai.api_server")  # also when run as _
 # Of each connection (inherited from the listener): what a client that does not read may make the kernel hold.
 SEND_BUFFER_BYTES = 128 * 1024
 HEALTH_POLL_SECONDS = 0.5
-GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 # After this long, work beside the event loop (large bodies and answers) gives way to it.
 SWITCH_SECONDS = 0.0005
 WEB_FOLDER = Path(__file__).parent.parent / "web"
@@ -158,6 +158,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     """What routes need, from the flags and the engine's configuration."""
     from vllm.entrypoints.chat_utils import load_chat_template
     from vllm.entrypoints.openai.context import ServerContext
+    from vllm.entrypoints.openai.response_store import ResponseStore
 
     model = engine.vllm_config.model_config
     template = args.chat_template
@@ -174,6 +175,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         template_defaults=args.default_chat_template_kwargs,
         response_role=args.response_role,
         parsing=parsing_of(args),
+        responses=ResponseStore(enabled=envs.VLLM_ENABLE_RESPONSES_API_STORE),
         return_token_ids_as_text=args.return_tokens_as_token_ids,
         trust_request_template=args.trust_request_chat_template,
         request_timeout=args.request_timeout,

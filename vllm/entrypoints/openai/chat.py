@@ -116,7 +116,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     context.engine.check_admission(max(request.n or 1, request.best_of or 1), len(ids))
     params = await context.in_lane(32 * entries_of(request), _params, context, request, max_tokens)
     if wanted.form is not None:
-        params.structured_outputs = wanted.form
+        params.guided_decoding, params.structured_outputs = None, wanted.form
     if wanted.shows_special:
         params.skip_special_tokens = False
     shown, name = new_id("chatcmpl", request.request_id or request_id)

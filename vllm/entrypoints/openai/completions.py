@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
-from vllm.entrypoints.openai.errors import bad_request
-from vllm.entrypoints.openai.events import DONE, AnswerEvents, prompt_length
+from vllm.entrypoints.openai.errors import APIError, bad_request
+from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
 from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.sampling import (
@@ -297,3 +297,6 @@ class WholeEvents:
     def end(self) -> bytes:
         answer = _answer(self._context, self._work, self._finals)
         return b"data: " + json.dumps(answer).encode() + b"\n\n" + DONE
+
+    def failure(self, error: APIError) -> bytes:
+        return failed(error)

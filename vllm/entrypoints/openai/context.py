@@ -15,6 +15,7 @@ from vllm.engine.texts import LONG_CHARACTERS, TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
 from vllm.entrypoints.openai.message import ParsingSettings
+from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.sampling import RequestLimits
 from vllm.entrypoints.template_process import TemplateProcess
 from vllm.exceptions import NO_TOKEN_POSSIBLE, EngineDeadError, EngineGenerateError, QueueOverflowError
@@ -51,6 +52,7 @@ class ServerContext:
     template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the template, unless a request says
     response_role: str = "assistant"
     parsing: ParsingSettings = field(default_factory=ParsingSettings)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     return_token_ids_as_text: bool = False
     trust_request_template: bool = False
     request_timeout: float | None = None

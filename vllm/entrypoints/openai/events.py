@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as json_text
 
+from vllm.entrypoints.openai.errors import APIError, stream_error
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tool_parsers.deltas import Content, Delta
 
@@ -84,6 +85,15 @@ class AnswerEvents(ABC):
     @abstractmethod
     def end(self) -> bytes:
         """The events after the last output."""
+
+    def failure(self, error: APIError) -> bytes:
+        """The events of an error, which are the last ones."""
+        return failed(error)
+
+
+def failed(error: APIError) -> bytes:
+    """An error inside a stream, as most of the API's clients read it."""
+    return stream_error(error.message, error.type, error.status) + DONE
 
 
 def prompt_length(result: RequestOutput) -> int:

@@ -109,6 +109,8 @@ class LimitsMiddleware:
         if scope.get("raw_path", scope["path"].encode()) in self._open_paths:
             return True
         values = [value for name, value in headers if name == b"authorization"]
+        if not values and scope["path"].startswith("/v1/messages"):  # as Anthropic's clients send it
+            values = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
         return len(values) == 1 and self._keys.accepts(values[0])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.outputs import CompletionOutput
-from vllm.reasoning import think_format
+from vllm.reasoning import ReasoningEnd, reasoning_end, think_format
 from vllm.reasoning.think import Begins
 from vllm.structured_output.params import StructuredOutputsParams
 from vllm.tool_parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
@@ -21,7 +21,14 @@ from vllm.tool_parsers.registry import ToolFormat, default_id, forced_call, forc
 if TYPE_CHECKING:
     from vllm.engine.tokenizer import Tokenizer
 
-GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+GUIDED_FIELDS = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+    "structured_outputs",
+)
 NO_AUTO = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
 
 
@@ -158,9 +165,12 @@ class MessageParser:
 class AnswerParsing:
     """Reads the choices of one request."""
 
-    def __init__(self, make: Callable[[], MessageParser], is_named: bool) -> None:
+    def __init__(
+        self, make: Callable[[], MessageParser], is_named: bool, thoughts_end: ReasoningEnd | None = None
+    ) -> None:
         self._make = make
         self._is_named = is_named
+        self._thoughts_end = thoughts_end
         self._parsers: dict[int, MessageParser] = {}
 
     def deltas(self, choice: int, output: CompletionOutput) -> list[Delta]:
@@ -171,9 +181,20 @@ class AnswerParsing:
         deltas = parser.feed(output.text, output.token_ids)
         return deltas if output.finish_reason is None else merged([*deltas, *parser.finish()])
 
+    def whole_deltas(self, output: CompletionOutput) -> list[Delta]:
+        """The message of a finished choice, in its order."""
+        return self._make().whole(output.text, output.token_ids)
+
     def whole(self, output: CompletionOutput) -> Message:
         """The message of a finished choice."""
-        return Message().add(self._make().whole(output.text, output.token_ids))
+        return Message().add(self.whole_deltas(output))
+
+    def thought_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many tokens of an output are thoughts, with the tags around them."""
+        if self._thoughts_end is None:
+            return 0
+        end = self._thoughts_end.find(token_ids, 0)
+        return len(token_ids) if end < 0 else end
 
     def finish_reason(self, choice: int, reason: str | None) -> str | None:
         """Why a streamed choice ended, as the API says it."""
@@ -268,7 +289,11 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
             hides_thoughts=not request.include_reasoning,
         )
 
-    return Wanted(AnswerParsing(make, isinstance(choice, tuple)), _form(choice, tools, one_call), shows)
+    end = None
+    if thoughts is not None and settings.reasoning_parser is not None and tokenizer is not None:
+        end = reasoning_end(settings.reasoning_parser, tokenizer)
+    parsing = AnswerParsing(make, isinstance(choice, tuple), end)
+    return Wanted(parsing, _form(choice, tools, one_call), shows)
 
 
 def _plugin(

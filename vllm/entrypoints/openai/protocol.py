@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
@@ -56,6 +56,9 @@ _NOT_YET = frozenset({"logits_processors", *LATER_FIELDS})
 
 # Parameters of the other two routes that ask for what a response cannot hold.
 NOT_OF_RESPONSES = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "max_tokens", "logprobs")
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_REASONING = "reasoning.encrypted_content"
@@ -265,7 +268,7 @@ class ChatCompletionRequest(_Sampling):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -395,7 +398,7 @@ class DetokenizeRequest(_Request):
 
 
 class ResponsesRequest(_Sampling):
-    """POST /v1/responses, for text."""
+    """POST /v1/responses."""
 
     options_need_a_stream: ClassVar[bool] = False  # which have no effect without one
     input: str | list[Any]
@@ -419,7 +422,7 @@ class ResponsesRequest(_Sampling):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    reasoning: Any = None
+    reasoning: dict[str, Any] | None = None
     max_tool_calls: int | None = None
 
     def refuse_later_features(self) -> None:
@@ -429,22 +432,30 @@ class ResponsesRequest(_Sampling):
             value = getattr(self, name)
             if value is not None and value is not False and value != type(self).model_fields[name].default:
                 raise bad_request(f"{name} is no parameter of the Responses API.", name)
-        absent = ("previous_response_id", "conversation", "prompt", "tools", "background", "reasoning")
-        for name in (*absent, "max_tool_calls"):
+        for name in ("conversation", "prompt", "max_tool_calls"):
             if getattr(self, name) not in (None, False, []):
                 raise bad_request(f"{name} is not available in this version of the Responses API.", name)
-        if self.tool_choice not in (None, "none", "auto"):  # without tools, both mean: no call
-            raise bad_request("Tool calling is not available in this version; leave tool_choice unset.", "tool_choice")
-        if self.store:
-            raise bad_request("This server stores no responses; leave store unset or false.", "store")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise bad_request("tool_choice needs tools.", "tool_choice")
+        self._check_reasoning()
         if self.truncation == "auto":
             raise bad_request("truncation='auto' is not available in this version; shorten the input.", "truncation")
         if self.stream_options is not None and (self.stream_options.model_extra or {}).get("include_obfuscation"):
             raise bad_request("stream_options.include_obfuscation is not available.", "stream_options")
         for item in self.include or ():
-            if item not in (INCLUDE_LOGPROBS, INCLUDE_REASONING):  # there is no reasoning to include
+            if item not in (INCLUDE_LOGPROBS, INCLUDE_REASONING):  # reasoning is shown anyway, not encrypted
                 raise bad_request(f"include may only hold {INCLUDE_LOGPROBS!r} in this version.", "include")
         self._check_text()
+
+    def _check_reasoning(self) -> None:
+        reasoning = self.reasoning or {}
+        if unknown := sorted(set(reasoning) - {"effort", "summary", "generate_summary"}):
+            raise bad_request(f"reasoning has no field {unknown[0]!r}; it has effort and summary.", "reasoning")
+        if reasoning.get("effort") not in (None, *EFFORTS):
+            raise bad_request(f"reasoning.effort must be one of {', '.join(EFFORTS)}.", "reasoning")
+        for name in ("summary", "generate_summary"):  # which "auto" leaves to the server
+            if reasoning.get(name) not in (None, "auto"):
+                raise bad_request(f"reasoning.{name} is not available: the reasoning itself is returned.", "reasoning")
 
     def _check_text(self) -> None:
         text = self.text or {}

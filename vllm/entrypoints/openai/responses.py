@@ -1,36 +1,51 @@
-"""POST /v1/responses, for text: an input in, an output message out, whole or as a stream of typed events."""
+"""POST /v1/responses: an input in, items out (thoughts, messages, calls), whole or as a stream of typed events."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
 from vllm.entrypoints.openai import chat
-from vllm.entrypoints.openai.context import ServerContext, merge, new_id
+from vllm.entrypoints.openai.context import ServerContext, as_api_error, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import AnswerEvents, prompt_length
 from vllm.entrypoints.openai.guided import responses_format
 from vllm.entrypoints.openai.logprobs import chat_logprobs
 from vllm.entrypoints.openai.protocol import SHARED_WITH_CHAT, ChatCompletionRequest, ResponsesRequest
+from vllm.entrypoints.openai.response_items import Event, OutputItems, to_chat_choice, to_chat_tools, to_messages
+from vllm.entrypoints.openai.response_store import Stored
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.tool_parsers.deltas import Delta
+from vllm.tool_parsers.deltas import Content, Delta
 
 # What the chat that a response comes down to calls otherwise.
-OWN_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+OWN_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
 EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": None}
 
 
 @dataclass(slots=True)
 class Work:
-    """A checked request: the chat it comes down to."""
+    """A checked request: the chat it comes down to.
+
+    conversation: the messages before the answer, without instructions; input_items: those of this request.
+    """
 
     request: ResponsesRequest
     id: str
     message_id: str
     chat: chat.Chat
+    conversation: list[Any] = field(default_factory=list)
+    input_items: list[Any] = field(default_factory=list)
+    is_stored: bool = False
 
 
 async def prepare(context: ServerContext, request: ResponsesRequest, request_id: str | None) -> Work:
@@ -46,11 +61,22 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         if request.response_format is not None:
             raise bad_request("Give the form of the answer once, as text.format.", "response_format")
         shared["response_format"] = form
+    is_stored = _is_stored(context, request)
+    items = _input_items(request)
+    conversation = to_messages(items)
+    if request.previous_response_id is not None:
+        context.responses.check("previous_response_id")
+        conversation = [*context.responses.get(request.previous_response_id).messages, *conversation]
+    instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     body = ChatCompletionRequest(
-        messages=_messages(request),
+        messages=[*instructions, *conversation],
         max_completion_tokens=request.max_output_tokens,
         logprobs=request.wants_logprobs,
         top_logprobs=request.top_logprobs or 0,
+        tools=to_chat_tools(request.tools),
+        tool_choice=to_chat_choice(request.tool_choice) if request.tools else None,
+        parallel_tool_calls=request.parallel_tool_calls,
+        reasoning_effort=(request.reasoning or {}).get("effort"),
         **shared,
     )
     body._size = request.size
@@ -59,59 +85,73 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
     except APIError as error:
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
-    response_id, _ = new_id("resp", request.request_id or request_id, "_")
-    return Work(request, response_id, new_id("msg", None, "_")[0], work)
+    # Whoever knows the id of a stored response may read it, so that no part of it is the client's.
+    wanted = None if is_stored else request.request_id or request_id
+    response_id, _ = new_id("resp", wanted, "_")
+    return Work(request, response_id, new_id("msg", None, "_")[0], work, conversation, items, is_stored)
 
 
-def _messages(request: ResponsesRequest) -> list[Any]:
-    messages: list[Any] = []
-    if request.instructions is not None:
-        messages.append({"role": "system", "content": request.instructions})
+def _is_stored(context: ServerContext, request: ResponsesRequest) -> bool:
+    if request.store:
+        context.responses.check("store")
+    if request.background:
+        context.responses.check("background")
+        if request.store is False:
+            raise bad_request("background needs store: the response could not be retrieved.", "background")
+        if request.stream:
+            raise bad_request(
+                "background does not go with stream in this version; retrieve the response.", "background"
+            )
+        context.responses.check_running()
+    return context.responses.enabled and request.store is not False
+
+
+def _input_items(request: ResponsesRequest) -> list[Any]:
     if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
+        return [{"role": "user", "content": request.input}]
     if not request.input:
         raise bad_request("input must hold at least one message.", "input")
-    for i, item in enumerate(request.input):
-        if not isinstance(item, dict):
-            raise bad_request(f"input[{i}] must be an object with role and content.", "input")
-        if item.get("type", "message") != "message":
-            raise bad_request(f"input[{i}] has a type that is not available in this version.", "input")
-        messages.append({"role": item.get("role"), "content": item.get("content")})
-    return messages
+    return request.input
 
 
-def _body(work: Work, status: str, usage: dict[str, Any] | None = None, **answer: Any) -> dict[str, Any]:
-    """The response as an object. `answer` has the `text` and `logprobs` of its message and the `reason` of its end, and
-    is empty before anything is known.
-    """
+def _body(
+    work: Work,
+    status: str,
+    usage: dict[str, Any] | None = None,
+    output: Sequence[Any] = (),
+    reason: str | None = None,
+) -> dict[str, Any]:
+    """The response as an object. `reason`: why it is not complete."""
     request, params = work.request, work.chat.prompt.params
-    reason = answer.get("reason")
-    return {
+    body = {
         "id": work.id,
         "object": "response",
         "created_at": work.chat.created,
         "status": status,
         "model": work.chat.model,
-        "output": [_message(work, answer["text"], answer["logprobs"], status)] if answer else [],
+        "output": list(output),
         "usage": usage,
         "error": None,
         "incomplete_details": None if reason is None else {"reason": reason},
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
-        "parallel_tool_calls": False,
-        "previous_response_id": None,
+        "parallel_tool_calls": bool(request.tools) and request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_logprobs": request.top_logprobs,
         "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
-        "tool_choice": "none",
-        "tools": [],
+        "tool_choice": (request.tool_choice or "auto") if request.tools else "none",
+        "tools": request.tools or [],
         "truncation": "disabled",
-        "store": False,
-        "background": False,
+        "store": work.is_stored,
+        "background": bool(request.background),
         "user": request.user,
     }
+    if request.reasoning is not None:
+        body["reasoning"] = {"effort": None, "summary": None, **request.reasoning}
+    return body
 
 
 def _message(work: Work, text: str, logprobs: list[Any] | None, status: str) -> dict[str, Any]:
@@ -129,12 +169,12 @@ def _logprobs(work: Work, answer: CompletionOutput) -> list[Any] | None:
     return content
 
 
-def _usage(prompt: int, completion: int, cached: int | None) -> dict[str, Any]:
+def _usage(prompt: int, completion: int, cached: int | None, thoughts: int = 0) -> dict[str, Any]:
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached or 0},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thoughts},
         "total_tokens": prompt + completion,
     }
 
@@ -143,8 +183,24 @@ def _ending(finish_reason: str | None) -> tuple[str, str | None]:
     return ("incomplete", "max_output_tokens") if finish_reason == "length" else ("completed", None)
 
 
+def _keep(context: ServerContext, work: Work, body: dict[str, Any], task: asyncio.Task[None] | None = None) -> None:
+    """Store the response, if it is to be stored, with the conversation as the next one will see it."""
+    if work.is_stored:
+        messages = [*work.conversation, *to_messages(body["output"])]
+        context.responses.put(work.id, Stored(body, messages, work.input_items, task))
+
+
+# -- whole -------------------------------------------------------------------------------------------------------------
+
+
 async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
     """The answer as one JSON object."""
+    body = await _compute(work)
+    _keep(context, work, body)
+    return body
+
+
+async def _compute(work: Work) -> dict[str, Any]:
     final: RequestOutput | None = None
     async for _, output in merge([work.chat.prompt.generate()]):
         final = output
@@ -152,8 +208,46 @@ async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
         raise bad_request("The request was aborted.")
     answer = final.outputs[0]
     status, reason = _ending(answer.finish_reason)
-    usage = _usage(len(final.prompt_token_ids or ()), len(answer.token_ids), final.num_cached_tokens)
-    return _body(work, status, usage, text=answer.text, logprobs=_logprobs(work, answer), reason=reason)
+    parsing = work.chat.parsing
+    thoughts = 0 if parsing is None else parsing.thought_tokens(answer.token_ids)
+    usage = _usage(len(final.prompt_token_ids or ()), len(answer.token_ids), final.num_cached_tokens, thoughts)
+    if parsing is None:
+        output_items = [_message(work, answer.text, _logprobs(work, answer), status)]
+    else:
+        items = _items(work)
+        for delta in parsing.whole_deltas(answer):
+            _ = list(items.add(delta, (_logprobs(work, answer) or ()) if isinstance(delta, Content) else ()))
+        _ = list(items.close(status))
+        output_items = items.items
+    return _body(work, status, usage, output_items, reason)
+
+
+def _items(work: Work) -> OutputItems:
+    return OutputItems(work.message_id, work.chat.role, work.request.wants_logprobs)
+
+
+def begin(context: ServerContext, work: Work) -> dict[str, Any]:
+    """Compute the answer in the background; returns the response as it is now."""
+
+    async def run() -> None:
+        entry = context.responses.get(work.id)
+        entry.body = {**entry.body, "status": "in_progress"}
+        try:
+            body = await _compute(work)
+        except Exception as error:
+            problem = as_api_error(error)
+            message = problem.body["message"]
+            body = {**_body(work, "failed"), "error": {"code": "server_error", "message": message}}
+        if entry.body["status"] != "cancelled":
+            _keep(context, work, body, entry.task)
+
+    body = _body(work, "queued")
+    _keep(context, work, body)
+    context.responses.get(work.id).task = asyncio.ensure_future(run())
+    return body
+
+
+# -- streamed ----------------------------------------------------------------------------------------------------------
 
 
 class ResponseEvents(AnswerEvents):
@@ -161,25 +255,27 @@ class ResponseEvents(AnswerEvents):
 
     _after = ', "logprobs": []}\n\n'
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(1, 1, not work.request.wants_logprobs)
+    def __init__(self, work: Work, context: ServerContext | None = None) -> None:
+        parsing = work.chat.parsing
+        super().__init__(1, 1, not work.request.wants_logprobs, None if parsing is None else parsing.deltas)
         self._work = work
+        self._context = context
         self._number = -1
         self._place = {"item_id": work.message_id, "output_index": 0, "content_index": 0}
         self._plain_place = json.dumps(self._place)[1:-1]
         self._pieces: list[str] = []
         self._logprobs: list[Any] = []
+        self._items = None if parsing is None else _items(work)
+        self._token_ids: list[int] = []
 
     def _opening(self, result: RequestOutput) -> str:
-        item = {**_message(self._work, "", None, "in_progress"), "content": []}
-        return "".join(
-            [
-                self._event("response.created", response=_body(self._work, "in_progress")),
-                self._event("response.in_progress", response=_body(self._work, "in_progress")),
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._event("response.content_part.added", **self._place, part=EMPTY_TEXT),
-            ]
-        )
+        created: list[Event] = [("response.created", {"response": _body(self._work, "in_progress")})]
+        created.append(("response.in_progress", {"response": _body(self._work, "in_progress")}))
+        if self._items is None:  # nothing but a message can come
+            item = {**_message(self._work, "", None, "in_progress"), "content": []}
+            created.append(("response.output_item.added", {"output_index": 0, "item": item}))
+            created.append(("response.content_part.added", {**self._place, "part": EMPTY_TEXT}))
+        return self._all(created)
 
     def _plain(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
         self._sent[0] += len(output.token_ids)
@@ -195,6 +291,13 @@ class ResponseEvents(AnswerEvents):
 
     def _events(self, choice: int, result: RequestOutput, output: CompletionOutput, deltas: Sequence[Delta]) -> str:
         logprobs = _logprobs(self._work, output) or []
+        if self._items is not None:
+            self._token_ids += output.token_ids
+            events: list[Event] = []
+            for delta in deltas:
+                events += self._items.add(delta, logprobs if isinstance(delta, Content) else ())
+                logprobs = [] if isinstance(delta, Content) else logprobs
+            return self._all(events)
         if not output.text and not logprobs:
             return ""
         self._pieces.append(output.text)
@@ -204,21 +307,30 @@ class ResponseEvents(AnswerEvents):
 
     def end(self) -> bytes:
         """The events after the last output."""
-        work, text, last = self._work, "".join(self._pieces), self._last[0]
-        logprobs = self._logprobs if work.request.wants_logprobs else None
+        work, last = self._work, self._last[0]
         status, why = _ending(last.outputs[0].finish_reason)
-        usage = _usage(prompt_length(last), self._sent[0], last.num_cached_tokens)
-        body = _body(work, status, usage, text=text, logprobs=logprobs, reason=why)
-        part = {**EMPTY_TEXT, "text": text, "logprobs": logprobs}
-        item = _message(work, text, logprobs, status)
-        return "".join(
-            [
-                self._event("response.output_text.done", **self._place, text=text, logprobs=self._logprobs),
-                self._event("response.content_part.done", **self._place, part=part),
-                self._event("response.output_item.done", output_index=0, item=item),
-                self._event(f"response.{status}", response=body),
+        thoughts = 0 if work.chat.parsing is None else work.chat.parsing.thought_tokens(self._token_ids)
+        usage = _usage(prompt_length(last), self._sent[0], last.num_cached_tokens, thoughts)
+        if self._items is not None:
+            events: list[Event] = list(self._items.close(status))
+            output = self._items.items
+        else:
+            text = "".join(self._pieces)
+            logprobs = self._logprobs if work.request.wants_logprobs else None
+            part = {**EMPTY_TEXT, "text": text, "logprobs": logprobs}
+            output = [_message(work, text, logprobs, status)]
+            events = [
+                ("response.output_text.done", {**self._place, "text": text, "logprobs": self._logprobs}),
+                ("response.content_part.done", {**self._place, "part": part}),
+                ("response.output_item.done", {"output_index": 0, "item": output[0]}),
             ]
-        ).encode()
+        body = _body(work, status, usage, output, why)
+        if self._context is not None:
+            _keep(self._context, work, body)
+        return (self._all(events) + self._event(f"response.{status}", response=body)).encode()
+
+    def _all(self, events: Iterable[Event]) -> str:
+        return "".join([self._event(kind, **fields) for kind, fields in events])
 
     def _event(self, kind: str, **fields: Any) -> str:
         self._number += 1

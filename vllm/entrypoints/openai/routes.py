@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from vllm import envs
-from vllm.entrypoints.openai import chat, completions, responses
+from vllm.entrypoints.openai import chat, completions, messages, responses
 from vllm.entrypoints.openai.answers import encode
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found
@@ -211,17 +211,55 @@ async def create_response(request: Request) -> Response:
         work = await responses.prepare(context, body, request.headers.get("x-request-id"))
     except Exception as error:
         raise as_api_error(error) from error
+    if body.background:
+        return JSONResponse(responses.begin(context, work))
     if body.stream:
-        return await stream(request, EventStream([work.chat.prompt], responses.ResponseEvents(work)))
+        return await stream(request, EventStream([work.chat.prompt], responses.ResponseEvents(work, context)))
     return await answer(request, lambda: responses.complete(context, work))
 
 
 @router.get("/v1/responses/{response_id}")
-@router.delete("/v1/responses/{response_id}", operation_id="delete_response")
-@router.get("/v1/responses/{response_id}/input_items", operation_id="list_input_items")
-@router.post("/v1/responses/{response_id}/cancel", operation_id="cancel_response")
-async def stored_response(response_id: str) -> Response:
-    raise APIError(404, "Responses are not stored by this server.", "NotFoundError")
+async def retrieve_response(request: Request, response_id: str) -> Response:
+    return JSONResponse(context_of(request).responses.get(response_id).body)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    context_of(request).responses.delete(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> Response:
+    items = context_of(request).responses.get(response_id).input_items
+    return JSONResponse({"object": "list", "data": items, "first_id": None, "last_id": None, "has_more": False})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    return JSONResponse(context_of(request).responses.cancel(response_id).body)
+
+
+@router.post("/v1/messages", openapi_extra=_schema(messages.MessagesRequest))
+async def create_message(request: Request) -> Response:
+    context = context_of(request)
+    try:
+        body = await read(request, messages.MessagesRequest)
+        work = await messages.prepare(context, body, request.headers.get("x-request-id"))
+        if body.stream:
+            return await stream(request, EventStream([work.prompt], messages.MessageEvents(context, work)))
+        return await answer(request, lambda: messages.complete(context, work))
+    except Exception as error:
+        raise messages.in_this_form(error) from error
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=_schema(messages.CountTokensRequest))
+async def count_tokens(request: Request) -> Response:
+    try:
+        body = await read(request, messages.CountTokensRequest)
+        return JSONResponse(await messages.count_tokens(context_of(request), body))
+    except Exception as error:
+        raise messages.in_this_form(error) from error
 
 
 @router.get("/v1/models")

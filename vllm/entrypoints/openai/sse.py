@@ -13,8 +13,7 @@ from starlette.responses import Response
 from vllm.engine.request_stream import RequestStream, is_failed
 from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
 from vllm.entrypoints.openai.context import BEGUN_PER_TURN, Prompt, as_api_error
-from vllm.entrypoints.openai.errors import stream_error
-from vllm.entrypoints.openai.events import DONE
+from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.limits import SlowReaderError, take_back_cancel
 
 if TYPE_CHECKING:
@@ -35,6 +34,9 @@ class Events(Protocol):
 
     def end(self) -> bytes:
         """The events after the last output."""
+
+    def failure(self, error: APIError) -> bytes:
+        """The events of an error, which are the last ones."""
 
 
 class EventStream(Response):
@@ -198,8 +200,7 @@ class EventStream(Response):
             self._complete = True
             if not self._begun and not events:
                 raise
-            problem = as_api_error(error)
-            events += stream_error(problem.message, problem.type, problem.status) + DONE
+            events += self._events.failure(as_api_error(error))
         return events
 
     def _end_of_prompt(self) -> bytes:

@@ -1,0 +1,231 @@
+"""The Responses API with tools, thoughts, structured text and stored responses, through the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.http_server import MODEL, Server
+from tests.server.test_messages import CALL_TEXT, DEMO, Answer
+from tests.tool_parsers.outputs import CALLS, TOOLS
+from vllm.engine.tokenizer import load_tokenizer
+from vllm.entrypoints.openai import chat, responses
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.logprobs import TokenText
+from vllm.entrypoints.openai.message import ParsingSettings, wanted_of
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+from vllm.entrypoints.openai.response_items import to_messages
+from vllm.entrypoints.openai.response_store import ResponseStore, Stored
+from vllm.sampling_params import SamplingParams
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "The city"}},
+        "required": ["city"],
+    },
+}
+ASKED: dict[str, Any] = {"model": MODEL, "input": "What is the weather in Paris?", "tools": [TOOL], "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def stored() -> Iterator[Server]:
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with Server(Path("demo"), *flags, env={"VLLM_ENABLE_RESPONSES_API_STORE": "1"}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(stored: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=stored.url + "/v1", api_key="EMPTY", max_retries=0) as opened:
+        yield opened
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def test_call_result_and_answer(client: openai.OpenAI) -> None:
+    first = client.responses.create(**ASKED)
+    (call,) = first.output
+    assert call.type == "function_call" and call.name == "get_weather" and call.status == "completed"
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    assert first.tool_choice == "auto" and first.tools[0].name == "get_weather" and first.parallel_tool_calls
+    result = json.dumps({"temperature": 21, "condition": "sunny"})
+    items: list[Any] = [
+        {"role": "user", "content": ASKED["input"]},
+        call.model_dump(),
+        {"type": "function_call_output", "call_id": call.call_id, "output": result},
+    ]
+    second = client.responses.create(**{**ASKED, "input": items})
+    assert "21" in second.output_text and second.output[0].type == "message"
+    # The same from the store: only what is new is sent.
+    again = client.responses.create(**{**ASKED, "input": items[2:], "previous_response_id": first.id})
+    assert again.output_text == second.output_text and again.previous_response_id == first.id
+
+
+def test_stream_of_a_call(client: openai.OpenAI) -> None:
+    whole = client.responses.create(**ASKED).output[0]
+    events = list(client.responses.create(**ASKED, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-3:] == ["response.function_call_arguments.done", "response.output_item.done", "response.completed"]
+    assert set(kinds[3:-3]) == {"response.function_call_arguments.delta"}
+    assert "".join(event.delta for event in events[3:-3]) == events[-3].arguments == whole.arguments
+    assert events[-1].response.output == [events[-2].item]
+    assert client.responses.retrieve(events[-1].response.id).output == [events[-2].item]
+
+
+def test_stored_responses(client: openai.OpenAI, stored: Server) -> None:
+    made = client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0)
+    assert client.responses.retrieve(made.id) == made
+    items = client.responses.input_items.list(made.id).data
+    assert [item.content for item in items] == ["What is the capital of France?"]
+    client.responses.delete(made.id)
+    for method in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match=made.id):
+            method(made.id)
+    unkept = client.responses.create(model=MODEL, input="Hi", store=False, max_output_tokens=2)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model=MODEL, input="Hi", previous_response_id=unkept.id)
+    # Nobody can guess the id of a stored response from the id that its client has sent.
+    answer = stored.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2}, headers={"x-request-id": "mine"})
+    assert "mine" not in answer.json["id"]
+
+
+def test_background(client: openai.OpenAI) -> None:
+    begun = client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0, background=True)
+    assert begun.status == "queued"
+    deadline = time.monotonic() + 30
+    while (now := client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert now.status == "completed" and "Paris" in now.output_text
+    endless: Any = {"ignore_eos": True, "max_output_tokens": 900}
+    long = client.responses.create(model=MODEL, input="Hi", background=True, extra_body=endless)
+    assert client.responses.cancel(long.id).status == "cancelled"
+    assert client.responses.retrieve(long.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(client.responses.create(model=MODEL, input="Hi", max_output_tokens=1).id)
+    with pytest.raises(openai.BadRequestError, match="background needs store"):
+        client.responses.create(model=MODEL, input="Hi", background=True, store=False)
+
+
+def test_what_is_wrong_is_named(client: openai.OpenAI) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [{"type": "web_search"}]}, "tools\\[0\\] has the type 'web_search', which is not available"),
+        ({"tools": [{"name": "f"}]}, "tools\\[0\\] must look like"),
+        ({"tool_choice": {"type": "function", "name": "other"}}, "does not match any of the specified `tools`"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice must be none, auto, required"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input\\[0\\] has a type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "a function_call has call_id, name and arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "has a call_id and an output"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort must be one of"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is not available"),
+    ]
+    for fields, message in cases:
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.responses.create(**{**ASKED, **fields})
+
+
+# -- items -------------------------------------------------------------------------------------------------------------
+
+
+def test_items_of_one_answer_become_one_message() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items: list[Any] = [
+        {"role": "user", "content": "q"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        call,
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+        {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    found = to_messages(items)
+    assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant", "assistant"]
+    assert found[1]["reasoning_content"] == "hm"
+    assert [made["id"] for made in found[1]["tool_calls"]] == ["c1", "c2"]
+    assert found[2] == {"role": "tool", "tool_call_id": "c2", "content": "two", "name": "f"}
+
+
+def answered(text: str, settings: ParsingSettings, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The body of an answer with this text, and the events of a stream of it."""
+    context: Any = SimpleNamespace(cached_tokens=lambda outputs: None, responses=ResponseStore())
+    tokenizer = load_tokenizer(DEMO)
+    source: Any = Answer(text, "stop")
+    source.params = SamplingParams()
+
+    def work() -> responses.Work:
+        body = ChatCompletionRequest(messages=[{"role": "user", "content": "q"}], tools=TOOLS, **fields)
+        parsing = wanted_of(settings, tokenizer, body, "").parsing
+        made = chat.Chat(body, "c", "m", 1, source, TokenText(None, True), "assistant", "", parsing)
+        return responses.Work(ResponsesRequest(input="q"), "resp_1", "msg_1", made)
+
+    whole = asyncio.run(responses.complete(context, work()))
+    writer = responses.ResponseEvents(work(), context)
+    stream = b"".join([*(writer.feed(0, output) for output in source.pieces(random.Random(0))), writer.end()]).decode()
+    return whole, [json.loads(part.partition("data: ")[2]) for part in stream.split("\n\n") if part]
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+
+def test_thoughts_text_and_calls_are_items_in_order() -> None:
+    text = f"<think>Hm.</think>I look.{CALL_TEXT}"
+    whole, events = answered(text, ParsingSettings("hermes", True, "qwen3"))
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert whole["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert whole["output"][1]["content"][0]["text"] == "I look." and whole["output"][1]["id"] == "msg_1"
+    assert [(c["name"], json.loads(c["arguments"])) for c in whole["output"][2:]] == CALLS
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    assert [event["output_index"] for event in added] == [0, 1, 2, 3]
+    assert all(event["item"]["status"] == "in_progress" for event in added)
+    for kind, field, expected in (
+        ("response.reasoning_text", "text", "Hm."),
+        ("response.output_text", "text", "I look."),
+    ):
+        assert "".join(event["delta"] for event in events if event["type"] == f"{kind}.delta") == expected
+        (done,) = [event for event in events if event["type"] == f"{kind}.done"]
+        assert done[field] == expected
+    done_items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert events[-1]["type"] == "response.completed" and events[-1]["response"]["output"] == done_items
+    assert without_ids(done_items) == without_ids(whole["output"])
+
+
+def test_store_forgets_the_oldest() -> None:
+    store = ResponseStore(enabled=True, max_entries=3, max_bytes=1200)
+    for i in range(5):
+        store.put(f"r{i}", Stored({"status": "completed"}, [], []))
+    assert len(store) == 3
+    with pytest.raises(APIError, match="not found"):
+        store.get("r1")
+    store.put("large", Stored({"text": "x" * 900}, [], []))
+    assert len(store) == 3  # within both bounds
+    store.put("large too", Stored({"text": "x" * 900}, [], []))
+    assert len(store) == 1
+    store.put("too large", Stored({"text": "x" * 2000}, [], []))
+    assert len(store) == 0
+
+
+def test_store_that_is_off_says_how_to_switch_it_on() -> None:
+    for parameter in ("store", "background", "previous_response_id"):
+        with pytest.raises(APIError, match="start it with VLLM_ENABLE_RESPONSES_API_STORE=1") as caught:
+            ResponseStore().check(parameter)
+        assert caught.value.param == parameter

@@ -1,0 +1,99 @@
+"""Responses that clients may come back to, within bounds: the oldest are forgotten first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.entrypoints.openai.errors import bad_request, not_found, overloaded
+
+SWITCH = "VLLM_ENABLE_RESPONSES_API_STORE=1"
+MAX_ENTRIES = 1000
+MAX_BYTES = 64 << 20  # of all entries, as JSON
+MAX_RUNNING = 64  # in the background
+
+
+@dataclass
+class Stored:
+    """A response: its newest body, the conversation that it ended with, without instructions, and its input.
+
+    task: what computes it, if that goes on in the background.
+    """
+
+    body: dict[str, Any]
+    messages: list[Any]
+    input_items: list[Any]
+    task: asyncio.Task[None] | None = None
+    size: int = field(default=0, init=False)
+
+
+class ResponseStore:
+    """Made once per server. `enabled` is False unless the operator wants responses to be kept."""
+
+    def __init__(self, enabled: bool = False, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
+        self.enabled = enabled
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def check(self, parameter: str) -> None:
+        """Raise a 400 if `parameter` of a request needs stored responses and there are none."""
+        if not self.enabled:
+            raise bad_request(
+                f"{parameter} needs stored responses, which this server does not keep; start it with {SWITCH}.",
+                parameter,
+            )
+
+    def put(self, response_id: str, entry: Stored) -> None:
+        """Keep a response, or its newer state."""
+        self._drop(response_id)
+        entry.size = len(json.dumps([entry.body, entry.messages, entry.input_items]))
+        self._entries[response_id] = entry
+        self._bytes += entry.size
+        while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
+            oldest = next((i for i, one in self._entries.items() if one.task is None or one.task.done()), None)
+            if oldest is None:
+                break  # all are being computed, and there are few of these
+            self._drop(oldest)
+
+    def get(self, response_id: str) -> Stored:
+        """Raises a 404 for what is not, or no longer, there."""
+        entry = self._entries.get(response_id)
+        if entry is None:
+            reason = "" if self.enabled else f" This server keeps none; start it with {SWITCH}."
+            raise not_found(f"Response with id '{response_id[:100]}' not found.{reason}")
+        return entry
+
+    def delete(self, response_id: str) -> None:
+        """Forget a response; one that is being computed is ended. Raises a 404."""
+        entry = self.get(response_id)
+        if entry.task is not None:
+            entry.task.cancel()
+        self._drop(response_id)
+
+    def check_running(self) -> None:
+        """Raise a 503 if too many responses are computed in the background."""
+        if sum(one.task is not None and not one.task.done() for one in self._entries.values()) >= MAX_RUNNING:
+            raise overloaded(f"{MAX_RUNNING} responses are computed in the background. Try again later.")
+
+    def cancel(self, response_id: str) -> Stored:
+        """End a response that is computed in the background. Raises a 404, or a 400 if it is none."""
+        entry = self.get(response_id)
+        if entry.task is None:
+            raise bad_request("Cannot cancel a synchronous response: only those with background=true.")
+        if entry.body["status"] in ("queued", "in_progress"):
+            entry.task.cancel()
+            entry.body = {**entry.body, "status": "cancelled"}
+        return entry
+
+    def _drop(self, response_id: str) -> None:
+        entry = self._entries.pop(response_id, None)
+        if entry is not None:
+            self._bytes -= entry.size
