@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,12 +179,51 @@ def test_the_errors_of_all_servers_are_read(body):
     assert _message(body.encode()) == "no"
 
 
+def events_of(*deltas: dict[str, Any]) -> bytes:
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+def test_a_chat_shows_calls_asks_for_results_and_sends_them(tmp_path, capsys, monkeypatch):
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "f"}}]')
+    function = {"name": "f", "arguments": ""}
+    first = events_of(
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm."},
+        {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 1}'}}]},
+        {"tool_calls": [{"index": 1, "id": "c2", "type": "function", "function": function}]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
+    )
+    with odd_server(GOOD_MODELS, [first, events_of({"content": "Done."})]) as (url, bodies):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Call!\none\ntwo\n"))
+        assert run(["chat", "--url", url, "--tools", str(tools)]) == 0
+    said = capsys.readouterr()
+    assert said.out == 'f({"a": 1})\nf({})\nDone.\n'
+    assert said.err == "Hm.\n"
+    assert bodies[0]["tools"] == json.loads(tools.read_text())
+    sent = bodies[1]["messages"]
+    assert [call["function"]["arguments"] for call in sent[1]["tool_calls"]] == ['{"a": 1}', "{}"]
+    assert [(m["tool_call_id"], m["content"]) for m in sent[2:]] == [("c1", "one"), ("c2", "two")]
+
+
+def test_tools_that_cannot_be_read_are_one_line(tmp_path, capsys):
+    with odd_server(GOOD_MODELS, [b""]) as (url, _):
+        assert run(["chat", "--url", url, "--tools", str(tmp_path / "none.json"), "-q", "x"]) == 1
+    assert capsys.readouterr().err.startswith("vllm chat: --tools ")
+
+
 # -- complete and chat, against servers that misbehave -----------------------------------------------------------------
 
 
 @contextmanager
-def odd_server(models: bytes, answer: bytes) -> Iterator[str]:
-    """Answers GET with `models` and POST with `answer`, both with status 200."""
+def odd_server(models: bytes, answers: list[bytes]) -> Iterator[tuple[str, list[Any]]]:
+    """Answers GET with `models` and POST with the next of `answers`, all with status 200. Gives its address and the
+    bodies that it was sent.
+    """
+    bodies: list[Any] = []
+    waiting = iter(answers)
 
     class Handler(BaseHTTPRequestHandler):
         def _send(self, body: bytes) -> None:
@@ -195,8 +235,8 @@ def odd_server(models: bytes, answer: bytes) -> Iterator[str]:
             self._send(models)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self._send(answer)
+            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self._send(next(waiting))
 
         def log_message(self, *_: object) -> None:
             pass
@@ -205,7 +245,7 @@ def odd_server(models: bytes, answer: bytes) -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
+        yield f"http://127.0.0.1:{server.server_port}/v1", bodies
     finally:
         server.shutdown()
         server.server_close()
@@ -226,7 +266,7 @@ GOOD_MODELS = b'{"data": [{"id": "m"}]}'
     ],
 )
 def test_a_broken_answer_is_one_line_on_stderr(models, answer, message, capsys):
-    with odd_server(models, answer) as url:
+    with odd_server(models, [answer]) as (url, _):
         assert run(["complete", "--url", url, "-q", "x"]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

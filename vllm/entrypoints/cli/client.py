@@ -10,6 +10,7 @@ import sys
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -107,6 +108,12 @@ def _parser(command: str) -> argparse.ArgumentParser:
     )
     if command == "chat":
         parser.add_argument("--system-prompt", default=None, help="System message of the conversation.")
+        parser.add_argument(
+            "--tools",
+            default=None,
+            metavar="FILE",
+            help="JSON list of tools that the model may call; you are asked for what they return.",
+        )
     return parser
 
 
@@ -147,15 +154,71 @@ def _complete(client: Client, args: argparse.Namespace, model: str) -> None:
 
 
 def _chat(client: Client, args: argparse.Namespace, model: str) -> None:
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
     if args.system_prompt:
         messages.append({"role": "system", "content": args.system_prompt})
-    for text in _inputs(args.quick):
+    tools = {} if args.tools is None else {"tools": _tools(args.tools)}
+    inputs = _inputs(args.quick)
+    for text in inputs:
         messages.append({"role": "user", "content": text})
-        body = {"model": model, "messages": messages, **_settings(args)}
-        choices = client.stream("/chat/completions", body)
-        answer = _say(choice["delta"].get("content") or "" for choice in choices)
-        messages.append({"role": "assistant", "content": answer})
+        while True:
+            body = {"model": model, "messages": messages, **tools, **_settings(args)}
+            answer = _answer(client.stream("/chat/completions", body))
+            messages.append(answer)
+            if not _results(answer.get("tool_calls", ()), inputs, messages):
+                break
+
+
+def _tools(path: str) -> list[Any]:
+    """The tools in a file."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ServerError(f"--tools {path}: {error}") from error
+    return found if isinstance(found, list) else [found]
+
+
+def _answer(choices: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Print an answer as it comes: thoughts to the other stream, calls one in a line. Returns its message."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    calls: list[dict[str, Any]] = []
+    thinks = False
+    for choice in choices:
+        delta = choice["delta"]
+        if thought := delta.get("reasoning_content"):
+            thinks = True
+            print(thought, end="", file=sys.stderr, flush=True)
+        if thinks and (delta.get("content") or delta.get("tool_calls")):
+            thinks = False
+            print(file=sys.stderr)
+        if piece := delta.get("content"):
+            message["content"] = (message["content"] or "") + piece
+            print(piece, end="", flush=True)
+        for part in delta.get("tool_calls", ()):
+            if part["index"] == len(calls):
+                calls.append({"id": part["id"], "type": "function", "function": {**part["function"]}})
+            else:
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    if message["content"] is not None or not calls:
+        print()
+    for call in calls:
+        print(f"{call['function']['name']}({call['function']['arguments']})", flush=True)
+    if calls:
+        return {**message, "tool_calls": calls}
+    return {**message, "content": message["content"] or ""}
+
+
+def _results(calls: Sequence[dict[str, Any]], inputs: Iterator[str], messages: list[dict[str, Any]]) -> bool:
+    """Ask for what the called functions return. False if none was called, or nobody says."""
+    for call in calls:
+        name = call["function"]["name"]
+        if sys.stdin.isatty():
+            print(f"{name} returns", end=" ", flush=True)
+        result = next(inputs, None)
+        if result is None:
+            return False
+        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
+    return bool(calls)
 
 
 def main(argv: Sequence[str]) -> int:

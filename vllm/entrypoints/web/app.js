@@ -78,23 +78,80 @@ async function problem(response) {
   }
 }
 
+// Calls of the model whose results nobody has given yet: the next messages are these results.
+const pending = [];
+
+function tools() {
+  const text = $("tools").value.trim();
+  if (!text) return {};
+  const found = JSON.parse(text);
+  return { tools: Array.isArray(found) ? found : [found] };
+}
+
+function expectResult() {
+  $("prompt").placeholder = pending.length
+    ? `What does ${pending[0].function.name} return?`
+    : $("prompt").dataset.usual;
+}
+
+function thoughts(item, text) {
+  let fold = item.querySelector("details");
+  if (!fold) {
+    fold = document.createElement("details");
+    const title = document.createElement("summary");
+    title.textContent = "Thoughts";
+    fold.append(title, document.createElement("span"));
+    item.prepend(fold);
+  }
+  fold.lastChild.textContent = text;
+}
+
+function addCalls(calls, deltas) {
+  for (const delta of deltas) {
+    const call = (calls[delta.index] ||= { id: "", type: "function", function: { name: "", arguments: "" } });
+    call.id += delta.id || "";
+    call.function.name += delta.function.name || "";
+    call.function.arguments += delta.function.arguments || "";
+  }
+}
+
+function shown(answer, calls) {
+  return [answer, ...calls.map((call) => `→ ${call.function.name}(${call.function.arguments})`)].filter(Boolean).join("\n");
+}
+
 async function ask(text) {
-  bubble("user", text);
-  history.push({ role: "user", content: text });
+  let given;
+  try {
+    given = tools();
+  } catch (error) {
+    bubble("assistant error", `The tools are no JSON: ${error.message}`);
+    return;
+  }
+  if (pending.length) {
+    const call = pending.shift();
+    bubble("user", `${call.function.name} → ${text}`);
+    history.push({ role: "tool", tool_call_id: call.id, name: call.function.name, content: text });
+    expectResult();
+    if (pending.length) return;
+  } else {
+    bubble("user", text);
+    history.push({ role: "user", content: text });
+  }
   const system = $("system").value.trim();
   const messages = system ? [{ role: "system", content: system }, ...history] : history;
   const { item, body } = bubble("assistant live", "");
   running = new AbortController();
   busy(true);
   const started = performance.now();
-  let first = 0, usage = null, answer = "", reason = "";
+  let first = 0, usage = null, answer = "", thought = "", reason = "";
+  const calls = [];
   try {
     const response = await fetch(new URL("v1/chat/completions", root), {
       method: "POST",
       headers: headers(),
       signal: running.signal,
       body: JSON.stringify({
-        model: $("model").value, messages, stream: true, stream_options: { include_usage: true }, ...sampling(),
+        model: $("model").value, messages, stream: true, stream_options: { include_usage: true }, ...given, ...sampling(),
       }),
     });
     if (!response.ok) throw new Error(await problem(response));
@@ -103,10 +160,13 @@ async function ask(text) {
       if (event.usage) usage = event.usage;
       const choice = event.choices[0];
       if (!choice) continue;
-      if (choice.delta.content) {
+      const { content, reasoning_content: more, tool_calls: called } = choice.delta;
+      if (content || more || called) {
         first ||= performance.now();
-        answer += choice.delta.content;
-        body.textContent = answer;
+        answer += content || "";
+        if (more) thoughts(item, (thought += more));
+        addCalls(calls, called || []);
+        body.textContent = shown(answer, calls);
         const list = $("messages");
         if (list.scrollHeight - list.scrollTop - list.clientHeight < 160) item.scrollIntoView({ block: "end" });
       }
@@ -120,8 +180,12 @@ async function ask(text) {
     reason = "stopped";
   }
   item.classList.remove("live");
-  if (answer) history.push({ role: "assistant", content: answer });
+  if (calls.length && reason !== "stopped") {
+    history.push({ role: "assistant", content: answer || null, tool_calls: calls });
+    pending.push(...calls);
+  } else if (answer) history.push({ role: "assistant", content: answer });
   else history.pop();
+  expectResult();
   if (usage) {
     const seconds = (performance.now() - first) / 1000;
     const rate = usage.completion_tokens > 1 ? ((usage.completion_tokens - 1) / seconds).toFixed(1) : "–";
@@ -140,6 +204,7 @@ function busy(on) {
   if (!on) $("prompt").focus();
 }
 
+$("prompt").dataset.usual = $("prompt").placeholder;
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value.trim();
@@ -156,7 +221,8 @@ $("prompt").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running && running.abort());
 $("clear").addEventListener("click", () => {
   if (running) running.abort();
-  history.length = 0;
+  history.length = pending.length = 0;
+  expectResult();
   $("messages").replaceChildren();
   $("prompt").focus();
 });
