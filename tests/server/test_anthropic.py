@@ -95,6 +95,18 @@ def test_tool_use_result_and_answer(client: anthropic.Anthropic) -> None:
     assert none.content[0].type == "text"
 
 
+def test_forced_tools_and_structured_text(client: anthropic.Anthropic) -> None:
+    asked: Any = {"model": MODEL, "max_tokens": 90, "messages": CAPITAL, **GREEDY}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        answer = client.messages.create(tools=[TOOL], tool_choice=choice, **asked)  # type: ignore[arg-type]
+        assert {block.type for block in answer.content} == {"tool_use"}
+        assert answer.stop_reason in ("tool_use", "max_tokens")
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"format": {"type": "json_schema", "schema": schema}}
+    answer = client.messages.create(output_config=form, **asked)
+    assert json.loads(answer.content[0].text) == {"a": 1}  # type: ignore[union-attr]
+
+
 def test_count_tokens(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=WEATHER, tools=[TOOL]).input_tokens
     answer = client.messages.create(model=MODEL, messages=WEATHER, tools=[TOOL], max_tokens=1)

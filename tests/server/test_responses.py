@@ -88,6 +88,20 @@ def test_stream_of_a_call(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(events[-1].response.id).output == [events[-2].item]
 
 
+def test_structured_text(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "size": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["city", "size"],
+        "additionalProperties": False,
+    }
+    form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
+    made = client.responses.create(model=MODEL, input="Where?", text=form, temperature=0, max_output_tokens=100)
+    found = json.loads(made.output_text)
+    assert found["city"] in ("Paris", "Rome") and 0 <= found["size"] <= 9
+    assert made.text.format.type == "json_schema"  # type: ignore[union-attr]
+
+
 def test_stored_responses(client: openai.OpenAI, stored: Server) -> None:
     made = client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0)
     assert client.responses.retrieve(made.id) == made

@@ -256,3 +256,50 @@ def test_parser_of_the_users_own(tmp_path: Path) -> None:
         calls, _, reason = streamed_calls(events)
         assert [json.loads(call["arguments"]) for call in calls] == [{"city": "Paris"}]
         assert reason == "tool_calls"
+
+
+# -- forced calls, whose form a grammar guarantees ---------------------------------------------------------------------
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def test_named_function_is_called_whatever_is_asked(tools: Server) -> None:
+    joke = [{"role": "user", "content": "Tell me a story about a fox."}]
+    for stream in (False, True):
+        answer = tools.post(
+            "/v1/chat/completions",
+            {**BODY, "messages": joke, "tool_choice": NAMED, "stream": stream, "max_tokens": 100},
+        )
+        if stream:
+            calls, content, reason = streamed_calls(sse_events(answer.text))
+            (call,) = calls
+        else:
+            choice = answer.json["choices"][0]
+            (found,) = choice["message"]["tool_calls"]
+            call, content, reason = found["function"], choice["message"]["content"] or "", choice["finish_reason"]
+        assert call["name"] == "get_weather" and content == ""
+        assert reason in ("stop", "length")
+        if reason == "stop":
+            assert isinstance(json.loads(call["arguments"])["city"], str)
+
+
+def test_required_calls_are_guaranteed(tools: Server) -> None:
+    other = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+    fields = {"tools": [TOOL, other], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    choice = chat(tools, **fields)["choices"][0]
+    assert choice["finish_reason"] in ("tool_calls", "length")
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] in ("get_weather", "get_time")
+    events = sse_events(tools.post("/v1/chat/completions", {**BODY, **fields, "stream": True}).text)
+    calls, content, reason = streamed_calls(events)
+    assert [(c["name"], c["arguments"]) for c in calls] == [(call["function"]["name"], call["function"]["arguments"])]
+    assert content == "" and reason == choice["finish_reason"]
+
+
+def test_forced_calls_need_no_flags(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], "max_tokens": 60, "temperature": 0}
+    for choice in (NAMED, "required"):
+        answer = server.post("/v1/chat/completions", {**body, "tool_choice": choice})
+        assert answer.status == 200, answer.text
+        message = answer.json["choices"][0]["message"]
+        assert all(call["function"]["name"] == "get_weather" for call in message["tool_calls"])
