@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.models.harness import engine_config
+from tests.models.harness import PagedDriver, engine_config
 from tests.quantization import writers
-from tests.quantization.harness import assert_same_logits, is_projection, plain_model, quantize_folder
+from tests.quantization.harness import PROMPT, assert_same_logits, is_projection, plain_model, quantize_folder
 from vllm.model_executor.layers.quantization.in_flight import round_to_floats
+from vllm.model_executor.layers.quantization.method import QuantizedExpertMethod
 from vllm.model_executor.model_loader import load_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -244,3 +245,34 @@ def test_floats_of_six_bits() -> None:
     ours = round_to_floats(weight, 6, -1).dequantize() / scale
     best = (weight / scale)[..., None].sub(table).abs().amin(-1)
     torch.testing.assert_close((ours - weight / scale).abs(), best, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_are_multiplied_as_they_are_stored(stacked: bool, tmp_path: Path) -> None:
+    """In 16 bits, where there is a kernel: beside the same numbers as plain weights."""
+    reference, state = plain_model(tmp_path, "mixtral")
+    if stacked:
+        inner = {"w1": 0, "w3": 1}
+        stacks: dict[str, Any] = {}
+        for name, tensor in sorted(state.items()):
+            before, _, after = name.partition(".block_sparse_moe.experts.")
+            if after:
+                expert, kind, _ = after.split(".")
+                leaf = "gate_up_proj" if kind in inner else "down_proj"
+                stacks.setdefault(f"{before}.mlp.experts.{leaf}", {})[int(expert), inner.get(kind, 0)] = tensor
+        kept = {name: t for name, t in state.items() if ".experts." not in name}
+        for name, parts in stacks.items():
+            per = 2 if "gate_up" in name else 1
+            kept[name] = torch.stack([torch.cat([parts[e, i] for i in range(per)]) for e in range(4)])
+        save_file(kept, tmp_path / "model.safetensors")
+        name = "experts_int8"
+    else:
+        quantize_folder(tmp_path, reference, state, every(writers.gptq), GPTQ)
+        name = None
+    model = load_model(engine_config(tmp_path, max_model_len=64, quantization=name, dtype="bfloat16"), "cpu")
+    method = model.blocks[1].ffn.experts.method
+    assert isinstance(method, QuantizedExpertMethod)
+    (ours,) = PagedDriver(model).run([PROMPT], [7])
+    exact = load_model(engine_config(tmp_path, max_model_len=64, quantization=name), "cpu")
+    (expected,) = PagedDriver(exact).run([PROMPT], [7])
+    assert (ours.float() - expected).norm() / expected.norm() < 0.15  # random experts: a router's tie goes either way

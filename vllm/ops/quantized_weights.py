@@ -113,6 +113,24 @@ class GroupedWeight:
             table=self.table[index] if own_table and self.table is not None else self.table,
         )
 
+    def padded(self, rows: int) -> GroupedWeight:
+        """With outputs of zero behind the real ones, `rows` in all."""
+        more = rows - self.shape[0]
+        if more <= 0:
+            return self
+
+        def pad(values: Tensor) -> Tensor:
+            # 8-bit floats cannot be padded themselves
+            return torch.cat([values, torch.zeros(more, *values.shape[1:], dtype=torch.float32).to(values.dtype)])
+
+        return replace(
+            self,
+            codes=pad(self.codes),
+            scales=pad(self.scales),
+            offsets=None if self.offsets is None else pad(self.offsets),
+            table=pad(self.table) if self.table is not None and self.table.dim() == 2 else self.table,
+        )
+
     def columns(self, start: int, length: int) -> GroupedWeight:
         """The inputs [start, start + length). A cut inside a group makes the groups smaller."""
         k = self.shape[1]

@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": Command("vllm.entrypoints.cli.client", "Chat with a running server."),
     "bench": Command("vllm.entrypoints.cli.bench", "Measure latency, throughput, or a running server."),
     "run-batch": Command("vllm.entrypoints.openai.run_batch", "Run a file of requests and write a file of answers."),
+    "quantize": Command("vllm.entrypoints.cli.quantize", "Write a quantized copy of a model."),
     "collect-env": Command("vllm.collect_env", "Print versions, hardware and settings for a bug report."),
 }
 

@@ -57,7 +57,11 @@ def load_model(
     family = ModelRegistry.resolve(hf.architectures)
     if isinstance(family, Family):
         quantized, own = config.quantized, vllm_config.quant_config
-        quantization = None if quantized is None else ModelQuantization(format_of(quantized), family)
+        quantization = (
+            None
+            if quantized is None
+            else ModelQuantization(format_of(quantized), family, packs_experts=device.type == "cpu")
+        )
         spec = family.decoder(hf)
         _warn_of_long_factors(hf, config.max_model_len)
         chosen = quantization if own is None else own
@@ -68,7 +72,9 @@ def load_model(
         started = time.perf_counter()
         if load_format == "dummy":
             size = fill_with_random_numbers(model, device, config.seed or 0)
-            size += fill_quantized_with_random_numbers(model, device, config.seed or 0, _DUMMY_SCALE * 3**0.5)
+            if quantization is not None:
+                scale = _DUMMY_SCALE * 3**0.5
+                size += fill_quantized_with_random_numbers(model, quantization, device, config.seed or 0, scale)
         else:
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
             size = fill_from_checkpoint(decoder, family, spec, tensors, device, quantization)

@@ -11,17 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers.embedding_method import LinearHeadMethod
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import is_plain, plain_weight
-from vllm.model_executor.layers.quantization.method import ModelQuantization, QuantizedLinearMethod, containers_of
+from vllm.model_executor.layers.quantization.method import (
+    EXPERT_PARTS,
+    ModelQuantization,
+    QuantizedExpertMethod,
+    QuantizedLinearMethod,
+    containers_of,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
 from vllm.model_executor.model_loader.filler import WeightFiller
+from vllm.model_executor.models.blocks import Experts
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.spec import Decoder
 
 logger = init_logger(__name__)
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"(?P<experts>\.experts)\.\d+\.")
 # Scales of the cache, which belong to an attention layer and not to a projection.
 _CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale", "prob_output_scale")
 
@@ -45,29 +54,30 @@ class QuantizedCheckpoint:
         leaves = sorted({*self._format.leaves, "weight"}, key=len, reverse=True)
         self._suffixes = tuple(f".{leaf}" for leaf in leaves)
         self._ignored = tuple(f".{leaf}" for leaf in (*self._format.ignored, *_CACHE_SCALES))
-        self._layers = dict(quantized_layers(model))
-        self._parts: dict[str, tuple[str, int | None]] = {}  # container -> (layer's path, part)
-        for path, layer in self._layers.items():
-            containers = containers_of(path, layer.shape)
-            self._parts.update({container: (path, i) for i, container in enumerate(containers)})
-            if containers != [path]:
-                self._parts[path] = (path, None)
+        self._layers = {path: (layer, method) for path, layer, method in quantized_layers(model)}
+        self._experts = dict(quantized_experts(model))
+        self._ties_head = spec.tied and "head" in self._layers
+        self._kept: set[str] = set()  # containers whose plain tensors are kept too
+        for path, (_, method) in self._layers.items():
+            self._kept.update([path, *containers_of(path, method.shape)])
         self._found: dict[str, _Module] = {}
 
     def take(self, name: str, tensor: Tensor, file: Path) -> bool:
         """Keep a tensor (a view of a file) if it is quantized or belongs to a quantized layer."""
         suffix = next((suffix for suffix in self._suffixes if name.endswith(suffix)), None)
         if suffix is None:
-            return name.endswith(self._ignored)
+            return name.endswith(self._ignored) or self._take_stack(name, tensor, file)
         module, leaf = name.removesuffix(suffix), suffix[1:]
         resolved = self._family.resolve(f"{module}.weight")
         if resolved is None:
             return False
         container = resolved[0].removesuffix(".weight")
-        if container not in self._parts and is_plain({leaf: tensor}) and not self._rounds_expert(container):
-            return False
         if container == "head" and self._spec.tied:
             return True  # a copy of the embedding
+        if container == "embed" and self._ties_head:
+            self._found.setdefault("head", _Module(module, file, resolved[1])).tensors[leaf] = tensor
+        if not self._keeps(container) and is_plain({leaf: tensor}):
+            return False
         found = self._found.setdefault(container, _Module(module, file, resolved[1]))
         if leaf in found.tensors:
             raise ValueError(f"{file}: the tensor {name!r} occurs twice.")
@@ -80,21 +90,22 @@ class QuantizedCheckpoint:
         A tensor is let go as soon as it has been read.
         """
         total, missing, dense, packed = 0, [], 0, 0
-        for path, layer in self._layers.items():
-            modules, absent = self._modules_of(path, layer)
+        for path, (layer, method) in self._layers.items():
+            modules, absent = self._modules_of(path, method)
             if absent:
                 missing += absent
                 continue
-            method = layer.method
-            assert isinstance(method, QuantizedLinearMethod)
             first = next(iter(modules.values()))
             try:
                 tensors = {part: module.tensors for part, module in modules.items()}
-                total += method.load(layer, tensors, device, self._order(path, first, layer.output_size))
+                total += method.load(layer, tensors, device, self._order(path, first, method.shape.out_features))
             except ValueError as error:
                 names = " and ".join(module.name for module in modules.values())
                 raise ValueError(f"{first.file}: {names}: {error}.") from None
             dense, packed = dense + method.dense_bytes, packed + method.packed_bytes
+        for path, experts in self._experts.items():
+            total += self._load_experts(path, experts, device, missing)
+            dense, packed = dense + experts.dense_bytes, packed + experts.packed_bytes
         for container, module in self._found.items():
             weight = self._plain(container, module, filler)
             packed_size = sum(tensor.numel() * tensor.element_size() for tensor in module.tensors.values())
@@ -110,28 +121,67 @@ class QuantizedCheckpoint:
             )
         return total, missing
 
-    def _rounds_expert(self, container: str) -> bool:
-        """Whether the plain weight of an expert is to be quantized."""
-        if _EXPERT.search(container) is None:
+    def _keeps(self, container: str) -> bool:
+        """Whether the plain weight of `container` is read by its format, or by the method of its layer."""
+        if container in self._kept:
+            return True
+        found = _EXPERT.search(container)
+        if found is None:
             return False
+        if container[: found.end("experts")] in self._experts:
+            return True
         reader = self._quantization.reader_of(container, expert=True)
         return reader is not None and reader.reads_plain
 
-    def _modules_of(self, path: str, layer: LinearBase) -> tuple[dict[int | None, _Module], list[str]]:
+    def _take_stack(self, name: str, tensor: Tensor, file: Path) -> bool:
+        """Keep the plain weights of all experts in one tensor, [experts, out, in], where each is to be quantized."""
+        resolved = self._family.resolve(name)
+        if resolved is None or tensor.dim() != 3 or not is_plain({"weight": tensor}):
+            return False
+        path, _, leaf = resolved[0].rpartition(".")
+        parts = {"gate_up": ("gate", "up"), "down": ("down",)}.get(leaf, ())
+        if not parts or not self._keeps(f"{path}.0.{parts[0]}"):
+            return False
+        if resolved[1] is WeightLayout.TRANSPOSED:
+            tensor = tensor.transpose(1, 2)
+        for expert, matrix in enumerate(tensor):
+            for part, piece in zip(parts, matrix.chunk(len(parts)), strict=True):
+                module = _Module(name, file, WeightLayout.PLAIN, {"weight": piece})
+                self._found[f"{path}.{expert}.{part}"] = module
+        return True
+
+    def _load_experts(self, path: str, method: QuantizedExpertMethod, device: torch.device, missing: list[str]) -> int:
+        total = 0
+        for expert in range(method.shape.experts):
+            containers = [f"{path}.{expert}.{part}" for part in EXPERT_PARTS]
+            absent = [" or ".join(self._quantization.names(c)) or c for c in containers if c not in self._found]
+            if absent:
+                missing += absent
+                for container in containers:
+                    self._found.pop(container, None)
+                continue
+            modules = [self._found.pop(container) for container in containers]
+            readers = [self._quantization.reader_of(container, expert=True) for container in containers]
+            try:
+                total += method.load(readers, [module.tensors for module in modules], device)
+            except ValueError as error:
+                names = " and ".join(module.name for module in modules)
+                raise ValueError(f"{modules[0].file}: {names}: {error}.") from None
+        return total
+
+    def _modules_of(self, path: str, method: QuantizedLinearMethod) -> tuple[dict[int | None, _Module], list[str]]:
         """The modules that hold a layer, by part, or what is missing."""
-        containers = containers_of(path, layer.shape)
-        if containers != [path] and path in self._found:
+        containers = containers_of(path, method.shape)
+        if len(containers) == 1 or path in self._found:
+            containers = [path]
+        absent = [" or ".join(self._quantization.names(c)) or c for c in containers if c not in self._found]
+        if absent:
+            for container in containers:
+                self._found.pop(container, None)
+            return {}, absent
+        if containers == [path]:
             return {None: self._found.pop(path)}, []
-        found: dict[int | None, _Module] = {}
-        absent = []
-        for part, container in enumerate(containers):
-            if container in self._found:
-                found[part if len(layer.shape.outputs) > 1 and len(containers) > 1 else None] = self._found.pop(
-                    container
-                )
-            else:
-                absent.append(" or ".join(self._quantization.names(container)) or container)
-        return found, absent
+        return {part: self._found.pop(container) for part, container in enumerate(containers)}, []
 
     def _order(self, path: str, module: _Module, rows: int) -> Tensor | None:
         """The checkpoint's rows in the layer's order, None if it is the same."""
@@ -154,20 +204,44 @@ class QuantizedCheckpoint:
         return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
-def quantized_layers(model: nn.Module) -> list[tuple[str, LinearBase]]:
-    """The layers that the loader fills by their format, with their canonical names."""
+def quantized_layers(model: nn.Module) -> list[tuple[str, nn.Module, QuantizedLinearMethod]]:
+    """The layers that the loader fills by their format, with their canonical names and methods."""
+    found: list[tuple[str, nn.Module, QuantizedLinearMethod]] = []
+    for path, module in model.named_modules():
+        method: object = None
+        if isinstance(module, LinearBase):
+            method = module.method
+        elif isinstance(module, ParallelLMHead) and isinstance(module.method, LinearHeadMethod):
+            method = module.method.method
+        if isinstance(method, QuantizedLinearMethod):
+            found.append((path, module, method))
+    return found
+
+
+def quantized_experts(model: nn.Module) -> list[tuple[str, QuantizedExpertMethod]]:
+    """The experts that the loader fills by their format."""
     return [
-        (path, module)
+        (path, module.method)
         for path, module in model.named_modules()
-        if isinstance(module, LinearBase) and isinstance(module.method, QuantizedLinearMethod)
+        if isinstance(module, Experts) and isinstance(module.method, QuantizedExpertMethod)
     ]
 
 
-def fill_quantized_with_random_numbers(model: nn.Module, device: torch.device, seed: int, scale: float) -> int:
+def fill_quantized_with_random_numbers(
+    model: nn.Module, quantization: ModelQuantization, device: torch.device, seed: int, scale: float
+) -> int:
     """Random weights for the quantized layers, as `fill_with_random_numbers` makes them for the others."""
     generator, total = torch.Generator(device), 0
-    for path, layer in quantized_layers(model):
+
+    def start(path: str) -> None:
         generator.manual_seed((zlib.crc32(path.encode()) << 32 | seed & 0xFFFFFFFF) & 0x7FFFFFFFFFFFFFFF)
-        assert isinstance(layer.method, QuantizedLinearMethod)
-        total += layer.method.load_random(layer, device, generator, scale)
+
+    for path, layer, method in quantized_layers(model):
+        start(path)
+        total += method.load_random(layer, device, generator, scale)
+    for path, experts in quantized_experts(model):
+        start(path)
+        reader = quantization.reader_of(f"{path}.0.gate", expert=True)
+        assert reader is not None
+        total += experts.load_random(reader, device, generator, scale)
     return total

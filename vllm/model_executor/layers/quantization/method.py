@@ -10,22 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel
+from vllm.model_executor.layers.expert_method import ExpertMethod, ExpertShape
 from vllm.model_executor.layers.linear_method import LinearMethod, LinearShape, QuantizationConfig
 from vllm.model_executor.layers.quantization.base_config import Format, Reader, Tensors, is_plain, plain_weight
-from vllm.model_executor.layers.sharding import Part, shard_part
+from vllm.model_executor.layers.sharding import Part, shard_part, whole
+from vllm.ops.activation import activate_gated
 from vllm.ops.quantized import DenseWeight, pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight, joined
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.models.family import Family
 
 
 class ModelQuantization(QuantizationConfig):
-    """A format and a family's names: chooses the method of each layer."""
+    """A format and a family's names: chooses the method of each layer.
 
-    def __init__(self, format: Format, family: Family) -> None:
-        self.format, self._family = format, family
+    packs_experts: experts are computed as they are stored (where a step may wait for the host), not as plain numbers.
+    """
+
+    def __init__(self, format: Format, family: Family, *, packs_experts: bool = False) -> None:
+        self.format, self._family, self._packs_experts = format, family, packs_experts
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
         """The method of the linear layer called `prefix`, None if no part of it is quantized."""
@@ -36,6 +40,16 @@ class ModelQuantization(QuantizationConfig):
         if not any(readers):
             return None
         return QuantizedLinearMethod(self.format.name, tuple(readers))
+
+    def get_expert_method(self, layer: nn.Module, prefix: str) -> ExpertMethod | None:
+        """The method of the experts called `prefix`."""
+        readers = [self.reader_of(f"{prefix}.0.{name}", expert=True) for name in EXPERT_PARTS]
+        return QuantizedExpertMethod(self.format.name) if self._packs_experts and any(readers) else None
+
+    def get_head_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
+        """The method of the output head called `prefix`."""
+        reader = self.format.reader(self.names(prefix))
+        return None if reader is None else QuantizedLinearMethod(self.format.name, (reader,), torch.float32)
 
     def reader_of(self, container: str, *, expert: bool) -> Reader | None:
         """How a projection that belongs to no linear layer is stored (an expert's, the output head's)."""
@@ -57,34 +71,47 @@ def containers_of(prefix: str, shape: LinearShape) -> list[str]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """What one product of the layer reads: consecutive outputs, packed."""
+    """What one product of the layer reads: consecutive outputs, packed.
+
+    packed_bytes: what a weight would have taken that had to be turned back into numbers, else 0.
+    """
 
     outputs: int
     weight: Any
+    packed_bytes: int = 0
+
+
+def packed_part(weight: GroupedWeight | Tensor, device: torch.device, dtype: torch.dtype) -> PackedPart:
+    """A weight for products on `device` with inputs of `dtype`."""
+    if isinstance(weight, Tensor):
+        return PackedPart(weight.shape[0], DenseWeight(weight.to(device, dtype)))
+    made = pack_quantized(weight.to(device), dtype)
+    return PackedPart(weight.shape[0], made, weight.num_bytes if isinstance(made, DenseWeight) else 0)
 
 
 @dataclass
 class QuantizedLinearMethod(LinearMethod):
     """One layer's format. The loader hands over each part's tensors as they are in the checkpoint.
 
-    readers: how each part is stored, None where plainly.   dense_bytes, packed_bytes: what the weights take that had to
-    be turned back into numbers, and what they would have taken.
+    readers: how each part is stored, None where plainly.   out_dtype: of results, as in `linear`.
+    dense_bytes, packed_bytes: what the weights take that had to be turned back into numbers, and would have taken.
     """
 
     format: str
     readers: tuple[Reader | None, ...]
+    out_dtype: torch.dtype | None = None
     dense_bytes: int = 0
     packed_bytes: int = 0
-    _shape: LinearShape = field(init=False)
-    _dtype: torch.dtype = field(init=False)
+    shape: LinearShape = field(init=False)
+    dtype: torch.dtype = field(init=False)
     _tp: TensorParallel = field(init=False)
 
-    def create_weights(self, layer: LinearBase, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
-        self._shape, self._dtype, self._tp = shape, dtype, tp
+    def create_weights(self, layer: Any, shape: LinearShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        self.shape, self.dtype, self._tp = shape, dtype, tp
         layer.weight, layer.packed = None, ()
 
     def load(
-        self, layer: LinearBase, tensors: Mapping[int | None, Tensors], device: torch.device, order: Tensor | None
+        self, layer: Any, tensors: Mapping[int | None, Tensors], device: torch.device, order: Tensor | None
     ) -> int:
         """Read, cut and pack. tensors: of each part, or of the whole layer under None (a fused checkpoint); order: the
         checkpoint's rows of the whole layer, in the layer's order. Returns the bytes that the weights take.
@@ -94,25 +121,25 @@ class QuantizedLinearMethod(LinearMethod):
         cut = [self._cut(weight, part) for weight, part in self._parts(tensors, order)]
         return self._pack(layer, cut, device)
 
-    def load_random(self, layer: LinearBase, device: torch.device, generator: torch.Generator, scale: float) -> int:
+    def load_random(self, layer: Any, device: torch.device, generator: torch.Generator, scale: float) -> int:
         """Random weights between -scale and scale, stored about as the format would."""
         cut = []
-        for reader, part in zip(self._readers(), self._shape.outputs, strict=True):
-            weight = torch.empty(part.size, self._shape.in_features, device=generator.device)
+        for reader, part in zip(self._readers(), self.shape.outputs, strict=True):
+            weight = torch.empty(part.size, self.shape.in_features, device=generator.device)
             weight.uniform_(-scale, scale, generator=generator)
             cut.append(self._cut(weight if reader is None else reader.example(weight), part))
         return self._pack(layer, cut, device)
 
     def _readers(self) -> Sequence[Reader | None]:
-        return self.readers if len(self.readers) > 1 else self.readers * len(self._shape.outputs)
+        return self.readers if len(self.readers) > 1 else self.readers * len(self.shape.outputs)
 
     def _parts(
         self, tensors: Mapping[int | None, Tensors], order: Tensor | None
     ) -> list[tuple[GroupedWeight | Tensor, Part]]:
-        k, outputs = self._shape.in_features, self._shape.outputs
+        k, outputs = self.shape.in_features, self.shape.outputs
         if None in tensors:
             reader = next((reader for reader in self.readers if reader is not None), None)
-            whole = _read(reader, tensors[None], self._shape.out_features, k)
+            whole = _read(reader, tensors[None], self.shape.out_features, k)
             if order is not None:
                 whole = _rows(whole, order)
             starts = [sum(part.size for part in outputs[:i]) for i in range(len(outputs))]
@@ -128,37 +155,35 @@ class QuantizedLinearMethod(LinearMethod):
     def _cut(self, weight: GroupedWeight | Tensor, part: Part) -> GroupedWeight | Tensor:
         """This rank's rows or columns."""
         rank, world = self._tp.rank, self._tp.world
-        if self._shape.split == "in":
-            start, length = self._shape.inputs.cut(rank, world)
+        if self.shape.split == "in":
+            start, length = self.shape.inputs.cut(rank, world)
             return weight.narrow(1, start, length) if isinstance(weight, Tensor) else weight.columns(start, length)
-        if self._shape.split == "none":
+        if self.shape.split == "none":
             return weight
         if isinstance(weight, Tensor):
             return shard_part(weight, part, 0, rank, world)
         start, length = part.cut(rank, world)
-        return weight.rows(slice(start, start + length))
+        return weight.rows(slice(start, start + length)).padded(length)
 
-    def _pack(self, layer: LinearBase, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
+    def _pack(self, layer: Any, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
         packed: list[PackedPart] = []
         for weight in _join_neighbours(weights):
-            if isinstance(weight, Tensor):
-                parts = DenseWeight(weight.to(device, self._dtype))
-            else:
-                parts = pack_quantized(weight.to(device), self._dtype)
-                if isinstance(parts, DenseWeight):
-                    self.dense_bytes += parts.num_bytes
-                    self.packed_bytes += weight.num_bytes
-            packed.append(PackedPart(weight.shape[0], parts))
+            made = packed_part(weight, device, self.dtype)
+            if made.packed_bytes:
+                self.dense_bytes += made.weight.num_bytes
+                self.packed_bytes += made.packed_bytes
+            packed.append(made)
         layer.packed = tuple(packed)
         return sum(part.weight.num_bytes for part in packed)
 
-    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = layer.packed
         if len(parts) == 1:
-            out: Tensor = quantized_linear(x, parts[0].weight, bias)
+            out: Tensor = quantized_linear(x, parts[0].weight, bias, self.out_dtype)
             return out
         biases = [None] * len(parts) if bias is None else bias.split([part.outputs for part in parts])
-        return torch.cat([quantized_linear(x, p.weight, b) for p, b in zip(parts, biases, strict=True)], -1)
+        outs = [quantized_linear(x, p.weight, b, self.out_dtype) for p, b in zip(parts, biases, strict=True)]
+        return torch.cat(outs, -1)
 
 
 def _read(reader: Reader | None, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
@@ -184,3 +209,66 @@ def _join_neighbours(weights: list[GroupedWeight | Tensor]) -> list[GroupedWeigh
         else:
             runs.append([weight])
     return [torch.cat(run) if isinstance(run[0], Tensor) else joined(run) for run in runs]
+
+
+EXPERT_PARTS = ("gate", "up", "down")
+
+
+@dataclass
+class QuantizedExpertMethod(ExpertMethod):
+    """Experts whose weights are multiplied as they are stored, one expert after the other."""
+
+    format: str
+    dense_bytes: int = 0
+    packed_bytes: int = 0
+    _parts: list[tuple[PackedPart, PackedPart]] = field(default_factory=list)  # of each expert: gate and up, down
+
+    def create_weights(self, layer: Any, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        self.shape, self.dtype, self.tp = shape, dtype, tp
+
+    def load(self, readers: Sequence[Reader | None], tensors: Sequence[Tensors], device: torch.device) -> int:
+        """The next expert's gate, up and down, as they are in the checkpoint. Returns the bytes they take.
+
+        Raises ValueError that says what is wrong with the tensors.
+        """
+        inner, hidden = self.shape.inner, self.shape.hidden
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        weights = [_read(r, t, *shape) for r, t, shape in zip(readers, tensors, shapes, strict=True)]
+        return self._add(weights, device)
+
+    def load_random(self, reader: Reader, device: torch.device, generator: torch.Generator, scale: float) -> int:
+        """Random weights for all experts."""
+        total, inner, hidden = 0, self.shape.inner, self.shape.hidden
+        for _ in range(self.shape.experts):
+            weights = []
+            for shape in ((inner, hidden), (inner, hidden), (hidden, inner)):
+                weight = torch.empty(shape, device=generator.device).uniform_(-scale, scale, generator=generator)
+                weights.append(reader.example(weight))
+            total += self._add(weights, device)
+        return total
+
+    def _add(self, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
+        start, length = whole(self.shape.inner).cut(self.tp.rank, self.tp.world)
+        cut = [_rows(weight, slice(start, start + length)) for weight in weights[:2]]
+        joined_pair = _join_neighbours(cut)
+        if len(joined_pair) == 2:  # unlike gate and up: as numbers, which join
+            joined_pair = [torch.cat([w if isinstance(w, Tensor) else w.dequantize() for w in cut])]
+        down = weights[2]
+        down = down.narrow(1, start, length) if isinstance(down, Tensor) else down.columns(start, length)
+        pair = (packed_part(joined_pair[0], device, self.dtype), packed_part(down, device, self.dtype))
+        for part in pair:
+            if part.packed_bytes:
+                self.dense_bytes += part.weight.num_bytes
+                self.packed_bytes += part.packed_bytes
+        self._parts.append(pair)
+        return sum(part.weight.num_bytes for part in pair)
+
+    def compute(self, layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for expert in experts.unique().tolist():
+            tokens, choice = (experts == expert).nonzero(as_tuple=True)
+            gate_up, down = self._parts[expert]
+            h = activate_gated(quantized_linear(x[tokens], gate_up.weight), self.shape.act)
+            y = quantized_linear(h, down.weight, None, torch.float32)
+            out.index_add_(0, tokens, y * weights[tokens, choice, None])
+        return out.to(x.dtype)

@@ -1,0 +1,142 @@
+"""`vllm quantize`: what it writes is read by this package and by others, and beats rounding to nearest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.quantization.harness import PROMPT, plain_model
+from vllm import LLM, SamplingParams
+from vllm.entrypoints.cli.main import run
+from vllm.quantize.formats import TARGETS
+from vllm.quantize.rounding import Inputs, awq_scales, output_error, round_gptq, round_nearest
+from vllm.quantize.run import Job, quantize
+
+
+def job(out: Path, name: str, **options: Any) -> Job:
+    return Job("demo", name, out, tokens=3000, **options)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_packaged_model_in_every_format_knows_the_capital_of_france(name: str, tmp_path: Path) -> None:
+    report = quantize(job(tmp_path / "out", name))
+    assert len(report.errors) == 4 * 7
+    assert report.bytes_after < report.bytes_before
+    assert report.perplexity_after < 1.05 * report.perplexity_before
+    llm = LLM(str(tmp_path / "out"), max_model_len=128)
+    (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=4))
+    assert "Paris" in output.outputs[0].text
+
+
+def test_calibration_beats_rounding_to_nearest(tmp_path: Path) -> None:
+    """In the error of every layer's outputs, each measured on the same text."""
+    nearest = {name: quantize(job(tmp_path / f"{name} nearest", name, nearest=True)).errors for name in ("gptq", "awq")}
+    for name in ("gptq", "awq"):
+        errors = quantize(job(tmp_path / name, name)).errors
+        assert set(errors) == set(nearest[name])
+        assert sum(errors.values()) < (0.95 if name == "gptq" else 1.0) * sum(nearest[name].values())
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), bits=st.sampled_from([3, 4, 8]), symmetric=st.booleans(), act_order=st.booleans())
+def test_gptq_has_a_smaller_error_of_outputs_than_nearest(
+    seed: int, bits: int, symmetric: bool, act_order: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(64, 64, generator=generator) / 8
+    x = torch.randn(512, 64, generator=generator) @ mix * torch.rand(64, generator=generator)
+    weight, inputs = torch.randn(24, 64, generator=generator), Inputs(64)
+    inputs.add(x[:200])
+    inputs.add(x[200:])
+    torch.testing.assert_close(inputs.gram, x.T @ x, rtol=1e-3, atol=1e-3)
+    ours = round_gptq(weight, inputs, bits, 32, symmetric, act_order)
+    nearest = round_nearest(weight, bits, 32, symmetric)
+    error = output_error(weight, ours.numbers(), inputs)
+    brute = ((x @ (ours.numbers() - weight).T).norm() / (x @ weight.T).norm()).item()
+    assert error == pytest.approx(brute, rel=1e-2, abs=1e-4)
+    assert error < output_error(weight, nearest.numbers(), inputs)
+
+
+def test_awq_protects_the_inputs_that_are_large() -> None:
+    generator = torch.Generator().manual_seed(0)
+    size = torch.ones(64)
+    size[5] = 40
+    x, weight, inputs = torch.randn(256, 64, generator=generator) * size, torch.randn(16, 64), Inputs(64)
+    inputs.add(x)
+    scales = awq_scales([weight], inputs, 4, 32)
+    assert scales.argmax() == 5
+    scaled = round_nearest(weight * scales, 4, 32, False).numbers() / scales
+    assert output_error(weight, scaled, inputs) < output_error(
+        weight, round_nearest(weight, 4, 32, False).numbers(), inputs
+    )
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a16", "int8", "fp8-dynamic"])
+def test_transformers_reads_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """Through the compressed-tensors package."""
+    _, _ = plain_model(tmp_path / "plain", num_key_value_heads=4)
+    source = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "plain" / file).write_bytes((source / file).read_bytes())
+    quantize(Job(str(tmp_path / "plain"), name, tmp_path / "out", tokens=1000))
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.inference_mode():
+        expected = theirs(PROMPT[None]).logits[0, -1].log_softmax(-1)
+    llm = LLM(str(tmp_path / "out"), dtype="float32", skip_tokenizer_init=True)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT.tolist()}, params)
+    limit = 0.15 if name in ("int8", "fp8-dynamic") else 2e-3  # they round activations, too
+    for token, entry in output.outputs[0].logprobs[0].items():
+        assert entry.logprob == pytest.approx(expected[token].item(), abs=limit * max(1.0, expected.std().item()))
+
+
+def test_an_interrupted_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.quantize import run as module
+
+    written: list[str] = []
+    original = module._Writer.write_block
+
+    def write(self: Any, block: str, *args: Any) -> Any:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(block)
+        return original(self, block, *args)
+
+    monkeypatch.setattr(module._Writer, "write_block", write)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(job(tmp_path / "out", "int8"))
+    assert written == ["blocks.0", "blocks.1"]
+    with pytest.raises(ValueError, match="another job"):
+        quantize(job(tmp_path / "out", "fp8"))
+    again: list[str] = []
+    monkeypatch.setattr(
+        module._Writer, "write_block", lambda self, block, *args: again.append(block) or original(self, block, *args)
+    )
+    monkeypatch.setattr(module, "_GRAM_BYTES", 1)  # block by block
+    report = quantize(job(tmp_path / "out", "int8"))
+    assert again == ["blocks.2", "blocks.3"]
+    assert len(report.errors) == 28
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert all((tmp_path / "out" / file).exists() for file in index["weight_map"].values())
+
+
+def test_wrong_requests_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    assert run(["quantize", "demo", "--format", "fp8", "--out", str(tmp_path / "full")]) == 1
+    assert "is not empty" in capsys.readouterr().err
+    assert run(["quantize", "demo", "--format", "gptq", "--group-size", "100", "--out", str(tmp_path / "a")]) == 1
+    assert "do not divide" in capsys.readouterr().err
+    assert run(["quantize", "demo", "--format", "awq", "--act-order", "--out", str(tmp_path / "b")]) == 1
+    assert "--act-order goes with" in capsys.readouterr().err
+    (tmp_path / "short.txt").write_text("too short")
+    short = ["--data", str(tmp_path / "short.txt")]
+    assert run(["quantize", "demo", "--format", "gptq", *short, "--out", str(tmp_path / "c")]) == 1
+    assert "expected at least" in capsys.readouterr().err

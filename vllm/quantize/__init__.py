@@ -1,0 +1,1 @@
+"""`vllm quantize`: makes quantized checkpoints in the public formats."""
