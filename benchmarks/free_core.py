@@ -46,6 +46,9 @@ class FreeCore:
     def has_waiting(self) -> bool:
         return False
 
+    def prepare(self) -> bool:
+        return False
+
     def step(self) -> list[CoreOutput]:
         wait = self._next - time.perf_counter()
         if wait > 0:

@@ -34,6 +34,9 @@ class Device:
         self.in_flight.append(plan)
         self.deepest = max(self.deepest, len(self.in_flight))
 
+    def prepare(self) -> bool:
+        return False
+
     def collect(self) -> StepResult:
         plan = self.in_flight.popleft()
         self.steps += 1

@@ -238,3 +238,25 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(model):
             graphs = engine._executor.worker.runner.decode_steps._graphs
             assert {key[1].name for key, entry in graphs.items() if entry.graph} == {"GREEDY", "DRAWN", "HIDDEN"}
     assert found[0] == found[1]
+
+
+def test_what_is_prepared_in_idle_moments_is_what_requests_then_get(model):
+    """Every graph of the first batches is there, and gives the tokens that steps without one give."""
+    folder, _ = model
+    want = together(core(folder, enforce_eager=True))[0]
+    engine = core(folder)
+    worker = engine.executor.worker
+    worker._compiling = None
+    pieces = 0
+    while engine.prepare():
+        pieces += 1
+    assert pieces > 10
+    before = {key: entry.graph for key, entry in worker._graphs._graphs.items()}
+    mixed = {key: entry.graph for key, entry in worker._mixed_graphs._entries.items()}
+    assert None not in before.values()
+    assert None not in mixed.values()
+    assert together(engine)[0] == want
+    drawn = together(engine, temperature=0.9, top_p=0.8)[0]
+    assert {len(tokens) for tokens in drawn.values()} == {24}
+    assert {key: entry.graph for key, entry in worker._graphs._graphs.items()} == before, "nothing was captured again"
+    assert not engine.prepare()

@@ -399,6 +399,31 @@ def test_strict_core_stops_with_a_report():
     assert json.loads(str(caught.value).split(": ", 1)[1])["in_flight"] == 1
 
 
+def test_an_idle_core_prepares_later_steps_and_lets_requests_go_first():
+    from tests.engine.test_core import new_core, request
+    from vllm.engine.core_process import CoreServer
+
+    core, device = new_core()
+    steps_before: list[int] = []
+    ours, theirs = socket.socketpair()
+
+    def prepare() -> bool:
+        """A request arrives during the first piece of three; the last one fails, which stops this and nothing else."""
+        assert not core.has_unfinished()
+        steps_before.append(device.steps)
+        if len(steps_before) == 1:
+            ours.sendall(wire.frame(wire.AddRequests([request("a", max_tokens=4)])))
+        if len(steps_before) == 3:
+            ours.sendall(wire.frame(wire.Stop()))
+            raise RuntimeError("no graph")
+        return True
+
+    device.prepare = prepare
+    with ours, theirs:
+        CoreServer(theirs, core).serve()
+    assert steps_before == [0, 4, 4]
+
+
 @pytest.mark.parametrize("dies", ["in a step", "while idle"])
 def test_core_without_its_executor_ends(dies):
     """Ranks that die take the core with them, also when no request is left to notice."""

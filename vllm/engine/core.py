@@ -149,6 +149,16 @@ class EngineCore:
             self._left_over.extend(self._fail_all(f"interrupted by {type(interrupt).__name__}"))
             raise
 
+    def prepare(self) -> bool:
+        """With nothing to do, let the executor do a piece of what later steps would wait for; whether there is more."""
+        if self.has_unfinished() or self._submitted:
+            return False
+        try:
+            return self._executor.prepare()
+        except Exception:
+            logger.exception("Preparing later steps failed; they will do without")
+            return False
+
     def begin(self) -> None:
         """Submit a first step of what is waiting, where steps run beside the host; `step` takes in its result."""
         if self._submitted or self._left_over or not self.overlaps:

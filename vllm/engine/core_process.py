@@ -42,6 +42,7 @@ logger = init_logger(__name__)
 
 PULSE_SECONDS = 0.2
 IDLE_CHECK_SECONDS = 1.0
+PREPARE_SECONDS = 0.005  # without a request, before the next piece of what later steps would wait for
 # Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
 TAKE_SECONDS = 0.02
 # What a front end may call by name; nothing else is reachable from the socket.
@@ -95,13 +96,13 @@ class CoreServer:
 
     def serve(self) -> None:
         """Work while there is something to do, sleep until there is otherwise."""
-        core = self._core
+        core, prepares = self._core, True
         while not self._stopping:
             busy = core.has_unfinished()
             self._heart.beat(busy)
             if not busy:
                 self._send_held()
-            self._take_in(0.0 if busy else IDLE_CHECK_SECONDS)
+            self._take_in(0.0 if busy else PREPARE_SECONDS if prepares else IDLE_CHECK_SECONDS)
             if self._stopping:
                 return
             if core.has_waiting():  # the next step may be a long one
@@ -110,8 +111,11 @@ class CoreServer:
                 self._heart.beat(True)
                 self._report(core.step())
                 core.check_alive()
+                prepares = True
                 if not core.has_unfinished():
                     core.check_idle()
+            elif prepares:
+                prepares = core.prepare()
 
     def _report(self, outputs: list[CoreOutput]) -> None:
         """Send what a step brought: now, if the front end has taken everything that was sent before, or a request has

@@ -28,6 +28,9 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises whatever made it fail; the step is then no longer in flight."""
 
+    def prepare(self) -> bool:
+        """Do a piece of what later steps would have to wait for; whether there is more. Nothing may be in flight."""
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],

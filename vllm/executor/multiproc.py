@@ -247,6 +247,10 @@ class MultiprocExecutor:
             time.sleep(0.01)
         return EngineDeadError(f"A step failed: {type(error).__name__}: {error}")
 
+    def prepare(self) -> bool:
+        """Nothing: ranks capture together, in the steps that they run."""
+        return False
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],

@@ -48,6 +48,10 @@ class UniprocExecutor:
         """The result of the oldest step in flight."""
         return self._in_flight.popleft().result()
 
+    def prepare(self) -> bool:
+        """Let the worker capture graphs that will be needed."""
+        return self.worker.prepare()
+
     def collective_rpc(
         self,
         method: str | Callable[..., Any],

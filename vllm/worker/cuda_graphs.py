@@ -4,14 +4,16 @@ A graph covers all from the slot table back to it: inputs gathered on the device
 tokens, greedy or drawn. Its last kernel writes the ids into the host's memory and moves each row on to its next
 position: while a batch stays together, the host launches graphs and uploads nothing. Where rows want more (penalties,
 logprobs), a graph ends with the hidden states.
-Batches are padded up to one of a few sizes; a size gets its graph when it has been used a few times, and all graphs
-share one memory pool. The usual model runs the fused program (`decode_program`), every other its own forward pass.
+Batches are padded up to one of a few sizes; a size gets its graph in an idle moment, or else when it has been used a
+few times, and all graphs share one memory pool. The usual model runs the fused program (`decode_program`), every other
+its own forward pass.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SPANS = (1024, 4096, 16384, 65536)  # how long sequences may be in a graph: sets how far their keys are split
+_READY_SPANS = 2  # so many of them are captured before anybody asks
 _EAGER_USES = 3  # so often a step runs before it is captured: sizes that batches only pass through are not worth it
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
 
@@ -109,6 +112,11 @@ class _Inputs:
         host[0, :rows], host[0, rows:size] = slots, -1
         host[1, :rows], host[2, :rows] = positions, turn
         self._device.copy_(self._uploads[turn], non_blocking=True)
+
+    def clear(self) -> None:
+        """Let there be nothing but padding."""
+        self._known = None
+        self._device[0].fill_(-1)
 
     def advance(self) -> None:
         """The step that has been queued leaves each row's next position and turn."""
@@ -202,13 +210,45 @@ class DecodeGraphs:
     def accepts(self, plan: StepPlan) -> bool:
         """Whether the plan is a uniform decode batch that a graph covers."""
         rows = len(plan.slots)
-        if rows == 0 or rows > self._sizes[-1]:
+        if rows == 0 or rows > self._sizes[-1] or (rows > self._sizes[0] and self._still_compiling()):
             return False
         if int(plan.num_tokens.max()) != 1 or not plan.sample.all():
             return False
         if int(plan.num_computed.max()) + 1 > self._max_seq_len:
             return False
         return not self._params.wants_prompt[plan.slots].any()
+
+    def _still_compiling(self) -> bool:
+        """Whether kernels of larger batches are under way: nobody waits for them, there are others."""
+        if self._compiling is not None and self._compiling.finished:
+            self._compiling = None
+        return self._compiling is not None
+
+    def prepare(self, first: bool = False) -> bool:
+        """Run or capture, over nothing but padding, one step that batches will need: the largest first, or with `first`
+        only those of the smallest batch. Whether there are more. Nothing may be in flight.
+        """
+        if not first and self._still_compiling():
+            return True
+        sizes = self._sizes[:1] if first else self._sizes[::-1]
+        spans = SPANS[:1] if first else SPANS[:_READY_SPANS]
+        spans = spans[: 1 + sum(span < min(self._width, self._max_seq_len) for span in spans)]
+        wanted = itertools.product(spans, sizes, (_Kind.GREEDY, _Kind.DRAWN))
+        missing = ((size, kind, span, False) for span, size, kind in wanted)
+        key = next((k for k in missing if k not in self._graphs or self._graphs[k].graph is None), None)
+        if key is None:
+            return False
+        entry = self._graphs.get(key)
+        if entry is None:
+            entry = self._graphs[key] = self._prepare(*key)
+        self._there.clear()
+        self._drawing.require(self._params, np.zeros(0, np.int32), self._turn, key[0])
+        if entry.uses:
+            self._capture(entry)
+        else:
+            entry.run()
+            entry.uses += 1
+        return True
 
     def execute(self, plan: StepPlan) -> Handle:
         """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step
@@ -275,9 +315,6 @@ class DecodeGraphs:
 
     def _prepare(self, size: int, kind: _Kind, span: int, shared: bool) -> _Entry:
         """The step of one size and kind, not captured yet."""
-        if self._compiling is not None and size > self._sizes[0]:
-            self._compiling.finish()
-            self._compiling = None
         if kind is _Kind.HIDDEN and self._hidden is None:
             self._hidden = self._hidden_buffer()
         plan = self._sharing.plan(size) if shared and self._sharing is not None else None

@@ -56,7 +56,7 @@ def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = 
         tp,
         family.modules,
     )
-    return precompile([run.first], [run.larger, run.sampling], capability[0] * 10 + capability[1])
+    return precompile([run.first, run.sampling], [run.larger], capability[0] * 10 + capability[1])
 
 
 class _Table:

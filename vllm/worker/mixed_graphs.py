@@ -9,7 +9,7 @@ the attention kernel that reads through block tables, whatever the step looks li
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +42,7 @@ class _Entry:
 
     uses: int = 0
     kept: Tensor | None = None
+    device: list[Tensor] = field(default_factory=list)
     step: StepInputs | None = None
     hidden: Tensor | None = None
     graph: torch.cuda.CUDAGraph | None = None
@@ -115,44 +116,74 @@ class MixedGraphs:
         entry.uses += 1
         if entry.uses <= _EAGER_USES:
             return None
-        arrays = laid.padded(key[0], key[1]).arrays
-        if entry.graph is None or entry.kept is None:
-            return self._first(entry, key, laid, arrays)
-        if entry.step is None or entry.hidden is None:
+        padded = laid.padded(key[0], key[1])
+        if entry.graph is None:
+            done = self._warm(entry, key, padded)
+            self._capture(entry, key, padded)
+            return done
+        if entry.kept is None or entry.step is None or entry.hidden is None:
             raise RuntimeError("A captured step has no result.")
-        self._context.replace(entry.kept, arrays)
+        self._context.replace(entry.kept, padded.arrays)
         entry.graph.replay()
         return entry.step, entry.hidden
 
-    def _first(
-        self, entry: _Entry, key: tuple[int, int, int], laid: Laid, arrays: list[np.ndarray]
-    ) -> tuple[StepInputs, Tensor]:
-        """Run the padded step once, so that all its kernels are there, and capture it for the next time."""
+    def prepare(self) -> bool:
+        """Run or capture one kind of step that will come, the largest first; whether there are more. Nothing may be in
+        flight.
+        """
+        longest = min(CONTEXTS[0], self._max_seq_len)
+        slots = len(self._runner.table.num_prompt)
+        rows = [n for n in REQUESTS if n <= 2 * slots]
+        wanted = ((n, r, CONTEXTS[0]) for n in self._sizes[::-1] for r in rows[::-1] if r - 1 + _LONG_QUERY <= n)
+        found = self._entries
+        key = next((k for k in wanted if k not in found or found[k].graph is None), None)
+        if key is None or (key not in found and len(found) >= _MOST_GRAPHS // 2):
+            return False
+        entry = found.setdefault(key, _Entry())
+        # two requests in the null block, which between them have all tokens; the second is the padding's
+        tokens = min(key[0] // 2, longest)
+        empty: np.ndarray = np.zeros(0, np.int64)
+        places: np.ndarray = np.zeros(tokens, np.int64)
+        laid = Laid(
+            places, np.arange(tokens, dtype=np.int64), np.array([0, tokens], np.int32), np.array([tokens], np.int32),
+            np.array([tokens - 1]), np.zeros(1, np.int64), (places,) * len(self._runner.table.tables), empty, (),
+        ).padded(key[0], key[1])  # fmt: skip
+        if entry.kept is None:
+            self._warm(entry, key, laid)
+        else:
+            self._capture(entry, key, laid)
+        entry.uses = _EAGER_USES
+        return True
+
+    def _warm(self, entry: _Entry, key: tuple[int, int, int], laid: Laid) -> tuple[StepInputs, Tensor]:
+        """Run the padded step once, so that all its kernels are there."""
+        entry.kept, entry.device = self._context.keep(laid.arrays)
+        return self._run(_shape(key, laid), entry.device, key[2])
+
+    def _capture(self, entry: _Entry, key: tuple[int, int, int], laid: Laid) -> None:
+        """Capture the padded step for the next time."""
         begun = time.perf_counter()
-        tokens, requests, context = key
-        entry.kept, device = self._context.keep(arrays)
-        # what the host sees is one long query and single tokens (`bucket`)
-        starts: np.ndarray = np.arange(requests + 1, dtype=np.int32)
-        starts[1:] += tokens - requests
-        shape = Laid(
-            laid.index, laid.positions, starts, np.full(requests, context, np.int32), laid.logits_rows, laid.slots,
-            laid.mappings, laid.sample_rows, laid.prompt_rows,
-        )  # fmt: skip
-        step, result = self._run(shape, device, context)
         graph = torch.cuda.CUDAGraph()
         stream, main = capture_stream(self._context.device), torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                entry.step, entry.hidden = self._run(shape, device, context)
+                entry.step, entry.hidden = self._run(_shape(key, laid), entry.device, key[2])
             finally:
                 graph.capture_end()
         main.wait_stream(stream)
         entry.graph = graph
         logger.debug("Captured a step of %s in %.3f s.", key, time.perf_counter() - begun)
-        return step, result
 
     def _run(self, shape: Laid, device: list[Tensor], context: int) -> tuple[StepInputs, Tensor]:
         step = self._runner.builder.inputs(shape, device, context)
         return step, self._runner.model(step, self._runner.kv_caches)
+
+
+def _shape(key: tuple[int, int, int], laid: Laid) -> Laid:
+    """The padded step as the host sees it: one long query and single tokens (`bucket`)."""
+    tokens, requests, context = key
+    starts: np.ndarray = np.arange(requests + 1, dtype=np.int32)
+    starts[1:] += tokens - requests
+    return replace(laid, starts=starts, lens=np.full(requests, context, np.int32))

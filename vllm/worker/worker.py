@@ -211,7 +211,9 @@ class Worker:
         )
 
     def _use_graphs(self, runner: ModelRunner) -> None:
-        """Let captured CUDA graphs run decode steps; each is captured when its batch size is first seen."""
+        """Let captured CUDA graphs run decode steps: those of one request are there at once, the others in idle moments
+        or when their batch size has been seen a few times.
+        """
         from vllm.worker.cuda_graphs import DecodeGraphs
         from vllm.worker.mixed_graphs import MixedGraphs
         from vllm.worker.step_handle import NOT_FINITE
@@ -222,6 +224,24 @@ class Worker:
         ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
         if ours and self.model.traits.replayable and isinstance(context, CudaContext):
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
+        if self.tp.world == 1:
+            with torch.inference_mode():
+                while self._graphs.prepare(first=True):
+                    pass
+
+    def prepare(self) -> bool:
+        """Do a piece of what later steps would have to wait for, tens of milliseconds long; whether there is more.
+
+        Nothing may be in flight. Of several ranks nobody knows when all are idle: they capture as they go.
+        """
+        if self.tp.world > 1:
+            return False
+        try:
+            with torch.inference_mode():
+                return any(graphs is not None and graphs.prepare() for graphs in (self._graphs, self._mixed_graphs))
+        except torch.OutOfMemoryError:
+            logger.warning("There is no memory for more CUDA graphs; steps without one are launched kernel by kernel.")
+            return False
 
     def close(self) -> None:
         """Let go of captured graphs, which hold on to the collectives in them, and of the cache.

@@ -187,10 +187,15 @@ class Precompilation:
             time.sleep(0.002)
         return time.perf_counter() - self._begun
 
+    @property
+    def finished(self) -> bool:
+        """Whether everything has been compiled (or nobody is left to do it)."""
+        progress = self._progress
+        return not self._alive or progress.seen(progress.done) >= progress.seen(progress.total)
+
     def finish(self) -> None:
         """Until everything has been compiled (or nobody is left to do it)."""
-        progress = self._progress
-        while self._alive and progress.seen(progress.done) < progress.seen(progress.total):
+        while not self.finished:
             time.sleep(0.002)
 
 
