@@ -62,7 +62,7 @@ class Case:
         count = self.rows * self.heads * splits
         part = torch.empty(count, self.dim, device="cuda")
         rows = kernels.DecodeRows(
-            self.slots, self.positions, self.table, part, part[:, 0].contiguous(),
+            self.slots, self.positions, [self.table], part, part[:, 0].contiguous(),
             torch.zeros(self.rows * self.kv_heads, dtype=torch.int32, device="cuda"), splits,
             tile=64 if few else 32, warps=2 if few else 1, shared=shared,
         )  # fmt: skip

@@ -191,7 +191,7 @@ def test_decode_batches_over_shared_prefixes(heads, kv_heads, head_dim, dtype):
     for splits in (1, 4):
         part = torch.empty(rows * heads * splits, head_dim, device="cuda")
         decode_rows = DecodeRows(
-            torch.arange(rows, dtype=torch.int32, device="cuda"), at, d_table, part, part[:, 0].contiguous(),
+            torch.arange(rows, dtype=torch.int32, device="cuda"), at, [d_table], part, part[:, 0].contiguous(),
             torch.zeros(rows * kv_heads, dtype=torch.int32, device="cuda"), splits, shared=plan,
         )  # fmt: skip
         out = torch.empty(rows, heads * head_dim, device="cuda", dtype=dtype)

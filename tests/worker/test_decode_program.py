@@ -107,14 +107,30 @@ def differs(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.T
     return any(x.shape != y.shape or error(x, y) > 100 * LIMIT for x, y in zip(a, b, strict=True))
 
 
+def with_windows(*windows: int | None) -> Decoder:
+    block = BASES["plain"].blocks[0]
+    blocks = [replace(block, attn=replace(block.attn, window=window)) for window in windows]
+    return replace(BASES["plain"], blocks=tuple(blocks))
+
+
+COVERED = {
+    "plain": BASES["plain"],
+    "head norms": BASES["head norms"],
+    "yarn": BASES["yarn"],
+    "one window": with_windows(5, 5),
+    "every second layer": with_windows(17, None, 17, None),
+    "two windows, three groups": with_windows(None, 4, 9),
+}
+
+
 @pytest.mark.parametrize("walk", ["few", "many"])
-@pytest.mark.parametrize("name", ["plain", "head norms", "yarn"])
+@pytest.mark.parametrize("name", COVERED)
 def test_what_is_covered_is_what_the_model_computes(name, walk, monkeypatch):
     if walk == "many":
         monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
-    found = fused(BASES[name])
+    found = fused(COVERED[name])
     assert found is not None
-    for ours, wanted in zip(found, general(BASES[name]), strict=True):
+    for ours, wanted in zip(found, general(COVERED[name]), strict=True):
         assert error(ours, wanted) < LIMIT
 
 

@@ -74,10 +74,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     linear_ops.linear.register("meta", shape_only)
 
 
-def _decoder(window: int | None = None, **kind: Any) -> Decoder:
+def _decoder(window: int | None = None, softcap: float | None = None, **kind: Any) -> Decoder:
     norm = Norm()
     blocks = [
-        Block(Attn(32, 8, 128, Rope(128), window=window if i % 2 else None), Mlp("silu", 14336), norm, **kind)
+        Block(
+            Attn(32, 8, 128, Rope(128), window=window if i % 2 else None, softcap=softcap),
+            Mlp("silu", 14336),
+            norm,
+            **kind,
+        )
         for i in range(4)
     ]
     return Decoder(128256, 4096, tuple(blocks), norm, tied=False)
@@ -153,12 +158,13 @@ GENERAL = {
 @pytest.mark.parametrize(("rows", "kind"), FUSED)
 def test_kernels_of_a_fused_decode_step(rows: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _decode_step(_decoder(), rows, kind, monkeypatch) == FUSED[rows, kind]
+    assert _decode_step(_decoder(window=4096), rows, kind, monkeypatch) == FUSED[rows, kind]
 
 
 @interpreted
 @pytest.mark.parametrize("kind", GENERAL)
 def test_kernels_of_a_general_decode_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = _decode_step(_decoder(window=4096), 32, kind, monkeypatch)
+    windows = _decode_step(_decoder(window=4096, softcap=50.0), 32, kind, monkeypatch)
     assert windows == {**GENERAL[kind], "inputs": 2}  # once for each KV group
     assert _decode_step(_decoder(layout=Layout.SANDWICH), 32, kind, monkeypatch) == {
         **GENERAL[kind], "inputs": 1, "norm": 17

@@ -1,7 +1,7 @@
 """The fused decode step of the common decoder: five kernels a layer for a few rows, seven for many.
 
 It computes what `DecoderModel.forward` and `.logits` compute for one new token per row, for models of the usual shape:
-pre-norm blocks with RMS norms, rotary attention over one KV group, a gated SiLU MLP, bf16, plain weights.
+pre-norm blocks with RMS norms, rotary attention with or without windows, a gated SiLU MLP, bf16, plain weights.
 `read_weights` returns None for anything else, and the general path runs. With several ranks the partial sums behind
 attention and MLP are added up between the kernels, so that norms are kernels of their own.
 """
@@ -122,7 +122,16 @@ def _block_computed(block: BlockSpec) -> Block | None:
     rope = Rope(attn.head_dim, attn.rope.theta, scaling=attn.rope.scaling)  # these two through the table
     qk_norm = None if attn.qk_norm is None else _norm_computed(attn.qk_norm)
     return Block(
-        Attn(attn.heads, attn.kv_heads, attn.head_dim, rope, scale=attn.scale, qk_norm=qk_norm, qkv_bias=attn.qkv_bias),
+        Attn(
+            attn.heads,
+            attn.kv_heads,
+            attn.head_dim,
+            rope,
+            scale=attn.scale,
+            window=attn.window,
+            qk_norm=qk_norm,
+            qkv_bias=attn.qkv_bias,
+        ),
         Mlp("silu", ffn.hidden),
         _norm_computed(block.norm),
     )
@@ -170,8 +179,8 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
     if not isinstance(model, DecoderModel) or model.dtype not in DTYPES:
         return None
     spec = model.spec
-    one_cache = len(model.kv_groups) == 1 and all(cache.dtype == model.dtype for cache in kv_caches)
-    if spec.norm is None or not covers(spec) or not one_cache or not (model.head.plain and model.embed.plain):
+    same = all(cache.dtype == model.dtype for cache in kv_caches)
+    if spec.norm is None or not covers(spec) or not same or not (model.head.plain and model.embed.plain):
         return None
     eps = spec.norm.eps
     if not supports(model.head.weight.data, ARGMAX):
@@ -181,7 +190,7 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
         return None
     layers = []
     blocks: Iterable[Any] = model.blocks
-    for block, cache in zip(blocks, kv_caches, strict=True):
+    for block in blocks:
         attn, ffn = block.attn, block.ffn
         products = (
             _plain(attn.qkv, STORE),
@@ -196,12 +205,14 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
         attention = DecodeAttention(
             heads=attn.heads,
             scale=attn.params.scale,
-            cache=cache,
+            cache=kv_caches[attn.place.tensor],
             cos_sin=attn.cos_sin,
             q_weight=None if qk_norm is None else attn.q_norm.weight.data,
             k_weight=None if qk_norm is None else attn.k_norm.weight.data,
             eps=0.0 if qk_norm is None else qk_norm.eps,
             offset=0.0 if qk_norm is None else qk_norm.offset,
+            group=attn.place.group,
+            window=attn.params.window,
         )
         bias = attn.qkv.bias.data if attn.spec.qkv_bias else None
         before_attn, before_ffn = (_norm_factor(norm) for norm in block.norms)
@@ -256,6 +267,9 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
     def product(weight: Tensor, mode: int) -> Tiling:
         return choose_tiling(rows, weight.shape[0] // (2 if mode == SILU else 1), weight.shape[1], mode)
 
+    windows = [layer.attention.window for layer in w.layers]
+    if None not in windows:
+        width = min(width, max(window or 0 for window in windows))
     # Few rows: several warps a program, and fewer programs than there is room for, because somebody has to merge them.
     # Programs without keys cost less than nothing: they keep the next product's from reading weights at the same time.
     few = rows * kv_heads <= 64
@@ -369,7 +383,7 @@ class DecodeProgram:
     def _attention_rows(self, table: SlotTable) -> DecodeRows:
         t = self._tiling
         return DecodeRows(
-            self._slots, self._positions, table.tables[0], self._part, self._lse, self._arrived,
+            self._slots, self._positions, table.tables, self._part, self._lse, self._arrived,
             t.splits, t.tile, t.warps, t.stages, t.early, self._shared,
         )  # fmt: skip
 

@@ -230,8 +230,8 @@ def test_ranks_elect_the_best_token_of_all():
 
 
 @pytest.mark.parametrize(("splits", "early"), [(1, False), (4, False), (1, True), (4, True)])
-@pytest.mark.parametrize("norm", [False, True])
-def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits, early):
+@pytest.mark.parametrize(("norm", "window"), [(False, None), (True, None), (True, 1), (False, 70)])
+def test_decode_attention_is_rotation_write_and_attention_in_one(norm, window, splits, early):
     heads, kv_heads, dim, block = 6, 2, 16, 8
     lengths = torch.tensor([0 if early else 1, 40, 150])  # tokens in the cache before this step
     slots = torch.tensor([3, 0, 2], dtype=torch.int32)
@@ -252,15 +252,15 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(norm, splits, e
         lengths, lengths, starts, lens, (group,), logits_rows=lengths, max_seq_len=151,
         host_query_starts=starts.numpy(), host_seq_lens=lens.numpy(),
     )  # fmt: skip
-    want = attend.reference(q, want_cache, AttentionParams(0.25), step, group)
+    want = attend.reference(q, want_cache, AttentionParams(0.25, window), step, group)
 
     a = DecodeAttention(
         heads, 0.25, cache, cos_sin, None if weights is None else weights.q_weight,
-        None if weights is None else weights.k_weight, EPS, 1.0,
+        None if weights is None else weights.k_weight, EPS, 1.0, group=1, window=window,
     )  # fmt: skip
     rows = DecodeRows(
-        slots, lengths.to(torch.int32), table, torch.empty(3 * heads * splits, dim), torch.empty(3 * heads * splits),
-        torch.zeros(3 * kv_heads, dtype=torch.int32), splits, early=early,
+        slots, lengths.to(torch.int32), [table[:0], table], torch.empty(3 * heads * splits, dim),
+        torch.empty(3 * heads * splits), torch.zeros(3 * kv_heads, dtype=torch.int32), splits, early=early,
     )  # fmt: skip
     out = torch.empty(3, heads * dim)
     decode_attention(qkv, out, a, rows)

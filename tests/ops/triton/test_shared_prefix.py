@@ -68,7 +68,7 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     padded = rows + 1
     decode_rows = DecodeRows(
         torch.tensor([*slots, -1], dtype=torch.int32), torch.tensor([*cached, 0], dtype=torch.int32),
-        torch.from_numpy(by_slot), torch.empty(padded * heads * splits, dim), torch.empty(padded * heads * splits),
+        [torch.from_numpy(by_slot)], torch.empty(padded * heads * splits, dim), torch.empty(padded * heads * splits),
         torch.zeros(padded * kv_heads, dtype=torch.int32), splits, shared=device_plan(work, kv_heads, 16, dim),
     )  # fmt: skip
     out = torch.empty(padded, heads * dim)

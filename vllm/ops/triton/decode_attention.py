@@ -6,6 +6,7 @@ split over programs, and the last of them to arrive merges the parts in fixed or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -56,7 +57,7 @@ def _decode_kernel(
     eps, offset, scale_log2, v_offset, stride_block, stride_table, splits,
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr,
     MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +65,7 @@ def _decode_kernel(
     padded.
 
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
+    WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -77,6 +79,8 @@ def _decode_kernel(
     slot = tl.load(slots_ptr + row)
     position = tl.load(positions_ptr + row, mask=slot >= 0, other=0)
     begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(position + 1 - WINDOW, 0)
     if SHARED:
         begin = tl.load(shared_rows + row * 4)
     share = tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE
@@ -249,7 +253,10 @@ def _shared_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """What is fixed per layer. cache: [blocks, 2, kv_heads, block_size, head_dim] in the dtype of the activations."""
+    """What is fixed per layer. cache: [blocks, 2, kv_heads, block_size, head_dim] in the dtype of the activations.
+
+    group: of the layer's block table.   window: keys that each query sees; None for all.
+    """
 
     heads: int
     scale: float
@@ -259,20 +266,24 @@ class DecodeAttention:
     k_weight: Tensor | None
     eps: float
     offset: float
+    group: int = 0
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Rows of a step. slots: [rows] int32, below 0 for padding; positions: [rows] int32 of the new tokens; table:
+    per KV group
     [slots, blocks].
 
     part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
-    early: load the first of them before waiting for the queries.
+    early: load the first of them before waiting for the queries.   shared: keys that rows have in common, for layers of
+    the first group without a window.
     """
 
     slots: Tensor
     positions: Tensor
-    table: Tensor
+    tables: Sequence[Tensor]
     part: Tensor
     lse: Tensor
     arrived: Tensor
@@ -291,19 +302,20 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     _, _, kv_heads, block_size, head_dim = a.cache.shape
     extra = {"launch_pdl": True} if pdl else {}
     scale = a.scale * 1.4426950408889634
-    shared = rows.shared
+    shared = rows.shared if a.group == 0 and a.window is None else None
+    table = rows.tables[a.group]
     if shared is not None:
         _attend_shared(qkv, a, rows, shared, scale, pdl)
     before = (rows.slots, rows.part, rows.lse, 0)
     if shared is not None:
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
-        qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin,
+        qkv, a.cache, table, rows.slots, rows.positions, a.cos_sin,
         qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
         out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, scale,
-        a.cache.stride(1), a.cache.stride(0), rows.table.stride(0), rows.splits, *before,
+        a.cache.stride(1), a.cache.stride(0), table.stride(0), rows.splits, *before,
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
-        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, MERGE=8,
+        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, WINDOW=a.window or 0, MERGE=8,
         STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, SHARED=shared is not None, EARLY=rows.early,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
@@ -314,11 +326,12 @@ def _attend_shared(
 ) -> None:
     """The parts of every row's result that come from shared keys."""
     _, _, kv_heads, block_size, head_dim = a.cache.shape
+    table = rows.tables[a.group]
     tile_rows = shared.part.shape[2]
     _shared_kernel[(kv_heads, shared.items.shape[0])](
-        qkv, a.cache, rows.table, rows.slots, rows.positions, a.cos_sin, qkv if a.q_weight is None else a.q_weight,
+        qkv, a.cache, table, rows.slots, rows.positions, a.cos_sin, qkv if a.q_weight is None else a.q_weight,
         shared.members, shared.items, shared.part, shared.lse, a.eps, a.offset, scale_log2,
-        a.cache.stride(1), a.cache.stride(0), rows.table.stride(0),
+        a.cache.stride(1), a.cache.stride(0), table.stride(0),
         HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size, BM=tile_rows, TILE=SHARED_TILE,
         STAGES=SHARED_STAGES, NORM=a.q_weight is not None, PDL=pdl, num_warps=SHARED_WARPS.get(tile_rows, 4),
         **({"launch_pdl": True} if pdl else {}),
