@@ -216,6 +216,7 @@ class Worker:
         """
         from vllm.worker.cuda_graphs import DecodeGraphs
         from vllm.worker.mixed_graphs import MixedGraphs
+        from vllm.worker.rehearsal import rehearse
         from vllm.worker.step_handle import NOT_FINITE
 
         sizes, context = self.config.compilation_config.cudagraph_capture_sizes, self.context
@@ -225,6 +226,7 @@ class Worker:
         if ours and self.model.traits.replayable and isinstance(context, CudaContext):
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
         if self.tp.world == 1:
+            rehearse(runner, self.config.model_config.max_model_len)
             with torch.inference_mode():
                 while self._graphs.prepare(first=True):
                     pass
@@ -238,7 +240,7 @@ class Worker:
             return False
         try:
             with torch.inference_mode():
-                return any(graphs is not None and graphs.prepare() for graphs in (self._graphs, self._mixed_graphs))
+                return any(graphs is not None and graphs.prepare() for graphs in (self._mixed_graphs, self._graphs))
         except torch.OutOfMemoryError:
             logger.warning("There is no memory for more CUDA graphs; steps without one are launched kernel by kernel.")
             return False
