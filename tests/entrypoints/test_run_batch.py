@@ -24,12 +24,18 @@ def line(custom_id: str, url: str, **body: Any) -> str:
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 CHAT = [{"role": "user", "content": "What is 7 + 5?"}]
+WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Get the current weather", "parameters": PARAMETERS},
+}
 GOOD = [line(f"c{i}", "/v1/completions", prompt=PROMPT, **GREEDY) for i in range(40)]
 LINES = [
     (line("chat", "/v1/chat/completions", messages=CHAT, **GREEDY), 200, ""),
     (line("plain", "/v1/completions", prompt=PROMPT, stream=False, **GREEDY), 200, ""),
     (line("stream", "/v1/completions", prompt=PROMPT, stream=True, **GREEDY), 400, "stream mode"),
-    (line("tools", "/v1/chat/completions", messages=CHAT, tools=[{"function": {"name": "f"}}]), 400, "tool choice"),
+    (line("tools", "/v1/chat/completions", messages=WEATHER, tools=[TOOL], temperature=0), 200, ""),
     (line("x", "/v1/completions", prompt=PROMPT).replace('"x"', "7"), 400, "custom_id must be a string"),
     (line("other-model", "/v1/completions", prompt=PROMPT).replace('"demo"', '"gpt-9"'), 404, "does not exist"),
     (line("embed", "/v1/embeddings", input="x"), 400, "url must be /v1/chat/completions or /v1/completions"),
@@ -53,6 +59,7 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
     source.write_text("\n".join([*GOOD, *(text for text, _, _ in LINES)]) + "\n\n")
     # Two running and a queue of three: the others must wait, not fail.
     small = ["--max-num-seqs", "2", "--max-num-queued-reqs", "3", "--max-model-len", "512"]
+    small += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     assert main(["run-batch", "-i", str(source), "-o", str(target), "--model", "demo", *small]) == 0
     answers = [json.loads(text) for text in target.read_text().splitlines()]
     assert len(answers) == len(GOOD) + len(LINES)
@@ -68,6 +75,8 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
         assert texts(answer) == completed
     bad = answers[len(GOOD) :]
     assert texts(bad[0]) == chatted and texts(bad[1]) == completed
+    (call,) = bad[3]["response"]["body"]["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather" and "Paris" in call["function"]["arguments"]
     for answer, (text, status, message) in zip(bad, LINES, strict=True):
         assert answer["response"]["status_code"] == status, text
         if status != 200:
@@ -98,6 +107,8 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
     [
         (["-i", "https://example.com/in.jsonl", "-o", "out"], "URLs are not fetched"),
         (["-i", "{tmp}/in.jsonl", "-o", "s3://bucket/out"], "URLs are not fetched"),
+        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/out", "--tool-call-parser", "nobody"], "invalid tool call parser"),
+        (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/out", "--enable-auto-tool-choice"], "requires --tool-call-parser"),
         (["-i", "{tmp}/nowhere.jsonl", "-o", "{tmp}/out"], "There is no file"),
         (["-i", "{tmp}/in.jsonl", "-o", "{tmp}/no/folder/out"], "There is no folder"),
         (["-i", "{tmp}/in.jsonl", "-o", "{tmp}"], "--output-file must be a file, but"),
@@ -149,9 +160,7 @@ def test_what_was_answered_is_kept_when_the_run_ends_early(monkeypatch: pytest.M
     model = SimpleNamespace(
         served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
     )
-    decoding = SimpleNamespace(reasoning_parser="")
-    config = SimpleNamespace(model_config=model, decoding_config=decoding)
-    engine: Any = SimpleNamespace(vllm_config=config, shutdown=shutdown)
+    engine: Any = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), shutdown=shutdown)
     written: list[dict[str, Any]] = []
     monkeypatch.setattr(run_batch, "answer_line", answer)
     with pytest.raises(RuntimeError, match="gone"):

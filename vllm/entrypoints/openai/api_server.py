@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.openai.cli_args import make_arg_parser, parsing_of, validate_parsed_serve_args
 from vllm.logger import DATE_FORMAT, init_logger
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.allocator import keep_little_freed_memory
@@ -109,16 +109,6 @@ def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter
     )
     application.state.http_metrics = HttpMetrics()
     return HttpMetricsMiddleware(app, metrics=application.state.http_metrics)
-
-
-def parsing_of(args: argparse.Namespace) -> Any:
-    """How answers are read. Raises ValueError for parsers that there are not, and plug-ins that cannot be loaded."""
-    from vllm.entrypoints.openai.message import ParsingSettings
-    from vllm.tool_parsers.plugin import ToolParserManager
-
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    return ParsingSettings(args.tool_call_parser, args.enable_auto_tool_choice, args.reasoning_parser or None)
 
 
 def keys_of(args: argparse.Namespace) -> list[str]:

@@ -266,6 +266,8 @@ class ChatEvents(AnswerEvents):
     ) -> str:
         """A chunk for each piece of the message; what is known of the tokens comes with the first."""
         assert self._work.parsing is not None
+        if self._is_plain and output.finish_reason is None and len(deltas) == 1 and isinstance(deltas[0], Content):
+            return self._plain_event(choice, deltas[0].text)  # the usual case: text stays text
         fields = [_fields_of(delta) for delta in deltas]
         if not fields and logprobs and output.finish_reason is None:
             fields = [{"content": ""}]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import ssl
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.tool_parsers.registry import FORMATS
 from vllm.utils.argparse import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.message import ParsingSettings
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "trace")
 
@@ -39,6 +43,42 @@ def template_variables(text: str) -> dict[str, Any]:
     if reserved := sorted(RESERVED_VARIABLES.intersection(found)):
         raise argparse.ArgumentTypeError(f"{reserved[0]} is no variable of the template's own")
     return found
+
+
+def add_parsing_flags(add: Callable[..., Any]) -> None:
+    """The flags that say how answers are read, with the `add_argument` of a parser."""
+    add(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="Let the model decide whether to call a tool. Needs --tool-call-parser.",
+    )
+    add(
+        "--tool-call-parser",
+        default=None,
+        help="How the model writes calls: " + ", ".join(FORMATS) + ", or a name that the plug-in has registered.",
+    )
+    add(
+        "--tool-parser-plugin",
+        metavar="FILE",
+        default=None,
+        help="Python file that registers a tool parser of your own. It is run in the server's process.",
+    )
+
+
+def parsing_of(args: argparse.Namespace) -> ParsingSettings:
+    """How answers are read. Raises TypeError or ValueError for flags that do not go together, parsers that there are
+    not, and plug-ins that cannot be loaded.
+    """
+    from vllm.entrypoints.openai.message import ParsingSettings
+    from vllm.tool_parsers.plugin import ToolParserManager
+
+    if args.enable_auto_tool_choice and not args.tool_call_parser:
+        raise TypeError("Error: --enable-auto-tool-choice requires --tool-call-parser")
+    if args.enable_reasoning and not args.reasoning_parser:
+        raise TypeError("Error: --enable-reasoning requires --reasoning-parser")
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    return ParsingSettings(args.tool_call_parser, args.enable_auto_tool_choice, args.reasoning_parser or None)
 
 
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -134,22 +174,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         action="store_true",
         help="Run the engine core in the server's process instead of one of its own.",
     )
-    add(
-        "--enable-auto-tool-choice",
-        action="store_true",
-        help="Let the model decide whether to call a tool. Needs --tool-call-parser.",
-    )
-    add(
-        "--tool-call-parser",
-        default=None,
-        help="How the model writes calls: " + ", ".join(FORMATS) + ", or a name that the plug-in has registered.",
-    )
-    add(
-        "--tool-parser-plugin",
-        metavar="FILE",
-        default=None,
-        help="Python file that registers a tool parser of your own. It is run in the server's process.",
-    )
+    add_parsing_flags(add)
     add(
         "--max-log-len",
         type=int,
@@ -197,10 +222,6 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 def validate_parsed_serve_args(args: argparse.Namespace) -> None:
     """Raise for combinations that cannot work, and for features of later versions."""
-    if args.enable_auto_tool_choice and not args.tool_call_parser:
-        raise TypeError("Error: --enable-auto-tool-choice requires --tool-call-parser")
-    if args.enable_reasoning and not args.reasoning_parser:
-        raise TypeError("Error: --enable-reasoning requires --reasoning-parser")
     if args.lora_modules:
         raise ValueError("LoRA (--lora-modules) is not available in this version.")
     if args.prompt_adapters:

@@ -34,6 +34,7 @@ class AnswerEvents(ABC):
         self._last: dict[int, RequestOutput] = {}  # of each prompt
         self._parts: list[str | None] = [None] * (prompts * count)
         self._opened = False
+        self._is_plain = is_plain
         self._write = self._plain if is_plain and deltas is None else self._full
 
     def feed(self, index: int, result: RequestOutput) -> bytes:
@@ -58,6 +59,10 @@ class AnswerEvents(ABC):
         text = output.text
         if not text and not (tokens and self._writes_empty):
             return ""
+        return self._plain_event(choice, text)
+
+    def _plain_event(self, choice: int, text: str) -> str:
+        """The event of a text and nothing else."""
         before = self._parts[choice]
         if before is None:
             before = self._parts[choice] = self._before(choice)

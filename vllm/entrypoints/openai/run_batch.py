@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.cli_args import add_parsing_flags, parsing_of
 from vllm.logger import init_logger
 from vllm.utils.argparse import FlexibleArgumentParser
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
     from vllm.entrypoints.openai.context import ServerContext
+    from vllm.entrypoints.openai.message import ParsingSettings
 
 logger = init_logger(__name__)
 
@@ -35,6 +37,7 @@ def make_parser() -> FlexibleArgumentParser:
     parser.add_argument("-o", "--output-file", required=True, help="Where the answers go; a local file.")
     parser.add_argument("--response-role", default="assistant", help="Role of chat answers.")
     parser.add_argument("--max-in-progress", type=int, default=256, help="Requests handed to the engine at a time.")
+    add_parsing_flags(parser.add_argument)
     AsyncEngineArgs.add_cli_args(parser)
     parser.set_defaults(model="demo")
     return parser
@@ -121,7 +124,12 @@ async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
 
 
 async def run(
-    engine: AsyncLLMEngine, lines: Sequence[bytes], role: str, width: int, write: Callable[[dict[str, Any]], None]
+    engine: AsyncLLMEngine,
+    lines: Sequence[bytes],
+    role: str,
+    width: int,
+    write: Callable[[dict[str, Any]], None],
+    parsing: ParsingSettings | None = None,
 ) -> None:
     """Pass answers to `write` in the order of the lines, each as soon as it and those before it are there; at most
     `width` are in progress.
@@ -137,7 +145,7 @@ async def run(
         max_model_len=model.max_model_len,
         default_sampling=model.get_diff_sampling_param(),
         response_role=role,
-        parsing=ParsingSettings(reasoning_parser=engine.vllm_config.decoding_config.reasoning_parser or None),
+        parsing=parsing or ParsingSettings(),
     )
     gate = asyncio.Semaphore(width)
 
@@ -170,6 +178,7 @@ def execute(args: argparse.Namespace) -> int:
         raise ValueError(f"--output-file must be a file, but {target} is a folder.")
     if target.exists() and target.samefile(source):
         raise ValueError(f"--output-file is the input file, {source}, which would be lost. Name another one.")
+    parsing = parsing_of(args)
     args.disable_frontend_multiprocessing = False
     with target.open("a"):  # what is not allowed is known before the model is loaded
         engine = make_engine(args)
@@ -182,7 +191,7 @@ def execute(args: argparse.Namespace) -> int:
             file.write(json.dumps(item) + "\n")
             file.flush()  # what was answered is kept, whatever happens to the rest
 
-        asyncio.run(run(engine, lines, args.response_role, args.max_in_progress, write))
+        asyncio.run(run(engine, lines, args.response_role, args.max_in_progress, write, parsing))
     logger.info("%d requests answered, %d of them with an error; the answers are in %s", len(lines), failed, target)
     return 1 if engine.errored else 0
 
@@ -192,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
     args = make_parser().parse_args(list(argv[1:]))
     try:
         return execute(args)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"vllm run-batch: {error}", file=sys.stderr)
         return 1
 
