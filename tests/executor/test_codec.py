@@ -11,7 +11,7 @@ import pytest
 from vllm.executor import codec
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.step.plan import BlockAppend, RowMasks, SlotInit, StepPlan, TokenWrite, Transfer, TransferKind
+from vllm.step.plan import AdapterLoad, BlockAppend, RowMasks, SlotInit, StepPlan, TokenWrite, Transfer, TransferKind
 
 
 def make_plan(random: np.random.Generator, rows: int, params: SamplingParams) -> StepPlan:
@@ -77,6 +77,7 @@ def test_every_field_of_a_plan_travels() -> None:
         "late": np.array([False, False, True]),
         "masks": RowMasks(np.array([2], np.int32), np.array([[5, 2**32 - 1]], np.uint32)),
         "pooled": np.array([True, False, False]),
+        "adapters": (AdapterLoad(1, 7),),
     }
     assert {f.name for f in fields(StepPlan) if f.default is not MISSING} <= set(used)
     back = over_the_wire(replace(plan, **used))

@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters and prompt adapters. Neither exists yet: the values are checked, then refused."""
+"""Settings of LoRA adapters, and of prompt adapters, which do not exist yet: checked, then refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ LORA_EXTRA_VOCAB_SIZES = (0, 256, 512)
 class LoRAConfig:
     """LoRA adapters."""
 
-    enable_lora: bool = setting(False, Flag(), "Serve LoRA adapters.", later="LoRA adapters")
-    enable_lora_bias: bool = setting(False, Flag(), "Adapters have biases.", needs="enable_lora")
+    enable_lora: bool = setting(False, Flag(), "Serve LoRA adapters.")
+    enable_lora_bias: bool = setting(
+        False, Flag(), "Adapters have biases.", needs="enable_lora", later="Biases of LoRA adapters"
+    )
     max_loras: int = setting(1, Integer(), "The most adapters in one step.", needs="enable_lora")
     max_lora_rank: int = setting(16, Integer(), "The largest rank of an adapter.", needs="enable_lora")
     lora_extra_vocab_size: int = setting(
-        256, Integer(), "The most tokens that an adapter may add to the vocabulary.", needs="enable_lora"
+        256,
+        Integer(),
+        "The most tokens that an adapter may add to the vocabulary. Adapters that add any are refused so far.",
+        needs="enable_lora",
     )
     lora_dtype: str = setting(
         "auto",
@@ -29,17 +34,34 @@ class LoRAConfig:
         needs="enable_lora",
     )
     long_lora_scaling_factors: tuple[float, ...] | None = setting(
-        None, NumberList(optional=True), "Scaling factors of long-LoRA adapters.", needs="enable_lora"
+        None,
+        NumberList(optional=True),
+        "Scaling factors of long-LoRA adapters.",
+        needs="enable_lora",
+        later="Long-LoRA adapters (long_lora_scaling_factors)",
     )
     max_cpu_loras: int | None = setting(
         None, Integer(optional=True), "Adapters kept in host memory. Default: max_loras.", needs="enable_lora"
     )
     fully_sharded_loras: bool = setting(
-        False, Flag(), "Divide all of an adapter over the devices.", needs="enable_lora"
+        False,
+        Flag(),
+        "Divide all of an adapter over the devices.",
+        needs="enable_lora",
+        later="Dividing all of an adapter over the devices (fully_sharded_loras)",
     )
     default_mm_loras: dict[str, str] | None = setting(
-        None, Json(optional=True), "Adapters for kinds of input.", needs="enable_lora"
+        None,
+        Json(optional=True),
+        "Adapters for kinds of input.",
+        needs="enable_lora",
+        later="Adapters for kinds of input (default_mm_loras)",
     )
+
+    @property
+    def host_adapters(self) -> int:
+        """Adapters kept in host memory."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     def __post_init__(self) -> None:
         if not self.enable_lora:

@@ -93,6 +93,7 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
         load_config=build(LoadConfig, args),
         decoding_config=build(DecodingConfig, args),
         observability_config=build(ObservabilityConfig, args),
+        lora_config=build(LoRAConfig, args) if args["enable_lora"] else None,
         compilation_config=_compilation(args, model, scheduler, device, why),
         additional_config=args["additional_config"],
         explanation=why,

@@ -327,7 +327,7 @@ class KVManager:
             if hashes:
                 parent = hashes[-1]
             else:
-                parent = root_hash(request.lora_id, request.cache_salt)
+                parent = root_hash(request.lora_id, request.cache_salt, request.lora_key)
                 if request.encoder_key:
                     parent = block_hash(parent, b"", request.encoder_key)
             hashes.append(block_hash(parent, content))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vllm.core.request import Request
+from vllm.step.plan import AdapterLoad
 
 
 class Verdict(Enum):
@@ -57,6 +58,13 @@ class AdmissionPolicy:
 
     def forget(self, request: Request) -> None:
         """The request has ended and will not come again. Follows `left` if it had a slot."""
+
+    def loads(self) -> tuple[AdapterLoad, ...]:
+        """What the step being planned needs on the device, since the last call."""
+        return ()
+
+    def failed(self) -> None:
+        """A step failed: what steps in flight were to bring to the device may not be there."""
 
     def observe(self, prompt_step_seconds: float) -> None:
         """How long a step that computed prompts took."""

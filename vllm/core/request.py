@@ -42,7 +42,7 @@ class Request:
 
     __slots__ = (
         "id", "tokens", "num_prompt_tokens", "params", "seed", "eos_token_id", "stop_token_ids", "arrival_time",
-        "priority", "lora_id", "cache_salt", "fork_of", "account", "sequence_number",
+        "priority", "lora_id", "lora_key", "columns", "cache_salt", "fork_of", "account", "sequence_number",
         "status", "blocked", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
         "capacity", "tables", "starts_from", "num_drafted", "encoder_tokens", "encoder_key", "content_keys",
          "hashes", "num_registered", "freed_behind_window", "shares_tail",
@@ -63,6 +63,8 @@ class Request:
         self.arrival_time = message.arrival_time
         self.priority = message.priority
         self.lora_id = message.lora_id
+        self.lora_key = b""  # the adapter's digest, known when it has been read
+        self.columns: tuple[int, ...] = ()  # of its slot, as policies set them
         self.cache_salt = message.cache_salt
         self.fork_of = message.fork_of
         self.account = message.account

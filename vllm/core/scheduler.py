@@ -138,8 +138,14 @@ class Scheduler:
         doomed = list(self.requests.values())
         self._in_flight.clear()
         self._finish(doomed)
-        self.kv.reset_cache()
+        self._forget_device()
         return [CoreOutput(request_id=r.id, new_token_ids=[], finish_reason="error", error=error) for r in doomed]
+
+    def _forget_device(self) -> None:
+        """Count on nothing that steps have left on the device."""
+        self.kv.reset_cache()
+        for policy in self._policies:
+            policy.failed()
 
     def isolate(self, error: str) -> list[CoreOutput]:
         """A step failed as a whole, and the device survived: find out which request it was.
@@ -161,7 +167,7 @@ class Scheduler:
         while self.running:
             self._preempt(self.running.pop())
         self._freed_slots = list(range(self.limits.max_num_seqs))  # whatever the device did not take in
-        self.kv.reset_cache()
+        self._forget_device()
         for request in involved.values():
             if request.status is Status.WAITING and not request.suspected:
                 request.suspected = True
@@ -249,6 +255,7 @@ class Scheduler:
             num_computed=np.array(draft.num_computed, dtype=np.int32),
             sample=np.array(draft.sample, dtype=bool),
             transfers=resolve(draft.transfers) if draft.transfers else (),
+            adapters=tuple(load for policy in self._policies for load in policy.loads()) if draft.new else (),
         )
         self._freed_slots.clear()
         self._step_id += 1
@@ -501,6 +508,7 @@ class Scheduler:
                 seed=request.seed,
                 stop_token_ids=tuple(request.stop_token_ids),
                 lora_id=request.lora_id,
+                columns=request.columns,
             )
         )
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.engine.adapters import LOADING, READY
 from vllm.engine.admission import Account, Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput
@@ -40,6 +41,7 @@ TICK_SECONDS = 0.5
 # else there is in a message is as much as so many tokens.
 TOKENS_PER_TURN = 64 * 1024
 TOKENS_PER_MESSAGE = 256
+LORA_POLL_SECONDS = 0.005
 
 
 class AsyncEngineDeadError(EngineDeadError):
@@ -736,7 +738,35 @@ class AsyncLLMEngine:
         return False
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
+        """Read an adapter into host memory, beside the requests in progress; True. Raises ValueError if it cannot be
+        used.
+        """
+        folder = await asyncio.get_running_loop().run_in_executor(None, self.input_processor.lora_folder, lora_request)
+        await self._call("begin_adapter", lora_request.lora_int_id, folder)
+        while (state := await self._call("adapter_state", lora_request.lora_int_id)) == LOADING:
+            await asyncio.sleep(LORA_POLL_SECONDS)
+        if state != READY:
+            raise ValueError(f"Loading lora {lora_request.lora_name} failed: {state}")
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that use it end first. False if it is not loaded."""
+        self._need_lora()
+        return bool(await self._call("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """The ids of the adapters in host memory."""
+        self._need_lora()
+        return set(await self._call("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep a loaded adapter in host memory and on the device. Raises ValueError if that is not possible."""
+        self._need_lora()
+        return bool(await self._call("pin_lora", lora_id))
+
+    def _need_lora(self) -> None:
+        if self.vllm_config.lora_config is None:
+            raise ValueError("LoRA is not enabled. Set enable_lora=True (--enable-lora).")
 
 
 def _cache_info(config: VllmConfig) -> dict[str, Any]:

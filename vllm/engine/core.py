@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import Scheduler, SchedulerLimits
+from vllm.engine.adapters import Adapters
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.faults import Faults, broken_processor
 from vllm.logger import init_logger
@@ -60,12 +61,15 @@ class EngineCore:
         self._faults = Faults.from_env()
         self._strict = envs.VLLM_STRICT
         self.num_blocks = executor.num_blocks
+        lora = config.lora_config
+        self.adapters = None if lora is None else Adapters(executor, lora.max_loras, lora.host_adapters)
+        policies = admission_policies(config.scheduler_config)
         self.scheduler = Scheduler(
             scheduler_limits(config.scheduler_config),
             executor.kv_layout.policy,
             executor.num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
-            policies=admission_policies(config.scheduler_config),
+            policies=policies if self.adapters is None else [*policies, self.adapters.slots],
         )
         self._grammars = grammar_requests(config)
         self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0
@@ -91,10 +95,14 @@ class EngineCore:
 
     def _queue(self, request: CoreRequest) -> list[CoreOutput]:
         try:
+            if request.lora_id and self.adapters is not None:
+                self.adapters.check(request.lora_id, request.lora_path)
             self.scheduler.add(request)
         except ValueError as error:
             self._grammars.forget([request.request_id])
             return [CoreOutput(request.request_id, [], finish_reason="error", error=str(error))]
+        if request.lora_id and self.adapters is not None:
+            self.adapters.want(request, self.scheduler)
         return []
 
     def check_grammars(self, specs: Iterable[GrammarSpec]) -> None:
@@ -221,6 +229,10 @@ class EngineCore:
         scheduler, executor = self.scheduler, self._executor
         if self._grammars.num_waiting and (ends := self._admit_compiled()):
             return ends
+        if self.adapters is not None and self.adapters.busy:
+            failed = self.adapters.advance(scheduler)
+            if failed:
+                return failed
         while self._submitted < executor.max_in_flight and self._submit():
             pass
         if self._submitted == 0:
@@ -321,6 +333,36 @@ class EngineCore:
 
     def stop_profile(self) -> None:
         self._executor.collective_rpc("stop_profile")
+
+    def _known_adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise ValueError("LoRA is not enabled: set enable_lora=True (--enable-lora).")
+        return self.adapters
+
+    def begin_adapter(self, adapter_id: int, folder: str) -> None:
+        """Begin to read a LoRA adapter; `adapter_state` tells what became of it."""
+        adapters = self._known_adapters()
+        adapters.add(adapter_id, folder)
+        self._left_over.extend(adapters.advance(self.scheduler))
+
+    def adapter_state(self, adapter_id: int) -> str:
+        """ "ready", "loading", "unknown", or why the adapter cannot be used (told once)."""
+        adapters = self._known_adapters()
+        if adapters.busy:
+            self._left_over.extend(adapters.advance(self.scheduler))
+        return adapters.state(adapter_id)
+
+    def remove_lora(self, adapter_id: int) -> bool:
+        """Forget an adapter once its requests have ended; False if it is not loaded."""
+        return self._known_adapters().remove(adapter_id)
+
+    def pin_lora(self, adapter_id: int) -> bool:
+        """Keep a loaded adapter where it is. Raises ValueError if it cannot be."""
+        return self._known_adapters().pin(adapter_id)
+
+    def list_loras(self) -> list[int]:
+        """The adapters in host memory."""
+        return self._known_adapters().ids()
 
     def collective_rpc(
         self,

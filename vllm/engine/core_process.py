@@ -47,8 +47,11 @@ PREPARE_SECONDS = 0.005  # without a request, before the next piece of what late
 TAKE_SECONDS = 0.02
 # What a front end may call by name; nothing else is reachable from the socket.
 CALLABLE = frozenset(
-    {"reset_prefix_cache", "start_profile", "stop_profile", "collective_rpc", "check_health", "idle_report"}
-)
+    {
+        "reset_prefix_cache", "start_profile", "stop_profile", "collective_rpc", "check_health", "idle_report",
+        "begin_adapter", "adapter_state", "remove_lora", "pin_lora", "list_loras",
+    }
+)  # fmt: skip
 
 
 class Heart:

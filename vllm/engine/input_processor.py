@@ -17,6 +17,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType, is_explicit_encoder_decoder_prompt
 from vllm.inputs.parse import parse_singleton_prompt
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.lora.source import check_adapter
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.step.messages import CoreRequest
@@ -27,11 +29,11 @@ from vllm.validation import integer_in, show
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.tokenizer import Tokenizer
-    from vllm.lora.request import LoRARequest
     from vllm.prompt_adapter.request import PromptAdapterRequest
 
 logger = init_logger(__name__)
 
+MAX_KNOWN_ADAPTERS = 4096
 SEED_BITS = 64
 _SEED_MASK = (1 << SEED_BITS) - 1
 # Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
@@ -95,6 +97,8 @@ class ProcessedRequest(NamedTuple):
     beams: BeamSearchParams | None = None
     account: str | None = None
     grammar: GrammarSpec | None = None
+    lora_request: LoRARequest | None = None
+    lora_folder: str = ""
 
 
 class Children(Sequence[CoreRequest]):
@@ -164,6 +168,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._random = random.Random(model.seed)
         self._generation_config: dict[str, Any] = model.try_get_generation_config()
+        self._lora_folders: dict[tuple[int, str], str] = {}
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None
         if INPUT_REGISTRY.has_input_processors:
             self._hook = INPUT_REGISTRY.create_input_processor(model)
@@ -316,13 +321,32 @@ class InputProcessor:
         if not isinstance(request.params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"params must be SamplingParams, got {type(request.params).__name__}.")
         if request.lora_request is not None:
-            raise ValueError(f"Got lora_request {request.lora_request} but LoRA is not enabled!")
+            self.lora_folder(request.lora_request)
         if request.prompt_adapter_request is not None:
             raise ValueError(
                 f"Got prompt_adapter_request {request.prompt_adapter_request} but prompt adapters are not enabled!"
             )
         if _priority("priority", request.priority) != 0 and self._config.scheduler_config.policy != "priority":
             raise ValueError(f"Got priority {request.priority} but Priority scheduling is not enabled.")
+
+    def lora_folder(self, lora_request: LoRARequest) -> str:
+        """The folder of a request's adapter, its settings checked; the first time it may be fetched from the Hub.
+
+        Raises ValueError, or LoRAAdapterNotFoundError.
+        """
+        lora = self._config.lora_config
+        if lora is None:
+            raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
+        if not isinstance(lora_request, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}.")
+        key = (lora_request.lora_int_id, lora_request.lora_path)
+        folder = self._lora_folders.get(key)
+        if folder is None:
+            folder = str(check_adapter(lora_request, lora.max_lora_rank))
+            if len(self._lora_folders) >= MAX_KNOWN_ADAPTERS:
+                self._lora_folders.clear()
+            self._lora_folders[key] = folder
+        return folder
 
     def _checked(self, params: SamplingParams) -> _Checked:
         """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
@@ -450,6 +474,8 @@ class InputProcessor:
             beams=beams,
             account=request.account or (request.request_id if beams is not None or params.num_candidates > 1 else None),
             grammar=grammar,
+            lora_request=request.lora_request,
+            lora_folder="" if request.lora_request is None else self.lora_folder(request.lora_request),
         )
         return made if beams is not None else made._replace(children=self._children(made))
 
@@ -514,6 +540,8 @@ def core_request(
         fork_of=fork_of,
         account=request.account,
         grammar=request.grammar,
+        lora_id=0 if request.lora_request is None else request.lora_request.lora_int_id,
+        lora_path=request.lora_folder,
     )
 
 

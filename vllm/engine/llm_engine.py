@@ -24,6 +24,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor, RequestInput, first_step
 from vllm.engine.output_processor import OutputProcessor
@@ -39,6 +40,7 @@ from vllm.version import __version__
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.core import EngineCore
     from vllm.executor.base import Executor
     from vllm.inputs import PromptType
     from vllm.lora.request import LoRARequest
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _Output = TypeVar("_Output")
+_POLL_SECONDS = 0.001
 
 
 class LLMEngine:
@@ -446,16 +449,31 @@ class LLMEngine:
         return False
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        raise _no_lora()
+        """Read an adapter into host memory; True. Raises ValueError if it cannot be used."""
+        core = self._lora_core()
+        core.begin_adapter(lora_request.lora_int_id, self.input_processor.lora_folder(lora_request))
+        while (state := core.adapter_state(lora_request.lora_int_id)) == LOADING:
+            time.sleep(_POLL_SECONDS)
+        if state != READY:
+            raise ValueError(f"Loading lora {lora_request.lora_name} failed: {state}")
+        return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        raise _no_lora()
+        """Forget an adapter; requests that use it end first. False if it is not loaded."""
+        return self._lora_core().remove_lora(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
-        raise _no_lora()
+        """Keep a loaded adapter in host memory and on the device. Raises ValueError if that is not possible."""
+        return self._lora_core().pin_lora(lora_id)
 
     def list_loras(self) -> set[int]:
-        raise _no_lora()
+        """The ids of the adapters in host memory."""
+        return set(self._lora_core().list_loras())
+
+    def _lora_core(self) -> EngineCore:
+        if self.vllm_config.lora_config is None:
+            raise ValueError("LoRA is not enabled. Set enable_lora=True.")
+        return self._client.core
 
     def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
         raise _no_prompt_adapters()
@@ -503,10 +521,6 @@ def _with_blocks(config: VllmConfig, num_blocks: int) -> VllmConfig:
     """`config`, with what is known about the cache now."""
     cache = replace(config.cache_config, num_gpu_blocks=num_blocks, num_cpu_blocks=0)
     return replace(config, cache_config=cache)
-
-
-def _no_lora() -> ValueError:
-    return ValueError("LoRA is not enabled. LoRA adapters are not available in this version.")
 
 
 def _no_prompt_adapters() -> ValueError:

@@ -239,6 +239,7 @@ class _Request:
             outputs=completions,
             finished=finished,
             metrics=self.metrics,
+            lora_request=message.lora_request,
             num_cached_tokens=self.num_cached_tokens,
         )
 
@@ -406,7 +407,7 @@ class OutputProcessor:
         message = request.message
         return RequestOutput(
             message.request_id, message.prompt, message.prompt_token_ids, None, [completion], False, request.metrics,
-            num_cached_tokens=request.num_cached_tokens,
+            message.lora_request, num_cached_tokens=request.num_cached_tokens,
         )  # fmt: skip
 
     def _fail(self, request: _Request, error: Exception, now: float, aborts: list[str]) -> RequestOutput:

@@ -7,10 +7,12 @@ from array import array
 from collections.abc import Sequence
 
 
-def root_hash(lora_id: int = 0, salt: str | None = None) -> bytes:
-    """What stands for the parent of a sequence's first block: the adapter, and the user's salt if there is one."""
+def root_hash(lora_id: int = 0, salt: str | None = None, lora_key: bytes = b"") -> bytes:
+    """What stands for the parent of a sequence's first block: the adapter by its number and the digest of its files,
+    and the user's salt if there is one.
+    """
     text = (salt or "").encode()
-    return hashlib.sha256(b"%d:%d:" % (lora_id, len(text)) + text).digest()
+    return hashlib.sha256(b"%d:%d:" % (lora_id, len(text)) + text + lora_key).digest()
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +26,41 @@ class GroupInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of one adapter. slot: its place among those on the device.   rows: [n] int64, None for all rows."""
+
+    slot: int
+    rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """What layers need to know of a set of rows beyond their values: which adapter each of them uses.
+
+    adapters: [rows] int32, the adapter's slot, -1 for none.   segments: the same as the host knows it, one for each
+    adapter that occurs.
+    """
+
+    adapters: Tensor
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFeatures:
+    """What some steps bring beyond tokens, positions and caches. A fast path states which of it it handles, by name;
+    any other that is there sends the step to the general path.
+
+    adapters: the views of all tokens and of those in `logits_rows`, where a request of the step uses an adapter.
+    """
+
+    adapters: tuple[RowView | None, RowView | None] | None = None
+
+    def names(self) -> frozenset[str]:
+        """The features that the step brings."""
+        return frozenset(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """A mixed batch: request r owns tokens `query_starts[r] : query_starts[r + 1]`, the last of its `seq_lens[r]`
     tokens. Made by `of`.
@@ -35,6 +70,7 @@ class StepInputs:
     logits_rows: [rows] int64, each at most once: the tokens whose hidden states are wanted; None: all, in order.
     max_query_len, max_seq_len: no request has more; a captured step says what it was captured for.
     host_query_starts, host_seq_lens: the same numbers as numpy int32, for planning without a device round trip.
+    features: what this step brings beyond that, None for most.
     """
 
     token_ids: Tensor
@@ -47,6 +83,7 @@ class StepInputs:
     max_seq_len: int
     host_query_starts: np.ndarray
     host_seq_lens: np.ndarray
+    features: StepFeatures | None = None
 
     @classmethod
     def of(
@@ -62,6 +99,7 @@ class StepInputs:
         logits_rows: Tensor | None = None,
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
+        features: StepFeatures | None = None,
     ) -> StepInputs:
         """The one way to make a step's inputs: what is not said is neutral, the bounds are those of the host's
         numbers.
@@ -81,7 +119,14 @@ class StepInputs:
             max_seq_len=max_seq_len,
             host_query_starts=host_query_starts,
             host_seq_lens=host_seq_lens,
+            features=features,
         )
+
+    def view(self, picked: bool) -> RowView | None:
+        """The view of all tokens, or of those in `logits_rows`; None if none of them uses an adapter."""
+        if self.features is None or self.features.adapters is None:
+            return None
+        return self.features.adapters[picked]
 
     def wanted(self, hidden: Tensor) -> Tensor:
         """hidden: [tokens, ...] -> [rows, ...], its rows that `logits_rows` names."""

@@ -22,6 +22,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     `params.max_tokens` is resolved (never None). `seed` is the resolved 64-bit seed of this sequence.
     `stop_token_ids` are all ids that end the request: eos (unless ignore_eos) and the user's.
     `fork_of` names a live request whose first tokens equal this prompt: its blocks are shared copy-on-write.
+    `lora_id` and `lora_path` are the number and the folder of its adapter, 0 and "" for none.
     `account` is the same for all sequences of one user's request (n > 1, beams, many prompts of one call), so that the
     scheduler can be fair between users' requests; None for a sequence by itself.
     `grammar` is the form that the output must have; `params` say nothing about it.
@@ -46,6 +47,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     content_keys: tuple[tuple[int, int, bytes], ...] = ()
     encoder_tokens: int = 0
     encoder_key: bytes = b""
+    lora_path: str = ""
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -50,6 +50,13 @@ class Column(NamedTuple):
     neutral: int
 
 
+class AdapterLoad(NamedTuple):
+    """Copy an adapter from host memory to slot `slot` of those on the device."""
+
+    slot: int
+    adapter_id: int
+
+
 class BlockAppend(NamedTuple):
     """Write `block_ids` to row `slot` of group `group`'s block table, from column `start` on."""
 
@@ -110,7 +117,7 @@ class StepPlan:
 
     `slots`, `num_tokens`, `num_computed` and `sample` are parallel arrays, one entry per request.
 
-    Order of effects in the worker: `freed`, `new`, `blocks`, `transfers`, `writes`, then the forward pass.
+    Order of effects in the worker: `freed`, `new`, `blocks`, `transfers`, `writes`, `adapters`, then the forward pass.
 
     What follows `sample` is neutral by default. Per row: `drafts` is the number of draft tokens behind the last known
     token (the row samples drafts + 1 tokens), None for none; `exact` whether `num_computed` is the truth, None for all
@@ -134,6 +141,7 @@ class StepPlan:
     late: Bool | None = None
     masks: RowMasks | None = None
     pooled: Bool | None = None
+    adapters: tuple[AdapterLoad, ...] = ()
 
 
 _NEUTRAL = tuple((field.name, field.default) for field in fields(StepPlan) if field.default is not MISSING)

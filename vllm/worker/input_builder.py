@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm.ops.attention import HostBatch, plan_batch
-from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepFeatures, StepInputs
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker.device import DeviceContext
 from vllm.worker.pool import Pooler
@@ -191,8 +191,11 @@ class InputBuilder:
             tuple(mappings), sample_rows, prompt_rows, pooled_rows,
         )  # fmt: skip
 
-    def build(self, plan: StepPlan, laid: Laid | None = None) -> Batch:
-        """The inputs of `plan`, on the device. laid: what `lay_out` has made of it, if that was called already."""
+    def build(self, plan: StepPlan, laid: Laid | None = None, features: StepFeatures | None = None) -> Batch:
+        """The inputs of `plan`, on the device. laid: what `lay_out` has made of it, if that was called already.
+
+        features: what the step brings beyond that.
+        """
         laid = self.lay_out(plan) if laid is None else laid
         table, arrays = self._table, laid.arrays
         planned = plan_batch(
@@ -203,10 +206,17 @@ class InputBuilder:
         )  # fmt: skip
         device = self._context.upload(arrays if planned is None else [*arrays, *planned.arrays])
         plans = () if planned is None else planned.make(device[len(arrays) :])
-        step = self.inputs(laid, device[: len(arrays)], int(laid.lens.max()), plans)
+        step = self.inputs(laid, device[: len(arrays)], int(laid.lens.max()), plans, features)
         return self.batch(plan, laid, step)
 
-    def inputs(self, laid: Laid, device: Sequence[Tensor], longest: int, plans: Sequence[Any] = ()) -> StepInputs:
+    def inputs(
+        self,
+        laid: Laid,
+        device: Sequence[Tensor],
+        longest: int,
+        plans: Sequence[Any] = (),
+        features: StepFeatures | None = None,
+    ) -> StepInputs:
         """A step over `laid`, whose arrays are on the device, and over what it reads out of the slot table there.
 
         longest: no sequence has more tokens.   plans: the attention backend's, per KV group; empty for none.
@@ -227,6 +237,7 @@ class InputBuilder:
             max_seq_len=longest,
             host_query_starts=laid.starts,
             host_seq_lens=laid.lens,
+            features=features,
         )
 
     def batch(self, plan: StepPlan, laid: Laid, step: StepInputs) -> Batch:

@@ -19,6 +19,7 @@ from vllm.step.inputs import StepInputs
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import Column, RowMasks, StepPlan, require_known
 from vllm.step.result import StepResult
+from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import Batch, InputBuilder, Laid, within
 from vllm.worker.pool import Pooler
@@ -28,7 +29,7 @@ from vllm.worker.step_handle import LateHandle, PromptLogprobs, Queued, StepHand
 from vllm.worker.transfers import run_transfers
 
 # Fields of a plan that are run beyond those without a default.
-KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "pooled"})
+KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "pooled", "adapters"})
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
 
 
@@ -85,6 +86,7 @@ class ModelRunner:
         tp: TensorParallel = SINGLE,
         columns: Sequence[Column] = (),
         pooler: Pooler | None = None,
+        adapters: WorkerAdapters | None = None,
     ) -> None:
         """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools."""
         self.model = model
@@ -92,7 +94,12 @@ class ModelRunner:
         self.kv_caches = kv_caches
         self.context = context
         self.tp = tp
+        if adapters is not None:
+            columns = (*columns, adapters.column)
         self.table = SlotTable(num_slots, max_model_len, layout, context, columns)
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.follow(self.table.columns[adapters.column.name].host)
         self.sampler = Sampler(self.table, vocab_size, context)
         self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt, pooler)
         self._pooler = pooler
@@ -109,17 +116,19 @@ class ModelRunner:
             raise RuntimeError(f"Step {self._late.step_id} waits for its masks: no other step may follow before.")
         self._take_in(plan)
         plan = self._settled(plan)
-        if self.decode_steps is not None and not self._faults and self.decode_steps.accepts(plan):
+        adapted = self.adapters is not None and self.adapters.used(plan)
+        plain = not adapted and not self._faults  # graphs handle no features yet
+        if plain and self.decode_steps is not None and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
         laid = self.builder.lay_out(plan)
         start = self.context.mark()
-        plain = plan.drafts is None and plan.pooled is None
-        if self.mixed_steps is not None and not self._faults and plain:
+        if plain and self.mixed_steps is not None and plan.drafts is None and plan.pooled is None:
             found = self.mixed_steps.forward(laid)
             if found is not None:
                 step, hidden = found
                 return self.finish(plan, self.builder.batch(plan, laid, step), hidden, start)
-        batch = self.builder.build(plan, laid)
+        features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
+        batch = self.builder.build(plan, laid, features)
         hidden = self.model(batch.step, self.kv_caches)
         return self.finish(plan, batch, hidden, start)
 
@@ -179,6 +188,8 @@ class ModelRunner:
                 self._pooler.enter(plan.new)
             elif any(isinstance(init.params, PoolingParams) for init in plan.new):
                 raise NotImplementedError("The model of this worker does not pool.")
+        if self.adapters is not None:
+            self.adapters.load(plan.adapters)
         self.table.append_blocks(plan.blocks)
         if plan.transfers:
             run_transfers(plan.transfers, (self.kv_caches,), self.context)
@@ -240,7 +251,12 @@ class ModelRunner:
         count = len(batch.sample_slots)
         if not count:
             return None
-        return self.model.logits(hidden[:count])
+        return self._head(hidden[:count], batch.sample_slots)
+
+    def _head(self, hidden: Tensor, slots: np.ndarray) -> Tensor:
+        """Logits of rows that belong to the requests in `slots`."""
+        view = None if self.adapters is None else self.adapters.view_of_slots(slots)
+        return self.model.logits(hidden) if view is None else self.model.logits(hidden, view)
 
     def _sample(self, logits: Tensor | None, batch: Batch, masks: RowMasks | None) -> Sampled:
         """The first rank samples, the others are told. masks: by rows of the plan."""
@@ -284,7 +300,8 @@ class ModelRunner:
             predicting = hidden[rows.first : rows.first + len(rows.positions)]
             parts = 0
             for i in range(0, len(rows.positions), step):
-                logits = self.model.logits(predicting[i : i + step])
+                piece = predicting[i : i + step]
+                logits = self._head(piece, slots[: len(piece)])
                 if self.tp.is_first:
                     tensors += top_logprobs(logits, targets[i : i + step], int(params.prompt_logprobs[slot]))
                     parts += 1

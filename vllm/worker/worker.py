@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker import cpu_blocks, kv_memory
+from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheRequest
@@ -77,13 +78,12 @@ class Worker:
             prefix_caching=config.cache_config.enable_prefix_caching is not False,
             features=frozenset(),
         )
-        if (
-            config.lora_config is None
-            and config.model_config.attention_backend != "TORCH_SDPA"
-            and self.device.type == "cpu"
-        ):
+        if config.model_config.attention_backend != "TORCH_SDPA" and self.device.type == "cpu":
             cpu_blocks.fuse(self.model)
         cache = config.cache_config
+        self.adapters = None
+        if config.lora_config is not None:
+            self.adapters = WorkerAdapters(config, self.model, self.context)
         self.layout: KVLayout = layout_of(self.model.traits, cache.block_size, cache.cache_dtype)
         if attention is not None:
             stored = kv_memory.cache_dtype(cache.cache_dtype, config.model_config.dtype)
@@ -208,6 +208,7 @@ class Worker:
             max_model_len=model.max_model_len,
             vocab_size=model.logits_width,
             tp=self.tp,
+            adapters=self.adapters,
         )
 
     def _use_graphs(self, runner: ModelRunner) -> None:
@@ -252,6 +253,8 @@ class Worker:
         """
         if self.tp.one_shot is not None:
             self.tp.one_shot.release()
+        if self.adapters is not None:
+            self.adapters.close()
         for graphs in (self._graphs, self._mixed_graphs):
             if graphs is not None:
                 graphs.close()
@@ -279,6 +282,23 @@ class Worker:
         if self.runner is None:
             raise RuntimeError("The worker has no KV cache yet: call start() first.")
         self.runner.complete(step_id, masks)
+
+    def begin_loading_adapter(self, adapter_id: int, folder: str) -> None:
+        """Read a LoRA adapter into host memory, beside the steps."""
+        self._known_adapters().begin_loading(adapter_id, folder)
+
+    def loaded_adapters(self) -> list[list[Any]]:
+        """[id, digest, None] or [id, None, why not] of each adapter whose reading has ended since the last call."""
+        return self._known_adapters().loaded()
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Forget a LoRA adapter in host memory."""
+        self._known_adapters().drop(adapter_id)
+
+    def _known_adapters(self) -> WorkerAdapters:
+        if self.adapters is None:
+            raise ValueError("LoRA is not enabled.")
+        return self.adapters
 
     def start_profile(self) -> None:
         """Begin a torch.profiler trace, written to VLLM_TORCH_PROFILER_DIR."""

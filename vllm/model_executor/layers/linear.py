@@ -7,7 +7,7 @@ the ranks' partial sums. `forward` returns (output, bias), as out-of-tree models
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear_method import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec, whole
+from vllm.step.inputs import RowView
 
 __all__ = [
     "ColumnParallelLinear",
@@ -33,6 +34,12 @@ __all__ = [
 ]
 
 
+class AddsToRows(Protocol):
+    """Adds to a layer's output what the adapters of its rows say, in place and before any sum over ranks."""
+
+    def add(self, out: Tensor, x: Tensor, rows: RowView) -> None: ...
+
+
 class LinearBase(nn.Module):
     """A linear map of `shape`, stored and computed by a `LinearMethod`.
 
@@ -43,6 +50,7 @@ class LinearBase(nn.Module):
     weight: ShardedParameter | None
     bias: ShardedParameter | None
     packed: Any
+    lora: AddsToRows | None  # what adapters add to the output, where there are any
 
     def __init__(
         self,
@@ -63,6 +71,7 @@ class LinearBase(nn.Module):
         self.skip_bias_add = skip_bias_add
         self.prefix = prefix
         self.packed = None
+        self.lora = None
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         if linear_method is None and quant_config is not None:
             linear_method = quant_config.get_quant_method(self, prefix)
@@ -85,9 +94,15 @@ class LinearBase(nn.Module):
         """Let the method repack the filled weights."""
         self.method.process_after_load(self)
 
-    def project(self, x: Tensor) -> Tensor:
-        """The layer's output, bias added unless `skip_bias_add`."""
-        return self.method.apply(self, x, None if self.skip_bias_add else self.bias)
+    def project(self, x: Tensor, view: RowView | None = None) -> Tensor:
+        """The layer's output, bias added unless `skip_bias_add`.
+
+        view: of the rows of x; None if none of them uses an adapter.
+        """
+        out = self.method.apply(self, x, None if self.skip_bias_add else self.bias)
+        if view is not None and self.lora is not None:
+            self.lora.add(out, x, view)
+        return out
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, bias to be added by the caller)."""
@@ -130,8 +145,8 @@ class ColumnParallelLinear(LinearBase):
         self.gather_output = gather_output
         self.output_size_per_partition = sum(part.cut(0, self.tp.world)[1] for part in parts)
 
-    def project(self, x: Tensor) -> Tensor:
-        out = super().project(x)
+    def project(self, x: Tensor, view: RowView | None = None) -> Tensor:
+        out = super().project(x, view)
         return self.tp.all_gather(out) if self.gather_output else out
 
 
@@ -227,9 +242,11 @@ class RowParallelLinear(LinearBase):
         self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
         self.input_size_per_partition = input_size // self.tp.world
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, view: RowView | None = None) -> Tensor:
         if not self.input_is_parallel and self.tp.world > 1:
             x = x.chunk(self.tp.world, -1)[self.tp.rank]
         bias = self.bias if self.tp.is_first and not self.skip_bias_add else None
         out = self.method.apply(self, x, bias)
+        if view is not None and self.lora is not None:
+            self.lora.add(out, x, view)
         return self.tp.all_reduce(out) if self.reduce_results else out

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.step.inputs import RowView
 
 if TYPE_CHECKING:
     from vllm.model_executor.sampling_metadata import SamplingMetadata
@@ -39,14 +40,15 @@ class LogitsProcessor(nn.Module):
         hidden_states: Tensor,
         sampling_metadata: SamplingMetadata | None = None,
         embedding_bias: Tensor | None = None,
+        view: RowView | None = None,
     ) -> Tensor:
-        """hidden_states: [rows, hidden] -> [rows, org_vocab_size] fp32."""
+        """hidden_states: [rows, hidden] -> [rows, org_vocab_size] fp32. view: of the rows, None without adapters."""
         if sampling_metadata is not None and sampling_metadata.selected_token_indices is not None:
             hidden_states = hidden_states[sampling_metadata.selected_token_indices]
         if self.logits_as_input or lm_head is None:
             logits = hidden_states
         else:
-            logits = lm_head.tp.all_gather(lm_head.project(hidden_states))
+            logits = lm_head.tp.all_gather(lm_head.project(hidden_states, view))
         logits = logits[..., : self.org_vocab_size].float()
         if embedding_bias is not None:
             logits = logits + embedding_bias

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec
 from vllm.ops.embedding import pack_table
 from vllm.ops.linear import pack_weight
+from vllm.step.inputs import RowView
 
 DEFAULT_VOCAB_PADDING_SIZE = 64
 
@@ -53,6 +54,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.packed: Any = None
+        self.lora: Any = None  # what adapters add to the output, where there are any
         self.tp = current_tensor_parallel() if tp is None else tp
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         rows = num_embeddings if org_num_embeddings is None else org_num_embeddings
@@ -83,12 +85,21 @@ class VocabParallelEmbedding(nn.Module):
         """Let the method repack the filled table."""
         self.method.process_after_load(self)
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32."""
+    def project(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
+        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32.
+
+        view: of the rows, None if none of them uses an adapter; an embedding that is used as a head has no adapters.
+        """
         return self.method.project(self, hidden, None)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids: [tokens] int64 -> [tokens, embedding_dim]."""
+    def forward(self, input_ids: Tensor, view: RowView | None = None) -> Tensor:
+        """input_ids: [tokens] int64 -> [tokens, embedding_dim]. view: of the tokens, None without adapters."""
+        rows = self._rows(input_ids)
+        if view is not None and self.lora is not None:
+            self.lora.add(rows, input_ids, view)
+        return rows
+
+    def _rows(self, input_ids: Tensor) -> Tensor:
         if self.tp.world == 1:
             return self.method.embed(self, input_ids)
         local = input_ids - self.first_row
@@ -166,10 +177,16 @@ class ParallelLMHead(VocabParallelEmbedding):
                 module.packed = packed
                 module.weight = None  # type: ignore[assignment]  # frees the original
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32."""
-        owner = self._tied[0] if self._tied and not isinstance(self.method, UnquantizedEmbeddingMethod) else self
-        return self.method.project(owner, hidden, self.bias)
+    def project(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
+        """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32.
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+        view: of the rows, None if none of them uses an adapter.
+        """
+        owner = self._tied[0] if self._tied and not isinstance(self.method, UnquantizedEmbeddingMethod) else self
+        out = self.method.project(owner, hidden, self.bias)
+        if view is not None and self.lora is not None:
+            self.lora.add(out, hidden, view)
+        return out
+
+    def forward(self, input_ids: Tensor, view: RowView | None = None) -> Tensor:
         raise RuntimeError("ParallelLMHead is read by LogitsProcessor and is not called itself.")

@@ -35,7 +35,7 @@ from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.moe import route, route_sparse
 from vllm.ops.norm import layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
-from vllm.step.inputs import StepInputs
+from vllm.step.inputs import RowView, StepInputs
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class SelfAttention(nn.Module):
         rows: [rows] int64, the tokens whose output is wanted; None for all.
         """
         cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
-        qkv = self.qkv.project(x)
+        qkv = self.qkv.project(x, step.view(picked=False))
         rope, p, own = self.spec.rope, self.params, None
         if rope is not None and self.fused:
             q, own = rotate_and_write_kv(
@@ -202,7 +202,8 @@ class SelfAttention(nn.Module):
             write_kv(k, v, cache, group.slot_mapping, p.k_scale, p.v_scale)
         if rows is not None and not len(rows):
             return x[:0]  # the cache is written, nobody asks for more
-        return self.o.project(_pick(attend(q, cache, p, step, group, own).flatten(1), rows))
+        out = _pick(attend(q, cache, p, step, group, own).flatten(1), rows)
+        return self.o.project(out, step.view(picked=rows is not None))
 
     def _rms_qk_norm(self) -> QKNorm | None:
         """The head norms as the fused operation takes them."""
@@ -252,11 +253,11 @@ class FeedForward(nn.Module):
             tp=ctx.tp,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
         if self.spec.gated:
-            return self.down.project(activate_gated(self.gate_up.project(x), self.act))
-        return self.down.project(activate(self.up.project(x), self.act))
+            return self.down.project(activate_gated(self.gate_up.project(x, view), self.act), view)
+        return self.down.project(activate(self.up.project(x, view), self.act), view)
 
 
 class Experts(nn.Module):
@@ -310,9 +311,9 @@ class MixtureOfExperts(nn.Module):
         shape = ExpertShape(spec.experts, hidden_size, spec.hidden, activation_kind(spec.act))
         self.experts = Experts(shape, ctx, f"{prefix}.experts", reduce=reduce)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
-        logits = self.router.project(x)
+        logits = self.router.project(x, view)
         if self.spec.jitter is None:
             weights, chosen = route(logits, self.spec.top_k, self.spec.renormalize)
         else:
@@ -320,9 +321,9 @@ class MixtureOfExperts(nn.Module):
         out: Tensor = self.experts(x, weights, chosen)
         if self.shared is None:
             return out
-        shared = self.shared(x)
+        shared = self.shared(x, view)
         if self.shared_gate is not None:
-            shared = shared * self.shared_gate.project(x).sigmoid()
+            shared = shared * self.shared_gate.project(x, view).sigmoid()
         out = out + shared
         return self.tp.all_reduce(out) if self.reduce else out
 
@@ -356,6 +357,7 @@ class DecoderBlock(nn.Module):
         rows: [rows] int64, the tokens whose output is wanted; None for all. The others take part in the attention only.
         """
         norm, scaled = self.norms, self._scaled
+        view = step.view(picked=rows is not None)
         if rows is not None and not len(rows):
             if self.layout in (Layout.POST, Layout.BRANCH):
                 h = x if residual is None else x + residual
@@ -367,25 +369,25 @@ class DecoderBlock(nn.Module):
                 h, residual = add_norm(norm[0], x, residual)
                 h = scaled(self.attn(h, step, kv_caches, rows))
                 h, residual = add_norm(norm[1], h, _pick(residual, rows))
-                return scaled(self.ffn(h)), residual
+                return scaled(self.ffn(h, view)), residual
             case Layout.SANDWICH:
                 h, residual = add_norm(norm[0], x, residual)
                 h = scaled(norm[1](self.attn(h, step, kv_caches, rows)))
                 h, residual = add_norm(norm[2], h, _pick(residual, rows))
-                return scaled(norm[3](self.ffn(h))), residual
+                return scaled(norm[3](self.ffn(h, view))), residual
             case Layout.PARALLEL | Layout.PARALLEL_SHARED:
                 h, residual = add_norm(norm[0], x, residual)
                 residual = _pick(residual, rows)
                 h2 = norm[1](residual) if self.layout is Layout.PARALLEL else _pick(h, rows)
-                return scaled(self.tp.all_reduce(self.ffn(h2) + self.attn(h, step, kv_caches, rows))), residual
+                return scaled(self.tp.all_reduce(self.ffn(h2, view) + self.attn(h, step, kv_caches, rows))), residual
             case Layout.POST:
                 x, _ = add_norm(norm[0], scaled(self.attn(x, step, kv_caches, rows)), _pick(x, rows))
-                x, _ = add_norm(norm[1], scaled(self.ffn(x)), x)
+                x, _ = add_norm(norm[1], scaled(self.ffn(x, view)), x)
                 return x, None
             case Layout.BRANCH:
                 x = x if residual is None else x + residual
                 x = _pick(x, rows) + scaled(norm[0](self.attn(x, step, kv_caches, rows)))
-                return scaled(norm[1](self.ffn(x))), x
+                return scaled(norm[1](self.ffn(x, view))), x
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.scale == 1.0 else branch * self.scale

@@ -18,7 +18,7 @@ from vllm.model_executor.models.blocks import MODULES, BlockModule, BuildContext
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions
 from vllm.model_executor.models.traits import Traits
-from vllm.step.inputs import StepInputs
+from vllm.step.inputs import RowView, StepInputs
 
 # (x, step, kv_caches, rows) -> (x, residual), as the blocks one by one
 FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
@@ -84,6 +84,7 @@ class DecoderModel(nn.Module):
             range(len(spec.blocks)),
             query_heads=tuple(block.heads()[0] // tp.world for block in spec.blocks),
             replayable=True,
+            handles=frozenset({"adapters"}),
         )
         # a device's own way to run all blocks at once, with the same result
         self.fused_blocks: FusedBlocks | None = None
@@ -101,11 +102,11 @@ class DecoderModel(nn.Module):
 
         Of the last layer, the other tokens need no more than that: most of it is computed for the wanted rows only.
         """
-        x: Tensor = self.embed(step.token_ids)
+        x: Tensor = self.embed(step.token_ids, step.view(picked=False))
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
         if self.project_in is not None:
-            x = self.project_in.project(x)
+            x = self.project_in.project(x, step.view(picked=False))
         if self.spec.positions is not None:
             x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
         if self.embed_norm is not None:
@@ -114,7 +115,7 @@ class DecoderModel(nn.Module):
         rows = step.logits_rows
         if rows is not None and len(rows) == len(x):
             rows = None  # nothing to save
-        if self.fused_blocks is not None:
+        if self.fused_blocks is not None and step.features is None:
             x, residual = self.fused_blocks(x, step, kv_caches, rows)
         else:
             last = len(self.blocks) - 1
@@ -128,11 +129,14 @@ class DecoderModel(nn.Module):
             x = x + residual
         return x if rows is not None else step.wanted(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], as `forward` gives them -> [rows, vocabulary] fp32, on every rank."""
+    def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
+        """hidden: [rows, hidden], as `forward` gives them -> [rows, vocabulary] fp32, on every rank.
+
+        view: of these rows, None if none of them uses an adapter.
+        """
         if self.project_out is not None:
-            hidden = self.project_out.project(hidden)
-        out: Tensor = self.logits_processor(self.head, hidden)
+            hidden = self.project_out.project(hidden, view)
+        out: Tensor = self.logits_processor(self.head, hidden, view=view)
         return out
 
 

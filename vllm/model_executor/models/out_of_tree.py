@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.filler import ProcessesWeights
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.traits import Traits
 from vllm.model_executor.sampling_metadata import SamplingMetadata
-from vllm.step.inputs import StepInputs
+from vllm.step.inputs import RowView, StepInputs
 from vllm.step.kv_need import attention_need
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class OutOfTreeModel(nn.Module):
                 stack.enter_context(layer.bound(kv_caches, step))
             yield
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocabulary] fp32."""
         arguments = [SamplingMetadata()] if "sampling_metadata" in self._logits_names else []
         with use_tensor_parallel(self.tp):

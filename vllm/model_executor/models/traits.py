@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from vllm.step.inputs import StepInputs
+    from vllm.step.inputs import RowView, StepInputs
     from vllm.step.kv_need import KVNeed
 
 
@@ -23,6 +23,7 @@ class Traits:
     layers: the model's layers that this rank has.
     heads: what can be computed from hidden states, by name; "logits" for a model that generates.
     takes: step features, by name, that `forward` reads beyond tokens and positions.
+    handles: step features, by name, that `forward` and `logits` honour where they are there.
     query_heads: per layer this rank's, 0 without attention; () if not known, and then prefixes are not read together.
     chunkable: a prompt may be computed in pieces.
     prefix: a cached prefix may end at every so many tokens; 1: at any block, 0: nowhere.
@@ -37,6 +38,7 @@ class Traits:
     layers: range
     heads: tuple[str, ...] = ("logits",)
     takes: frozenset[str] = frozenset()
+    handles: frozenset[str] = frozenset()
     query_heads: tuple[int, ...] = ()
     chunkable: bool = True
     prefix: int = 1
@@ -53,8 +55,8 @@ class Model(Protocol):
     def __call__(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all keys and values are written."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocabulary] fp32, on every rank."""
+    def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, vocabulary] fp32, on every rank. view: of the rows, where adapters are used."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 

@@ -1,0 +1,186 @@
+"""Reads the matrices of a LoRA adapter in peft's format, by the canonical names of the base model.
+
+Files come from strangers: nothing in them is executed, sizes are bounded, and every tensor must have its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vllm.lora.config import CONFIG, AdapterConfig, find_adapter, first_match, inside, read_config
+from vllm.model_executor.layers.weight_layout import WeightLayout
+from vllm.model_executor.model_loader.checkpoint import iterate_pickle
+from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
+
+NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
+_PREFIXES = ("base_model.model.", "base_model.", "")
+_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class LoRAWeights:
+    """One layer's change: x -> scale * b (a x).   a: [rank, in].   b: [out, rank], outputs in canonical order."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in host memory. `layers` by canonical name: "blocks.0.attn.q", "blocks.0.attn.qkv", "head", ...
+
+    digest: SHA-256 of settings and weights.   copies: shapes of weights of the base model that peft stores beside an
+    adapter of the embedding, by canonical name.   new_tokens: [tokens, hidden] that it adds to the vocabulary, as
+    "input_embeddings" and "output_embeddings".
+    """
+
+    config: AdapterConfig
+    layers: Mapping[str, LoRAWeights]
+    digest: bytes
+    copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    new_tokens: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+Resolve = Callable[[str], "tuple[str, WeightLayout] | None"]  # a checkpoint's name -> canonical name and layout
+Canonical = Callable[[Tensor, WeightLayout, str], Tensor]  # (rows of outputs, their layout, canonical name) -> in order
+
+
+def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_rank: int, max_bytes: int) -> Adapter:
+    """The adapter in `folder`, for a base model whose names `resolve` knows.
+
+    max_rank: the largest rank that is served.   max_bytes: of the file of weights.
+    Raises ValueError if anything about it is damaged, unknown or not supported; nothing of it is left in memory then.
+    """
+    config_file, weights_file = find_adapter(folder)
+    config = read_config(config_file)
+    if config.largest_rank > max_rank:
+        raise ValueError(
+            f"{config_file}: LoRA rank {config.largest_rank} is greater than max_lora_rank {max_rank}. Raise "
+            "max_lora_rank."
+        )
+    size = weights_file.stat().st_size
+    if size > max_bytes:
+        raise ValueError(
+            f"{weights_file} has {size} bytes, more than the {max_bytes} that an adapter of rank {max_rank} for this "
+            "model can need. Is it the right file?"
+        )
+    digest = hashlib.sha256(config_file.read_bytes())
+    pairs: dict[str, dict[str, Tensor]] = {}
+    copies: dict[str, tuple[int, ...]] = {}
+    for name, tensor in _tensors(weights_file):
+        _update(digest, name, tensor)
+        copy = None if "lora_" in name else resolve(_without_prefix(name).replace(".base_layer.", "."))
+        if copy is not None and copy[0] in ("embed.weight", "head.weight"):
+            copies[copy[0].removesuffix(".weight")] = tuple(tensor.shape)
+            continue
+        path, letter = _split(weights_file, name)
+        if letter in pairs.setdefault(path, {}):
+            raise ValueError(f"{weights_file}: the tensor {name!r} occurs twice.")
+        if tensor.ndim != 2 or not tensor.is_floating_point():
+            raise ValueError(
+                f"{weights_file}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, expected a matrix."
+            )
+        pairs[path][letter] = tensor.clone()  # the file may be replaced while we hold views of it
+    if not pairs:
+        raise ValueError(f"{weights_file} holds no LoRA weights.")
+    layers: dict[str, LoRAWeights] = {}
+    unknown = []
+    for path, pair in pairs.items():
+        found = resolve(f"{path}.weight")
+        if found is None:
+            unknown.append(path)
+            continue
+        name, layout = found[0].removesuffix(".weight"), found[1]
+        if name in layers:
+            raise ValueError(f"{weights_file}: the layer {path!r} occurs twice.")
+        layers[name] = _checked(weights_file, path, pair, config, layout, name, canonical, max_rank)
+    if unknown:
+        more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
+        raise ValueError(
+            f"{weights_file} adapts layers that the base model does not have: "
+            f"{', '.join(unknown[:_NAMES_SHOWN])}{more}. Was the adapter trained for another model?"
+        )
+    return Adapter(config, layers, digest.digest(), copies, _new_tokens(folder))
+
+
+def _checked(
+    file: Path,
+    path: str,
+    pair: Mapping[str, Tensor],
+    config: AdapterConfig,
+    layout: WeightLayout,
+    name: str,
+    canonical: Canonical,
+    max_rank: int,
+) -> LoRAWeights:
+    if set(pair) != {"A", "B"}:
+        raise ValueError(f"{file}: the layer {path!r} has lora_{'/'.join(pair)} only, expected lora_A and lora_B.")
+    a, b = pair["A"], pair["B"]
+    if a.shape[0] != b.shape[1] or not 1 <= a.shape[0] <= max_rank:
+        raise ValueError(
+            f"{file}: the layer {path!r} has A {list(a.shape)} and B {list(b.shape)}, expected [rank, in] and "
+            f"[out, rank] with a rank of at most {max_rank}."
+        )
+    rank = first_match(config.rank_pattern, path, config.rank)
+    if a.shape[0] != rank:
+        raise ValueError(f"{file}: the layer {path!r} has the rank {a.shape[0]}, but {CONFIG} says {rank}.")
+    if layout not in (WeightLayout.PLAIN, WeightLayout.TRANSPOSED):  # A and B are never stored transposed
+        b = canonical(b, layout, name)
+    return LoRAWeights(a, b, config.scale(path))
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    return iterate_tensors(file) if file.suffix == ".safetensors" else iterate_pickle(file)
+
+
+def _update(digest: Any, name: str, tensor: Tensor) -> None:
+    import torch
+
+    digest.update(f"{name}:{tensor.dtype}:{list(tensor.shape)};".encode())
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _split(file: Path, name: str) -> tuple[str, str]:
+    """(name of the layer in the base model, "A" or "B") of a tensor. Raises ValueError for what is neither."""
+    for letter, suffixes in (
+        ("A", (".lora_A.weight", ".lora_A.default.weight", ".lora_embedding_A")),
+        ("B", (".lora_B.weight", ".lora_B.default.weight", ".lora_embedding_B")),
+    ):
+        for suffix in suffixes:
+            if name.endswith(suffix):
+                return _without_prefix(name.removesuffix(suffix)), letter
+    what = {
+        "lora_magnitude_vector": "weight-decomposed adapters (DoRA)",
+        "modules_to_save": "retrained modules (modules_to_save)",
+        "trainable_tokens_delta": "retrained tokens",
+        "bias": "biases",
+    }
+    reason = next((text for word, text in what.items() if word in name), None)
+    if reason is None:
+        raise ValueError(f"{file}: the tensor {name!r:.200} is no part of a LoRA adapter.")
+    raise ValueError(f"{file}: the tensor {name!r:.200} belongs to {reason}, which are not supported.")
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
+
+
+def _new_tokens(folder: Path) -> dict[str, Tensor]:
+    """ "input_embeddings" and "output_embeddings" of the tokens that an adapter adds; {} if it adds none."""
+    for name in NEW_EMBEDDINGS:
+        file = inside(folder, name)
+        if file is None:
+            continue
+        found = {key: tensor.clone() for key, tensor in _tensors(file)}
+        unknown = found.keys() - {"input_embeddings", "output_embeddings"}
+        if unknown or any(t.ndim != 2 or not t.is_floating_point() for t in found.values()):
+            raise ValueError(f"{file}: expected the matrices input_embeddings and output_embeddings alone.")
+        return found
+    return {}

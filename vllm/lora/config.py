@@ -1,0 +1,161 @@
+"""The settings of a LoRA adapter in peft's format, and where its files are. Needs no torch: front ends look here first.
+
+Files come from strangers: sizes are bounded before anything is read, and what this engine would compute otherwise than
+peft does (DoRA, retrained modules, ...) is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MAX_CONFIG_BYTES = 1 << 20
+MAX_RANK = 4096
+MAX_PATTERNS = 4096
+# Settings that change what an adapter computes, with the values that change nothing.
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "use_dora": ("weight-decomposed adapters (DoRA)", (None, False)),
+    "modules_to_save": ("retrained modules", (None, [], ())),
+    "layer_replication": ("replicated layers", (None, [])),
+    "trainable_token_indices": ("retrained tokens", (None, [], {})),
+    "alora_invocation_tokens": ("activated LoRA", (None, [])),
+    "use_qalora": ("QA-LoRA", (None, False)),
+    "target_parameters": ("adapters of parameters that are no layers", (None, [])),
+}
+# How an adapter was initialised matters only where peft has changed the base model's weights with it.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva_base")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """`adapter_config.json`, as far as it matters here.
+
+    rank, alpha: of all layers but those that match a pattern.   context_length: tokens that a long-context adapter was
+    trained for, or None.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    context_length: int | None = None
+    base_model: str = ""
+
+    @property
+    def largest_rank(self) -> int:
+        return max([self.rank, *self.rank_pattern.values()])
+
+    def scale(self, path: str) -> float:
+        """What a layer's product is multiplied by. path: the layer's name in the base model."""
+        rank = first_match(self.rank_pattern, path, self.rank)
+        alpha = first_match(self.alpha_pattern, path, self.alpha)
+        return float(alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def find_adapter(folder: Path) -> tuple[Path, Path]:
+    """The files of settings and of weights. Raises ValueError that names what is missing, or leads elsewhere."""
+    if not folder.is_dir():
+        raise ValueError(f"No adapter found: the folder {folder} does not exist.")
+    config = inside(folder, CONFIG)
+    if config is None:
+        raise ValueError(f"No adapter found in {folder}: {CONFIG} is missing.")
+    for name in WEIGHTS:
+        file = inside(folder, name)
+        if file is not None:
+            return config, file
+    raise ValueError(f"No adapter found in {folder}: neither {WEIGHTS[0]} nor {WEIGHTS[1]} is there.")
+
+
+def inside(folder: Path, name: str) -> Path | None:
+    """The regular file `name` of an adapter's folder, or None. Links of the Hub's cache are followed, no others."""
+    file = folder / name
+    if not file.exists():
+        return None
+    real = file.resolve()
+    allowed = {folder.resolve()}
+    if folder.resolve().parent.name == "snapshots":  # the Hub's cache: snapshots/<commit>/file -> blobs/<hash>
+        allowed.add(folder.resolve().parent.parent / "blobs")
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise ValueError(f"{file} leads out of the adapter's folder, to {real}; copy the file there instead.")
+    if not real.is_file():
+        raise ValueError(f"{file} is not a regular file.")
+    return file
+
+
+def read_config(file: Path) -> AdapterConfig:
+    """The settings of an adapter. Raises ValueError that names the file and the field."""
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes. Is it the right file?")
+    try:
+        fields = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} is not valid JSON.") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} is a {type(fields).__name__}, expected an object of settings.")
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f'{file}: peft_type is {kind!r}, expected "LORA".')
+    for name, (what, harmless) in _REFUSED.items():
+        if fields.get(name) not in harmless:
+            raise ValueError(f"{file}: {name} is set: {what} are not supported. Merge the adapter into its base model.")
+    if fields.get("bias", "none") not in ("none", None) or fields.get("lora_bias"):
+        raise ValueError(f"{file}: the adapter has biases, which are not supported; expected bias='none'.")
+    initial = str(fields.get("init_lora_weights", "")).lower()
+    if initial.startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"{file}: init_lora_weights={initial!r} changes the weights of the base model. Convert the adapter to a "
+            "plain one when it is saved (peft: path_initial_model_for_weight_conversion)."
+        )
+    length = fields.get("context_length")
+    return AdapterConfig(
+        rank=_positive(file, "r", fields.get("r", 8), MAX_RANK),
+        alpha=_number(file, "lora_alpha", fields.get("lora_alpha", 8)),
+        rank_stabilized=fields.get("use_rslora") is True,
+        rank_pattern=_patterns(file, "rank_pattern", fields, lambda n, v: _positive(file, n, v, MAX_RANK)),
+        alpha_pattern=_patterns(file, "alpha_pattern", fields, lambda n, v: _number(file, n, v)),
+        context_length=None if not length else _positive(file, "context_length", length, 1 << 40),
+        base_model=str(fields.get("base_model_name_or_path") or ""),
+    )
+
+
+def _positive(file: Path, name: str, value: Any, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+        raise ValueError(f"{file}: {name} must be an integer from 1 to {high}, got {value!r:.100}.")
+    return value
+
+
+def _number(file: Path, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e9:
+        raise ValueError(f"{file}: {name} must be a number, got {value!r:.100}.")
+    return float(value)
+
+
+def _patterns(file: Path, name: str, fields: Mapping[str, Any], check: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Layer -> its own value. The names are peft's patterns; as regular expressions from strangers may never end, only
+    plain names are taken.
+    """
+    given = fields.get(name) or {}
+    if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
+        raise ValueError(f"{file}: {name} must be an object of at most {MAX_PATTERNS} layers.")
+    found = {}
+    for pattern, value in given.items():
+        plain = pattern.replace("\\.", ".")
+        if not re.fullmatch(r"\^?[\w.]+", plain):
+            raise ValueError(f"{file}: {name} has the pattern {pattern!r:.100}; only names of layers are supported.")
+        found[plain] = check(f"{name}[{pattern!r:.100}]", value)
+    return found
+
+
+def first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    for name, value in patterns.items():
+        if path == name.removeprefix("^") or path.endswith("." + name):
+            return value
+    return default

@@ -1,0 +1,198 @@
+"""The adapters on one rank: stacks of matrices beside every linear layer, one slot for each adapter on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vllm.lora.adapter import Adapter, LoRAWeights
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.sharding import Part, shard_part
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.ops.lora import add_embedding_lora, add_lora
+from vllm.step.inputs import RowView
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """This rank's share of an adapter in host memory, ready to be copied to a slot.
+
+    matrices: layer -> (a, b) as its stack holds them, b scaled, but with the adapter's own rank.
+    """
+
+    matrices: Mapping[str, tuple[Tensor, Tensor]]
+    digest: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
+
+
+class LinearStack:
+    """The adapters' matrices of one linear layer on this rank.
+
+    a: [slots, parts * rank, inputs], for each fused projection a piece of `rank` rows.   b: [slots, outputs, rank].
+    Shapes and cuts follow the layer: inputs are cut for row-parallel layers, outputs for column-parallel ones.
+    """
+
+    def __init__(
+        self, layer: LinearBase | ParallelLMHead, slots: int, rank: int, dtype: torch.dtype, device: torch.device
+    ):
+        if isinstance(layer, LinearBase):
+            shape = layer.shape
+            self.inputs, self.outputs, split = shape.inputs, shape.outputs, shape.split
+        else:
+            self.inputs = Part(layer.embedding_dim, layer.embedding_dim)
+            self.outputs, split = (layer.part,), "out"
+        self.tp_rank, self.world = layer.tp.rank, layer.tp.world
+        self.cuts_inputs, self.cuts_outputs = split == "in", split == "out"
+        width = self.inputs.cut(self.tp_rank, self.world)[1] if self.cuts_inputs else self.inputs.size
+        counts = [part.cut(self.tp_rank, self.world)[1] if self.cuts_outputs else part.size for part in self.outputs]
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        self.parts = tuple(zip(starts, counts, strict=True))
+        self.rank = rank
+        self.a = torch.zeros(slots, len(counts) * rank, width, dtype=dtype, device=device)
+        self.b = torch.zeros(slots, sum(counts), rank, dtype=dtype, device=device)
+
+    def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
+        """(a, b) of this rank from full matrices: by fused projection, or None for one pair over all of them."""
+        whole = pieces.get(None)
+        by_part: list[LoRAWeights | None] = [pieces.get(index) for index in range(len(self.outputs))]
+        if whole is not None:
+            split = whole.b.split([part.size for part in self.outputs])
+            by_part = [LoRAWeights(whole.a, b, whole.scale) for b in split]
+        rank = max(piece.a.shape[0] for piece in by_part if piece is not None)
+        a = torch.zeros(len(by_part), rank, self.a.shape[2], dtype=self.a.dtype)
+        b = torch.zeros(self.b.shape[1], rank, dtype=self.b.dtype)
+        for index, (piece, (first, count)) in enumerate(zip(by_part, self.parts, strict=True)):
+            if piece is None:
+                continue
+            own = piece.a.shape[0]
+            rows = shard_part(piece.a, self.inputs, 1, self.tp_rank, self.world) if self.cuts_inputs else piece.a
+            a[index, :own] = rows
+            scaled = piece.b.float() * piece.scale
+            if self.cuts_outputs:
+                scaled = shard_part(scaled, self.outputs[index], 0, self.tp_rank, self.world)
+            b[first : first + count, :own] = scaled
+        return a, b
+
+    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
+        """Put an adapter's matrices into `slot`; None where it does not change this layer."""
+        self.a[slot].zero_()
+        self.b[slot].zero_()
+        if matrices is None:
+            return
+        a, b = matrices
+        self.a[slot].view(len(self.parts), self.rank, -1)[:, : a.shape[1]].copy_(a, non_blocking=True)
+        self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
+
+    def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
+        """Add the adapters' part of the layer's output in place. out: [rows, outputs], x: [rows, inputs]."""
+        add_lora(out, x, self.a, self.b, self.parts, rows)
+
+
+class EmbeddingStack:
+    """The adapters' matrices of the token embedding: a [slots, vocabulary, rank], b [slots, width, rank]."""
+
+    def __init__(self, layer: VocabParallelEmbedding, slots: int, rank: int, dtype: torch.dtype, device: torch.device):
+        self.rows, self.rank = layer.org_vocab_size, rank
+        self.a = torch.zeros(slots, layer.org_vocab_size, rank, dtype=dtype, device=device)
+        self.b = torch.zeros(slots, layer.embedding_dim, rank, dtype=dtype, device=device)
+
+    def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
+        """(a, b) from the full matrices; ranks do not share them."""
+        (piece,) = pieces.values()
+        return piece.a.t().to(self.a.dtype).contiguous(), (piece.b.float() * piece.scale).to(self.b.dtype)
+
+    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
+        """Put an adapter's matrices into `slot`; None where it does not change the embedding."""
+        self.a[slot].zero_()
+        self.b[slot].zero_()
+        if matrices is not None:
+            a, b = matrices
+            self.a[slot, :, : a.shape[1]].copy_(a, non_blocking=True)
+            self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
+
+    def add(self, out: Tensor, ids: Tensor, rows: RowView) -> None:
+        """Add the adapters' part of the embedding in place. out: [rows, width], ids: [rows]."""
+        add_embedding_lora(out, ids, self.a, self.b, rows)
+
+
+class LoRALayers:
+    """All stacks of a model. `slots` adapters of up to `rank` fit in; the layers find their stack as `layer.lora`."""
+
+    def __init__(self, model: nn.Module, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = slots
+        self._stacks: dict[str, LinearStack | EmbeddingStack] = {}
+        self._targets: dict[str, tuple[str, int | None, tuple[int, int]]] = {}  # name -> layer, part, (out, in)
+        for path, module in model.named_modules():
+            if isinstance(module, LinearBase | ParallelLMHead):
+                linear = LinearStack(module, slots, rank, dtype, device)
+                self._add_targets(path, linear)
+                stack: LinearStack | EmbeddingStack = linear
+            elif isinstance(module, VocabParallelEmbedding):
+                stack = EmbeddingStack(module, slots, rank, dtype, device)
+                self._targets[path] = (path, None, (module.embedding_dim, module.org_vocab_size))
+            else:
+                continue
+            self._stacks[path] = module.lora = stack  # type: ignore[assignment]
+
+    def _add_targets(self, path: str, stack: LinearStack) -> None:
+        width = stack.inputs.size
+        self._targets[path] = (path, None, (sum(part.size for part in stack.outputs), width))
+        container = path.rpartition(".")[0]
+        for index, part in enumerate(stack.outputs):
+            if part.name and len(stack.outputs) > 1:
+                self._targets[f"{container}.{part.name}" if container else part.name] = (
+                    path,
+                    index,
+                    (part.size, width),
+                )
+
+    def prepare(self, adapter: Adapter) -> HostAdapter:
+        """This rank's share of an adapter. Raises ValueError if it does not fit the model; may run in any thread."""
+        for name, copied in adapter.copies.items():
+            rows = self._targets[name][2][1] if name == "embed" else self._targets[name][2][0]
+            if copied[0] != rows:
+                raise ValueError(
+                    f"The adapter was trained with a vocabulary of {copied[0]} tokens, but the model has {rows}."
+                )
+        if adapter.new_tokens:
+            raise ValueError("The adapter adds tokens to the vocabulary (new_embeddings), which is not supported.")
+        pieces: dict[str, dict[int | None, LoRAWeights]] = {}
+        for name, weights in adapter.layers.items():
+            target = self._targets.get(name)
+            if target is None:
+                raise ValueError(f"The adapter changes {name}, where this model has no layer that can be adapted.")
+            path, part, shape = target
+            found = (weights.b.shape[0], weights.a.shape[1])
+            if found != shape:
+                raise ValueError(
+                    f"The adapter's matrices for {name} map {found[1]} inputs to {found[0]} outputs, but the layer has "
+                    f"{shape[1]} and {shape[0]}. Was the adapter trained for another model?"
+                )
+            pieces.setdefault(path, {})[part] = weights
+        for path, by_part in pieces.items():
+            if None in by_part and len(by_part) > 1:
+                raise ValueError(f"The adapter changes {path} both as a whole and in parts.")
+        matrices = {path: self._stacks[path].prepare(by_part) for path, by_part in pieces.items()}
+        return HostAdapter(matrices, adapter.digest)
+
+    def load(self, slot: int, adapter: HostAdapter) -> None:
+        """Copy an adapter to the device, into a slot that no step in flight reads."""
+        for path, stack in self._stacks.items():
+            stack.load(slot, adapter.matrices.get(path))
+
+    @property
+    def bytes_per_adapter(self) -> int:
+        """Device memory of one slot."""
+        return sum(stack.a[0].nbytes + stack.b[0].nbytes for stack in self._stacks.values())
+
+    def max_file_bytes(self) -> int:
+        """More than any file of an adapter of the largest rank for this model needs, in fp32 and with long names."""
+        world = max((stack.world for stack in self._stacks.values() if isinstance(stack, LinearStack)), default=1)
+        largest = sum(4 * (stack.a[0].numel() + stack.b[0].numel()) for stack in self._stacks.values())
+        return world * largest + (64 << 20)

@@ -1,0 +1,67 @@
+"""Where an adapter's files are: a local folder, or a repository of the Hugging Face Hub, fetched once."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
+from vllm.lora.config import AdapterConfig, find_adapter, read_config
+from vllm.lora.request import LoRARequest
+
+_FILES = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "new_embeddings.*"]
+
+
+def adapter_folder(request: LoRARequest) -> Path:
+    """The absolute path of the adapter's folder. Raises LoRAAdapterNotFoundError."""
+    folder = _folder(request.lora_path)
+    if folder is None:
+        raise LoRAAdapterNotFoundError(request.lora_name, request.lora_path)
+    return folder
+
+
+@functools.lru_cache(maxsize=1024)
+def _from_hub(name: str) -> Path | None:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES))
+    except Exception:  # every release of huggingface_hub has another HTTP client, with its own errors
+        try:
+            return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
+        except Exception:
+            return None
+
+
+def _folder(path: str) -> Path | None:
+    if "\0" in path:
+        return None
+    local = Path(path).expanduser()
+    try:
+        if local.is_dir():
+            return local.resolve()
+    except OSError:  # too long for a path
+        return None
+    if path.count("/") != 1 or path.startswith(("/", ".", "~")):
+        return None  # no name of a repository
+    return _from_hub(path)
+
+
+def check_adapter(request: LoRARequest, max_rank: int) -> Path:
+    """The folder of an adapter whose settings are in order; its weights are read later. Raises VLLMValidationError or
+    LoRAAdapterNotFoundError.
+    """
+    folder = adapter_folder(request)
+    try:
+        config: AdapterConfig = read_config(find_adapter(folder)[0])
+    except (ValueError, OSError) as error:
+        raise VLLMValidationError(
+            f"Loading lora {request.lora_name} failed: {error}", parameter="lora_request"
+        ) from None
+    if config.largest_rank > max_rank:
+        raise VLLMValidationError(
+            f"Loading lora {request.lora_name} failed: LoRA rank {config.largest_rank} is greater than max_lora_rank "
+            f"{max_rank}.",
+            parameter="lora_request",
+        )
+    return folder

@@ -1,0 +1,49 @@
+"""`add_lora`: what LoRA adapters add to a linear layer's output, for rows of several adapters at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm.ops.registry import op
+from vllm.step.inputs import RowView
+
+
+@op
+def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple[int, int]], rows: RowView) -> None:
+    """out[r, part] += b[s, part] (a[s, part] x[r]) in place, s being the adapter of row r; other rows stay.
+
+    out: [rows, outputs], any float dtype.   x: [rows, inputs].   a: [slots, parts * rank, inputs].
+    b: [slots, outputs, rank], scaled.   parts: (first output, outputs) of each fused projection, whose products of `a`
+    lie one behind the other.
+    """
+    rank = b.shape[2]
+    for segment in rows.segments:
+        chosen = x if segment.rows is None else x.index_select(0, segment.rows)
+        shrunk = torch.mm(chosen.to(a.dtype), a[segment.slot].t())
+        for index, (first, count) in enumerate(parts):
+            change = torch.mm(
+                shrunk[:, index * rank : (index + 1) * rank], b[segment.slot, first : first + count].t()
+            ).to(out.dtype)
+            target = out.narrow(1, first, count)
+            if segment.rows is None:
+                target.add_(change)
+            else:
+                target.index_add_(0, segment.rows, change)
+
+
+@op
+def add_embedding_lora(out: Tensor, ids: Tensor, a: Tensor, b: Tensor, rows: RowView) -> None:
+    """out[r] += b[s] a[s, ids[r]] in place, s being the adapter of row r; other rows stay.
+
+    out: [rows, width].   ids: [rows] int64.   a: [slots, vocabulary, rank].   b: [slots, width, rank], scaled.
+    """
+    for segment in rows.segments:
+        chosen = ids if segment.rows is None else ids.index_select(0, segment.rows)
+        change = torch.mm(a[segment.slot].index_select(0, chosen), b[segment.slot].t()).to(out.dtype)
+        if segment.rows is None:
+            out.add_(change)
+        else:
+            out.index_add_(0, segment.rows, change)

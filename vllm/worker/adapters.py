@@ -1,0 +1,143 @@
+"""The LoRA adapters of one rank: read beside the steps, kept in host memory, copied to slots on the device by plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from vllm.lora.adapter import read_adapter
+from vllm.lora.layers import HostAdapter, LoRALayers
+from vllm.model_executor.layers.dtypes import dtype_of
+from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.family import Family
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.step.inputs import RowView, Segment, StepFeatures
+from vllm.step.plan import AdapterLoad, Column, StepPlan
+from vllm.worker.device import DeviceContext
+from vllm.worker.input_builder import Laid
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.traits import Model
+
+
+class WorkerAdapters:
+    """Owns what adapters there are on this rank. Methods are called by the worker's own thread.
+
+    column: of a request's slot, the slot of its adapter on the device, -1 for none.
+    """
+
+    column = Column("adapter", "int32", -1)
+
+    def __init__(self, config: VllmConfig, model: Model, context: DeviceContext) -> None:
+        """Raises ValueError if the model does not know adapters."""
+        lora = config.lora_config
+        if lora is None:
+            raise ValueError("LoRA is not enabled.")
+        self._context = context
+        self._family = ModelRegistry.resolve(config.model_config.architectures)
+        if "adapters" not in model.traits.handles or not isinstance(self._family, Family):
+            raise ValueError(f"{config.model_config.architectures[0]} does not support LoRA yet.")
+        assert isinstance(model, DecoderModel)  # as families make them
+        # (heads, key/value heads) of each layer, for checkpoints that store q, k and v in one matrix
+        self._heads = [block.heads() for block in model.spec.blocks]
+        dtype = model.traits.dtype if lora.lora_dtype in (None, "auto") else dtype_of(lora.lora_dtype)
+        self._max_rank = lora.max_lora_rank
+        self._layers = LoRALayers(model, lora.max_loras, lora.max_lora_rank, dtype, context.device)
+        self._max_bytes = self._layers.max_file_bytes()
+        self._host: dict[int, HostAdapter] = {}
+        self._loading: dict[int, Future[HostAdapter]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._slots: np.ndarray = np.full(config.scheduler_config.max_num_seqs, self.column.neutral, np.int32)
+
+    # -- host memory ---------------------------------------------------------------------------------------------------
+
+    def begin_loading(self, adapter_id: int, folder: str) -> None:
+        """Read an adapter in another thread; `loaded` tells when that is done."""
+        self._loading[adapter_id] = self._reader.submit(self._read, Path(folder))
+
+    def loaded(self) -> list[list[Any]]:
+        """[id, digest as hex, None] of the adapters that have been read since the last call, [id, None, why] of those
+        that cannot be.
+        """
+        news: list[list[Any]] = []
+        for adapter_id, future in list(self._loading.items()):
+            if not future.done():
+                continue
+            del self._loading[adapter_id]
+            error = future.exception()
+            if error is not None:
+                known = isinstance(error, ValueError | OSError)
+                news.append([adapter_id, None, str(error) if known else f"{type(error).__name__}: {error}"])
+                continue
+            self._host[adapter_id] = future.result()
+            news.append([adapter_id, self._host[adapter_id].digest.hex(), None])
+        return news
+
+    def drop(self, adapter_id: int) -> None:
+        """Forget an adapter in host memory; what has been copied to the device stays there."""
+        self._host.pop(adapter_id, None)
+
+    def _read(self, folder: Path) -> HostAdapter:
+        assert isinstance(self._family, Family)
+        adapter = read_adapter(
+            folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes
+        )
+        return self._layers.prepare(adapter)
+
+    def _canonical(self, tensor: Tensor, layout: WeightLayout, name: str) -> Tensor:
+        heads, kv_heads = self._heads[int(name.split(".")[1])]
+        return canonical(tensor, layout, heads, kv_heads)
+
+    def close(self) -> None:
+        """End the thread that reads."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def follow(self, slots: np.ndarray) -> None:
+        """slots: the values of `column` on the host, by slot of a request."""
+        self._slots = slots
+
+    def load(self, loads: Sequence[AdapterLoad]) -> None:
+        """Copy adapters to the device. What is queued there already still reads the ones before them."""
+        for load in loads:
+            self._layers.load(load.slot, self._host[load.adapter_id])
+
+    def used(self, plan: StepPlan) -> bool:
+        """Whether a request of the plan uses an adapter."""
+        return bool((self._slots[plan.slots] >= 0).any())
+
+    def views(self, plan: StepPlan, laid: Laid) -> StepFeatures | None:
+        """What the layers need to know of the step's tokens and of its wanted rows; None without adapters."""
+        by_token: np.ndarray = np.repeat(self._slots[plan.slots], plan.num_tokens)
+        return StepFeatures(adapters=(self.view(by_token), self.view(by_token[laid.logits_rows])))
+
+    def view_of_slots(self, slots: np.ndarray) -> RowView | None:
+        """The view of one row for each of these requests."""
+        return self.view(self._slots[slots])
+
+    def view(self, adapters: np.ndarray) -> RowView | None:
+        """The view of rows that use these adapters, [rows] int32; None if none of them uses one."""
+        present = np.unique(adapters)
+        present = present[present >= 0]
+        if not len(present):
+            return None
+        if len(present) == 1 and (adapters >= 0).all():
+            (device,) = self._context.upload([adapters.astype(np.int32)])
+            return RowView(device, (Segment(int(present[0]), None),))
+        rows = [np.flatnonzero(adapters == slot) for slot in present]
+        device, *indices = self._context.upload([adapters.astype(np.int32), *rows])
+        segments = zip(present.tolist(), indices, strict=True)
+        return RowView(device, tuple(Segment(slot, index) for slot, index in segments))
+
+
+def adapter_view(adapters: WorkerAdapters | None, slots: np.ndarray) -> RowView | None:
+    """The view of one row for each of these requests, None where there are no adapters at all."""
+    return None if adapters is None else adapters.view_of_slots(slots)
