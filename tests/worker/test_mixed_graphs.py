@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +15,7 @@ from torch import Tensor
 from tests.worker.toy import Driver, Toy
 from vllm.step.inputs import StepInputs
 from vllm.worker.input_builder import Laid
-from vllm.worker.mixed_graphs import CONTEXTS, REQUESTS, TOKENS, bucket, step_sizes
+from vllm.worker.mixed_graphs import CONTEXTS, REQUESTS, TOKENS, bucket, made_up, step_sizes
 from vllm.worker.model_runner import ModelRunner
 
 LONGEST_SHORT_QUERY = 16  # tokens: what one tile of the attention kernel for short queries holds
@@ -46,6 +50,26 @@ def test_large_models_have_graphs_of_small_steps_only() -> None:
 def test_sequences_beyond_the_limit_are_not_covered() -> None:
     assert bucket(20, 1, 500, 500) == (32, 2, 1024)
     assert bucket(20, 1, 501, 500) is None
+
+
+@pytest.mark.parametrize("room", [48, 528, 1024])
+@pytest.mark.parametrize("longest", [40, 512, 1024])
+def test_made_up_steps_fill_a_graph_and_reach_past_no_row(room: int, longest: int) -> None:
+    """A row of the block table has columns for `room` tokens: a longer sequence would read what is behind it."""
+    longest = min(longest, room)
+    for tokens, requests in itertools.product(TOKENS, REQUESTS):
+        laid = made_up((tokens, requests, CONTEXTS[0]), room, longest, 2)
+        fits = tokens <= room + (requests - 1) * longest
+        assert (laid is not None) == fits
+        if laid is None:
+            continue
+        padded = laid.padded(tokens, requests)
+        assert padded.starts[-1] == len(padded.positions) == tokens
+        assert padded.starts.tolist() == [0, *np.cumsum(padded.lens)]
+        assert padded.lens[: len(laid.lens)].max() <= longest and padded.lens[-1] <= room
+        assert all((padded.positions[a:b] == np.arange(b - a)).all() for a, b in pairwise(laid.starts))
+        assert not any(mapping.any() for mapping in padded.mappings), "all keys go to the null block"
+        assert bucket(len(laid.positions), len(laid.slots), int(laid.lens.max()), 4096, TOKENS, room) is not None
 
 
 class Padded:

@@ -275,7 +275,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
     few = rows * kv_heads <= 64
     # with more warps and a tile in registers attention is faster, but the programs of the next product have less room:
     # that pays where they need little
-    light = layer.o.numel() <= 1 << 22
+    light = layer.o.numel() <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
     return StepTiling(

@@ -87,6 +87,12 @@ class MixedGraphs:
         self._width = runner.table.width
         self._sizes = step_sizes(sum(p.numel() for p in runner.model.parameters()))
 
+    @property
+    def _room(self) -> int:
+        """Tokens that a row of every block table has room for, as far as graphs read it."""
+        table = self._runner.table
+        return min(CONTEXTS[0], min(t.shape[1] for t in table.host_tables) * table.block_size)
+
     def close(self) -> None:
         """Destroy the graphs, without waiting for the device."""
         for entry in self._entries.values():
@@ -98,10 +104,8 @@ class MixedGraphs:
         """The step's inputs and [at least its rows of logits, hidden]; None for a step that no graph is there for."""
         if laid.prompt_rows:
             return None
-        table = self._runner.table
-        room = min(CONTEXTS[0], table.host_tables[0].shape[1] * table.block_size)
         tokens, longest = len(laid.positions), int(laid.lens.max())
-        key = bucket(tokens, len(laid.slots), longest, self._max_seq_len, self._sizes, room)
+        key = bucket(tokens, len(laid.slots), longest, self._max_seq_len, self._sizes, self._room)
         if key is None:
             return None
         if self._runner.table.width != self._width:  # the table moved to other memory
@@ -131,23 +135,15 @@ class MixedGraphs:
         """Run or capture one kind of step that will come, the largest first; whether there are more. Nothing may be in
         flight.
         """
-        longest = min(CONTEXTS[0], self._max_seq_len)
-        slots = len(self._runner.table.num_prompt)
-        rows = [n for n in REQUESTS if n <= 2 * slots]
+        rows = [n for n in REQUESTS if n <= 2 * len(self._runner.table.num_prompt)]
         wanted = ((n, r, CONTEXTS[0]) for n in self._sizes[::-1] for r in rows[::-1] if r - 1 + _LONG_QUERY <= n)
-        found = self._entries
-        key = next((k for k in wanted if k not in found or found[k].graph is None), None)
-        if key is None or (key not in found and len(found) >= _MOST_GRAPHS // 2):
+        found, room = self._entries, self._room
+        missing = (k for k in wanted if k not in found or found[k].graph is None)
+        shapes = ((k, made_up(k, room, min(room, self._max_seq_len), len(self._runner.table.tables))) for k in missing)
+        key, laid = next(((k, shape) for k, shape in shapes if shape is not None), (None, None))
+        if key is None or laid is None or (key not in found and len(found) >= _MOST_GRAPHS // 2):
             return False
-        entry = found.setdefault(key, _Entry())
-        # two requests in the null block, which between them have all tokens; the second is the padding's
-        tokens = min(key[0] // 2, longest)
-        empty: np.ndarray = np.zeros(0, np.int64)
-        places: np.ndarray = np.zeros(tokens, np.int64)
-        laid = Laid(
-            places, np.arange(tokens, dtype=np.int64), np.array([0, tokens], np.int32), np.array([tokens], np.int32),
-            np.array([tokens - 1]), np.zeros(1, np.int64), (places,) * len(self._runner.table.tables), empty, (),
-        ).padded(key[0], key[1])  # fmt: skip
+        entry, laid = found.setdefault(key, _Entry()), laid.padded(key[0], key[1])
         if entry.kept is None:
             self._warm(entry, key, laid)
         else:
@@ -187,3 +183,32 @@ def _shape(key: tuple[int, int, int], laid: Laid) -> Laid:
     starts: np.ndarray = np.arange(requests + 1, dtype=np.int32)
     starts[1:] += tokens - requests
     return replace(laid, starts=starts, lens=np.full(requests, context, np.int32))
+
+
+def made_up(key: tuple[int, int, int], room: int, longest: int, groups: int) -> Laid | None:
+    """A step for a graph of (tokens, requests, context): fresh prompts in slot 0 and in the null block, which leave the
+    request that owns the padding as many tokens as its row of the block table has room for. None if no such step fits
+    into so many requests.
+
+    room: as for `bucket`.   longest: tokens of a prompt.   groups: of the cache.
+    """
+    tokens, requests, _ = key
+    rest = tokens - min(room, tokens - 1)
+    count = -(-rest // longest)
+    if count >= requests:
+        return None
+    lens: np.ndarray = np.full(count, rest // count, np.int32)
+    lens[: rest % count] += 1
+    starts: np.ndarray = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    nowhere: np.ndarray = np.zeros(rest, np.int64)
+    return Laid(
+        index=nowhere,
+        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lens]),
+        starts=starts,
+        lens=lens,
+        logits_rows=starts[1:].astype(np.int64) - 1,
+        slots=np.zeros(count, np.int64),
+        mappings=(nowhere,) * groups,
+        sample_rows=nowhere[:0],
+        prompt_rows=(),
+    )

@@ -331,7 +331,7 @@ def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     """The tiling of a product, from whole-step times on an H200 (`benchmarks/h200/tune_decode.py`)."""
     if rows == 1:
         return _vector_tiling(outputs, inputs, mode)
-    if mode == RESIDUAL and outputs <= 2048:  # narrow tiles, or the device is not filled
+    if mode == RESIDUAL and outputs < 2048:  # narrow tiles, or the device is not filled
         return _fitting(Tiling(False, 16, 256, 4, split=2, stages=6 if rows <= 32 else 4, ahead=512), inputs)
     if mode == RESIDUAL:
         return _fitting(Tiling(False, 64, 128, 4, split=2, stages=6, ahead=512), inputs)
@@ -339,6 +339,8 @@ def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
         return _fitting(Tiling(False, 64, 128, 4, stages=6, ahead=256 if inputs <= 2048 else 1024), inputs)
     if mode == SILU:
         small = outputs <= 8192
+        if not small and inputs <= 2048:
+            return _fitting(Tiling(False, 64, 64, 4, stages=4, ahead=512), inputs)
         return _fitting(Tiling(False, 32 if small else 64, 128, 4, stages=6 if small else 4), inputs)
     return _fitting(
         Tiling(False, 64, 128, 4, stages=4) if inputs >= 2048 else Tiling(False, 128, 64, 4, stages=3), inputs
