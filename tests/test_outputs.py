@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -267,3 +268,10 @@ def test_input_hooks_belong_to_a_class_and_its_subclasses() -> None:
 
     assert registry.input_processor_of(Finetuned) is double and registry.dummy_data_factory_of(Model) is dummy
     assert registry.input_processor_of(int) is None and INPUT_REGISTRY.input_processor_of(Model) is None
+
+
+def test_arguments_of_later_versions_are_named_and_have_no_effect(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    made = RequestOutput("r", "p", [1], None, [], True, of_tomorrow=1)  # type: ignore[call-arg]
+    assert made.request_id == "r" and not hasattr(made, "of_tomorrow")
+    assert "of_tomorrow" in caplog.text

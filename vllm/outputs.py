@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.sequence import PromptLogprobs, RequestMetrics, SampleLogprobs
 
 if TYPE_CHECKING:
     import torch
+
+logger = init_logger(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -88,7 +91,10 @@ class RequestOutput:
         *,
         multi_modal_placeholders: dict[str, Any] | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        **later: Any,
     ) -> None:
+        if later:  # of programs that are newer than this version
+            logger.warning("RequestOutput: these arguments have no effect in this version: %s.", ", ".join(later))
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai import run_batch
 from vllm.entrypoints.openai.protocol import CompletionRequest, checked
-from vllm.entrypoints.openai.run_batch import main, read_lines
+from vllm.entrypoints.openai.run_batch import main, read_lines, serve_metrics
+from vllm.metrics.registry import EngineMetrics
 
 PROMPT = "The capital of France is"
 
@@ -60,7 +63,8 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
     # Two running and a queue of three: the others must wait, not fail.
     small = ["--max-num-seqs", "2", "--max-num-queued-reqs", "3", "--max-model-len", "512"]
     small += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    assert main(["run-batch", "-i", str(source), "-o", str(target), "--model", "demo", *small]) == 0
+    # One line has a name that is none, another is no JSON: whose answers these are cannot be told.
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--model", "demo", *small]) == 1
     answers = [json.loads(text) for text in target.read_text().splitlines()]
     assert len(answers) == len(GOOD) + len(LINES)
     assert len({a["id"] for a in answers}) == len(answers)
@@ -182,3 +186,18 @@ def test_an_answer_file_that_cannot_be_written_is_told_first(
 def test_numbers_are_read_as_the_server_reads_them() -> None:
     read = checked(CompletionRequest, {"prompt": "x", "max_tokens": 3.0})
     assert read.max_tokens == 3
+
+
+def test_metrics_are_served_while_a_batch_runs() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    engine: Any = SimpleNamespace(metrics=EngineMetrics("m", 128, {}))
+    stop = serve_metrics(engine, "127.0.0.1", port)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert b"vllm:num_requests_running" in answer.read()
+        with pytest.raises(ValueError, match=f"Cannot serve metrics on 127.0.0.1:{port}"):
+            serve_metrics(engine, "127.0.0.1", port)
+    finally:
+        stop()

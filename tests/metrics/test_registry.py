@@ -126,3 +126,18 @@ def test_log_line_when_due_and_only_when_active(caplog: pytest.LogCaptureFixture
         now[0] = 21.0
         log.tick()
     assert "Avg prompt throughput: 10.0 tokens/s" in caplog.text and "CPU KV cache usage: 25.0%" in caplog.text
+
+
+def test_preemptions_are_told_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    metrics = make()
+    log = StatsLog(metrics, "CPU", 10.0, clock=lambda: now[0])
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        for moment, count in ((5.0, 3), (11.0, 3), (22.0, 3), (33.0, 8)):
+            now[0] = moment
+            metrics.on_step(CoreStats(1, 0, 100, 75, num_preemptions=count))
+            log.tick()
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split(" in the last")[0] for text in told] == ["3 times", "5 times"]
+    assert "total_cumulative_preemption_cnt=8" in told[1]

@@ -59,3 +59,25 @@ def test_head_is_get_without_the_body(server: Server) -> None:
         assert parts_of(server.raw(asked)) == (200, b"")
     assert server.request("HEAD", "/v1/completions").status == 405
     assert server.request("HEAD", "/nowhere").status == 404
+
+
+def test_the_document_of_the_routes_says_what_they_answer(server: Server) -> None:
+    paths = server.get("/openapi.json").json["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        answers = paths[path]["post"]["responses"]
+        assert {"200", "400", "401", "404", "413", "415", "503", "500"} <= set(answers)
+        assert set(answers["200"]["content"]) == {"text/event-stream", "application/json"}
+        assert "error" in answers["400"]["content"]["application/json"]["schema"]["properties"]
+    for path, method in (("/health", "get"), ("/ping", "get"), ("/reset_prefix_cache", "post")):
+        assert "content" not in paths[path][method]["responses"]["200"]
+    assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+
+
+def test_echo_shows_all_tokens_that_logprobs_are_told_of(server: Server) -> None:
+    """Special tokens of a prompt given as ids are part of its text, else text and offsets disagree."""
+    body = {"prompt": [0, 40, 41, 1, 42], "max_tokens": 2, "echo": True, "logprobs": 0, "temperature": 0}
+    choice = server.post("/v1/completions", body).json["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith("<s>") and "</s>" in choice["text"]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)

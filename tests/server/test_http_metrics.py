@@ -160,3 +160,11 @@ def test_no_client_can_add_series(steady: Server) -> None:
     assert "made-up" not in steady.get("/metrics").text
     assert "PROPFIND" not in steady.get("/metrics").text
     assert not any(dict(labels)["handler"] in ("/metrics", "/health") for labels in names)
+
+
+def test_metrics_tell_of_the_process_and_the_swap_space(server: Server) -> None:
+    text = server.get("/metrics").text
+    of_process = ("process_resident_memory_bytes", "process_cpu_seconds_total")
+    for name in (*of_process, "python_info", "python_gc_collections_total"):
+        assert f"\n{name}" in text, name
+    assert 'swap_space_bytes="' in text

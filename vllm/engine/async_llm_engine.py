@@ -772,7 +772,9 @@ class AsyncLLMEngine:
 def _cache_info(config: VllmConfig) -> dict[str, Any]:
     import dataclasses
 
-    return {field.name: getattr(config.cache_config, field.name) for field in dataclasses.fields(config.cache_config)}
+    cache = config.cache_config
+    found = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
+    return {**found, "swap_space_bytes": cache.swap_space_bytes}
 
 
 def _ignore_tracing(request_id: str, trace_headers: Mapping[str, str] | None) -> None:

@@ -28,6 +28,7 @@ class StatsLog:
         self._since = clock()
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._preemptions = 0
 
     def tick(self, force: bool = False) -> None:
         """Write the line if it is due, or now if `force`."""
@@ -42,6 +43,17 @@ class StatsLog:
         active = stats.num_running or stats.num_waiting or metrics.prompt_tokens > self._prompt_tokens
         self._since = now
         self._prompt_tokens, self._generation_tokens = metrics.prompt_tokens, metrics.generation_tokens
+        if stats.num_preemptions > self._preemptions:
+            logger.warning(
+                "%d times in the last %.0f s a sequence was preempted, and is computed again: there is not enough KV "
+                "cache space for all that run, or others came for their share. More cache (gpu_memory_utilization, "
+                "VLLM_CPU_KVCACHE_SPACE, tensor_parallel_size) or a smaller max_num_seqs helps. "
+                "total_cumulative_preemption_cnt=%d",
+                stats.num_preemptions - self._preemptions,
+                elapsed,
+                stats.num_preemptions,
+            )
+            self._preemptions = stats.num_preemptions
         if active or force:
             logger.info(
                 "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "

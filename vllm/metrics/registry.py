@@ -244,9 +244,19 @@ class EngineMetrics:
         yield "vllm:request_params_max_tokens", "The max_tokens request parameter.", self.params_max_tokens
 
 
+def of_this_process() -> list[Any]:
+    """Collectors of the process (memory, processor time, open files) and of its interpreter."""
+    from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR
+
+    return [PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR]
+
+
 def render(collectors: Iterable[Any]) -> bytes:
-    """The text exposition format of these collectors."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    """The text exposition format of these collectors, and of those of the process and its interpreter."""
+    from prometheus_client import (
+        CollectorRegistry,
+        generate_latest,
+    )
 
     registry = CollectorRegistry(auto_describe=False)
     for collector in collectors:

@@ -211,7 +211,8 @@ def prompt_text_of(context: ServerContext, final: RequestOutput) -> str:
     """The prompt as text; decoded if it came as token ids."""
     if final.prompt is not None:
         return final.prompt
-    return context.tokenizer.decode(list(final.prompt_token_ids or ()))
+    # With its special tokens: they are among the tokens that logprobs are told of, and count in their offsets.
+    return context.tokenizer.decode(list(final.prompt_token_ids or ()), skip_special_tokens=False)
 
 
 # -- streamed ----------------------------------------------------------------------------------------------------------

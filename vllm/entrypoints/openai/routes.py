@@ -7,12 +7,13 @@ import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from vllm import envs
 from vllm.entrypoints.openai import chat, completions, messages, responses
@@ -89,6 +90,28 @@ def _schema(model: type[_Request]) -> dict[str, Any]:
         return [resolved(item) for item in value] if isinstance(value, list) else value
 
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(document)}}}}
+
+
+def _error_schema() -> dict[str, Any]:
+    fields: dict[str, Any] = {"message": {"type": "string"}, "type": {"type": "string"}, "code": {"type": "integer"}}
+    fields["param"] = {"type": ["string", "null"]}
+    error = {"type": "object", "properties": fields}
+    return {"type": "object", "properties": {"error": error, "object": {"type": "string"}, **fields}}
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route in the OpenAPI document."""
+    body = {"content": {"application/json": {"schema": _error_schema()}}}
+    return {status: {"description": HTTPStatus(status).phrase, **body} for status in statuses}
+
+
+BODY_ERRORS = _errors(400, 401, 404, 408, 413, 415, 503)
+STREAM = {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
+GENERATING_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or its events if `stream` is true.", "content": STREAM},
+    **BODY_ERRORS,
+    **_errors(500, 504),
+}
 
 
 def context_of(request: Request) -> ServerContext:
@@ -176,7 +199,7 @@ async def stream(request: Request, events: EventStream) -> Response:
     return events
 
 
-@router.post("/v1/completions", openapi_extra=_schema(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=_schema(CompletionRequest), responses=GENERATING_ANSWERS)
 async def create_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, CompletionRequest)
@@ -190,7 +213,7 @@ async def create_completion(request: Request) -> Response:
     return await answer(request, lambda: completions.complete(context, work))
 
 
-@router.post("/v1/chat/completions", openapi_extra=_schema(ChatCompletionRequest))
+@router.post("/v1/chat/completions", openapi_extra=_schema(ChatCompletionRequest), responses=GENERATING_ANSWERS)
 async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, ChatCompletionRequest)
@@ -203,7 +226,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await answer(request, lambda: chat.complete(context, work))
 
 
-@router.post("/v1/responses", openapi_extra=_schema(ResponsesRequest))
+@router.post("/v1/responses", openapi_extra=_schema(ResponsesRequest), responses=GENERATING_ANSWERS)
 async def create_response(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, ResponsesRequest)
@@ -218,29 +241,29 @@ async def create_response(request: Request) -> Response:
     return await answer(request, lambda: responses.complete(context, work))
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", responses=_errors(404))
 async def retrieve_response(request: Request, response_id: str) -> Response:
     return JSONResponse(context_of(request).responses.get(response_id).body)
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", responses=_errors(404))
 async def delete_response(request: Request, response_id: str) -> Response:
     context_of(request).responses.delete(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", responses=_errors(404))
 async def list_input_items(request: Request, response_id: str) -> Response:
     items = context_of(request).responses.get(response_id).input_items
     return JSONResponse({"object": "list", "data": items, "first_id": None, "last_id": None, "has_more": False})
 
 
-@router.post("/v1/responses/{response_id}/cancel")
+@router.post("/v1/responses/{response_id}/cancel", responses=_errors(404))
 async def cancel_response(request: Request, response_id: str) -> Response:
     return JSONResponse(context_of(request).responses.cancel(response_id).body)
 
 
-@router.post("/v1/messages", openapi_extra=_schema(messages.MessagesRequest))
+@router.post("/v1/messages", openapi_extra=_schema(messages.MessagesRequest), responses=GENERATING_ANSWERS)
 async def create_message(request: Request) -> Response:
     context = context_of(request)
     try:
@@ -253,7 +276,7 @@ async def create_message(request: Request) -> Response:
         raise messages.in_this_form(error) from error
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=_schema(messages.CountTokensRequest))
+@router.post("/v1/messages/count_tokens", openapi_extra=_schema(messages.CountTokensRequest), responses=BODY_ERRORS)
 async def count_tokens(request: Request) -> Response:
     try:
         body = await read(request, messages.CountTokensRequest)
@@ -268,7 +291,7 @@ async def list_models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [_model_card(context, name) for name in context.served_names]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=_errors(404))
 async def retrieve_model(request: Request, name: str) -> Response:
     context = context_of(request)
     if name not in context.served_names:
@@ -303,7 +326,7 @@ def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=_schema(TokenizeRequest), responses=BODY_ERRORS)
 async def tokenize(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, TokenizeRequest)
@@ -334,7 +357,7 @@ async def tokenize(request: Request) -> Response:
     return Response(await context.in_lane(4 * len(ids), encoded), media_type="application/json")
 
 
-@router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest), responses=BODY_ERRORS)
 async def detokenize(request: Request) -> Response:
     context = context_of(request)
     body = await read(request, DetokenizeRequest)
@@ -372,7 +395,7 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response, responses={503: {"description": "No progress, or shutting down"}})
 async def health(request: Request) -> Response:
     """200 only while the engine makes progress and takes new requests: balancers send none where it is 503."""
     engine = context_of(request).engine
@@ -385,8 +408,8 @@ async def health(request: Request) -> Response:
     return Response(status_code=200)
 
 
-@router.get("/ping", operation_id="ping")
-@router.post("/ping", operation_id="ping_by_post")
+@router.get("/ping", operation_id="ping", response_class=Response)
+@router.post("/ping", operation_id="ping_by_post", response_class=Response)
 async def ping(request: Request) -> Response:
     return await health(request)
 
@@ -396,11 +419,11 @@ async def version() -> Response:
     return JSONResponse({"version": __version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    from vllm.metrics.registry import render
+    from vllm.metrics.registry import of_this_process, render
 
-    body = render([context_of(request).engine.metrics, request.app.state.http_metrics])
+    body = render([context_of(request).engine.metrics, request.app.state.http_metrics, *of_this_process()])
     return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -415,19 +438,19 @@ async def is_sleeping() -> Response:
     return JSONResponse({"is_sleeping": False})
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", response_class=Response, responses=_errors(400))
 async def reset_prefix_cache(request: Request) -> Response:
     await _control(request, "reset_prefix_cache")
     return Response(status_code=200)
 
 
-@router.post("/start_profile")
+@router.post("/start_profile", response_class=Response, responses=_errors(400))
 async def start_profile(request: Request) -> Response:
     await _control(request, "start_profile")
     return Response(status_code=200)
 
 
-@router.post("/stop_profile")
+@router.post("/stop_profile", response_class=Response, responses=_errors(400))
 async def stop_profile(request: Request) -> Response:
     await _control(request, "stop_profile")
     return Response(status_code=200)

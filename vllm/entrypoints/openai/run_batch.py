@@ -38,6 +38,9 @@ def make_parser() -> FlexibleArgumentParser:
     parser.add_argument("--response-role", default="assistant", help="Role of chat answers.")
     parser.add_argument("--max-in-progress", type=int, default=256, help="Requests handed to the engine at a time.")
     add_parsing_flags(parser.add_argument)
+    parser.add_argument("--enable-metrics", action="store_true", help="Serve /metrics while the batch runs.")
+    parser.add_argument("--url", default="0.0.0.0", help="Address of the metrics. Default: all interfaces.")
+    parser.add_argument("--port", type=int, default=8000, help="Port of the metrics. Default: 8000.")
     AsyncEngineArgs.add_cli_args(parser)
     parser.set_defaults(model="demo")
     return parser
@@ -163,6 +166,26 @@ async def run(
         await engine.shutdown(0.0)
 
 
+def serve_metrics(engine: AsyncLLMEngine, address: str, port: int) -> Callable[[], None]:
+    """Answer GET /metrics in a thread until the returned function is called. Raises ValueError if the port is taken."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(engine.metrics)  # type: ignore[arg-type]
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except OSError as error:
+        raise ValueError(f"Cannot serve metrics on {address}:{port}: {error.strerror or error}.") from error
+
+    def stop() -> None:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    logger.info("Metrics on http://%s:%d/metrics", address, server.server_port)
+    return stop
+
+
 def execute(args: argparse.Namespace) -> int:
     """Run the batch; returns the exit status."""
     from vllm.entrypoints.openai.api_server import make_engine
@@ -182,18 +205,24 @@ def execute(args: argparse.Namespace) -> int:
     args.disable_frontend_multiprocessing = False
     with target.open("a"):  # what is not allowed is known before the model is loaded
         engine = make_engine(args)
-    failed = 0
+    stop_metrics = serve_metrics(engine, args.url, args.port) if args.enable_metrics else None
+    failed = nameless = 0
     with target.open("w", encoding="utf-8") as file:
 
         def write(item: dict[str, Any]) -> None:
-            nonlocal failed
+            nonlocal failed, nameless
             failed += item["error"] is not None
+            nameless += not isinstance(item["custom_id"], str)
             file.write(json.dumps(item) + "\n")
             file.flush()  # what was answered is kept, whatever happens to the rest
 
         asyncio.run(run(engine, lines, args.response_role, args.max_in_progress, write, parsing))
     logger.info("%d requests answered, %d of them with an error; the answers are in %s", len(lines), failed, target)
-    return 1 if engine.errored else 0
+    if stop_metrics is not None:
+        stop_metrics()
+    if nameless:
+        logger.error("%d lines have no custom_id: whose answers these are cannot be told.", nameless)
+    return 1 if engine.errored or nameless else 0
 
 
 def main(argv: Sequence[str]) -> int:
