@@ -7,15 +7,17 @@ and any mistake of the scheduler (a wrong block, a lost or repeated token, a cop
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import Any
 
 from vllm.core.scheduler import Scheduler, SchedulerLimits
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.step.kv_policy import KVGroup, KVKind, KVPolicy
 from vllm.step.messages import CoreOutput, CoreRequest
-from vllm.step.plan import StepPlan, Transfer, TransferKind
-from vllm.step.result import StepResult
+from vllm.step.plan import SlotInit, StepPlan, Transfer, TransferKind
+from vllm.step.result import Pooled, StepResult
 
 VOCAB = 50
 EOS = 3
@@ -82,15 +84,24 @@ POLICIES = {
 
 
 class FakeDevice:
-    """One number per position and group in pool 0; one (length, number) per page in pool 1."""
+    """One number per position and group in pool 0; one (length, number) per page in pool 1.
 
-    def __init__(self, policy: KVPolicy, num_blocks: int, num_states: int = 0) -> None:
+    With `num_drafts` it has a drafter that is right now and then, and each row accepts as far as its drafts are what it
+    samples: only the device knows how long a sequence is.
+    """
+
+    def __init__(self, policy: KVPolicy, num_blocks: int, num_states: int = 0, num_drafts: int = 0) -> None:
         self.policy = policy
+        self.num_drafts = num_drafts
+        self.right = 0.6  # how often a draft is what will be sampled
+        self.rng = random.Random(0)
         sizes = [policy.unit * group.units for group in policy.groups]
         self.cache: list[list[int | None]] = [[None] * max(sizes, default=1) for _ in range(num_blocks)]
         self.states: list[tuple[int, int] | None] = [None] * num_states
         self.slots: dict[int, tuple[list[int], list[list[int]]]] = {}
-        self.names: dict[int, str] = {}
+        self.drafts: dict[int, list[int]] = {}  # behind the last token of a slot
+        self.accepted: dict[int, int] = {}  # page of a slot's state that is true
+        self.inits: dict[int, SlotInit] = {}
         self.encoded: dict[str, int] = {}  # what a request's encoder says, by name
         self.results: deque[StepResult] = deque()
         self.poisoned: set[int] = set()
@@ -103,30 +114,74 @@ class FakeDevice:
         for new in plan.new:
             assert new.slot not in self.slots, "slot handed out twice"
             self.slots[new.slot] = (list(new.token_ids), [list(t) for t in new.block_ids])
-            self.names[new.slot] = new.request_id
+            self.inits[new.slot], self.accepted[new.slot], self.drafts[new.slot] = new, 0, []
         for append in plan.blocks:
             table = self.slots[append.slot][1][append.group]
             table[append.start :] = append.block_ids + table[append.start + len(append.block_ids) :]
         self._transfer(plan.transfers)
+        for slot, start, token_ids in plan.writes:
+            assert start == len(self.slots[slot][0]), "drafts that do not follow the last token"
+            self.drafts[slot] = list(token_ids)
         self.poisoned |= {n.slot for n in plan.new if self.poison in n.token_ids[: n.num_prompt_tokens]}
         if self.poisoned & set(plan.slots.tolist()):
             raise RuntimeError("poison")
         for new in plan.new:
             self._encode(new.slot)
-        rows = list(zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.num_computed.tolist(), strict=True))
-        assert len({slot for slot, _, _ in rows}) == len(rows)
-        for slot, count, start in rows:
-            self._write(slot, start, start + count)
-        sampled = [-1] * len(rows)
-        for i, (slot, count, start) in enumerate(rows):
-            state = self._read(slot, start, start + count)
-            if plan.sample[i]:
-                assert start + count == len(self.slots[slot][0])
-                sampled[i] = next_token(state)
-        for i, (slot, _, _) in enumerate(rows):
-            if sampled[i] >= 0:
-                self.slots[slot][0].append(sampled[i])
-        self.results.append(StepResult(plan.step_id, sampled))
+        rows = [self._row(plan, row) for row in range(len(plan.slots))]
+        assert len({slot for slot, _, _, _ in rows}) == len(rows)
+        for slot, tokens, start, _ in rows:
+            self._write(slot, tokens, start)
+        token_ids, counts = [], []
+        news: list[Pooled] = []
+        for i, (slot, tokens, start, drafts) in enumerate(rows):
+            states = self._read(slot, tokens, start)
+            new_tokens = self._accept(slot, states, drafts) if plan.sample[i] else []
+            token_ids += new_tokens
+            counts.append(len(new_tokens))
+            init = self.inits[slot]
+            if isinstance(init.params, PoolingParams):
+                assert plan.pooled is not None and plan.pooled[i] and not plan.sample[i]
+                if len(tokens) == len(init.token_ids):
+                    news.append(Pooled(i, states[-1].to_bytes(8, "little"), (1,), "int64"))
+        if self.num_drafts or plan.drafts is not None:
+            self.results.append(StepResult(plan.step_id, token_ids, counts=counts, news=tuple(news)))
+        else:
+            found = iter(token_ids)
+            one_each = [next(found) if count else -1 for count in counts]
+            self.results.append(StepResult(plan.step_id, one_each, news=tuple(news)))
+
+    def _row(self, plan: StepPlan, row: int) -> tuple[int, list[int], int, int]:
+        """Slot, its tokens up to the end of what this step computes, where that starts, and drafts among it."""
+        slot, count, start = int(plan.slots[row]), int(plan.num_tokens[row]), int(plan.num_computed[row])
+        drafts = int(plan.drafts[row]) if plan.drafts is not None else 0
+        known = self.slots[slot][0]
+        if plan.exact is not None and not plan.exact[row]:
+            assert len(known) - 1 <= start, "the plan says less than the truth"
+            start = len(known) - 1
+        elif plan.sample[row]:
+            assert start + count - drafts == len(known), "an exact row that is not"
+        assert drafts <= len(self.drafts[slot])
+        return slot, known[: start + count - drafts] + self.drafts[slot][:drafts], start, drafts
+
+    def _accept(self, slot: int, states: list[int], drafts: int) -> list[int]:
+        """The tokens of one row: sampled one after the other as long as the drafts before them hold."""
+        known = self.slots[slot][0]
+        new_tokens: list[int] = []
+        for j, state in enumerate(states[-1 - drafts :]):
+            new_tokens.append(next_token(state))
+            if j == drafts or self.drafts[slot][j] != new_tokens[-1]:
+                break
+        self.accepted[slot] = len(new_tokens) - 1
+        known += new_tokens
+        state = 0
+        for token in known:
+            state = fold(state, token)
+        self.drafts[slot] = []
+        for _ in range(self.num_drafts):
+            guess = next_token(state) if self.rng.random() < self.right else self.rng.randrange(VOCAB)
+            self.drafts[slot].append(guess)
+            state = fold(state, guess)
+        return new_tokens
 
     def _transfer(self, transfers: tuple[Transfer, ...]) -> None:
         """Read everything, then write everything, as a device does."""
@@ -147,45 +202,43 @@ class FakeDevice:
             if group.kind is KVKind.CROSS:
                 for block in table:
                     assert block != 0
-                    self.cache[block][0] = self.encoded.get(self.names[slot], 0)
+                    self.cache[block][0] = self.encoded.get(self.inits[slot].request_id, 0)
 
-    def _token_tables(self, slot: int) -> list[tuple[KVGroup, int, list[int]]]:
-        own = (KVKind.FULL, KVKind.SLIDING)
+    def _tables(self, slot: int, *kinds: KVKind) -> list[tuple[KVGroup, int, list[int]]]:
         pairs = zip(self.policy.groups, self.slots[slot][1], strict=True)
-        return [(group, self.policy.unit * group.units, table) for group, table in pairs if group.kind in own]
+        return [(group, self.policy.unit * group.units, table) for group, table in pairs if group.kind in kinds]
 
-    def _write(self, slot: int, start: int, end: int) -> None:
-        tokens, tables = self.slots[slot]
-        state = before = 0
-        for position, token in enumerate(tokens[:end]):
-            if position == start:
-                before = state
-            state = fold(state, token)
-            if position >= start:
-                for _, size, table in self._token_tables(slot):
-                    block = table[position // size]
-                    assert block != 0, "write to the null block"
-                    self.cache[block][position % size] = state
-        for group, table in zip(self.policy.groups, tables, strict=True):
-            if group.kind is KVKind.RECURRENT:
-                assert self.states[table[0]] == (start, before), "stale or foreign state"
-                self.states[table[0]] = (end, state)
+    def _write(self, slot: int, tokens: list[int], start: int) -> None:
+        states = [0]
+        for token in tokens:
+            states.append(fold(states[-1], token))
+        for _, size, table in self._tables(slot, KVKind.FULL, KVKind.SLIDING):
+            for position in range(start, len(tokens)):
+                block = table[position // size]
+                assert block != 0, "write to the null block"
+                self.cache[block][position % size] = states[position + 1]
+        for _, _, pages in self._tables(slot, KVKind.RECURRENT):
+            assert self.states[pages[self.accepted[slot]]] == (start, states[start]), "stale or foreign state"
+            drafts = len(tokens) - len(self.slots[slot][0])
+            for j in range(max(0, drafts) + 1):  # one page for each length that may be accepted
+                length = len(tokens) - max(0, drafts) + j
+                self.states[pages[j]] = (length, states[length])
+            self.accepted[slot] = 0
 
-    def _read(self, slot: int, start: int, end: int) -> int:
-        tokens, tables = self.slots[slot]
-        state = 0
-        for position, token in enumerate(tokens[:end]):
-            state = fold(state, token)
-            for group, size, table in self._token_tables(slot):
-                first = 0 if group.window is None else start - group.window + 1
-                if position >= first:
-                    assert self.cache[table[position // size]][position % size] == state, (
-                        "stale or foreign cache content"
-                    )
-        for group, table in zip(self.policy.groups, tables, strict=True):
-            if group.kind is KVKind.CROSS:
-                assert all(self.cache[b][0] == self.encoded.get(self.names[slot], 0) for b in table)
-        return state
+    def _read(self, slot: int, tokens: list[int], start: int) -> list[int]:
+        """What the queries of this step see; the state behind each of the tokens."""
+        states = [0]
+        for token in tokens:
+            states.append(fold(states[-1], token))
+        for group, size, table in self._tables(slot, KVKind.FULL, KVKind.SLIDING):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            for position in range(first, len(tokens)):
+                found = self.cache[table[position // size]][position % size]
+                assert found == states[position + 1], "stale or foreign cache content"
+        for _, _, table in self._tables(slot, KVKind.CROSS):
+            said = self.encoded.get(self.inits[slot].request_id, 0)
+            assert all(self.cache[block][0] == said for block in table)
+        return states
 
     def collect(self) -> StepResult:
         return self.results.popleft()
@@ -198,7 +251,8 @@ class Simulation:
         self, policy: KVPolicy, num_blocks: int, limits: SchedulerLimits, depth: int = 1, **kwargs: object
     ) -> None:
         self.scheduler = Scheduler(limits, policy, num_blocks, **kwargs)  # type: ignore[arg-type]
-        self.device = FakeDevice(policy, num_blocks, policy.num_states(limits.max_num_seqs))
+        self.device = FakeDevice(policy, num_blocks, policy.num_states(limits.max_num_seqs), limits.num_drafts)
+        self.pooled: dict[str, bytes] = {}
         self.depth = depth
         self.output: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -209,10 +263,16 @@ class Simulation:
         self.output[request_id] = []
         self.scheduler.add(CoreRequest(request_id, prompt, params, seed=0, **kwargs))  # type: ignore[arg-type]
 
+    def pool(self, request_id: str, prompt: list[int], **kwargs: object) -> None:
+        self.output[request_id] = []
+        self.scheduler.add(CoreRequest(request_id, prompt, PoolingParams(), seed=0, **kwargs))  # type: ignore[arg-type]
+
     def record(self, outputs: list[CoreOutput]) -> None:
         for out in outputs:
             assert out.request_id not in self.finished, "output after the end"
             self.output[out.request_id] += out.new_token_ids
+            if out.pooled is not None:
+                self.pooled[out.request_id] = out.pooled.data
             if out.finish_reason is not None:
                 self.finished[out.request_id] = out.finish_reason
                 self.reasons[out.request_id] = (out.finish_reason, out.stop_reason)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from vllm.core.block_pool import NULL_BLOCK, BlockPool
-from vllm.core.request import Request
+from vllm.core.request import ENDLESS, Request
 from vllm.step.kv_policy import KVGroup, KVKind, KVPolicy
 
-ENDLESS = 1 << 62  # tokens for which a group has nothing to do
 # Number of a unit -> the group's cached block that ends with it.
 Lookup = Callable[[int], int | None]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vllm.core.block_pool import NULL_BLOCK, BlockPool
-from vllm.core.kv_groups import ENDLESS, CrossGroup, Lookup, state_group, token_groups
-from vllm.core.request import Request
+from vllm.core.kv_groups import CrossGroup, Lookup, state_group, token_groups
+from vllm.core.request import ENDLESS, Request
 from vllm.step.block_hash import block_hash, root_hash
 from vllm.step.kv_policy import KVKind, KVPolicy
 from vllm.step.plan import BlockAppend, Transfer, TransferKind
@@ -278,7 +278,8 @@ class KVManager:
         held = [
             (group.index, index)
             for group in self._own
-            if (index := request.num_computed // group.size) < len(table := request.tables[group.index])
+            if (index := (request.num_computed - request.num_drafted) // group.size)
+            < len(table := request.tables[group.index])
             and table[index] != NULL_BLOCK
         ]
         shared = [(g, index) for g, index in held if refs[request.tables[g][index]] > 1]

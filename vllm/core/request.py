@@ -6,6 +6,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING
 
+from vllm.pooling_params import PoolingParams
 from vllm.step.block_hash import token_bytes
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.step.result import TokenLogprobs
 
 _EXTRA = Struct("<qqq")  # where the block begins in the content, the content's length, the key's
+ENDLESS = 1 << 62
 _BLOCKS_ENCODED = 64  # at once: more costs time that a miss wastes
 
 
@@ -31,8 +33,13 @@ class Request:
     """A token list and `num_computed`. Only the scheduler and the KV manager change it.
 
     tokens:        prompt and every output token the host knows.
-    num_computed:  tokens whose keys and values are in the cache, or will be once the steps in flight are done.
+    num_computed:  tokens whose keys and values are in the cache, or will be once the steps in flight are done, if they
+                   accept every draft: len(tokens) + num_pending - 1 for a request that decodes.
     num_pending:   tokens sampled by steps in flight, whose ids only the device knows. They follow `tokens`.
+    max_pending:   with more of these it is left out of further steps.
+    proposal:      drafts behind the last token, known here, to be verified by its next step.
+    entered_with:  tokens that it had when it got its slot.
+    epoch:         number of its residency: what a step of an earlier one computed says nothing about this one.
     num_drafted:   drafts among the tokens in flight: so many of `num_computed` may turn out not to be.
     capacity:      length at which a KV group must act next: tokens that the blocks held now have room for, or where a
                    snapshot is due.
@@ -43,15 +50,23 @@ class Request:
     __slots__ = (
         "id", "tokens", "num_prompt_tokens", "params", "seed", "eos_token_id", "stop_token_ids", "arrival_time",
         "priority", "lora_id", "lora_key", "columns", "cache_salt", "fork_of", "account", "sequence_number",
-        "status", "blocked", "slot", "num_computed", "num_pending", "max_len", "min_len", "synchronous", "reads_cache",
-        "capacity", "tables", "starts_from", "num_drafted", "encoder_tokens", "encoder_key", "content_keys",
+        "status", "blocked", "slot", "num_computed", "num_pending", "max_len", "min_len", "reads_cache",
+        "capacity", "tables", "starts_from", "num_drafted", "proposal", "epoch", "entered_with", "pooled",
+        "max_pending", "encoder_tokens", "encoder_key", "content_keys",
          "hashes", "num_registered", "freed_behind_window", "shares_tail",
         "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported",
         "num_prompt_logprobs", "num_preemptions",
         "first_scheduled_time",
     )  # fmt: skip
 
-    def __init__(self, message: CoreRequest, max_model_len: int, num_groups: int, sequence_number: int) -> None:
+    def __init__(
+        self,
+        message: CoreRequest,
+        max_model_len: int,
+        num_groups: int,
+        sequence_number: int,
+        max_pending: int = ENDLESS,
+    ) -> None:
         params = message.params
         self.id = message.request_id
         self.tokens: list[int] = list(message.prompt_token_ids)
@@ -79,13 +94,20 @@ class Request:
         self.num_computed = 0
         self.num_pending = 0
         self.num_drafted = 0
-        max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len
-        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        self.min_len = self.num_prompt_tokens + params.min_tokens
-        # Logits processors and grammars read the tokens so far: the next step may not start before they are known.
-        self.synchronous = bool(params.logits_processors) or message.grammar is not None
-        # Prompt logprobs need the logits of every prompt position, which a cached prefix does not compute.
-        self.reads_cache = params.prompt_logprobs is None
+        self.proposal: list[int] = []
+        self.epoch = self.entered_with = 0
+        self.pooled = isinstance(params, PoolingParams)
+        if isinstance(params, PoolingParams):
+            self.max_len = self.min_len = self.num_prompt_tokens
+            self.max_pending, self.reads_cache = max_pending, False  # pooling may need every token's hidden state
+        else:
+            max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len
+            self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
+            self.min_len = self.num_prompt_tokens + params.min_tokens
+            # Logits processors and grammars read the tokens so far: the next step may not start before they are known.
+            self.max_pending = 0 if params.logits_processors or message.grammar is not None else max_pending
+            # Prompt logprobs need the logits of every prompt position, which a cached prefix does not compute.
+            self.reads_cache = params.prompt_logprobs is None
 
         self.capacity = 0
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]

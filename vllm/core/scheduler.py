@@ -7,19 +7,20 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from vllm.core.kv_manager import STATES, TOKENS, KVManager, resolve
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
-from vllm.core.request import Request, Status
+from vllm.core.request import ENDLESS, Request, Status
 from vllm.core.stop import check_stop
 from vllm.core.waiting import WaitingQueue
 from vllm.step.kv_policy import KVKind, KVPolicy
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
-from vllm.step.plan import BlockAppend, SlotInit, StepPlan, Transfer
-from vllm.step.result import StepResult
+from vllm.step.plan import BlockAppend, SlotInit, StepPlan, TokenWrite, Transfer
+from vllm.step.result import Drafts, Logprobs, Pooled, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class SchedulerLimits:
     max_num_batched_tokens: tokens computed per step.   max_num_seqs: requests running at once (number of slots).
     chunk_threshold: a prompt gets at most this many tokens per step (0: no bound).
     account_share: the part of the slots, or of the blocks, that one account may keep while others wait.
+    num_drafts: drafts that the device proposes behind every token it samples; each step of a request verifies them.
+    max_pending: tokens of a request in flight with which it is still planned: 0 where its next step needs to know the
+    last token on the host, as in a pipeline. None: as many as there are steps in flight.
+    stages: of a pipeline; a step takes so small a part of the requests that all stages have work.
     """
 
     max_num_seqs: int
@@ -38,6 +43,9 @@ class SchedulerLimits:
     priority: bool = False
     chunk_threshold: int = 0
     account_share: float = 0.5
+    num_drafts: int = 0
+    max_pending: int | None = None
+    stages: int = 1
 
 
 @dataclass(slots=True)
@@ -53,6 +61,10 @@ class _Draft:
     num_computed: list[int]
     sample: list[bool]
     prompt_tokens: int = 0
+    rows: int = ENDLESS  # requests that may still be added
+    writes: list[TokenWrite] = field(default_factory=list)
+    drafted: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> drafts, epoch of the request
+    inexact: list[int] = field(default_factory=list)  # rows whose `num_computed` is an upper bound
 
 
 class Scheduler:
@@ -99,8 +111,10 @@ class Scheduler:
         self._blocked: dict[str, Request] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
-        # Plan, its requests, how many prompt tokens it computes, when it was made.
-        self._in_flight: deque[tuple[StepPlan, list[Request], int, float]] = deque()
+        # Plan, its draft, when it was made.
+        self._in_flight: deque[tuple[StepPlan, _Draft, float]] = deque()
+        self._speculates = limits.num_drafts > 0
+        self._num_pooled = 0
         self._step_id = 0
         self._sequence = 0
         self._suspects: deque[Request] = deque()  # to be tried alone, one step each
@@ -122,9 +136,11 @@ class Scheduler:
                 f"A prompt of {length} tokens exceeds max_num_batched_tokens={limits.max_num_batched_tokens} and "
                 "chunked prefill is off. Enable chunked prefill or raise max_num_batched_tokens."
             )
-        request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence)
+        pending = ENDLESS if limits.max_pending is None else limits.max_pending
+        request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence, pending)
         self._sequence += 1
         self.requests[request.id] = request
+        self._num_pooled += request.pooled
         self._waiting.push(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
@@ -153,7 +169,7 @@ class Scheduler:
         Everything in flight is forgotten and computed again; the requests concerned take their next step alone. One
         that then fails ends with the error, the others never notice. If they fail only together, all of them end.
         """
-        involved = {r.id: r for _, requests, _, _ in self._in_flight for r in requests if r.id in self.requests}
+        involved = {r.id: r for _, draft, _ in self._in_flight for r in draft.requests if r.id in self.requests}
         if not involved or (len(involved) > 1 and all(r.suspected for r in involved.values())):
             return self.fail_all(error)
         self._in_flight.clear()
@@ -163,7 +179,7 @@ class Scheduler:
             self._finish(list(involved.values()))
             outputs = [CoreOutput(id, [], finish_reason="error", error=error) for id in involved]
         for request in self.requests.values():
-            request.num_pending = 0
+            request.num_pending = request.num_drafted = 0
         while self.running:
             self._preempt(self.running.pop())
         self._freed_slots = list(range(self.limits.max_num_seqs))  # whatever the device did not take in
@@ -217,7 +233,7 @@ class Scheduler:
     @property
     def planned(self) -> list[Request]:
         """The requests of the newest plan, one per row."""
-        return self._in_flight[-1][1]
+        return self._in_flight[-1][1].requests
 
     def refuse(self, request_ids: Iterable[str], error: str) -> list[CoreOutput]:
         """End requests that are themselves at fault; unknown ids are ignored. Tokens still in flight for them will be
@@ -235,6 +251,9 @@ class Scheduler:
         """
         draft = _Draft(self.limits.max_num_batched_tokens, [], [], [], [], [], [], [])
         self.kv.begin_plan()
+        if self.limits.stages > 1:
+            active = len(self.running) + min(len(self._waiting), len(self._free_slots))
+            draft.rows = max(1, -(-active // self.limits.stages))
         if self._suspects:
             self._plan_suspect(draft)
         else:
@@ -256,11 +275,46 @@ class Scheduler:
             sample=np.array(draft.sample, dtype=bool),
             transfers=resolve(draft.transfers) if draft.transfers else (),
             adapters=tuple(load for policy in self._policies for load in policy.loads()) if draft.new else (),
+            **(self._features(draft) if self._speculates or self._num_pooled else {}),
         )
         self._freed_slots.clear()
         self._step_id += 1
-        self._in_flight.append((plan, draft.requests, draft.prompt_tokens, self._clock()))
+        self._in_flight.append((plan, draft, self._clock()))
         return plan
+
+    def empty_plan(self) -> StepPlan:
+        """A step without requests, for a device that must run one because its peers do."""
+        none: np.ndarray = np.empty(0, np.int32)
+        plan = StepPlan(self._step_id, tuple(self._freed_slots), (), (), none, none, none, none.astype(bool))
+        self._freed_slots.clear()
+        self._step_id += 1
+        self._in_flight.append((plan, _Draft(0, [], [], [], [], [], [], []), self._clock()))
+        return plan
+
+    def propose(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Drafts of the host for the tokens behind the last one of a request, to be verified by its next step, if no
+        other step of it is in flight then. Those past the longest output are dropped; an unknown id is ignored.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._speculates = True
+            request.proposal = list(token_ids)
+
+    def _features(self, draft: _Draft) -> dict[str, Any]:
+        """What a plan has beyond its rows, where it is not neutral."""
+        found: dict[str, Any] = {}
+        if draft.drafted:
+            found["drafts"] = np.zeros(len(draft.requests), np.int32)
+            for row, (count, _) in draft.drafted.items():
+                found["drafts"][row] = count
+        if draft.inexact:
+            found["exact"] = np.ones(len(draft.requests), bool)
+            found["exact"][draft.inexact] = False
+        if draft.writes:
+            found["writes"] = tuple(draft.writes)
+        if any(r.pooled for r in draft.requests):
+            found["pooled"] = np.array([r.pooled for r in draft.requests])
+        return found
 
     def _plan_suspect(self, draft: _Draft) -> None:
         """Give the next suspect a step of its own; nothing else is in flight meanwhile."""
@@ -332,37 +386,81 @@ class Scheduler:
 
     def _continue_running(self, draft: _Draft) -> bool:
         """Give every running request its next tokens, preempting from the end when blocks run out (then True)."""
-        running, kv = self.running, self.kv
-        chunk = self._chunk
+        running, kv, chunk, budget = self.running, self.kv, self._chunk, draft.budget
+        speculates, special = self._speculates, self._speculates or self._num_pooled or draft.rows != ENDLESS
         preempted = False
-        i = 0
-        while i < len(running) and draft.budget > 0:
+        i, end = 0, len(running)
+        while i < end and budget > 0:
             request = running[i]
             i += 1
             pending = request.num_pending
             total = len(request.tokens) + pending
             start = request.num_computed
-            if pending and (total >= request.max_len or request.synchronous):
-                continue  # its last token, or one that Python must see first, is in flight
+            if pending and (total >= request.max_len or pending > request.max_pending):
+                continue  # its last token, or one that must be seen first, is in flight
             count = total - start
             if count > 1:
-                count = min(count, chunk, draft.budget)
+                count = min(count, chunk, budget)
                 if kv.takes_snapshots:
                     count = kv.cut(request, start, count)
                 for policy in self._limiting:
                     count = policy.limit(request, count)
-                if count <= 0:
+                if count <= 0 or len(draft.requests) >= draft.rows:
                     continue
+            elif special:
+                if count <= 0 or len(draft.requests) >= draft.rows:
+                    continue  # a pooled request, whose last tokens are being computed; or other stages' turn
+                if speculates:
+                    count += self._num_drafts(request, start, total, budget)
             while (start + count > request.capacity or request.shares_tail) and not kv.grow(
                 request, start + count, draft.blocks, draft.transfers
             ):
                 preempted = True
                 victim = self._last_to_yield(i - 1)
                 self._preempt(victim)
+                end -= 1
                 if victim is request:
+                    draft.budget = budget
                     return True
-            self._take(draft, request, count)
+            budget -= count
+            if speculates and start + 1 >= total and not request.pooled:
+                self._verify(draft, request, count - 1)
+            else:
+                self._take(draft, request, count)
+        draft.budget = budget
         return preempted
+
+    def _num_drafts(self, request: Request, start: int, total: int, budget: int) -> int:
+        """How many drafts the next step of a request verifies, which computes its last token, the one at `start` at
+        most; it has `total` tokens at most. The device has drafts behind tokens that it sampled itself.
+        """
+        if request.proposal and not request.num_pending:
+            proposed = len(request.proposal)
+        else:
+            proposed = self.limits.num_drafts if start >= request.entered_with and not request.pooled else 0
+        return max(0, min(proposed, request.max_len - total - 1, budget - 1))
+
+    def _verify(self, draft: _Draft, request: Request, drafts: int) -> None:
+        """Put the last token of a request and the drafts behind it into the plan. If an earlier step has drafts in
+        flight, only the device knows where they begin.
+        """
+        row, start = len(draft.requests), request.num_computed
+        if request.num_drafted:
+            draft.inexact.append(row)
+        if request.proposal:
+            if drafts and not request.num_pending:
+                draft.writes.append(TokenWrite(request.slot, len(request.tokens), request.proposal[:drafts]))
+            request.proposal = []
+        if drafts:
+            draft.drafted[row] = (drafts, request.epoch)
+        request.num_computed += 1 + drafts
+        request.num_pending += 1 + drafts
+        request.num_drafted += drafts
+        request.plan_step, request.plan_tokens = self._step_id, 1 + drafts
+        draft.requests.append(request)
+        draft.num_tokens.append(1 + drafts)
+        draft.num_computed.append(start)
+        draft.sample.append(True)
 
     def _last_to_yield(self, start: int) -> Request:
         """Take out of `running[start:]`, which this step has not planned yet, who goes when blocks run out: the last
@@ -381,7 +479,7 @@ class Scheduler:
     def _admit_waiting(self, draft: _Draft) -> None:
         """Start waiting requests, each in its turn, while slots, blocks, budget and policies allow."""
         view = self._view()
-        while self._free_slots and draft.budget > 0:
+        while self._free_slots and draft.budget > 0 and len(draft.requests) < draft.rows:
             request = self._waiting.take()
             if request is None:
                 break
@@ -413,6 +511,7 @@ class Scheduler:
             return Verdict.SKIP if count <= 0 else Verdict.STOP
         self._enter_slot(draft, request)
         self._take(draft, request, count)
+        draft.budget -= count
         if request.num_computed < len(request.tokens):
             view.num_prefilling += 1
             view.num_long_prefilling += len(request.tokens) > self._long
@@ -489,6 +588,7 @@ class Scheduler:
         request.status = Status.RUNNING
         if request.first_scheduled_time == 0.0:
             request.first_scheduled_time = self._clock()
+        request.entered_with = len(request.tokens)
         self._waiting.admitted(request)
         for policy in self._policies:
             policy.admitted(request)
@@ -523,7 +623,10 @@ class Scheduler:
         request.plan_step = self._step_id
         request.plan_tokens = count
         if samples:
-            request.num_pending += 1
+            if request.pooled:
+                samples = False
+            else:
+                request.num_pending += 1
         if count > 1:
             # Prompt chunks are findable at once, also by the next request of this plan: in every layer a mixed batch
             # writes all its keys before any query reads. Blocks that single tokens complete are registered in apply().
@@ -532,7 +635,6 @@ class Scheduler:
         draft.num_tokens.append(count)
         draft.num_computed.append(start)
         draft.sample.append(samples)
-        draft.budget -= count
 
     def _preempt(self, request: Request) -> None:
         """Take slot and blocks away; the request will compute its tokens again, prompt and output alike."""
@@ -544,6 +646,8 @@ class Scheduler:
         self.kv.free([request])
         self._release_slot(request)
         request.num_computed = 0
+        request.epoch += 1
+        request.proposal = []
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
 
@@ -555,7 +659,8 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> list[CoreOutput]:
         """Take in the result of the oldest plan in flight. The only place where what the device found changes state."""
-        plan, requests, prompt_tokens, planned_at = self._in_flight.popleft()
+        plan, draft, planned_at = self._in_flight.popleft()
+        requests = draft.requests
         if plan.step_id != result.step_id:
             raise ValueError(f"Result of step {result.step_id} where step {plan.step_id} was due.")
         self.settle()
@@ -567,7 +672,10 @@ class Scheduler:
         extras = bool(logprobs or prompt_logprobs or errors)
         block_size = self.kv.block_size
         finished_status, running_status = Status.FINISHED, Status.RUNNING
-        for i, (request, token) in enumerate(zip(requests, result.token_ids, strict=True)):
+        if result.counts is not None:
+            generated = self._apply_counted(plan, draft, result, outputs, finished)
+        rows = zip(requests, result.token_ids, strict=True) if result.counts is None else ()
+        for i, (request, token) in enumerate(rows):
             if request.status is finished_status:
                 continue
             if extras and i in errors:
@@ -607,11 +715,86 @@ class Scheduler:
                 if stop is not None:
                     output.finish_reason, output.stop_reason = stop
                     finished.append(request)
+        if self._num_pooled:
+            self._apply_pooled(draft, result, outputs, finished)
         if len(requests) > 1 or (generated and len(self.requests) == 1):
             self._trust(requests)
         self._finish(finished)
-        self._observe(prompt_tokens, generated, self._clock() - planned_at)
+        self._observe(draft.prompt_tokens, generated, self._clock() - planned_at)
         return outputs
+
+    def _apply_counted(
+        self, plan: StepPlan, draft: _Draft, result: StepResult, outputs: list[CoreOutput], finished: list[Request]
+    ) -> int:
+        """`apply` for results with any number of tokens per row; how many were generated.
+
+        Of the 1 + drafts tokens that the plan counted on, a row brings those that were accepted and one more. What it
+        does not bring is taken back, unless the request has lost its slot since: then it starts anew in any case.
+        """
+        assert result.counts is not None
+        logprobs = {news.row: news.entries for news in result.news if isinstance(news, Logprobs)}
+        generated = first = 0
+        for i, (request, count) in enumerate(zip(draft.requests, result.counts, strict=True)):
+            new_tokens = result.token_ids[first : first + count]
+            first += count
+            if request.status is Status.FINISHED:
+                continue
+            if i in result.errors:
+                self.kv.forget(request)
+                finished.append(request)
+                outputs.append(CoreOutput(request.id, [], finish_reason="error", error=result.errors[i]))
+                continue
+            drafts, epoch = draft.drafted.get(i, (0, request.epoch))
+            if plan.sample[i]:
+                request.num_pending -= 1 + drafts
+                request.num_drafted -= drafts
+                if request.epoch == epoch:
+                    request.num_computed -= 1 + drafts - count
+            if not new_tokens and i not in result.prompt_logprobs:
+                continue
+            output = self._output(request)
+            if i in result.prompt_logprobs:
+                chunk = result.prompt_logprobs[i]
+                output.prompt_logprobs = request.unseen_prompt_logprobs(int(plan.num_computed[i]), chunk) or None
+            outputs.append(output)
+            for token in new_tokens:
+                request.tokens.append(token)
+                output.new_token_ids.append(token)
+                stop = check_stop(request, token)
+                if stop is not None:
+                    output.finish_reason, output.stop_reason = stop
+                    finished.append(request)
+                    break
+            generated += len(output.new_token_ids)
+            if i in logprobs:
+                output.logprobs = logprobs[i][: len(output.new_token_ids)]
+            computed = min(request.num_computed, len(request.tokens))
+            if computed // self.kv.block_size > request.num_registered and request.status is Status.RUNNING:
+                self.kv.register_full_blocks(request, computed)
+        for news in result.news:
+            if isinstance(news, Drafts) and draft.requests[news.row].status is Status.RUNNING:
+                self.propose(draft.requests[news.row].id, news.token_ids)
+        return generated
+
+    def _apply_pooled(
+        self, draft: _Draft, result: StepResult, outputs: list[CoreOutput], finished: list[Request]
+    ) -> None:
+        """End the pooled requests whose vectors have come."""
+        for news in result.news:
+            if isinstance(news, Pooled) and (request := draft.requests[news.row]).status is not Status.FINISHED:
+                output = self._output(request)
+                output.pooled, output.finish_reason = news, "stop"
+                outputs.append(output)
+                finished.append(request)
+
+    def _output(self, request: Request) -> CoreOutput:
+        """An output that says, once, what was known when the request started."""
+        output = CoreOutput(request.id, [], num_preemptions=request.num_preemptions)
+        if not request.cached_reported:
+            request.cached_reported = True
+            output.num_cached_tokens = request.num_cached_tokens
+            output.first_scheduled_time = request.first_scheduled_time
+        return output
 
     def _trust(self, requests: list[Request]) -> None:
         """A step of all that are suspected went well, and it got one of them further: none is suspected any more."""
@@ -641,6 +824,7 @@ class Scheduler:
                 del self._blocked[request.id]
             request.status = Status.FINISHED
             del self.requests[request.id]
+            self._num_pooled -= request.pooled
             for policy in self._policies:
                 policy.forget(request)
         self.kv.free(requests)

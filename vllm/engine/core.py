@@ -19,6 +19,7 @@ from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.faults import Faults, broken_processor
 from vllm.logger import init_logger
 from vllm.reasoning import reasoning_end
+from vllm.sampling_params import SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import RowMasks
 from vllm.structured_output.compiler import GrammarCompiler
@@ -88,6 +89,7 @@ class EngineCore:
         rejected = []
         for request in requests:
             if self._faults and self._faults.breaks_sampler(request.request_id):
+                assert isinstance(request.params, SamplingParams)
                 request.params.logits_processors = [broken_processor]
             if request.grammar is None or self._grammars.add(request, request.grammar):
                 rejected += self._queue(request)

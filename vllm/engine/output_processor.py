@@ -194,6 +194,7 @@ class _Request:
         end = len(message.children) if most is None else min(done + most, len(message.children))
         begun = [message.children[i] for i in range(done, end)]
         for i, child in enumerate(begun, done):
+            assert isinstance(child.params, SamplingParams)
             self.sequences.append(_Sequence(i, message.prompt_token_ids, child.params, tokenizer))
             self.core_ids.append(child.request_id)
         params = message.params

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.step.result import TokenLogprobs
+from vllm.step.result import Pooled, TokenLogprobs
 from vllm.structured_output.spec import GrammarSpec
 
 # Log probabilities of prompts that travel in one message: what the front end turns into text in about 10 ms.
@@ -19,7 +20,8 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     `"{index}_{request_id}"`.
 
     `prompt_token_ids` is validated: every id is below the model's logits width and the length fits `max_model_len`.
-    `params.max_tokens` is resolved (never None). `seed` is the resolved 64-bit seed of this sequence.
+    `params` are `PoolingParams`, or `SamplingParams` whose `max_tokens` is resolved (never None). `seed` is the
+    resolved 64-bit seed of this sequence.
     `stop_token_ids` are all ids that end the request: eos (unless ignore_eos) and the user's.
     `fork_of` names a live request whose first tokens equal this prompt: its blocks are shared copy-on-write.
     `lora_id` and `lora_path` are the number and the folder of its adapter, 0 and "" for none.
@@ -33,7 +35,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
@@ -56,7 +58,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token
     id, None for eos. `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in
     chunks, without the leading None. `error` is the text for finish_reason "error"; if `refused`, the request itself
-    is at fault.
+    is at fault. `pooled` is the one answer of a request with `PoolingParams`, which ends with it.
     """
 
     request_id: str
@@ -70,6 +72,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     first_scheduled_time: float = 0.0
     num_preemptions: int = 0
     refused: bool = False
+    pooled: Pooled | None = None
 
     def extend(self, later: CoreOutput) -> None:
         """Add what the step after this one brought for the same request."""
@@ -83,6 +86,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
             self.num_cached_tokens, self.first_scheduled_time = later.num_cached_tokens, later.first_scheduled_time
         self.num_preemptions = later.num_preemptions
         self.refused = later.refused
+        self.pooled = later.pooled or self.pooled
 
 
 def prompt_pieces(outputs: Iterable[CoreOutput]) -> Iterator[CoreOutput]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import Compiled, GrammarCompiler
 from vllm.structured_output.grammar import Backend, GrammarError, Matcher
 from vllm.structured_output.vocabulary import WORD_BITS
@@ -71,6 +72,7 @@ class _State:
         self.matcher: Matcher = compiled.grammar.start()
         self.ends = message.stop_token_ids
         self.ends_late = False
+        assert isinstance(message.params, SamplingParams)  # a pooled request has no output to be constrained
         self.min_tokens = message.params.min_tokens
         self.position = len(message.prompt_token_ids)
         self.seen = 0
@@ -155,8 +157,9 @@ class GrammarRequests:
             message.eos_token_id = next(iter(state.ends), None)
             state.ends_late = True
         if state.min_tokens:
-            message.params = copy(message.params)
-            message.params.min_tokens = 0
+            message.params = params = copy(message.params)
+            assert isinstance(params, SamplingParams)
+            params.min_tokens = 0
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
         """These have ended; unknown ids are ignored. Returns those that still waited."""
