@@ -91,6 +91,7 @@ class CompileProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
+        self._end()  # it may have died between two compilations
         if self._closed:
             raise GrammarError("the engine is shutting down")
         root = str(Path(__file__).resolve().parents[2])

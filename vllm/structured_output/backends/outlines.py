@@ -108,5 +108,6 @@ def _pattern(spec: GrammarSpec) -> str:
     if spec.kind == JSON:
         return ascii_digits(build_regex_from_schema(spec.text, spec.whitespace))
     if spec.kind == CHOICE:
-        return "|".join(f"({re.escape(choice)})" for choice in json.loads(spec.text))
+        # Of alternatives the library follows the first that matches: a word comes before those that it begins with.
+        return "|".join(f"({re.escape(choice)})" for choice in sorted(json.loads(spec.text), key=len, reverse=True))
     return ascii_digits(unanchored(spec.text))

@@ -1,0 +1,203 @@
+"""Compiling in the background: once for equal constraints, within a deadline and a memory, whatever is asked for."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import vllm
+from tests.structured_output.driver import spec_of
+from vllm.engine.tokenizer import load_tokenizer
+from vllm.structured_output.compiler import Compiled, GrammarCache, GrammarCompiler
+from vllm.structured_output.grammar import GrammarError
+from vllm.structured_output.spec import GrammarSpec
+from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
+
+DEMO = Path(vllm.__file__).parent / "assets" / "demo"
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return vocabulary_of(load_tokenizer(DEMO), 4096)
+
+
+@pytest.fixture
+def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(lambda: vocabulary, seconds=2.0)
+    yield made
+    made.close()
+
+
+class Sized:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def entry(nbytes: int) -> Compiled:
+    return Compiled(Sized(nbytes), None)  # type: ignore[arg-type]
+
+
+def spec(text: str) -> GrammarSpec:
+    return GrammarSpec("regex", text, "guidance")
+
+
+def test_the_cache_keeps_what_was_used_last() -> None:
+    cache = GrammarCache(1000)
+    for name in "abcd":
+        cache.put(spec(name), entry(300 - 1))
+        cache.get(spec("a"))
+    assert [name for name in "abcd" if cache.get(spec(name))] == ["a", "c", "d"]
+    assert cache.nbytes == 900
+    cache.put(spec("a"), entry(99))
+    assert cache.nbytes == 700
+    cache.put(spec("huge"), entry(2000))
+    assert cache.get(spec("huge")) is None and len(cache) == 3
+
+
+def test_the_cache_never_holds_more_than_its_limit() -> None:
+    cache = GrammarCache(10_000)
+    for i in range(2000):
+        cache.put(spec(str(i)), entry(1 + i * 37 % 4000))
+        assert cache.nbytes <= 10_000
+        assert cache.nbytes == sum(size for _, size in cache._found.values())
+
+
+def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[GrammarSpec] = []
+    begin = threading.Event()
+    compiled = compiler._compiled
+
+    def slow(item: GrammarSpec) -> Compiled:
+        begin.wait(10)
+        calls.append(item)
+        return compiled(item)
+
+    monkeypatch.setattr(compiler, "_compiled", slow)
+    futures = [compiler.compile(spec("[ab]+")) for _ in range(5)]
+    begin.set()
+    assert len({id(future.result().grammar) for future in futures}) == 1
+    assert len(calls) == 1
+    assert compiler.compile(spec("[ab]+")).result().grammar is futures[0].result().grammar
+    assert len(calls) == 1
+
+
+def test_what_failed_is_tried_again(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiler._compiled
+
+    def fail(item: GrammarSpec) -> Compiled:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(compiler, "_compiled", fail)
+    with pytest.raises(GrammarError, match="MemoryError: no memory"):
+        compiler.compile(spec("a+")).result()
+    monkeypatch.setattr(compiler, "_compiled", compiled)
+    assert compiler.compile(spec("a+")).result().grammar
+
+
+@pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
+def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, backend: str) -> None:
+    """In the process of its own, which then is a new one; other back ends go on meanwhile."""
+    compiler.compile(spec_of(backend, regex="a")).result()
+    slow: Future[Any] = compiler.compile(spec_of(backend, regex="(x{0,1000}y){0,1000}"))
+    assert compiler.compile(spec("[0-9]+")).result().grammar
+    with pytest.raises(GrammarError, match="longer than the 2 s|crashed"):
+        slow.result()
+    assert compiler.compile(spec_of(backend, regex="ab?")).result().grammar
+
+
+def test_a_process_that_dies_fails_the_compilation_alone(compiler: GrammarCompiler) -> None:
+    compiler.compile(spec_of("outlines", regex="a")).result()
+    process = compiler._processes["outlines"]._process
+    assert process is not None
+    os.kill(process.pid, 9)
+    process.wait()
+    assert compiler.compile(spec_of("outlines", regex="abc")).result().grammar
+
+
+def test_closing_ends_the_processes(vocabulary: Vocabulary) -> None:
+    compiler = GrammarCompiler(lambda: vocabulary)
+    compiler.compile(spec_of("outlines", regex="a")).result()
+    process = compiler._processes["outlines"]._process
+    assert process is not None and process.poll() is None
+    compiler.close()
+    assert process.poll() is not None
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"regex": "(a+)+$"},
+    {"regex": "(a|a)*b"},
+    {"regex": ".{0,60000}"},
+    {"regex": "x{1000}{1000}"},
+    {"regex": "(" * 120 + "a" + ")*" * 120},
+    {"regex": "[" + "\\x00-\\U0010FFFF" * 500 + "]{1,999}"},
+    {"regex": "|".join(f"{'a' * (i % 50)}b{i}" for i in range(3000))},
+    {"grammar": 'start: a\na: a a | "x" a | a "y"'},
+    {"grammar": "start: " + "(" * 100 + '"a"' + ")*" * 100},
+    {"grammar": "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(300)) + '\nr300: "a"\nstart: r0'},
+    {"grammar": 'root ::= root root | "a"'},
+    {"grammar": 'root ::= ("a"*)*'},
+    {"json": {"enum": [f"value {i}" for i in range(5000)]}},
+    {"json": {"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(2000)}}},
+    {"json": {"type": "array", "items": {"type": "array", "maxItems": 10**6}, "minItems": 10**5}},
+    {"json": {"type": "string", "minLength": 10**6, "maxLength": 10**7}},
+    {"json": {"type": "integer", "minimum": -(10**30), "maximum": 10**30, "multipleOf": 7919}},
+    {"json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}},
+    {"json": {"allOf": [{"properties": {f"k{i}": {"pattern": f"^(a|b){{{i}}}$"}}} for i in range(60)]}},
+    {"json": {"anyOf": [{"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(2000)]}},
+    {"choice": ["x" * 60 + str(i) for i in range(4000)]},
+]
+
+
+@pytest.mark.parametrize("constraint", HOSTILE, ids=lambda c: str(c)[:50])
+def test_hostile_constraints_are_compiled_in_time_or_refused(vocabulary: Vocabulary, constraint: Any) -> None:
+    """With the library that compiles in this process."""
+    compiler = GrammarCompiler(lambda: vocabulary)
+    try:
+        item = spec_of("guidance", **constraint)
+        started = time.process_time()
+        try:
+            compiler.compile(item).result(30)
+        except GrammarError as error:
+            assert str(error)
+        assert time.process_time() - started < 20  # it is far below; the bound is for a busy machine
+    except ValueError as error:
+        assert str(error)
+    finally:
+        compiler.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_memory_is_bounded_over_many_schemas(vocabulary: Vocabulary) -> None:
+    """T31, rows 12 and 13 of the advisories: 5,000 schemas that differ."""
+    limit = 32 << 20
+    compiler = GrammarCompiler(lambda: vocabulary, cache_bytes=limit)
+    process = psutil.Process()
+    before = 0
+
+    def schema(i: int) -> dict[str, Any]:
+        names = {f"key_{i}_{k}": {"type": "string", "enum": [f"v{i}_{j}" for j in range(40)]} for k in range(20)}
+        return {"type": "object", "properties": names}
+
+    for i in range(5000):
+        compiler.compile(spec_of("guidance", json=schema(i))).result()
+        if i == 1000:
+            gc.collect()
+            before = process.memory_info().rss
+    gc.collect()
+    growth = process.memory_info().rss - before
+    print(
+        f"T31: 4,000 more schemas: RSS grew by {growth / 2**20:.1f} MiB; cache {compiler.cache.nbytes / 2**20:.1f} MiB"
+    )
+    assert compiler.cache.nbytes <= limit
+    assert growth < 128 << 20
+    compiler.close()

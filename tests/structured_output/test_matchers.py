@@ -1,0 +1,179 @@
+"""What every back end's matcher promises: masks are exact, tokens can be taken back, complete texts are known."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vllm
+from tests.structured_output.driver import spec_of
+from vllm.engine.tokenizer import load_tokenizer
+from vllm.structured_output.compiler import GrammarCompiler
+from vllm.structured_output.grammar import Grammar, GrammarError, Matcher
+from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
+
+BACKENDS = ("guidance", "xgrammar", "outlines", "lm-format-enforcer")
+DEMO = Path(vllm.__file__).parent / "assets" / "demo"
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return vocabulary_of(load_tokenizer(DEMO), 4096)
+
+
+@pytest.fixture(scope="module")
+def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(lambda: vocabulary)
+    yield made
+    made.close()
+
+
+def compiled(compiler: GrammarCompiler, backend: str, **arguments: Any) -> Grammar:
+    return compiler.compile(spec_of(backend, **arguments)).result().grammar
+
+
+def allowed(matcher: Matcher, vocabulary: Vocabulary) -> tuple[set[int], bool]:
+    row: np.ndarray = np.full(vocabulary.words, 0xFFFFFFFF, np.uint32)
+    may_end = matcher.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()), may_end
+
+
+def test_tokens_are_what_they_add_to_a_text(vocabulary: Vocabulary) -> None:
+    tokenizer = load_tokenizer(DEMO)
+    for text in ("Hello world, naïve 日本 🙂!", '{"a": [1, 2.5e3, null]}', "  indented\n\ttabs"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(vocabulary.tokens[i] or b"?" for i in ids).decode() == text
+    assert all(vocabulary.tokens[i] is None for i in tokenizer.special_ids)
+    wider = vocabulary_of(tokenizer, 4200)
+    assert wider.tokens[4096:] == (None,) * 104
+    assert wider.words == 132
+    assert wider.end_ids == (tokenizer.eos_token_id,)
+    assert wider.fingerprint != vocabulary.fingerprint
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_are_exact(backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+    """Against trying every token: it is allowed if the pattern has a match that begins with the text and the token."""
+    words = ["red", "read", "reader", "blue", "blueish red"]
+    matcher = compiled(compiler, backend, choice=words).start()
+    written = ""
+    for step in ("re", "ad", "e", "r"):
+        tokens, may_end = allowed(matcher, vocabulary)
+        expected = {
+            i
+            for i, token in enumerate(vocabulary.tokens)
+            if token and any(word.encode().startswith(written.encode() + token) for word in words)
+        }
+        if backend == "outlines":  # leaves out some tokens that it could allow
+            assert tokens and tokens <= expected
+        else:
+            assert tokens == expected, (written, step)
+        assert may_end == (written in words)
+        token = next(i for i in sorted(tokens) if vocabulary.tokens[i] == step.encode())
+        assert matcher.accept(token)
+        written += step
+    assert allowed(matcher, vocabulary) == (set(), True)
+    assert matcher.is_terminated
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_can_be_taken_back(backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+    """As speculation does: some tokens are accepted on trial, and masks before them are what they were."""
+    rng = random.Random(5)
+    matcher = compiled(compiler, backend, json=OBJECT).start()
+    history = [allowed(matcher, vocabulary)]
+    for _ in range(60):
+        tokens, _ = history[-1]
+        drafts = 0
+        while tokens and drafts < 4:
+            assert matcher.accept(rng.choice(sorted(tokens)))
+            history.append(allowed(matcher, vocabulary))
+            tokens, drafts = history[-1][0], drafts + 1
+        rejected = rng.randrange(drafts + 1) if drafts else 1
+        rejected = min(rejected, len(history) - 1)
+        matcher.rollback(rejected)
+        del history[len(history) - rejected :]
+        assert allowed(matcher, vocabulary) == history[-1]
+    refused = next(i for i in range(vocabulary.width) if i not in history[-1][0])
+    assert not matcher.accept(refused)
+    assert allowed(matcher, vocabulary) == history[-1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_rows_are_what_each_is_alone(backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+    made = compiler.compile(spec_of(backend, regex="[a-f]{2,12}x")).result()
+    matchers = [made.grammar.start() for _ in range(12)]
+    for i, matcher in enumerate(matchers):
+        for _ in range(i % 4):
+            assert matcher.accept(min(allowed(matcher, vocabulary)[0]))
+    rows = [2 * i for i in range(12)]
+    bits: np.ndarray = np.zeros((24, vocabulary.words), np.uint32)
+    ends = made.backend.fill_all(matchers, bits, rows)
+    assert not bits[1::2].any()
+    for matcher, row, end in zip(matchers, rows, ends, strict=True):
+        alone: np.ndarray = np.zeros(vocabulary.words, np.uint32)
+        assert matcher.fill(alone) == end
+        assert np.array_equal(alone, bits[row])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_texts_of_one_grammar_do_not_disturb_each_other(
+    backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary
+) -> None:
+    grammar = compiled(compiler, backend, json=OBJECT)
+    first, second = grammar.start(), grammar.start()
+    before = allowed(second, vocabulary)
+    assert first.accept(min(allowed(first, vocabulary)[0]))
+    assert allowed(second, vocabulary) == before
+
+
+def test_forced_tokens_are_those_the_tokenizer_would_write(compiler: GrammarCompiler) -> None:
+    grammar = compiled(compiler, "guidance", regex="The capital of France is (Paris|Rome)")
+    matcher = grammar.start()
+    tokens = matcher.forced()
+    expected = load_tokenizer(DEMO).encode("The capital of France is Paris", add_special_tokens=False)
+    assert len(tokens) >= 2
+    assert tokens == expected[: len(tokens)]
+    for token in tokens:
+        assert matcher.accept(token)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^[0-9]{3}$", "123", "12a"),
+        (r"\d\d", "42", "4x"),
+        (r"(yes|no)\.", "yes.", "yes!"),
+        (r"[\d-]{4}", "1-2-", "1+2-"),
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_patterns_match_whole_texts(
+    backend: str, pattern: str, good: str, bad: str, compiler: GrammarCompiler, vocabulary: Vocabulary
+) -> None:
+    assert re.fullmatch(pattern, good) and not re.fullmatch(pattern, bad)
+    tokens = {token: i for i, token in enumerate(vocabulary.tokens) if token is not None and len(token) == 1}
+    for text, is_good in ((good, True), (bad, False)):
+        matcher = compiled(compiler, backend, regex=pattern).start()
+        taken = all(matcher.accept(tokens[character.encode()]) for character in text)
+        assert (taken and allowed(matcher, vocabulary)[1]) is is_good
+
+
+def test_a_grammar_that_becomes_too_complex_says_so(compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+    with pytest.raises(GrammarError):
+        matcher = compiled(compiler, "guidance", regex="x{1000}{1000}").start()
+        while True:
+            tokens, _ = allowed(matcher, vocabulary)
+            assert matcher.accept(max(tokens, key=lambda i: len(vocabulary.tokens[i] or b"")))
