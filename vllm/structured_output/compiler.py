@@ -69,7 +69,7 @@ class GrammarCache:
 class GrammarCompiler:
     """Owns the back ends of one vocabulary, which is made (in the background too) when the first grammar is asked for.
 
-    `seconds`: how long a compilation may take from the moment it begins; `cache_bytes`: what compiled grammars may
+    `seconds`: how long a compilation may take; `cache_bytes`: what compiled grammars may
     hold. Requests keep theirs as long as they run.
     """
 
@@ -131,8 +131,9 @@ class GrammarCompiler:
 
     def _compiled(self, spec: GrammarSpec) -> Compiled:
         backend = self._backend(spec.backend)
-        started = time.monotonic()
+        # The process has a deadline of its own, which leaves out how long it takes to start.
         data = self._process(spec.backend).build(spec, self._seconds) if backend.isolated else backend.build(spec)
+        started = time.monotonic()
         grammar = backend.load(spec, data)
         _check_beginning(grammar, self.vocabulary.words)
         seconds = time.monotonic() - started
