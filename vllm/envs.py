@@ -198,7 +198,6 @@ _NO_DYNAMO = "models are not compiled with TorchDynamo"
 _NO_FILES = "no file of this kind is kept"
 _NO_RAY = "there is no Ray executor yet"
 _NO_MEDIA = "models take text only"
-_NO_LORA = "there are no LoRA adapters yet"
 _NO_TENSORIZER = "there is no tensorizer loader yet"
 _ONE_HOST = "all processes run on this host"
 
@@ -313,7 +312,7 @@ _TABLE = (
     EnvVar("VLLM_API_KEY", _text, None, "Key that clients of the API server must send."),
     EnvVar("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _flag, False, "Keep the API server alive after the engine has failed."),
     EnvVar("VLLM_ENABLE_RESPONSES_API_STORE", _flag, False, "Keep the newest responses of /v1/responses in memory."),
-    EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters.", _NO_LORA),
+    EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters."),
     EnvVar("VLLM_SERVER_DEV_MODE", _flag, False, "Routes for development (sleep, wake_up, server_info, ...)."),
     # --- Tests of survival ---
     EnvVar("VLLM_STRICT", _flag, False, "An idle engine core that holds anything ends with a report."),

@@ -253,7 +253,8 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
         served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
     )
     engine: Any = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=model), input_processor=SimpleNamespace(tokenizer=tokenizer)
+        vllm_config=SimpleNamespace(model_config=model, lora_config=None),
+        input_processor=SimpleNamespace(tokenizer=tokenizer),
     )
     assert make_context(arguments("--chat-template", given), engine).chat_template == expected
     with pytest.raises(ValueError, match="appears path-like"):
@@ -285,7 +286,8 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
         (["--request-timeout", "0"], "--request-timeout must be positive"),
         (["--write-timeout", "nan"], "--write-timeout must be positive"),
         (["--max-body-size", "0"], "--max-body-size must be positive"),
-        (["--lora-modules", "a=b"], "LoRA .* is not available"),
+        (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
+        (["--enable-lora", "--lora-modules", "a"], "expected name=path"),
         (["--prompt-adapters", "a=b"], "not available"),
         (["--enable-auto-tool-choice"], "requires --tool-call-parser"),
         (["--tool-call-parser", "nobody"], "invalid tool call parser: nobody"),

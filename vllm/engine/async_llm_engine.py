@@ -448,6 +448,7 @@ class AsyncLLMEngine:
         priority: int = 0,
         timeout: float | None = None,
         account: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Begin a request for a consumer that wants to be called rather than to wait; it has to close the stream.
 
@@ -456,7 +457,13 @@ class AsyncLLMEngine:
         The parameters are the engine's from here on. Raises, here or through the stream, what `generate` raises.
         """
         request = RequestInput(
-            request_id, prompt, sampling_params, priority=priority, owns_params=True, account=account
+            request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            priority=priority,
+            owns_params=True,
+            account=account,
         )
         return await self._open(request, timeout)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.adapters import parse_lora_modules
 from vllm.entrypoints.openai.cli_args import make_arg_parser, parsing_of, validate_parsed_serve_args
 from vllm.logger import DATE_FORMAT, init_logger
 from vllm.usage.usage_lib import UsageContext
@@ -147,6 +148,7 @@ AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "App"]
 def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     """What routes need, from the flags and the engine's configuration."""
     from vllm.entrypoints.chat_utils import load_chat_template
+    from vllm.entrypoints.openai.adapters import ServedAdapters
     from vllm.entrypoints.openai.context import ServerContext
     from vllm.entrypoints.openai.response_store import ResponseStore
 
@@ -154,7 +156,11 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     template = args.chat_template
     tokenizer = engine.input_processor.tokenizer
     named = tokenizer is not None and isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template
+    adapters = None
+    if engine.vllm_config.lora_config is not None:
+        adapters = ServedAdapters(engine, parse_lora_modules(args.lora_modules), args.lora_root)
     return ServerContext(
+        adapters=adapters,
         engine=engine,
         served_names=tuple(model.served_model_names) or (model.served_model_name,),
         model_path=model.model,
@@ -367,6 +373,8 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
     warn_of_open_door(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
     try:
+        for adapter in parse_lora_modules(getattr(args, "lora_modules", None)):
+            await engine.add_lora(adapter)
         app = build(args, engine)
     except BaseException:
         await engine.shutdown(0.0)

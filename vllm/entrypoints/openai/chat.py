@@ -127,7 +127,8 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
     role, last = _roles(context, request)
-    work = Prompt(context.engine, item, params, name, request.priority, context.request_timeout)
+    timeout, adapter = context.request_timeout, context.adapter(request.model)
+    work = Prompt(context.engine, item, params, name, request.priority, timeout, lora_request=adapter)
     return Chat(request, shown, model, int(time.time()), work, text_of, role, last, wanted.parsing)
 
 

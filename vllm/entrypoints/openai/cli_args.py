@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
+from vllm.entrypoints.openai.adapters import parse_lora_modules
 from vllm.tool_parsers.registry import FORMATS
 from vllm.utils.argparse import FlexibleArgumentParser
 
@@ -121,7 +122,20 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         help="Key that clients must present as bearer token; may be given several times. Also from VLLM_API_KEY.",
     )
     add("--protect-metrics", action="store_true", help="Ask for the key at /metrics, too.")
-    add("--lora-modules", nargs="+", default=None, help="LoRA modules, name=path. Not available in this version.")
+    add(
+        "--lora-modules",
+        nargs="+",
+        default=None,
+        metavar="NAME=PATH",
+        help="LoRA adapters to serve as models: name=path, or JSON with name, path and base_model_name.",
+    )
+    add(
+        "--lora-root",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="Load adapters at run time from inside this folder only; repeatable. Default: from anywhere.",
+    )
     add("--prompt-adapters", nargs="+", default=None, help="Prompt adapters, name=path. Not available in this version.")
     add(
         "--chat-template",
@@ -222,8 +236,9 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 def validate_parsed_serve_args(args: argparse.Namespace) -> None:
     """Raise for combinations that cannot work, and for features of later versions."""
-    if args.lora_modules:
-        raise ValueError("LoRA (--lora-modules) is not available in this version.")
+    if args.lora_modules and not args.enable_lora:
+        raise ValueError("--lora-modules needs --enable-lora.")
+    parse_lora_modules(args.lora_modules)
     if args.prompt_adapters:
         raise ValueError("Prompt adapters (--prompt-adapters) are not available in this version.")
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):

@@ -80,6 +80,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
                 request.priority,
                 context.request_timeout,
                 account=name if len(prompts) > 1 else None,
+                lora_request=context.adapter(request.model),
             )  # fmt: skip
         )
     as_ids = request.return_tokens_as_token_ids

@@ -24,6 +24,8 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
     from vllm.engine.request_stream import RequestStream
+    from vllm.entrypoints.openai.adapters import ServedAdapters
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
@@ -60,6 +62,7 @@ class ServerContext:
     max_log_len: int | None = None
     show_cached_tokens: bool = False
     unknown_fields: set[str] = field(default_factory=set)
+    adapters: ServedAdapters | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
     strangers: TemplateProcess = field(default_factory=TemplateProcess)
@@ -78,8 +81,14 @@ class ServerContext:
             raise no_tokenizer()
         return tokenizer
 
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a request means by the name of its model."""
+        return self.adapters.find(name) if self.adapters is not None and name else None
+
     def check_model(self, name: str | None) -> str:
-        """The name to answer with, the first of the served ones; 404 if the request names another model."""
+        """The name to answer with: the adapter's, or the first of the served ones; 404 for any other model."""
+        if name and self.adapter(name) is not None:
+            return name
         if name and name not in self.served_names:
             raise not_found(f"The model `{name[:MAX_SHOWN_NAME]}` does not exist.", "model")
         return self.served_names[0]
@@ -170,6 +179,7 @@ class Prompt:
     priority: int
     timeout: float | None
     account: str | None = None  # of all prompts of one request
+    lora_request: LoRARequest | None = None
 
     async def generate(self) -> AsyncGenerator[RequestOutput, None]:
         """The outputs as they come. Leaving the generator aborts the request."""
@@ -189,6 +199,7 @@ class Prompt:
             priority=self.priority,
             timeout=self.timeout,
             account=self.account,
+            lora_request=self.lora_request,
         )
 
 

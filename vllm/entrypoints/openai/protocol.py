@@ -359,6 +359,20 @@ def _check_tool_choice(data: dict[str, Any]) -> None:
         )
 
 
+class LoadLoRAAdapterRequest(_Request):
+    """POST /v1/load_lora_adapter. `lora_path` is a folder of the server's machine, or a name on the Hub."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+
+
+class UnloadLoRAAdapterRequest(_Request):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str = ""
+    lora_int_id: int | None = None
+
+
 class TokenizeRequest(_Request):
     """POST /tokenize, of a text or of a conversation."""
 

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from vllm import envs
 from vllm.entrypoints.openai import chat, completions, messages, responses
+from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.answers import encode
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found
@@ -24,14 +25,17 @@ from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadLoRAAdapterRequest,
     ResponsesRequest,
     TokenizeRequest,
+    UnloadLoRAAdapterRequest,
     _Request,
     checked,
 )
 from vllm.entrypoints.openai.sse import EventStream
 from vllm.entrypoints.openai.strict_json import parse_object
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -70,8 +74,6 @@ POOLING_ROUTES = {
     "/v1/audio/translations": "Translations API",
 }
 LATER_ROUTES = {
-    "/v1/load_lora_adapter": "Loading LoRA adapters",
-    "/v1/unload_lora_adapter": "Unloading LoRA adapters",
     "/sleep": "Sleep mode",
     "/wake_up": "Sleep mode",
 }
@@ -288,15 +290,27 @@ async def count_tokens(request: Request) -> Response:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     context = context_of(request)
-    return JSONResponse({"object": "list", "data": [_model_card(context, name) for name in context.served_names]})
+    cards = [_model_card(context, name) for name in context.served_names]
+    if context.adapters is not None:
+        cards += [_adapter_card(context, adapter) for adapter in context.adapters.all()]
+    return JSONResponse({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}", responses=_errors(404))
 async def retrieve_model(request: Request, name: str) -> Response:
     context = context_of(request)
+    adapter = context.adapter(name)
+    if adapter is not None:
+        return JSONResponse(_adapter_card(context, adapter))
     if name not in context.served_names:
         raise not_found(f"The model `{name[:256]}` does not exist.", "model")
     return JSONResponse(_model_card(context, name))
+
+
+def _adapter_card(context: ServerContext, adapter: LoRARequest) -> dict[str, Any]:
+    """An adapter as a model, whose parent is the model that it changes."""
+    parent = adapter.base_model_name or context.served_names[0]
+    return {**_model_card(context, adapter.lora_name), "root": adapter.lora_path, "parent": parent}
 
 
 def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
@@ -478,6 +492,31 @@ def _pooling_route(name: str) -> Callable[[], Awaitable[Response]]:
         raise bad_request(f"The model does not support {name}")
 
     return route
+
+
+@router.post("/v1/load_lora_adapter", openapi_extra=_schema(LoadLoRAAdapterRequest))
+async def load_lora_adapter(request: Request) -> Response:
+    adapters = _changeable_adapters(request)
+    body = await read(request, LoadLoRAAdapterRequest)
+    await adapters.load(body.lora_name, body.lora_path, context_of(request).served_names)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", openapi_extra=_schema(UnloadLoRAAdapterRequest))
+async def unload_lora_adapter(request: Request) -> Response:
+    adapters = _changeable_adapters(request)
+    body = await read(request, UnloadLoRAAdapterRequest)
+    await adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _changeable_adapters(request: Request) -> ServedAdapters:
+    adapters = context_of(request).adapters
+    if adapters is None:
+        raise bad_request("LoRA is not enabled on this server: start it with --enable-lora.")
+    if not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        raise not_found("Adapters of this server cannot be changed: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not set.")
+    return adapters
 
 
 def _later_route(name: str) -> Callable[[], Awaitable[Response]]:

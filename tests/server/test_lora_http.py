@@ -1,0 +1,141 @@
+"""Adapters over HTTP: served as models beside their base, loaded, unloaded and reloaded while the server runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.lora.adapters import save_adapter
+from tests.server.http_server import MODEL, Server
+from tests.tiny_models import save_llama
+from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai.adapters import parse_lora_modules
+from vllm.lora.request import LoRARequest
+
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    root = tmp_path_factory.mktemp("lora")
+    base = save_llama(root / "base", sharpness=2.0)
+    adapters = [root / "allowed" / name for name in ("first", "second", "third", "changing")]
+    for seed, folder in enumerate(adapters):
+        save_adapter(base, folder, rank=8, seed=seed)
+    return base, adapters
+
+
+@pytest.fixture(scope="module")
+def answers(folders: tuple[Path, list[Path]]) -> dict[str, str]:
+    """Adapter -> greedy text of the offline engine."""
+    base, adapters = folders
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = {}
+    with LLM(str(base), dtype="float32", enable_lora=True, max_loras=4, num_gpu_blocks_override=100) as llm:
+        for i, folder in enumerate(adapters, start=1):
+            (output,) = llm.generate(
+                PROMPT, params, lora_request=LoRARequest(folder.name, i, str(folder)), use_tqdm=False
+            )
+            found[folder.name] = output.outputs[0].text
+        found["base"] = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
+    return found
+
+
+@pytest.fixture(scope="module")
+def lora_server(folders: tuple[Path, list[Path]]) -> Iterator[Server]:
+    base, adapters = folders
+    second = json.dumps({"name": "second", "path": str(adapters[1]), "base_model_name": "parent"})
+    flags = ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--dtype", "float32"]
+    modules = ["--lora-modules", f"first={adapters[0]}", second, "--lora-root", str(adapters[0].parent)]
+    with Server(base, *flags, *modules, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as running:
+        yield running
+
+
+def complete(server: Server, model: str) -> Any:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    return server.post("/v1/completions", body)
+
+
+def test_adapters_and_their_base_answer_side_by_side(lora_server: Server, answers: dict[str, str]) -> None:
+    with openai.OpenAI(base_url=lora_server.url + "/v1", api_key="EMPTY", max_retries=0) as client:
+        cards = {card.id: card.model_dump() for card in client.models.list().data}
+        assert (cards["first"]["parent"], cards["second"]["parent"], cards[MODEL]["parent"]) == (MODEL, "parent", None)
+        assert client.models.retrieve("second").model_dump()["root"].endswith("second")
+        for name in (MODEL, "first", "second", "first"):
+            options = {"temperature": 0.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+            answer = client.completions.create(model=name, prompt=PROMPT, **options)
+            assert answer.model == name
+            assert answer.choices[0].text == answers["base" if name == MODEL else name]
+            chunks = list(client.completions.create(model=name, prompt=PROMPT, stream=True, **options))
+            assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+        messages = [{"role": "user", "content": "Hello"}]
+        chats = [
+            client.chat.completions.create(model=name, messages=messages, temperature=0, max_tokens=12)
+            for name in (MODEL, "first")
+        ]
+        assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
+
+
+def test_adapters_come_and_go(lora_server: Server, folders: tuple[Path, list[Path]], answers: dict[str, str]) -> None:
+    base, adapters = folders
+    load = {"lora_name": "third", "lora_path": str(adapters[2])}
+    assert complete(lora_server, "third").status == 404
+    answer = lora_server.post("/v1/load_lora_adapter", load)
+    assert (answer.status, answer.text) == (200, "Success: LoRA adapter 'third' added successfully.")
+    assert complete(lora_server, "third").json["choices"][0]["text"] == answers["third"]
+    again = lora_server.post("/v1/load_lora_adapter", load)
+    assert again.status == 400 and "has already been loaded" in again.json["message"]
+    assert again.json["type"] == "InvalidUserInput"
+    gone = lora_server.post("/v1/unload_lora_adapter", {"lora_name": "third"})
+    assert (gone.status, gone.text) == (200, "Success: LoRA adapter 'third' removed successfully.")
+    assert complete(lora_server, "third").status == 404
+    assert lora_server.post("/v1/unload_lora_adapter", {"lora_name": "third"}).status == 404
+    # changed weights under the same name give the new answer
+    changing = {"lora_name": "changing", "lora_path": str(adapters[3])}
+    lora_server.post("/v1/load_lora_adapter", changing)
+    assert complete(lora_server, "changing").json["choices"][0]["text"] == answers["changing"]
+    save_adapter(base, adapters[3], rank=8, seed=2)  # as "third"
+    lora_server.post("/v1/unload_lora_adapter", changing)
+    lora_server.post("/v1/load_lora_adapter", changing)
+    assert complete(lora_server, "changing").json["choices"][0]["text"] == answers["third"]
+    lora_server.post("/v1/unload_lora_adapter", changing)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "Both 'lora_name' and 'lora_path' must be provided."),
+        ({"lora_name": "x"}, "Both 'lora_name' and 'lora_path' must be provided."),
+        ({"lora_name": "x" * 300, "lora_path": "y"}, "at most 256 characters"),
+        ({"lora_name": MODEL, "lora_path": "y"}, "has already been loaded"),
+        ({"lora_name": "x", "lora_path": "/etc"}, "--lora-root"),
+        ({"lora_name": "x", "lora_path": "{root}/../../.."}, "--lora-root"),
+        ({"lora_name": "x", "lora_path": "{root}/nothing"}, "No adapter found"),
+        ({"lora_name": 5, "lora_path": "y"}, "lora_name"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_400_with_the_reason(
+    body: dict[str, Any], message: str, lora_server: Server, folders: tuple[Path, list[Path]]
+) -> None:
+    root = str(folders[1][0].parent)
+    sent = {key: value.replace("{root}", root) if isinstance(value, str) else value for key, value in body.items()}
+    answer = lora_server.post("/v1/load_lora_adapter", sent)
+    assert answer.status == 400
+    assert message in answer.json["message"]
+    assert lora_server.alive
+
+
+def test_adapters_cannot_be_changed_unless_the_operator_allows_it(server: Server) -> None:
+    for route in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert server.post(route, {"lora_name": "a", "lora_path": "b"}).status == 400
+
+
+@pytest.mark.parametrize("words", [["a"], ["=x"], ["a="], ['{"name": "a"}'], ["{"], ["a=x", "a=y"]])
+def test_modules_that_are_none_are_refused(words: list[str]) -> None:
+    with pytest.raises(ValueError, match="--lora-modules"):
+        parse_lora_modules(words)

@@ -1,0 +1,105 @@
+"""The LoRA adapters that a server offers as models: from --lora-modules, and loaded or unloaded while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.openai.errors import APIError, bad_request, not_found
+from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
+
+if TYPE_CHECKING:
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+MAX_ADAPTERS = 4096
+MAX_NAME = 256
+
+
+def parse_lora_modules(words: Iterable[str] | None) -> list[LoRARequest]:
+    """`name=path`, or JSON with name, path and perhaps base_model_name, as requests numbered from 1.
+
+    Raises ValueError.
+    """
+    found: list[LoRARequest] = []
+    for word in words or ():
+        if word.lstrip().startswith("{"):
+            try:
+                fields = json.loads(word)
+                name, path, base = fields["name"], fields["path"], fields.get("base_model_name")
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"--lora-modules: expected JSON with name and path, got {word!r:.200}.") from None
+        else:
+            name, equals, path = word.partition("=")
+            base = None
+            if not (name and equals and path):
+                raise ValueError(f"--lora-modules: expected name=path, got {word!r:.200}.")
+        if any(known.lora_name == name for known in found):
+            raise ValueError(f"--lora-modules: the name {name!r} is there twice.")
+        found.append(LoRARequest(name, len(found) + 1, path, base_model_name=base))
+    return found
+
+
+class ServedAdapters:
+    """Owns the names of adapters. `roots`: folders that may be loaded from while the server runs; () for any."""
+
+    def __init__(self, engine: AsyncLLMEngine, requests: Sequence[LoRARequest] = (), roots: Sequence[str] = ()) -> None:
+        self._engine = engine
+        self._requests = {request.lora_name: request for request in requests}
+        self._next_id = len(requests) + 1
+        self._roots = [Path(root).expanduser().resolve() for root in roots]
+        self._changing = asyncio.Lock()
+
+    def find(self, name: str) -> LoRARequest | None:
+        """The adapter of this name."""
+        return self._requests.get(name)
+
+    def all(self) -> list[LoRARequest]:
+        """Every adapter, in the order in which they came."""
+        return list(self._requests.values())
+
+    async def load(self, name: Any, path: Any, served: Sequence[str]) -> None:
+        """Add an adapter under a new name. Raises APIError (400) with nothing changed.
+
+        served: names that are taken.
+        """
+        if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+            raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
+        if len(name) > MAX_NAME:
+            raise _invalid(f"lora_name may have at most {MAX_NAME} characters, got {len(name)}.")
+        async with self._changing:  # reading takes a while, and no other may take the name meanwhile
+            if name in self._requests or name in served:
+                raise _invalid(f"The lora adapter '{name}' has already been loaded.")
+            if len(self._requests) >= MAX_ADAPTERS:
+                raise _invalid(f"At most {MAX_ADAPTERS} adapters may be loaded. Unload one first.")
+            self._check_root(path)
+            request = LoRARequest(name, self._next_id, path)
+            self._next_id += 1
+            try:
+                await self._engine.add_lora(request)
+            except (ValueError, VLLMClientError) as error:
+                raise bad_request(str(error), "lora_path") from error
+            self._requests[name] = request
+
+    async def unload(self, name: Any) -> None:
+        """Forget an adapter; requests in progress end with it. Raises APIError."""
+        if not isinstance(name, str) or not name:
+            raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.")
+        request = self._requests.pop(name, None)
+        if request is None:
+            raise not_found(f"The lora adapter '{name[:MAX_NAME]}' cannot be found.", "lora_name")
+        await self._engine.remove_lora(request.lora_int_id)
+
+    def _check_root(self, path: str) -> None:
+        if not self._roots:
+            return
+        folder = Path(path).expanduser().resolve()
+        if not any(folder.is_relative_to(root) for root in self._roots):
+            raise bad_request("This server loads adapters from the folders of --lora-root only.", "lora_path")
+
+
+def _invalid(message: str) -> APIError:
+    return APIError(400, message, "InvalidUserInput", "lora_name")
