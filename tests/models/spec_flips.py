@@ -73,6 +73,8 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Decoder, "embed_scale"): (7.0,),
     (Decoder, "positions"): (LearnedPositions(POSITIONS, 2),),
     (Decoder, "head_bias"): (True,),
+    (Decoder, "unit_head_rows"): (True,),
+    (Decoder, "scale_positions"): (True,),
     (Decoder, "embed_norm"): (_NORM,),
     (Decoder, "logit_scale"): (0.25,),
     (Decoder, "logit_softcap"): (0.5,),
@@ -141,6 +143,8 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
 
 # What the spec says in another way, or what only shows beyond these sizes: the same result is right.
 SAME = {
+    (Decoder, "unit_head_rows", True),  # what loading does to the weights
+    (Decoder, "scale_positions", True),  # without a scale
     (Mlp, "act", "swish"),
     (LearnedPositions, "rows", POSITIONS + 8),
     (Norm, "bias", True),  # of an RMS norm, which has none

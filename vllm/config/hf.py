@@ -320,12 +320,12 @@ class HFConfig:
 
     @cached_property
     def head_dim(self) -> int:
-        size: int | None = self.get_int("head_dim", default=None, maximum=_MAX_WIDTH)
+        size: int | None = self.get_int("head_dim", "kv_channels", default=None, maximum=_MAX_WIDTH)
         return self.hidden_size // self.num_heads if size is None else size
 
     @cached_property
     def vocab_size(self) -> int:
-        value: int = self.get_int("vocab_size", maximum=_MAX_VOCAB)
+        value: int = self.get_int("padded_vocab_size", "vocab_size", maximum=_MAX_VOCAB)
         return value
 
     @cached_property
@@ -432,7 +432,7 @@ class HFConfig:
         heads, kv_heads, hidden = self._probe("num_heads"), self._probe("num_kv_heads"), self._probe("hidden_size")
         if heads and kv_heads and heads % kv_heads:
             raise self._wrong(_NAMES["num_kv_heads"][0], kv_heads, f"a divisor of the {heads} attention heads")
-        if heads and hidden and self.get("head_dim", default=None) is None and hidden % heads:
+        if heads and hidden and self.get("head_dim", "kv_channels", default=None) is None and hidden % heads:
             raise self._wrong(_NAMES["num_heads"][0], heads, f"a divisor of the hidden size {hidden}")
         for name in ("head_dim", "layer_types", "rope"):
             self._probe(name)

@@ -147,7 +147,15 @@ def computed(spec: Decoder) -> Decoder | None:
     if spec.norm is None or None in blocks:
         return None
     known = tuple(block for block in blocks if block is not None)
-    return Decoder(spec.vocab_size, spec.hidden_size, known, _norm_computed(spec.norm), spec.tied)
+    # unit_head_rows: through the weights
+    return Decoder(
+        spec.vocab_size,
+        spec.hidden_size,
+        known,
+        _norm_computed(spec.norm),
+        spec.tied,
+        unit_head_rows=spec.unit_head_rows,
+    )
 
 
 def _canonical(spec: Decoder) -> Decoder:

@@ -163,6 +163,8 @@ def fill_from_checkpoint(
                 unexpected.append(name)
             continue
         target, layout = found
+        if target == "head.weight" and spec.unit_head_rows:
+            layout = WeightLayout.UNIT_ROWS
         expected = stored_shape(shape, layout)
         if tuple(tensor.shape) != expected:
             raise ValueError(

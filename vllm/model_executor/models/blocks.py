@@ -202,7 +202,7 @@ class SelfAttention(nn.Module):
             write_kv(k, v, cache, group.slot_mapping, p.k_scale, p.v_scale)
         if rows is not None and not len(rows):
             return x[:0]  # the cache is written, nobody asks for more
-        out = _pick(attend(q, cache, p, step, group, own).flatten(1), rows)
+        out = pick(attend(q, cache, p, step, group, own).flatten(1), rows)
         return self.o.project(out, step.view(picked=rows is not None))
 
     def _rms_qk_norm(self) -> QKNorm | None:
@@ -368,25 +368,25 @@ class DecoderBlock(nn.Module):
             case Layout.PRE:
                 h, residual = add_norm(norm[0], x, residual)
                 h = scaled(self.attn(h, step, kv_caches, rows))
-                h, residual = add_norm(norm[1], h, _pick(residual, rows))
+                h, residual = add_norm(norm[1], h, pick(residual, rows))
                 return scaled(self.ffn(h, view)), residual
             case Layout.SANDWICH:
                 h, residual = add_norm(norm[0], x, residual)
                 h = scaled(norm[1](self.attn(h, step, kv_caches, rows)))
-                h, residual = add_norm(norm[2], h, _pick(residual, rows))
+                h, residual = add_norm(norm[2], h, pick(residual, rows))
                 return scaled(norm[3](self.ffn(h, view))), residual
             case Layout.PARALLEL | Layout.PARALLEL_SHARED:
                 h, residual = add_norm(norm[0], x, residual)
-                residual = _pick(residual, rows)
-                h2 = norm[1](residual) if self.layout is Layout.PARALLEL else _pick(h, rows)
+                residual = pick(residual, rows)
+                h2 = norm[1](residual) if self.layout is Layout.PARALLEL else pick(h, rows)
                 return scaled(self.tp.all_reduce(self.ffn(h2, view) + self.attn(h, step, kv_caches, rows))), residual
             case Layout.POST:
-                x, _ = add_norm(norm[0], scaled(self.attn(x, step, kv_caches, rows)), _pick(x, rows))
+                x, _ = add_norm(norm[0], scaled(self.attn(x, step, kv_caches, rows)), pick(x, rows))
                 x, _ = add_norm(norm[1], scaled(self.ffn(x, view)), x)
                 return x, None
             case Layout.BRANCH:
                 x = x if residual is None else x + residual
-                x = _pick(x, rows) + scaled(norm[0](self.attn(x, step, kv_caches, rows)))
+                x = pick(x, rows) + scaled(norm[0](self.attn(x, step, kv_caches, rows)))
                 return scaled(norm[1](self.ffn(x, view))), x
 
     def _scaled(self, branch: Tensor) -> Tensor:
@@ -400,7 +400,8 @@ BlockModule = Callable[[Any, int, KVPlace | None, BuildContext, str], nn.Module]
 MODULES: Mapping[type[BlockSpec], BlockModule] = {Block: DecoderBlock}
 
 
-def _pick(x: Tensor, rows: Tensor | None) -> Tensor:
+def pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    """The wanted rows of x; all of them for None."""
     return x if rows is None else x.index_select(0, rows)
 
 

@@ -103,12 +103,15 @@ class DecoderModel(nn.Module):
         Of the last layer, the other tokens need no more than that: most of it is computed for the wanted rows only.
         """
         x: Tensor = self.embed(step.token_ids, step.view(picked=False))
-        if self.embed_scale != 1.0:
+        late = self.spec.scale_positions
+        if self.embed_scale != 1.0 and not late:
             x = x * self.embed_scale
         if self.project_in is not None:
             x = self.project_in.project(x, step.view(picked=False))
         if self.spec.positions is not None:
             x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
+        if self.embed_scale != 1.0 and late:
+            x = x * self.embed_scale
         if self.embed_norm is not None:
             x = self.embed_norm.norm(x)
         residual: Tensor | None = None

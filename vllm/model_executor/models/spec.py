@@ -192,6 +192,8 @@ class Decoder:
     norm: after the last block.   tied: the head's weight is the embedding's.
     embed_dim: width of embedding and head where it differs from `hidden_size` (projected in and out).
     embed_norm: of what enters the first block.
+    unit_head_rows: the head's rows count divided by their length.
+    scale_positions: `embed_scale` is of embeddings and positions together.
     """
 
     vocab_size: int
@@ -206,3 +208,5 @@ class Decoder:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     embed_norm: Norm | None = None
+    unit_head_rows: bool = False
+    scale_positions: bool = False

@@ -1,0 +1,131 @@
+"""Families that transformers lacks: fp32 logits equal those of plain models written from their descriptions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.models import references
+from tests.models.harness import PagedDriver, load, relative_error
+from tests.models.kernels import kernels
+from tests.models.test_against_hugging_face import check_wanted_rows
+from vllm.worker import cpu_blocks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 77,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 20000.0,
+}
+GQA = {**SIZES, "num_key_value_heads": 2}
+EXAONE = {
+    **{n: v for n, v in GQA.items() if n not in ("num_hidden_layers", "rms_norm_eps")},
+    "num_layers": 3,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "silu",
+}
+MINICPM = {**GQA, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16, "tie_word_embeddings": True}
+QWEN = {
+    **{n: v for n, v in SIZES.items() if n not in ("rms_norm_eps", "rope_theta")},
+    "intermediate_size": 154, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 30000.0, "seq_length": 64,
+    "kv_channels": 8, "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True,
+}  # fmt: skip
+CHATGLM = {
+    "num_layers": 3, "padded_vocab_size": 131, "hidden_size": 40, "ffn_hidden_size": 77, "kv_channels": 8,
+    "num_attention_heads": 6, "multi_query_attention": True, "multi_query_group_num": 2, "layernorm_epsilon": 1e-5,
+    "rmsnorm": True, "add_qkv_bias": True, "add_bias_linear": False, "post_layer_norm": True, "seq_length": 64,
+}  # fmt: skip
+JAIS = {
+    "vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_inner": 77, "n_positions": 64,
+    "layer_norm_epsilon": 1e-5, "activation_function": "swiglu",
+}  # fmt: skip
+ARCTIC = {
+    **GQA, "intermediate_size": 29, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_layer_frequency": 1,
+    "parallel_attn_mlp_res": True,
+}  # fmt: skip
+
+# case -> (architecture, model type, reference, config.json)
+CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
+    "aquila": ("AquilaModel", "aquila", references.LLAMA, SIZES),
+    "aquila2": ("AquilaForCausalLM", "aquila", references.LLAMA, GQA),
+    "xverse": ("XverseForCausalLM", "xverse", references.LLAMA, SIZES),
+    "internlm-7b": ("InternLMForCausalLM", "internlm", references.LLAMA_BIASED, {**SIZES, "bias": True}),
+    "internlm-20b": ("InternLMForCausalLM", "internlm", references.LLAMA, {**SIZES, "bias": False}),
+    "internlm2": ("InternLM2ForCausalLM", "internlm2", references.INTERNLM_2, {**GQA, "bias": False}),
+    "internlm3": ("InternLM3ForCausalLM", "internlm3", references.INTERNLM_3, {**GQA, "qkv_bias": True, "head_dim": 8}),
+    "orion": ("OrionForCausalLM", "orion", references.ORION, GQA),
+    "exaone": ("ExaoneForCausalLM", "exaone", references.EXAONE_3, EXAONE),
+    "exaone-tied": ("ExaoneForCausalLM", "exaone", references.EXAONE_3, {**EXAONE, "tie_word_embeddings": True}),
+    "baichuan-7b": ("BaiChuanForCausalLM", "baichuan", references.BAICHUAN_7B, SIZES),
+    "baichuan-13b": ("BaichuanForCausalLM", "baichuan", references.BAICHUAN_13B, SIZES),
+    "baichuan2-13b": (
+        "BaichuanForCausalLM", "baichuan", references.BAICHUAN_2,
+        {**SIZES, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 100_001, "num_hidden_layers": 1},
+    ),
+    "minicpm": ("MiniCPMForCausalLM", "minicpm", references.MINICPM, MINICPM),
+    "minicpm-moe": (
+        "MiniCPMForCausalLM", "minicpm", references.MINICPM,
+        {**MINICPM, "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    ),
+    "qwen": ("QWenLMHeadModel", "qwen", references.QWEN_1, QWEN),
+    "chatglm2": ("ChatGLMModel", "chatglm", references.CHATGLM, {**CHATGLM, "original_rope": True}),
+    "glm4-9b": ("ChatGLMForConditionalGeneration", "chatglm", references.CHATGLM, {**CHATGLM, "rope_ratio": 500}),
+    "cogagent-rope": ("ChatGLMModel", "chatglm", references.CHATGLM, {**CHATGLM, "original_rope": False}),
+    "jais-13b": (
+        "JAISLMHeadModel", "jais", references.JAIS,
+        {**JAIS, "position_embedding_type": "alibi", "embeddings_scale": 3.0, "width_scale": 0.3,
+        "scale_qk_dot_by_d": True},
+    ),
+    "jais-30b": (
+        "JAISLMHeadModel", "jais", references.JAIS,
+        {**JAIS, "position_embedding_type": "alibi", "mup_embeddings_scale": 2.0, "mup_width_scale": 0.5,
+        "mup_output_alpha": 1.7, "mup_scale_qk_dot_by_d": False, "alibi_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "jais-learned": ("JAISLMHeadModel", "jais", references.JAIS, {**JAIS, "mup_embeddings_scale": 2.0}),
+    "arctic": ("ArcticForCausalLM", "arctic", references.ARCTIC, ARCTIC),
+    "arctic-mixed": ("ArcticForCausalLM", "arctic", references.ARCTIC, {**ARCTIC, "moe_layer_frequency": 2}),
+    "arctic-no-residual": (
+        "ArcticForCausalLM", "arctic", references.ARCTIC, {**ARCTIC, "parallel_attn_mlp_res": False},
+    ),
+}  # fmt: skip
+
+
+def save(case: str, folder: Path) -> dict[str, torch.Tensor]:
+    """A random checkpoint of a case, its norms and biases included."""
+    architecture, model_type, reference, config = CASES[case]
+    torch.manual_seed(0)
+    weights = {}
+    for name, shape in reference.shapes(config).items():
+        spread = 0.3 if len(shape) == 1 else shape[-1] ** -0.5
+        weights[name] = torch.randn(shape) * spread + (1.0 if len(shape) == 1 and name.endswith("weight") else 0.0)
+    save_file(weights, folder / "model.safetensors")
+    document = {"architectures": [architecture], "model_type": model_type, **config}
+    (folder / "config.json").write_text(json.dumps(document))
+    return weights
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_the_reference_at_every_position(case: str, tmp_path: Path) -> None:
+    weights = save(case, tmp_path)
+    _, _, reference, config = CASES[case]
+    prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 38)]
+    expected = [reference.logits(config, weights, prompt) for prompt in prompts]
+    for kind in ("reference", "fused"):
+        with kernels(kind):
+            model = load(tmp_path)
+            if kind == "fused":
+                cpu_blocks.fuse(model)
+            ours = PagedDriver(model, requests=3).run(prompts, [5, 1, 7, 3])
+            check_wanted_rows(model, prompts, ours)
+        for logits, wanted in zip(ours, expected, strict=True):
+            assert logits.shape == wanted.shape
+            assert relative_error(logits, wanted) < 1e-5, kind
