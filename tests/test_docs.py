@@ -14,6 +14,7 @@ import pytest
 from tests.server.http_server import Server
 from tools.environment_page import markdown as environment_page
 from tools.server_page import markdown as server_page
+from tools.supported_models_page import markdown as supported_models_page
 from vllm import SamplingParams
 from vllm.benchmarks.offline import make_parser as offline_parser
 from vllm.benchmarks.serve import make_parser as bench_parser
@@ -144,6 +145,7 @@ def test_every_page_is_in_the_index():
 
 def test_generated_pages_are_up_to_date():
     assert (DOCS / "environment.md").read_text() == environment_page()
+    assert (DOCS / "supported_models.md").read_text() == supported_models_page()
     assert (DOCS / "engine_arguments.md").read_text() == arguments_page()
     assert (DOCS / "server_arguments.md").read_text() == server_page()
 

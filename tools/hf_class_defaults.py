@@ -1,8 +1,7 @@
 """Writes vllm/config/hf_class_defaults.json: what transformers' configuration classes say about fields left out.
 
-    python tools/hf_class_defaults.py
-
-Run it when transformers has new model types, or other defaults; `tests/config/test_hf_defaults.py` notices.
+`python -m tools.hf_class_defaults`. Run it when transformers has new model types, or other defaults;
+`tests/config/test_hf_defaults.py` notices.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from vllm.config.hf_defaults import architecture_of, class_defaults
 
 
 def test_the_table_is_what_the_tool_writes() -> None:
-    """If not: python tools/hf_class_defaults.py"""
+    """If not: python -m tools.hf_class_defaults"""
     for model_type, entry in document().items():
         assert class_defaults(model_type) == entry["defaults"], model_type
         assert architecture_of(model_type) == entry["architecture"]

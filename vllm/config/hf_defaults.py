@@ -31,3 +31,8 @@ def class_defaults(model_type: str) -> dict[str, Any]:
 def architecture_of(model_type: str) -> str | None:
     """The architecture of transformers' causal language models of `model_type`, None if there is none."""
     return _table().get(model_type, {}).get("architecture")
+
+
+def model_types() -> list[str]:
+    """The types of transformers' causal language models."""
+    return list(_table())

@@ -1,0 +1,114 @@
+"""docs/adding_a_model.md, followed literally: its files become models, which agree with Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from vllm.model_executor.models import ModelRegistry
+
+PAGE = (Path(__file__).parents[2] / "docs" / "adding_a_model.md").read_text()
+FILES = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+REGISTRATIONS = dict(re.findall(r'^ModelRegistry\.register_family\("(\w+)", "([\w.:]+)"\)$', PAGE, re.MULTILINE))
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 77,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path with the page's files."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(ModelRegistry, "_families", dict(REGISTRATIONS))
+    yield folder
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def save(folder: Path, weights: dict[str, Tensor], architecture: str, **fields: object) -> None:
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        **fields,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def check(folder: Path, reference: nn.Module, scale: float = 1.0) -> None:
+    prompts = [torch.randint(0, 131, (length,)) for length in (21, 30)]
+    ours = PagedDriver(load(folder), requests=2).run(prompts, [5, 1, 7])
+    with torch.inference_mode():
+        for prompt, logits in zip(prompts, ours, strict=True):
+            embeds = reference.get_input_embeddings()(prompt[None]) * scale
+            assert relative_error(logits, reference(inputs_embeds=embeds).logits[0]) < 1e-5
+
+
+def test_the_page_has_the_files_and_registrations() -> None:
+    assert set(FILES) == {"heron.py", "egret.py", "egret_block.py"}
+    assert {"MyLlamaForCausalLM", "HeronForCausalLM", "EgretForCausalLM"} == set(REGISTRATIONS)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_known_family_under_another_name(tmp_path: Path) -> None:
+    reference = save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    save(tmp_path, load_file(tmp_path / "model.safetensors"), "MyLlamaForCausalLM")
+    check(tmp_path, reference)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_family_in_one_file(tmp_path: Path) -> None:
+    reference = save_random_hf_model(hf.Qwen2Config(**SIZES, layer_types=["full_attention"] * 3), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for i in range(3):
+        parts = [weights.pop(f"model.layers.{i}.mlp.{name}_proj.weight") for name in ("gate", "up")]
+        weights[f"model.layers.{i}.mlp.gate_up_proj.weight"] = torch.cat(parts)
+    save(tmp_path, weights, "HeronForCausalLM", embedding_multiplier=3.0)
+    check(tmp_path, reference, scale=3.0)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_block_of_its_own_in_two_files(tmp_path: Path) -> None:
+    reference = save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for i, layer in enumerate(reference.model.layers):
+        gate = torch.randn(48)
+        weights[f"model.layers.{i}.self_attn.gate"] = gate
+        layer.self_attn.register_forward_hook(lambda _, __, out, gate=gate: (out[0] * gate.sigmoid(), *out[1:]))
+    save(tmp_path, weights, "EgretForCausalLM")
+    check(tmp_path, reference)
+
+
+def test_a_family_travels_to_other_processes_by_name(package: Path) -> None:
+    from vllm.model_executor.models.registry import Registry
+
+    copy = Registry()
+    copy.restore(ModelRegistry.registered())
+    assert copy.registered() == ModelRegistry.registered()
+    assert copy.resolve("HeronForCausalLM") == ModelRegistry.resolve("HeronForCausalLM")
+    with pytest.raises(ValueError, match="<module>:<FAMILY>"):
+        copy.register_family("Heron", "heron.HERON")
+    copy.register_family("Broken", "heron:heron")
+    with pytest.raises(ValueError, match="is not a Family"):
+        copy.resolve("Broken")

@@ -1,0 +1,50 @@
+"""Writes the page of supported models: `python -m tools.supported_models_page > docs/supported_models.md`."""
+
+from __future__ import annotations
+
+from vllm.config.hf_defaults import architecture_of, model_types
+from vllm.model_executor.models.registry import _FAMILIES, family_of
+
+_HEAD = """# Supported models
+
+This page is generated: `python -m tools.supported_models_page > docs/supported_models.md`.
+
+Decoder-only text models, by the name in `architectures` of their
+config.json. Any other name is an error that lists the near ones; [adding_a_model.md](adding_a_model.md) says how to
+run one. Names in the same line of the first column are the same family.
+
+Every family is held in fp32 against an independent implementation, at every position of prompts that are computed in
+chunks through the paged cache, for the variants of its config (tied heads, biases, windows, norms, scalings): against
+transformers, or, where transformers has no such model, against a plain one written from the published description
+(`tests/models/references.py`).
+
+| architecture | public checkpoints | held against | windows |
+|---|---|---|---|
+"""
+_NOTES = """
+Checkpoints may be quantized ([engine_arguments.md](engine_arguments.md), `quantization`). Not supported, with an error
+that says so: Phi-3-small (block-sparse attention), DeciLM (unlike key/value heads in its layers), Jamba and other
+models with recurrent states, DeepSeek V2 and V3 (latent attention), gpt-oss, Llama 4, ChatGLM 1, and models that see,
+hear or encode.
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    known = {architecture_of(model_type) for model_type in model_types()}
+    families: dict[tuple[str, str], list[str]] = {}
+    for architecture, (module, name, _) in _FAMILIES.items():
+        families.setdefault((module, name), []).append(architecture)
+    rows = []
+    for names in families.values():
+        family = family_of(names[0])
+        checkpoints = ", ".join(dict.fromkeys(_FAMILIES[name][2] for name in names))
+        source = "transformers" if known & set(names) else "its description"
+        windows = "" if family is None or family.facts.windows.value == "none" else "if its config has them"
+        rows.append((", ".join(f"`{name}`" for name in names), checkpoints, source, windows))
+    lines = [f"| {' | '.join(row)} |" for row in sorted(rows, key=lambda row: row[0].lower())]
+    return _HEAD + "\n".join(lines) + "\n" + _NOTES
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
