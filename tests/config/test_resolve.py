@@ -570,3 +570,18 @@ def test_every_derived_value_says_why(make: Any) -> None:
     for name in ("model", "device", "block_size", "kv_cache_dtype", "seed", "distributed_executor_backend"):
         assert any(line.startswith(name + " ") for line in text.splitlines()), name
     assert "dtype='bfloat16'" in str(config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("BartForConditionalGeneration", {"model_type": "bart", "is_encoder_decoder": True, "d_model": 64}),
+        ("MambaForCausalLM", {"model_type": "mamba", "hidden_size": 64}),
+        ("JambaForCausalLM", {"model_type": "jamba"}),
+    ],
+)
+def test_a_model_that_does_not_exist_here_is_not_supported_whatever_it_lacks(
+    make: Any, architecture: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"{architecture}.* are not supported for now"):
+        make(model={"architectures": [architecture], "vocab_size": 99, **fields})

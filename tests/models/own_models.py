@@ -53,7 +53,13 @@ class OldBlock(nn.Module):
             quant_config=quant_config,
         )
         self.o_proj = RowParallelLinear(config.num_attention_heads * dim, config.hidden_size, bias=False)
-        self.rotary_emb = get_rope(dim, rotary_dim=dim, max_position=config.max_position_embeddings, base=10000)
+        self.rotary_emb = get_rope(
+            dim,
+            rotary_dim=dim,
+            max_position=config.max_position_embeddings,
+            base=getattr(config, "rope_theta", 10000),
+            rope_scaling=getattr(config, "rope_scaling", None),
+        )
         self.attn = Attention(
             self.heads, dim, dim**-0.5, num_kv_heads=self.kv_heads, cache_config=cache_config, quant_config=quant_config
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,62 @@ def test_parameters_that_load_weights_leaves_out_are_named(tmp_path: Path) -> No
     ModelRegistry.register_model("LlamaForCausalLM", Forgetful)
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         load(tmp_path)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_parameters_that_a_silent_load_weights_misses_are_named(tmp_path: Path) -> None:
+    class Silent(OldLlamaForCausalLM):
+        left_out = ""
+
+        def load_weights(self, weights):  # type: ignore[no-untyped-def]
+            super().load_weights((n, t) for n, t in weights if n != self.left_out)
+
+    save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    ModelRegistry.register_model("LlamaForCausalLM", Silent)
+    (logits,) = PagedDriver(load(tmp_path)).run([torch.arange(20)], [7])
+    assert torch.isfinite(logits).all()
+    for name, named in [
+        ("model.norm.weight", r": norm\.weight"),
+        ("model.layers.1.self_attn.k_proj.weight", r"layers\.1\.qkv_proj\.weight"),  # a part of it
+        ("lm_head.weight", r"lm_head\.weight"),
+    ]:
+        Silent.left_out = name
+        with pytest.raises(ValueError, match=named):
+            load(tmp_path)
+
+
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 3e5}, {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e5}]
+)
+def test_own_models_find_the_attributes_of_older_configs(rope: dict[str, Any], tmp_path: Path) -> None:
+    """They read `rope_theta` and `rope_scaling`, which newer configs of transformers do not have."""
+    reference = save_random_hf_model(hf.LlamaConfig(**SIZES, rope_parameters=rope), tmp_path)
+    ModelRegistry.register_model("LlamaForCausalLM", OldLlamaForCausalLM)
+    prompt = torch.randint(0, 131, (40,))
+    (ours,) = PagedDriver(load(tmp_path)).run([prompt], [9])
+    with torch.inference_mode():
+        assert relative_error(ours, reference(prompt[None]).logits[0]) < 1e-5
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_model_type_of_its_own_gets_a_plain_config(tmp_path: Path) -> None:
+    reference = save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    document |= {"model_type": "my_own", "architectures": ["MyLlama"], "my_field": [1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+
+    class Reading(NewLlamaForCausalLM):
+        def __init__(self, *, vllm_config, prefix=""):  # type: ignore[no-untyped-def]
+            config = vllm_config.model_config.hf_config
+            assert (config.model_type, config.my_field, config.rope_theta) == ("my_own", [1, 2], 10000.0)
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    ModelRegistry.register_model("MyLlama", Reading)
+    prompt = torch.randint(0, 131, (20,))
+    (ours,) = PagedDriver(load(tmp_path)).run([prompt], [9])
+    with torch.inference_mode():
+        assert relative_error(ours, reference(prompt[None]).logits[0]) < 1e-5
 
 
 @pytest.mark.usefixtures("clean_registry")

@@ -325,7 +325,7 @@ class HFConfig:
 
     @cached_property
     def vocab_size(self) -> int:
-        value: int = self.get_int("padded_vocab_size", "vocab_size", maximum=_MAX_VOCAB)
+        value: int = self.get_int("vocab_size", "padded_vocab_size", maximum=_MAX_VOCAB)
         return value
 
     @cached_property
@@ -448,12 +448,31 @@ class HFConfig:
 
     def to_transformers(self, *, trust_remote_code: bool = False, code_revision: str | None = None) -> Any:
         """transformers' own config object with the same fields (imports transformers)."""
-        from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
         refuse_model_code(self.raw, self.file, trust_remote_code=trust_remote_code)
         if self.model_type in CONFIG_MAPPING:
-            return CONFIG_MAPPING[self.model_type].from_dict(deepcopy(self.raw))
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code, code_revision=code_revision)
+            config = CONFIG_MAPPING[self.model_type].from_dict(deepcopy(self.raw))
+        elif self.raw.get("auto_map"):  # which the line above has seen to
+            return AutoConfig.from_pretrained(
+                self.path, trust_remote_code=trust_remote_code, code_revision=code_revision
+            )
+        else:
+            config = PretrainedConfig.from_dict({"rope_parameters": {}, **deepcopy(self.raw)})
+        return self._with_older_rope(config)
+
+    def _with_older_rope(self, config: Any) -> Any:
+        """`config` with the rotary embedding also in the attributes of older versions, which models were written for:
+        `rope_theta`, and `rope_scaling` (None if there is none). Newer ones have `rope_parameters` only.
+        """
+        rope = self._probe("rope")
+        if rope is None or not hasattr(config, "rope_parameters"):
+            return config
+        scaling = None if rope.kind == "default" else {"rope_type": rope.kind, "type": rope.kind, **rope.params}
+        for name, value in (("rope_theta", rope.theta), ("rope_scaling", scaling)):
+            if getattr(config, name, None) is None:
+                setattr(config, name, value)
+        return config
 
 
 def _override_with_function(folder: Path, function: Callable[[Any], Any], trust_remote_code: bool) -> dict[str, Any]:

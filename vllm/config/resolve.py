@@ -40,6 +40,7 @@ from vllm.config.settings import (
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.vllm_config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import Platform, detect_device, platform_for
 from vllm.usage.usage_lib import UsageContext
 
@@ -275,7 +276,8 @@ def _config_folder(args: dict[str, Any], path: Path) -> Path:
 
 
 def _check_model_features(args: dict[str, Any], hf: HFConfig) -> None:
-    """Refuse a model that needs a feature which does not exist yet."""
+    """Refuse a model that cannot be run, and settings that it has no use for."""
+    ModelRegistry.check(hf.architectures)
     if args["limit_mm_per_prompt"] and not hf.is_multimodal:
         raise ValueError("`limit_mm_per_prompt` is only supported for multimodal models.")
 

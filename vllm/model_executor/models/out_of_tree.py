@@ -27,6 +27,7 @@ from vllm.attention.layer import Attention
 from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel, use_tensor_parallel
 from vllm.model_executor.layers.dtypes import dtype_of
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.filler import ProcessesWeights
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
@@ -120,6 +121,7 @@ def load_out_of_tree(
             _fill_with_random_numbers(model)
         else:
             tensors = find_checkpoint(Path(config.path), load_format).tensors()
+            _mark(model)
             loaded = model.load_weights((name, tensor) for name, tensor, _ in tensors)  # type: ignore[operator]
             _check_loaded(model, loaded)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -170,14 +172,33 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _mark(model: nn.Module) -> None:
+    """Fill every parameter with NaN, so that one which is not loaded can be told."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data.fill_(float("nan"))
+
+
 def _check_loaded(model: nn.Module, loaded: Any) -> None:
-    """If `load_weights` reports what it loaded, every parameter must be among it."""
-    if not isinstance(loaded, set | frozenset):
-        return
-    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+    """Every parameter must be among those that `load_weights` reports, or, if it reports none, hold no mark."""
+    names = {name for name, _ in model.named_parameters()}
+    missing = sorted(names - loaded if isinstance(loaded, set | frozenset) else _marked(model))
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise ValueError(f"Following weights were not initialized from checkpoint: {shown}.")
+
+
+def _marked(model: nn.Module) -> Iterator[str]:
+    """The parameters that still hold a mark. Of a vocabulary, rows that no token has may: they become zeros."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, VocabParallelEmbedding)}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        left = parameter.isnan()
+        if left.all() and parameter.numel() or (left.any() and id(parameter) not in tables):
+            yield name
+        elif left.any():
+            parameter.data.masked_fill_(left, 0.0)
 
 
 def _fill_with_random_numbers(model: nn.Module) -> None:

@@ -148,6 +148,10 @@ class Registry:
             else:
                 self.register_model(arch, entry)
 
+    def check(self, architectures: str | Iterable[str]) -> None:
+        """Raise ValueError if none of `architectures` is known."""
+        self._find(architectures)
+
     def resolve(self, architectures: str | Iterable[str]) -> Family | type[nn.Module]:
         """The family or class of the first of `architectures` that is known. Raises ValueError if none is."""
         return self._load(self._find(architectures))
