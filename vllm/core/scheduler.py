@@ -84,8 +84,11 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         policies: Sequence[AdmissionPolicy] = (),
         clock: Callable[[], float] = time.time,
+        late_masks: bool = False,
     ) -> None:
+        """late_masks: what a grammar allows may be said after a step was submitted, so that the step need not wait."""
         self.limits = limits
+        self._late_masks = late_masks
         self.kv = KVManager(
             policy,
             num_blocks,
@@ -139,6 +142,8 @@ class Scheduler:
         pending = ENDLESS if limits.max_pending is None else limits.max_pending
         request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence, pending)
         self._sequence += 1
+        if self._late_masks and message.grammar is not None:
+            request.synchronous = bool(message.params.logits_processors)
         self.requests[request.id] = request
         self._num_pooled += request.pooled
         self._waiting.push(request)

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vllm import envs
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import Scheduler, SchedulerLimits
@@ -71,10 +73,12 @@ class EngineCore:
             executor.num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
             policies=policies if self.adapters is None else [*policies, self.adapters.slots],
+            late_masks=executor.max_in_flight > 1,
         )
         self._grammars = grammar_requests(config)
         self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0
         self.step_allowance = 0.0  # seconds that the size of the newest step explains
+        self._late: tuple[int, np.ndarray] | None = None  # the newest step, and its rows, if some wait for masks
         self._submitted = 0  # steps handed to the executor whose results were not collected
         self._left_over: deque[CoreOutput] = deque()  # ends of requests that an interrupted step could not return
         self._death: str | None = None
@@ -191,15 +195,29 @@ class EngineCore:
             plan = self._with_masks(plan)
         self._executor.submit(plan)
         self._submitted += 1
+        self._late = None if plan.late is None else (plan.step_id, plan.late)
         self.scheduler.settle()
         return True
 
     def _with_masks(self, plan: StepPlan) -> StepPlan:
-        """The plan, with the masks of the rows that have a grammar. Those that cannot go on end with the next step."""
-        rows, bits, errors = self._grammars.masks(self.scheduler.planned, plan.sample)
+        """The plan, with the masks of the rows that have a grammar; of those whose newest token is still in flight it
+        only says that they come late.
+        """
+        late = np.array([r.num_pending > 1 and r.id in self._grammars for r in self.scheduler.planned]) & plan.sample
+        masks = self._masks(plan.sample & ~late)
+        return replace(plan, masks=masks, late=late if late.any() else None)
+
+    def _complete(self, step_id: int, late: np.ndarray) -> None:
+        """Give the newest step the masks that need the tokens just taken in. Requests that have ended get none."""
+        self._late = None
+        self._executor.complete(step_id, self._masks(late))
+
+    def _masks(self, which: np.ndarray) -> RowMasks | None:
+        """The masks of some rows of the newest plan. Those that cannot go on end with the next step."""
+        rows, bits, errors = self._grammars.masks(self.scheduler.planned, which)
         for request_id, error in errors.items():
             self._left_over += self._ended(self.scheduler.refuse([request_id], f"Guided decoding failed: {error}"))
-        return replace(plan, masks=RowMasks(rows, bits)) if len(rows) else plan
+        return RowMasks(rows, bits) if len(rows) else None
 
     def _admit_compiled(self) -> list[CoreOutput]:
         """Queue the requests whose grammars are ready; returns the ends of those that have none."""
@@ -235,7 +253,7 @@ class EngineCore:
             failed = self.adapters.advance(scheduler)
             if failed:
                 return failed
-        while self._submitted < executor.max_in_flight and self._submit():
+        while self._late is None and self._submitted < executor.max_in_flight and self._submit():
             pass
         if self._submitted == 0:
             if scheduler.has_unfinished():
@@ -243,6 +261,8 @@ class EngineCore:
             return []
         self._submitted -= 1
         outputs = self._ended(scheduler.apply(executor.collect()))
+        if self._late is not None:
+            self._complete(*self._late)
         if self._submitted and not scheduler.has_unfinished():
             self._drain()
         return outputs
@@ -255,6 +275,7 @@ class EngineCore:
 
     def _survives(self, error: BaseException) -> bool:
         """Collect and forget the steps in flight; whether the executor is still there."""
+        self._late = None
         while self._submitted and not isinstance(error, EngineDeadError):
             self._submitted -= 1
             with contextlib.suppress(Exception):

@@ -98,6 +98,10 @@ class GrammarRequests:
         """Whether any request has a grammar, or waits for one."""
         return bool(self._states or self._waiting)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request that has begun has a grammar."""
+        return request_id in self._states
+
     def __len__(self) -> int:
         return len(self._states) + len(self._waiting)
 
