@@ -17,6 +17,7 @@ from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import ENDLESS, Request, Status
 from vllm.core.stop import check_stop
 from vllm.core.waiting import WaitingQueue
+from vllm.sampling_params import SamplingParams
 from vllm.step.kv_policy import KVKind, KVPolicy
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import BlockAppend, SlotInit, StepPlan, TokenWrite, Transfer
@@ -65,6 +66,11 @@ class _Draft:
     writes: list[TokenWrite] = field(default_factory=list)
     drafted: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> drafts, epoch of the request
     inexact: list[int] = field(default_factory=list)  # rows whose `num_computed` is an upper bound
+
+
+def _processors(message: CoreRequest) -> bool:
+    """Whether Python must see each token before the next is sampled."""
+    return isinstance(message.params, SamplingParams) and bool(message.params.logits_processors)
 
 
 class Scheduler:
@@ -142,8 +148,8 @@ class Scheduler:
         pending = ENDLESS if limits.max_pending is None else limits.max_pending
         request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence, pending)
         self._sequence += 1
-        if self._late_masks and message.grammar is not None:
-            request.synchronous = bool(message.params.logits_processors)
+        if self._late_masks and message.grammar is not None and not _processors(message):
+            request.max_pending = min(pending, 1)  # its next mask is made when its last token is known
         self.requests[request.id] = request
         self._num_pooled += request.pooled
         self._waiting.push(request)
