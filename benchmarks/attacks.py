@@ -102,12 +102,14 @@ TEMPLATES = [
 
 def family(size: int = MEGABYTE) -> Iterator[Attack]:
     """Every field of every body, with texts and counts of about `size` bytes: long, many, multi-byte, nested."""
-    from vllm.entrypoints.openai import protocol
+    from vllm.entrypoints.openai import messages, protocol
 
     bodies: list[tuple[str, type[Any], dict[str, Any]]] = [
         (COMPLETIONS, protocol.CompletionRequest, {"prompt": "a", "max_tokens": 1}),
         (CHAT, protocol.ChatCompletionRequest, {"messages": [USER], "max_tokens": 1}),
         (RESPONSES, protocol.ResponsesRequest, {"input": "a", "max_output_tokens": 1}),
+        ("/v1/messages", messages.MessagesRequest, {"messages": [USER], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", messages.CountTokensRequest, {"messages": [USER]}),
         ("/tokenize", protocol.TokenizeRequest, {"prompt": "a"}),
         ("/detokenize", protocol.DetokenizeRequest, {"tokens": [5]}),
     ]

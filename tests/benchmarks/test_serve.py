@@ -444,3 +444,15 @@ def test_no_server_is_one_line_on_stderr(unused_tcp_port: int, capsys):
         main(["--port", str(unused_tcp_port)])
     assert stop.value.code == 1
     assert "no server answers" in capsys.readouterr().err
+
+
+def test_the_servers_profiler_runs_with_what_is_measured(demo_server: Server, tmp_path: Path, capsys) -> None:
+    few = ["--num-prompts", "2", "--random-input-len", "4", "--random-output-len", "2", "--profile"]
+    traces = tmp_path / "traces"
+    environment = {"VLLM_TORCH_PROFILER_DIR": str(traces)}
+    with Server(Path("demo"), "--max-model-len", "512", env=environment) as server:
+        assert main(["--base-url", server.url, "--model", "tiny", "--tokenizer", "demo", *few]) == 0
+        assert any(file.stat().st_size for file in traces.rglob("*") if file.is_file())
+    with pytest.raises(SystemExit):
+        main(["--base-url", demo_server.url, "--model", "tiny", "--tokenizer", "demo", *few])
+    assert "--profile: the server cannot start its profiler" in capsys.readouterr().err

@@ -20,6 +20,7 @@ FIELDS = frozenset(
     {"prompt", "messages", "input", "instructions", "stop", "bad_words", "logit_bias", "allowed_token_ids", "tokens"}
     | {"stop_token_ids", "suffix", "user", "model", "tools", "tool_choice", "documents", "chat_template", "request_id"}
     | {"chat_template_kwargs", "metadata", "cache_salt", "guided_json", "response_format", "no_such_field", "include"}
+    | {"system", "stop_sequences", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "text"}
 )
 QUEUED = ("n = 2,000", "1,000 prompts", "64 beams")  # honest work, see the tests of fairness
 

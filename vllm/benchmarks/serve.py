@@ -29,6 +29,7 @@ from vllm.utils.event_loop import run_event_loop
 if TYPE_CHECKING:
     from vllm.engine.tokenizer import Tokenizer
 
+PROFILE_SECONDS = 300.0  # writing a trace may take long
 METRICS = ("ttft", "tpot", "itl", "e2el")
 TITLES = {
     "ttft": "Time to First Token",
@@ -338,6 +339,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="METRIC:MS",
         help="Limits that a good request keeps, such as ttft:200.",
     )
+    add(
+        "--profile",
+        action="store_true",
+        help="Have the server profile the measured requests, into its VLLM_TORCH_PROFILER_DIR.",
+    )
     add("--save-result", action="store_true", help="Write the figures as JSON.")
     add("--result-dir", type=Path, default=Path("."), help="Folder of that file (default: the current one).")
     add("--result-filename", default=None, help="Name of that file (default: back end and time).")
@@ -419,7 +425,13 @@ def _measure(args: argparse.Namespace, plan: Plan) -> int:
         warmups, _ = run_event_loop(run(load, samples[: args.num_warmups]))
         if warmups and not warmups[0].ok:
             raise ValueError(f"the first request failed: {warmups[0].error}")
-        records, seconds = run_event_loop(run(load, samples))
+        if args.profile:
+            _profile(base, headers, "start")
+        try:
+            records, seconds = run_event_loop(run(load, samples))
+        finally:
+            if args.profile:
+                _profile(base, headers, "stop")
         count_missing(records, tokenizer)
         result = summarize(records, seconds, plan.percentiles, plan.goodput)
         print(report(result, plan.metrics, plan.percentiles))
@@ -432,6 +444,17 @@ def _measure(args: argparse.Namespace, plan: Plan) -> int:
     if args.plot is not None:
         _plot(args.plot, results)
     return 0 if all(r["completed"] for r in results) else 1
+
+
+def _profile(base: str, headers: dict[str, str], what: str) -> None:
+    """Start or stop the server's profiler. Raises ValueError with what the server says if it cannot."""
+    request = urllib.request.Request(f"{base}/{what}_profile", data=b"", headers=headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=PROFILE_SECONDS):
+            pass
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")
+        raise ValueError(f"--profile: the server cannot {what} its profiler ({error.code}): {said:.500}") from None
 
 
 def _goodput(parser: argparse.ArgumentParser, items: Sequence[str]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
+from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.context import ServerContext, as_api_error, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
@@ -79,7 +80,8 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         reasoning_effort=(request.reasoning or {}).get("effort"),
         **shared,
     )
-    body._size = request.size
+    # A conversation that goes on is longer than what came now: it is not for the event loop.
+    body._size = request.size + (INLINE_CHARACTERS if request.previous_response_id is not None else 0)
     try:
         work = await chat.prepare(context, body, None)
     except APIError as error:
