@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 import transformers
@@ -12,6 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.ops import activation, attention, embedding, greedy, linear, norm, rotary
 from vllm.ops.cpu import library
 from vllm.ops.registry import Op
+from vllm.step.inputs import StepFeatures
 from vllm.worker import cpu_blocks as blocks
 
 _SIZES = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 256}
@@ -117,6 +121,32 @@ def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(native_builds, 
     covered = [check(flip) for flip in flips() if flip.seen == seen]
     assert any(covered)
     assert not all(covered) or not seen
+
+
+# of every step feature, a value that is there; a new one needs an entry
+FEATURES = {"adapters": (None, None)}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(StepFeatures)])
+def test_a_step_with_a_feature_that_the_call_does_not_know_runs_layer_by_layer(folders, name):
+    folder, _ = folders["qwen2"]
+    model = load(folder)
+    chunks = [(0, 0, _prompts()[0])]
+    driver, plain = PagedDriver(model), PagedDriver(model).step(chunks)
+    model.fused_blocks = None
+    forward = type(model).forward
+
+    def with_feature(step, caches):
+        return forward(model, dataclasses.replace(step, features=StepFeatures(**{name: FEATURES[name]})), caches)
+
+    def fused(*_):
+        raise AssertionError("the call would have ignored the feature")
+
+    model.fused_blocks, model.forward = fused, with_feature
+    assert torch.equal(driver.step(chunks), plain)
+    model.forward = functools.partial(forward, model)
+    with pytest.raises(AssertionError, match="ignored"):
+        driver.step(chunks)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])

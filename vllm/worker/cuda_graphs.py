@@ -219,7 +219,12 @@ class DecodeGraphs:
         return not self._params.wants_prompt[plan.slots].any()
 
     def _still_compiling(self) -> bool:
-        """Whether kernels of larger batches are under way: nobody waits for them, there are others."""
+        """Whether kernels of larger batches are under way: nobody waits for them, there are others.
+
+        Of several ranks one compiles, but all must take the same path: they wait.
+        """
+        if self._compiling is not None and self._runner.tp.world > 1:
+            self._compiling.finish()
         if self._compiling is not None and self._compiling.finished:
             self._compiling = None
         return self._compiling is not None
