@@ -303,14 +303,15 @@ class Drawing {
             });
             r.tops[g] = max_lanes(top) / r.temperature;
         }
-        shared_.finite[i * chunks_ + chunk] = std::isfinite(sum_lanes(sum));
+        shared_.finite[i * chunks_ + chunk] = sum_lanes(sum) < INFINITY;  // -inf: tokens that the model bars
     }
 
     void draw_limited(int64_t i) {
         const float peak = max_of(shared_.tops + i * groups_, groups_);
         shared_.peaks[i] = peak;
         const uint8_t* finite = shared_.finite + i * chunks_;
-        if (a_.finite) a_.finite[i] = std::all_of(finite, finite + chunks_, [](uint8_t f) { return f != 0; });
+        const bool numbers = std::all_of(finite, finite + chunks_, [](uint8_t f) { return f != 0; });
+        if (a_.finite) a_.finite[i] = numbers && peak > -INFINITY;
         if (!std::isfinite(peak)) {
             a_.ids[i] = 0;
             return;

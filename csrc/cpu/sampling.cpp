@@ -29,7 +29,11 @@ Survey survey(const float* x, int64_t count) {
     return {best, sum};
 }
 
-// The lowest index of the maximum of x; some index if x holds NaN. finite: null, or whether the sum of x is.
+// Whether a token can be chosen from a row: neither NaN nor +inf in it, which would stay in the sum, and a maximum. Tokens that a
+// model bars (-inf, or the least number of a type) make the sum -inf at most.
+bool usable(float top, float sum) { return sum < INFINITY && top > -INFINITY; }
+
+// The lowest index of the maximum of x; some index if x holds NaN. finite: null, or whether x is usable.
 int64_t place_of_max(const float* x, int64_t count, uint8_t* finite) {
     float best = -INFINITY, sum = 0;
     int64_t block = 0;
@@ -38,7 +42,7 @@ int64_t place_of_max(const float* x, int64_t count, uint8_t* finite) {
         if (found.top > best) best = found.top, block = begin;
         sum += found.sum;
     }
-    if (finite) *finite = std::isfinite(sum);
+    if (finite) *finite = usable(best, sum);
     const int64_t end = std::min(count, block + kBlock);
     const int64_t place = std::find(x + block, x + end, best) - x;
     return place < end ? place : block;
@@ -47,7 +51,7 @@ int64_t place_of_max(const float* x, int64_t count, uint8_t* finite) {
 }  // namespace
 
 // logits: [rows, vocab], rows `stride` apart. ids: [rows], the lowest index of each maximum. finite: null, or [rows], 0 where a row
-// holds an infinity or NaN: where its sum is not finite, as logits are nowhere near fp32's range. Returns kOk or kOutOfMemory.
+// is not usable. Returns kOk or kOutOfMemory.
 VLLM_API int vllm_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride, int64_t* ids, uint8_t* finite) {
     return guarded([&] {
         return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 1, [&](Team& team) {
@@ -64,7 +68,8 @@ VLLM_API int vllm_finite_rows(const float* logits, int64_t rows, int64_t vocab, 
     return guarded([&] {
         return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 1, [&](Team& team) {
             team.share(rows, 1, [&](int64_t row, int64_t) {
-                finite[row] = std::isfinite(survey(logits + row * stride, vocab).sum);
+                const Survey found = survey(logits + row * stride, vocab);
+                finite[row] = usable(found.top, found.sum);
             });
             return true;
         });

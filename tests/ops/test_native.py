@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ops import brute_force
 from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.greedy import finite_rows
 from vllm.ops.norm import add_layer_norm, add_rms_norm
 from vllm.ops.rotary import QKNorm, rotate_and_write_kv
 
@@ -369,7 +370,20 @@ def test_rows_without_a_finite_maximum_still_give_an_id(native):
 def test_finite_rows_finds_one_number_that_is_none(native, vocab, bad, data):
     logits = torch.randn(3, vocab) * 100
     logits[1, data.draw(st.integers(0, vocab - 1))] = bad
-    assert native.finite_rows(logits).tolist() == [True, False, True]
+    barred = bad == float("-inf") and vocab > 1  # a token that a model bars is no damage
+    assert native.finite_rows(logits).tolist() == [True, barred, True] == finite_rows.reference(logits).tolist()
+
+
+@quick
+@given(vocab=st.integers(2, 3000), data=st.data())
+def test_tokens_that_a_model_bars_are_no_damage(native, vocab, data):
+    logits = torch.randn(3, vocab)
+    kept = data.draw(st.integers(0, vocab - 1))
+    logits[0], logits[1], logits[2] = torch.finfo(torch.float32).min, -math.inf, -math.inf
+    logits[:2, kept] = 1.0
+    ids, finite = native.greedy_and_finite(logits)
+    assert ids[:2].tolist() == [kept, kept]
+    assert finite.tolist() == [True, True, False] == finite_rows.reference(logits).tolist()
 
 
 # ---- helpers

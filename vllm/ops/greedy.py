@@ -12,11 +12,13 @@ _BLOCK = 128
 
 @op
 def finite_rows(logits: Tensor) -> Tensor:
-    """Which rows hold numbers only, neither infinities nor NaN. logits: [rows, vocab] fp32 -> [rows] bool.
+    """Which rows a token can be chosen from: neither NaN nor +inf, and a finite maximum. logits: [rows, vocab] fp32 ->
+    [rows] bool.
 
-    A sum is finite exactly if every term is (model logits are nowhere near the range of fp32): one fast pass.
+    Models bar tokens with -inf or with the least number of a type. A sum says it all: NaN and +inf stay in it, barred
+    tokens make it -inf at most (what else there is in a row is nowhere near the range of fp32).
     """
-    return torch.isfinite(logits.sum(-1))
+    return (logits.sum(-1) < torch.inf) & (logits.amax(-1) > -torch.inf)
 
 
 @op

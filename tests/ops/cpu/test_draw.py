@@ -171,7 +171,7 @@ def test_rows_are_checked_on_the_way(native):
             logits = torch.randn(4, vocab)
             logits[1, place], logits[2, place] = math.nan, -math.inf
             ids, finite = native.draw_and_finite(logits, draw_params([asked] * 4))
-            assert finite.tolist() == [True, False, False, True]
+            assert finite.tolist() == [True, False, vocab > 1, True], "a barred token is no damage"
             assert torch.equal(ids, native.draw(logits, draw_params([asked] * 4)))
 
 

@@ -209,6 +209,34 @@ def test_ids_stay_below_the_vocabulary(vocab: int) -> None:
     assert result.token_ids[8:12].tolist() == [vocab - 1] * 4
 
 
+@pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
+def test_tokens_that_a_model_bars_are_no_damage(least: float) -> None:
+    logits = torch.full((VOCAB,), least)
+    logits[[3, 7]] = torch.tensor([1.0, 2.0])
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.99},
+    ]
+    result = sample([Row(logits, params(**kind), seed=i) for i, kind in enumerate(kinds)])
+    assert result.finite.all()
+    assert set(result.token_ids.tolist()) <= {3, 7}
+    assert int(result.token_ids[0]) == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_that_sets_a_token_to_infinity_picks_it(temperature: float) -> None:
+    def force(output: list[int], row: torch.Tensor) -> torch.Tensor:
+        row[5] = float("inf")
+        return row
+
+    result = sample([Row(torch.randn(VOCAB), params(temperature=temperature, logits_processors=[force]), seed=1)])
+    assert result.token_ids.tolist() == [5]
+    assert result.finite.all() and (result.possible is None or result.possible.all())
+    assert not result.errors
+
+
 def test_nothing_left_to_sample_is_reported_for_that_row() -> None:
     logits = torch.zeros(VOCAB)
     rows = [

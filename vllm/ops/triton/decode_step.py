@@ -181,7 +181,7 @@ def _choose_kernel(
     slots_ptr, positions_ptr, best, best_at, sums, tokens, out, turns, stride_tokens, tiles, vocab, stride_out,
     turn_count, TP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): the lowest index of the maximum is delivered; -1 if the logits are not finite."""
+    """Grid (rows,): the lowest index of the maximum is delivered; -1 where `finite_rows` is False."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -196,7 +196,7 @@ def _choose_kernel(
     total = tl.sum(tl.load(sums + row * tiles + t, mask=live, other=0.0), 0)
     token = tl.min(tl.where(live & (value == tl.max(value, 0)), where, 2147483647), 0)
     token = tl.minimum(token, vocab - 1)  # NaN equals nothing; the id must stay inside the vocabulary all the same
-    finite = tl.abs(total) < float("inf")
+    finite = (total < float("inf")) & (tl.max(value, 0) > -float("inf"))
     _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
 
 
@@ -256,7 +256,7 @@ def _deliver_kernel(
     slots_ptr, positions_ptr, drawn, sums, tokens, out, turns, stride_tokens, tiles, stride_out, turn_count,
     TP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): delivers what was drawn; -1 if the logits are not finite."""
+    """Grid (rows,): delivers what was drawn; -1 if the logits hold NaN or +inf."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
@@ -264,7 +264,7 @@ def _deliver_kernel(
     t = tl.arange(0, TP)
     total = tl.sum(tl.load(sums + row * tiles + t, mask=t < tiles, other=0.0), 0)
     token = tl.load(drawn + row).to(tl.int32)
-    finite = tl.abs(total) < float("inf")
+    finite = total < float("inf")  # -inf: tokens that the model bars
     _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
 
 

@@ -275,13 +275,13 @@ def draw_and_finite(logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]
     """`vllm.ops.draw.draw_and_finite` for CUDA."""
     p = params
     drawn, sums = draw_rows(logits, p.temperature, p.min_p, p.top_k, p.top_p, p.uniform)
-    return drawn, torch.isfinite(sums.sum(-1))
+    return drawn, sums.sum(-1) < torch.inf
 
 
 def draw_rows(
     logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens [rows] int64, and sums of the logits in parts [rows, tiles]: finite if all of a row's logits are.
+    """The tokens [rows] int64, and sums of the logits in parts [rows, tiles]: below +inf without NaN and +inf.
 
     The parameters are those of `DrawParams`; a top_k below 0 marks a row of which nothing is wanted (what stands there
     may be anything, and take long). Asks the host for nothing, so that it can be captured.

@@ -27,6 +27,9 @@ class Processors:
                 got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
                 raise ValueError(f"it returned {got}, expected a tensor of shape {list(shape)}")
             logits = result
+        wanted = torch.isposinf(logits)
+        if wanted.any():  # a token that must come: nothing else is left
+            logits = torch.where(wanted, 0.0, -torch.inf)
         return logits.to(torch.float32)
 
 

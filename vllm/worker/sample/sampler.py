@@ -103,9 +103,9 @@ class Sampler:
             logits = logits.contiguous()  # those of a padded head are a slice, which has no flat view
             errors = self._change(logits, slots, lengths, needs, masks, drafted)
             token_ids, _ = self._choose(logits, slots, lengths, needs)
-            possible = torch.isfinite(logits.gather(1, token_ids[:, None]).squeeze(1))
+            possible = logits.gather(1, token_ids[:, None]).squeeze(1) > -torch.inf
             if union & Needs.PROCESSORS:  # which may return NaN, beside which any token may have been found
-                possible &= torch.isfinite(logits.amax(-1))
+                possible &= ~torch.isnan(logits.amax(-1))
         else:
             token_ids, finite = self._choose(logits, slots, lengths, needs)
         if union & Needs.COUNTS and drafted is None:
