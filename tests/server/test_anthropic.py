@@ -126,6 +126,7 @@ def test_errors(client: anthropic.Anthropic, running: Server) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens must be at least 1024"),
         ({"thinking": {"type": "often"}}, "thinking.type must be"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must look like"),
+        ({"output_config": {"effort": "much"}}, "reasoning_effort"),
     ]
     for fields, message in wrong:
         body: Any = {"model": MODEL, "max_tokens": 5, "messages": CAPITAL, **fields}

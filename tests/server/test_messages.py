@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.logprobs import TokenText
 from vllm.entrypoints.openai.message import ParsingSettings, wanted_of
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.sampling import RequestLimits
 from vllm.outputs import CompletionOutput, RequestOutput
 
 DEMO = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
@@ -216,6 +217,53 @@ def test_special_tokens_stay_visible_only_if_they_are_markers(tokenizer: Tokeniz
 
 
 DEFAULTS = ("--default-chat-template-kwargs", '{"enable_thinking": true}')
+
+
+def test_answers_of_gpt_oss_end_with_its_own_marks(tokenizer: Tokenizer) -> None:
+    ids = {"<|return|>": 5, "<|call|>": 6}
+    harmony: Any = SimpleNamespace(special_ids=frozenset(ids.values()), token_to_id=ids.get, token_text=str)
+    request = ChatCompletionRequest(messages=[USER])
+    wanted = wanted_of(ParsingSettings(reasoning_parser="openai_gptoss"), harmony, request, "")
+    assert wanted.stop_token_ids == (5, 6) and wanted.shows_special
+
+
+def test_chats_that_the_tokenizer_writes() -> None:
+    """mistral_common has rules of its own instead of a template."""
+    asked: list[Any] = []
+
+    def write(*arguments: Any) -> tuple[str, list[int]]:
+        asked.append(arguments)
+        return "text", [5, 6, 7]
+
+    async def in_lane(size: int, function: Any) -> Any:
+        return function()
+
+    tokenizer = SimpleNamespace(writes_chats=True, chat=write)
+    context: Any = SimpleNamespace(tokenizer=tokenizer, in_lane=in_lane, limits=RequestLimits())
+    request = ChatCompletionRequest(messages=[USER], tools=TOOLS)
+    assert asyncio.run(chat.prompt_of(context, request, None)) == ("text", [5, 6, 7])
+    assert asyncio.run(chat.prompt_of(context, request, 2)) == ("text", [6, 7])
+    assert asked[0] == ([USER], TOOLS, False)
+    with pytest.raises(APIError, match="remove chat_template_kwargs"):
+        asyncio.run(
+            chat.prompt_of(context, ChatCompletionRequest(messages=[USER], chat_template_kwargs={"a": 1}), None)
+        )
+
+
+def test_grammar_begins_after_the_thoughts() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}assistant:<think>"
+        "{% if not enable_thinking %}</think>{% endif %}"
+    )
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [USER], "max_tokens": 60, "temperature": 0, "response_format": form}
+    with Server(DEMO, "--reasoning-parser", "qwen3", "--chat-template", template) as server:
+        spoken = server.post("/v1/chat/completions", {**body, "reasoning_effort": "none"}).json["choices"][0]["message"]
+        assert json.loads(spoken["content"]) == {"a": 1} and spoken["reasoning_content"] is None
+        thinking = {**body, "chat_template_kwargs": {"enable_thinking": True}}
+        thought = server.post("/v1/chat/completions", thinking).json["choices"][0]["message"]
+        assert thought["content"] is None and not thought["reasoning_content"].lstrip().startswith("{")
 
 
 def test_thoughts_over_http() -> None:

@@ -155,6 +155,9 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     model = engine.vllm_config.model_config
     template = args.chat_template
     tokenizer = engine.input_processor.tokenizer
+    parsing = parsing_of(args)
+    if tokenizer is not None and isinstance(parsing.tool_format, type):
+        tokenizer.hf_tokenizer  # noqa: B018 - plug-ins get it; loading it takes seconds, which no request should wait for
     named = tokenizer is not None and isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template
     adapters = None
     if engine.vllm_config.lora_config is not None:
@@ -170,7 +173,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         content_format=args.chat_template_content_format,
         template_defaults=args.default_chat_template_kwargs,
         response_role=args.response_role,
-        parsing=parsing_of(args),
+        parsing=parsing,
         responses=ResponseStore(enabled=envs.VLLM_ENABLE_RESPONSES_API_STORE),
         return_token_ids_as_text=args.return_tokens_as_token_ids,
         trust_request_template=args.trust_request_chat_template,

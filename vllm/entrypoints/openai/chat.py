@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
-from vllm.entrypoints.chat_utils import apply_chat_template
+from vllm.entrypoints.chat_utils import apply_chat_template, tokenize_chat
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
 from vllm.entrypoints.openai.completions import usage_of
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
@@ -101,24 +101,49 @@ async def render(context: ServerContext, request: Any, tools: list[Any] | None) 
     return await context.in_lane(size, lambda: apply_chat_template(tokenizer, request.messages, **arguments))
 
 
+async def prompt_of(context: ServerContext, request: ChatCompletionRequest, keep: int | None) -> tuple[str, list[int]]:
+    """The prompt of a conversation as text and token ids, of these the last `keep` if that is a number."""
+    tokenizer = context.tokenizer
+    if not tokenizer.writes_chats:
+        text = await render(context, request, request.tools)
+        (ids,) = await context.encode([text], request.add_special_tokens, keep)
+        return text, ids
+    for name in ("chat_template", "chat_template_kwargs", "documents"):
+        if getattr(request, name):
+            raise bad_request(f"The tokenizer (mistral_common) writes chats by its own rules; remove {name}.", name)
+    if len(request.messages) > context.limits.max_messages:
+        raise bad_request(f"A conversation may have at most {context.limits.max_messages} messages.", "messages")
+    text, ids = await context.in_lane(
+        max(request.size, INLINE_CHARACTERS + 1),
+        lambda: tokenize_chat(
+            tokenizer,
+            request.messages,
+            tools=request.tools,
+            continue_final_message=request.continue_final_message,
+        ),
+    )
+    return text, ids if keep is None else ids[-keep:]
+
+
 async def prepare(context: ServerContext, request: ChatCompletionRequest, request_id: str | None) -> Chat:
     """Check everything that can be checked before the engine is asked."""
     model = context.check_model(request.model)
     check_tool_choice(context.parsing, request)
     request.refuse_later_features()
     check_sizes(request, context.limits)
-    prompt = await render(context, request, request.tools)
-    wanted = wanted_of(context.parsing, context.tokenizer, request, prompt)
     asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     limit = kept_tokens(request, context.max_model_len, asked)
-    (ids,) = await context.encode([prompt], request.add_special_tokens, limit)
+    prompt, ids = await prompt_of(context, request, limit)
+    wanted = wanted_of(context.parsing, context.tokenizer, request, prompt)
+    if wanted.shows_special:
+        request.skip_special_tokens = False
+    if wanted.stop_token_ids:
+        request.stop_token_ids = [*(request.stop_token_ids or ()), *wanted.stop_token_ids]
     max_tokens = resolve_max_tokens(asked, len(ids), context.max_model_len, context.default_sampling)
     context.engine.check_admission(max(request.n or 1, request.best_of or 1), len(ids))
     params = await context.in_lane(32 * entries_of(request), _params, context, request, max_tokens)
     if wanted.form is not None:
         params.guided_decoding, params.structured_outputs = None, wanted.form
-    if wanted.shows_special:
-        params.skip_special_tokens = False
     shown, name = new_id("chatcmpl", request.request_id or request_id)
     item: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": ids}
     if request.cache_salt is not None:

@@ -13,7 +13,7 @@ from vllm.reasoning import ReasoningEnd, reasoning_end, think_format
 from vllm.reasoning.think import Begins
 from vllm.structured_output.params import StructuredOutputsParams
 from vllm.tool_parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
-from vllm.tool_parsers.harmony import MARKERS, HarmonyMessages
+from vllm.tool_parsers.harmony import CALL, MARKERS, RETURN, HarmonyMessages
 from vllm.tool_parsers.machine import Machine, merged
 from vllm.tool_parsers.plugin import PluginMachine, ToolParser, find_format
 from vllm.tool_parsers.registry import ToolFormat, default_id, forced_call, forced_calls
@@ -212,11 +212,13 @@ class Wanted:
 
     parsing: reads the answer, None if all of it is content. form: what the text must look like, None if it is free.
     shows_special: whether special tokens must stay visible, since some of them are markers.
+    stop_token_ids: what ends an answer besides the model's own ends.
     """
 
     parsing: AnswerParsing | None = None
     form: StructuredOutputsParams | None = None
     shows_special: bool = False
+    stop_token_ids: tuple[int, ...] = ()
 
 
 def tool_choice_of(request: Any) -> Any:
@@ -293,7 +295,10 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     if thoughts is not None and settings.reasoning_parser is not None and tokenizer is not None:
         end = reasoning_end(settings.reasoning_parser, tokenizer)
     parsing = AnswerParsing(make, isinstance(choice, tuple), end)
-    return Wanted(parsing, _form(choice, tools, one_call), shows)
+    stops: tuple[int, ...] = ()
+    if is_harmony and tokenizer is not None and not request.ignore_eos:
+        stops = tuple(i for i in map(tokenizer.token_to_id, (RETURN, CALL)) if i is not None)
+    return Wanted(parsing, _form(choice, tools, one_call), shows, stops)
 
 
 def _plugin(

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.context import ServerContext, as_api_error, merge
 from vllm.entrypoints.openai.errors import APIError, bad_request, safe_text
 from vllm.entrypoints.openai.events import AnswerEvents, prompt_length
-from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ListOf, Texts, _Request
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest, ListOf, Texts, _Request, checked
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tool_parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
@@ -108,9 +108,7 @@ def to_chat(context: ServerContext, request: CountTokensRequest) -> ChatCompleti
             "top_p": request.top_p,
             "top_k": request.top_k,
         }
-    made = ChatCompletionRequest(**fields)
-    made._size = request.size
-    return made
+    return checked(ChatCompletionRequest, fields, request.size)
 
 
 def _thinking(context: ServerContext, request: CountTokensRequest) -> dict[str, Any] | None:
@@ -275,8 +273,7 @@ async def count_tokens(context: ServerContext, request: CountTokensRequest) -> d
     """How many tokens the prompt has."""
     context.check_model(request.model)
     body = to_chat(context, request)
-    text = await chat.render(context, body, body.tools)
-    (ids,) = await context.encode([text], body.add_special_tokens)
+    _, ids = await chat.prompt_of(context, body, None)
     return {"input_tokens": len(ids)}
 
 
