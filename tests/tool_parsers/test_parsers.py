@@ -118,6 +118,54 @@ def hostile(name: str, length: int) -> list[str]:
     return texts
 
 
+TYPED: list[tuple[Any, str, str]] = [
+    ({"type": "integer"}, "7", "7"),
+    ({"type": "integer"}, "seven", '"seven"'),
+    ({"type": "integer"}, "1_0", '"1_0"'),
+    ({"type": "number"}, "2.50", "2.5"),
+    ({"type": "number"}, "3.0", "3"),
+    ({"type": "number"}, "NaN", '"NaN"'),
+    ({"type": "boolean"}, "True", "true"),
+    ({"type": "boolean"}, "yes", '"yes"'),
+    ({"type": "object"}, '{"a": [1, "é"]}', '{"a": [1, "é"]}'),
+    ({"type": "object"}, "{'a': 1}", "\"{'a': 1}\""),
+    ({"type": "array"}, '{"a": 1}', '"{\\"a\\": 1}"'),
+    ({"type": ["integer", "null"]}, "null", "null"),
+    ({"type": ["string", "integer"]}, "5", "5"),
+    ({"anyOf": [{"type": "null"}, {"oneOf": [{"type": "boolean"}]}]}, "false", "false"),
+    ({"enum": [1, "a"]}, "1", "1"),
+    ({"const": "x"}, "1", '"1"'),
+    ({"type": "str"}, "null", '"null"'),
+    ({"type": "no type"}, "5", '"5"'),
+    ({}, "5", '"5"'),
+    (None, "null", '"null"'),
+    (5, "null", '"null"'),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "expected"), TYPED)
+def test_plain_values_get_the_type_of_their_schema(schema: Any, text: str, expected: str) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    written = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    _, _, calls, _ = message_of(FORMATS["qwen3_coder"].machine(tools).whole(written))
+    assert calls == [("f", f'{{"x": {expected}}}')]
+
+
+def test_large_schemas_are_read_once_and_not_to_the_end() -> None:
+    wide: Any = {"anyOf": [{"type": "no type"}] * 100_000}
+    for _ in range(20):
+        wide = {"anyOf": [wide, *[{"type": "integer"}] * 100]}
+    parameters = {"type": "object", "properties": {"x": wide}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}] * 1000
+    make = FORMATS["qwen3_coder"].maker(tools)
+    call = "<tool_call><function=f><parameter=x>5</parameter></function></tool_call>"
+    with Work() as work:
+        for _ in range(100):
+            make().whole(call * 10)
+    assert work.count < 2_000_000  # to the end they would be fifty times as many
+
+
 class Work:
     """Counts what Python does (calls, of itself and of C) while it is active."""
 

@@ -15,7 +15,7 @@ from vllm.tool_parsers.json_calls import JsonCalls, JsonFormat
 from vllm.tool_parsers.machine import CallMachine, ChosenCall, MakeId
 from vllm.tool_parsers.python_calls import PythonCalls
 from vllm.tool_parsers.schema_values import properties_of
-from vllm.tool_parsers.xml_calls import MINIMAX_M2, QWEN3_CODER, SEED_OSS, GlmCalls, XmlCalls, XmlFormat
+from vllm.tool_parsers.xml_calls import MINIMAX_M2, QWEN3_CODER, SEED_OSS, GlmCalls, Properties, XmlCalls, XmlFormat
 
 Tools = Sequence[Any]
 
@@ -39,62 +39,69 @@ def kimi_id(calls_before: int) -> MakeId:
 class ToolFormat:
     """A way to write calls.
 
-    parser: makes what reads one text, from the tools and from what names calls that the model gives no id.
+    parser: makes what reads one text, from the tools' parameters and from what names calls that the model gives no id.
     markers: those that are special tokens must stay visible in the text.
     ids: what names calls, given how many the conversation has had.
     """
 
-    parser: Callable[[Tools, MakeId], CallMachine]
+    parser: Callable[[Properties, MakeId], CallMachine]
     markers: tuple[str, ...] = ()
     ids: Callable[[int], MakeId] = lambda calls_before: default_id
 
     def machine(self, tools: Tools, calls_before: int = 0) -> CallMachine:
         """What reads one text."""
-        return self.parser(tools, self.ids(calls_before))
+        return self.maker(tools, calls_before)()
+
+    def maker(self, tools: Tools, calls_before: int = 0) -> Callable[[], CallMachine]:
+        """Makes what reads one text, for each of several."""
+        properties, ids = properties_of(tools), self.ids(calls_before)
+        return lambda: self.parser(properties, ids)
 
 
 def _json(form: JsonFormat) -> ToolFormat:
-    return ToolFormat(lambda tools, ids: JsonCalls(form, ids, properties_of(tools)), (*form.starts, *form.ends))
+    return ToolFormat(lambda properties, ids: JsonCalls(form, ids, properties), (*form.starts, *form.ends))
 
 
 def _xml(form: XmlFormat) -> ToolFormat:
-    return ToolFormat(lambda tools, ids: XmlCalls(form, ids, properties_of(tools)), form.block)
+    return ToolFormat(lambda properties, ids: XmlCalls(form, ids, properties), form.block)
 
 
-def forced_call(name: str, make_id: MakeId) -> CallMachine:
-    """Reads a text that is nothing but the arguments of one function: the user has chosen it."""
-    return ChosenCall(name, make_id)
+def forced_call(name: str, make_id: MakeId) -> Callable[[], CallMachine]:
+    """Makes what reads a text that is nothing but the arguments of one function: the user has chosen it."""
+    return lambda: ChosenCall(name, make_id)
 
 
-def forced_calls(tools: Tools, make_id: MakeId) -> CallMachine:
-    """Reads a text that is a JSON list of calls: the user wants at least one."""
-    return JsonCalls(JsonFormat(opens_with="[{"), make_id, properties_of(tools))
+def forced_calls(tools: Tools, make_id: MakeId) -> Callable[[], CallMachine]:
+    """Makes what reads a text that is a JSON list of calls: the user wants at least one."""
+    form, names = JsonFormat(opens_with="[{"), properties_of(tools)
+    return lambda: JsonCalls(form, make_id, names)
 
 
 HERMES = _json(JsonFormat(("<tool_call>",), ("</tool_call>",)))
 MISTRAL = ToolFormat(
-    lambda tools, ids: MistralCalls(ids), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), lambda calls_before: mistral_id
+    lambda properties, ids: MistralCalls(ids), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), lambda calls_before: mistral_id
 )
 LLAMA3 = _json(JsonFormat(("<|python_tag|>", "<|python_start|>"), ("<|python_end|>",), opens_with="{"))
-PYTHON = ToolFormat(lambda tools, ids: PythonCalls(ids))
+PYTHON = ToolFormat(lambda properties, ids: PythonCalls(ids))
 LLAMA4 = ToolFormat(
-    lambda tools, ids: PythonCalls(ids, ("<|python_start|>", "<|python_end|>")), ("<|python_start|>", "<|python_end|>")
+    lambda properties, ids: PythonCalls(ids, ("<|python_start|>", "<|python_end|>")),
+    ("<|python_start|>", "<|python_end|>"),
 )
 DEEPSEEK = ToolFormat(
-    lambda tools, ids: DeepseekCalls(ids),
+    lambda properties, ids: DeepseekCalls(ids),
     (*DeepseekCalls.openers, DeepseekCalls.begin, *DeepseekCalls.separators, DeepseekCalls.end),
 )
 KIMI = ToolFormat(
-    lambda tools, ids: KimiCalls(ids),
+    lambda properties, ids: KimiCalls(ids),
     (*KimiCalls.openers, KimiCalls.begin, *KimiCalls.separators, KimiCalls.end),
     kimi_id,
 )
 GLM = ToolFormat(
-    lambda tools, ids: GlmCalls(ids, properties_of(tools)),
+    lambda properties, ids: GlmCalls(ids, properties),
     ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 JAMBA = _json(JsonFormat(("<tool_calls>",), ("</tool_calls>",)))
-HARMONY = ToolFormat(lambda tools, ids: HarmonyMessages(ids), MARKERS)
+HARMONY = ToolFormat(lambda properties, ids: HarmonyMessages(ids), MARKERS)
 
 FORMATS: dict[str, ToolFormat] = {
     "hermes": HERMES,

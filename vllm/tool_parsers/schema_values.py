@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _PLAIN = frozenset({"string"})
+ALL_TYPES = frozenset({"null", "integer", "number", "boolean", "object", "array", "string"})
 _SYNONYMS = {
     "str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number",
     "bool": "boolean", "dict": "object", "map": "object", "list": "array",
 }  # fmt: skip
 _INTEGER = re.compile(r"[+-]?[0-9]{1,300}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,300}(\.[0-9]{0,300})?([eE][+-]?[0-9]{1,3})?")
-MAX_DEPTH = 8  # of alternatives inside alternatives
+MAX_SCHEMAS = 256  # that are looked at for the types of one parameter
 
 
 def properties_of(tools: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
@@ -31,20 +32,30 @@ def properties_of(tools: Sequence[Any] | None) -> dict[str, dict[str, Any]]:
     return found
 
 
-def types_of(schema: Any, depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any) -> frozenset[str]:
     """The JSON types that a schema allows; a parameter without any is a string."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return _PLAIN
-    named = schema.get("type")
-    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    found = {_SYNONYMS.get(name, name) for name in names if isinstance(name, str)}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key) or () if isinstance(schema.get(key), list) else ():
-            found |= types_of(one, depth + 1)
-    if not found:
-        values = schema.get("enum") if isinstance(schema.get("enum"), list) else [schema.get("const", "")]
-        found = {_type_name(value) for value in values or [""]}
-    return frozenset(found)
+    found: set[str] = set()
+    waiting, left = [schema], MAX_SCHEMAS
+    while waiting and left and not found >= ALL_TYPES:
+        one = waiting.pop()
+        left -= 1
+        if not isinstance(one, Mapping):
+            continue
+        named = one.get("type")
+        names = [named] if isinstance(named, str) else named[:MAX_SCHEMAS] if isinstance(named, list) else []
+        own = {_SYNONYMS.get(name, name) for name in names if isinstance(name, str)}
+        inner = [
+            alternative
+            for key in ("anyOf", "oneOf", "allOf")
+            if isinstance(one.get(key), list)
+            for alternative in one[key][:MAX_SCHEMAS]
+        ]
+        if not own and not inner:
+            values = one.get("enum") if isinstance(one.get("enum"), list) else [one.get("const", "")]
+            own = {_type_name(value) for value in (values or [""])[:MAX_SCHEMAS]}
+        found |= own & ALL_TYPES
+        waiting += inner
+    return frozenset(found) or _PLAIN
 
 
 def _type_name(value: Any) -> str:

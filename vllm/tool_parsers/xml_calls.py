@@ -21,21 +21,31 @@ class _Parameters(CallMachine):
         super().__init__(make_id)
         self._properties = properties
         self._strips_lines = strips_lines
-        self._of_call: Mapping[str, Any] = {}
+        self._name = ""
+        self._types: dict[tuple[str, str], frozenset[str]] = {}  # of the parameters of functions, once looked up
         self._written: set[str] = set()
 
     def _begin_named(self, name: str) -> None:
         self._begin(name)
-        self._of_call = self._properties.get(name, {})
+        self._name = name
         self._written = set()
 
     def _end_call(self) -> None:
         self._arguments("}" if self._written else "{}")
 
+    def _types_of(self, key: str) -> frozenset[str]:
+        schema = self._properties.get(self._name, {}).get(key)
+        if schema is None:
+            return types_of(None)
+        place = self._name, key
+        if place not in self._types:
+            self._types[place] = types_of(schema)
+        return self._types[place]
+
     def _parameter(self, key: str, ends: Markers) -> Routine[str | None]:
         """One value. Returns the marker behind it."""
         is_repeated = key in self._written
-        types = types_of(self._of_call.get(key))
+        types = self._types_of(key)
         if not is_repeated:
             self._arguments(("{" if not self._written else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             self._written.add(key)

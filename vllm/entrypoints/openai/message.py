@@ -268,14 +268,13 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
         takes_calls = choice == "auto" and settings.tool_parser == "openai"
         thoughts = lambda: HarmonyMessages(ids, takes_calls=takes_calls)  # noqa: E731
     if isinstance(choice, tuple):
-        name = choice[0]
-        calls = lambda: forced_call(name, ids)  # noqa: E731
+        calls = forced_call(choice[0], ids)
     elif choice == "required":
-        calls = lambda: forced_calls(tools, ids)  # noqa: E731
+        calls = forced_calls(tools, ids)
     elif choice == "auto" and isinstance(form, ToolFormat):
         markers += form.markers
         if not is_harmony:
-            calls = lambda: form.machine(tools, calls_before)  # noqa: E731
+            calls = form.maker(tools, calls_before)
     elif choice == "auto" and isinstance(form, type):
         calls = _plugin(form, tokenizer, request)
     if thoughts is None and calls is None:
