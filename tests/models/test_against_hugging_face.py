@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,9 @@ import transformers as hf
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from tests.models.kernels import kernels
 from vllm.config.hf import HFConfig
+from vllm.distributed import TensorParallel
+from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader.loader import build_decoder, fill_from_checkpoint
 from vllm.model_executor.models.registry import family_of
 from vllm.ops.cpu import library
 from vllm.worker import cpu_blocks
@@ -178,7 +184,7 @@ CASES: dict[str, Any] = {
     ),
     "dbrx-unnormalised": lambda: hf.DbrxConfig(
         **DBRX,
-        attn_config={"kv_n_heads": 3, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        attn_config={"kv_n_heads": 3, "clip_qkv": 0.5, "rope_theta": 10000.0},
         ffn_config={"ffn_hidden_size": 37, "moe_num_experts": 4, "moe_top_k": 3, "moe_normalize_expert_weights": None},
     ),
     "granitemoe": lambda: hf.GraniteMoeConfig(
@@ -226,6 +232,54 @@ def test_families_keep_to_the_fused_program_that_computes_them(case: str) -> Non
     assert covers(family.decoder(HFConfig.from_dict(raw))) is expected
 
 
+def without_each(spec: Any) -> Iterator[tuple[str, Any]]:
+    """(name of a field, `spec` with it at its default, wherever it occurs) for every field that is not there yet."""
+
+    def reset(part: Any, kind: type, name: str, default: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(reset(x, kind, name, default) for x in part)
+        if not dataclasses.is_dataclass(part):
+            return part
+        inner = {f.name: reset(getattr(part, f.name), kind, name, default) for f in dataclasses.fields(part)}
+        return dataclasses.replace(part, **inner | ({name: default} if type(part) is kind else {}))
+
+    def fields(part: Any) -> Iterator[tuple[type, str, Any]]:
+        if isinstance(part, tuple):
+            for x in part:
+                yield from fields(x)
+        elif dataclasses.is_dataclass(part):
+            for f in dataclasses.fields(part):
+                value = getattr(part, f.name)
+                same = f.name == "scale" and math.isclose(value or 0.0, part.head_dim**-0.5)  # the default, said
+                unused = f.name == "long_attention_factor"  # of sequences longer than these
+                if f.name == "eps":
+                    yield type(part), f.name, 1.0  # which shows, as its default would not
+                elif f.default is not dataclasses.MISSING and value != f.default and not same and not unused:
+                    yield type(part), f.name, f.default
+                yield from fields(value)
+
+    for kind, name, default in dict.fromkeys(fields(spec)):
+        yield f"{kind.__name__}.{name}", reset(spec, kind, name, default)
+
+
+def check_that_no_field_is_decoration(folder: Path, prompt: torch.Tensor, expected: torch.Tensor) -> None:
+    """Without any one of the fields that the family sets, the checkpoint does not fit, or the logits are others."""
+    config = HFConfig.load(folder)
+    family = family_of(config.architectures[0])
+    assert family is not None
+    for name, spec in without_each(family.decoder(config)):
+        try:
+            model = build_decoder(
+                spec, torch.float32, 64, torch.device("cpu"), TensorParallel(), modules=family.modules
+            )
+            tensors = find_checkpoint(folder, "auto").tensors()
+            fill_from_checkpoint(model, family, spec, tensors, torch.device("cpu"))
+        except ValueError:
+            continue
+        (logits,) = PagedDriver(model).run([prompt], [64])
+        assert relative_error(logits, expected) > 1e-4, name
+
+
 def check_wanted_rows(model: Any, prompts: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """A model that is asked for some rows only gives those, and leaves the cache as complete as otherwise."""
     heads, tails = (
@@ -260,3 +314,5 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
             assert logits.dtype == torch.float32
             assert logits.shape == wanted.shape
             assert relative_error(logits, wanted) < 1e-5, kind
+    with kernels("reference"):
+        check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])

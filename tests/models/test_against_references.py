@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.models import references
 from tests.models.harness import PagedDriver, load, relative_error
 from tests.models.kernels import kernels
-from tests.models.test_against_hugging_face import check_wanted_rows
+from tests.models.test_against_hugging_face import check_that_no_field_is_decoration, check_wanted_rows
 from vllm.worker import cpu_blocks
 
 SIZES: dict[str, Any] = {
@@ -129,3 +129,5 @@ def test_logits_equal_the_reference_at_every_position(case: str, tmp_path: Path)
         for logits, wanted in zip(ours, expected, strict=True):
             assert logits.shape == wanted.shape
             assert relative_error(logits, wanted) < 1e-5, kind
+    with kernels("reference"):
+        check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])
