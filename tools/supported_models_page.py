@@ -22,10 +22,17 @@ transformers, or, where transformers has no such model, against a plain one writ
 |---|---|---|---|
 """
 _NOTES = """
-Checkpoints may be quantized ([engine_arguments.md](engine_arguments.md), `quantization`). Not supported, with an error
-that says so: Phi-3-small (block-sparse attention), DeciLM (unlike key/value heads in its layers), Jamba and other
-models with recurrent states, DeepSeek V2 and V3 (latent attention), gpt-oss, Llama 4, ChatGLM 1, and models that see,
-hear or encode.
+A config.json that asks for code of its repository (`auto_map`) is refused unless `--trust-remote-code` is given; the
+models above do not need that code, but some of their tokenizers do. Checkpoints may be quantized
+([engine_arguments.md](engine_arguments.md), `quantization`).
+
+Known limits: `chatglm2-6b-32k` divides positions where its config reads as if the base grew, which is what happens
+here. Qwen 1 runs up to its `seq_length`, without what it does beyond. A Jais whose distances are scaled by its trained
+length is refused; the error names the setting that runs it unscaled.
+
+Not supported, with an error that says so: Phi-3-small (block-sparse attention), DeciLM (unlike key/value heads in its
+layers), Jamba and other models with recurrent states, DeepSeek V2 and V3 (latent attention), gpt-oss, Llama 4, ChatGLM
+1, MiniCPM-S (fatrelu), and models that see, hear or encode.
 """
 
 
