@@ -104,6 +104,8 @@ class FakeDevice:
         self.inits: dict[int, SlotInit] = {}
         self.encoded: dict[str, int] = {}  # what a request's encoder says, by name
         self.results: deque[StepResult] = deque()
+        self.tier: dict[int, list[int | None]] = {}  # in host memory
+        self.num_loaded = 0
         self.poisoned: set[int] = set()
         self.poison: int | None = None  # a prompt with this token makes the whole step raise
 
@@ -188,13 +190,20 @@ class FakeDevice:
         written = [(t.pool, t.dst) for t in transfers if t.kind is not TransferKind.SAVE]
         assert len(set(written)) == len(written), "a block is written twice"
         pools: tuple[list[Any], list[Any]] = (self.cache, self.states)
+        unread = (TransferKind.ZERO, TransferKind.LOAD)
         values = [
-            (0, 0) if t.kind is TransferKind.ZERO else list(self.cache[t.src]) if t.pool == 0 else self.states[t.src]
-            for t in transfers
+            (0, 0) if t.kind in unread else self.states[t.src] if t.pool else list(self.cache[t.src]) for t in transfers
         ]
         for t, value in zip(transfers, values, strict=True):
             assert t.dst != 0 and (t.kind is TransferKind.ZERO or t.src != 0)
-            pools[t.pool][t.dst] = value
+            if t.kind is TransferKind.SAVE:
+                self.tier[t.dst] = value
+        for t, value in zip(transfers, values, strict=True):
+            if t.kind is TransferKind.LOAD:
+                self.cache[t.dst] = list(self.tier[t.src])
+                self.num_loaded += 1
+            elif t.kind is not TransferKind.SAVE:
+                pools[t.pool][t.dst] = value
 
     def _encode(self, slot: int) -> None:
         """Write the encoder's output, as a request's first step does."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.harness import load, save_random_hf_model
-from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, kv_places, layout_of
+from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, group_size, kv_places, layout_of
 from vllm.model_executor.models.traits import Traits, check_traits
 from vllm.step.kv_need import KVNeed, KVTensor, attention_need
 from vllm.step.kv_policy import KVKind
@@ -23,17 +23,33 @@ from vllm.step.kv_policy import KVKind
 def test_every_layer_has_one_place_among_layers_of_its_kind(windows: list[int | None]) -> None:
     groups = group_layers([attention_need(2, 8, window) for window in windows])
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
-    smallest = min(windows.count(window) for window in set(windows))
+    size = group_size([windows.count(window) for window in set(windows)])
     for group in groups:
         assert {windows[layer] for layer in group.layers} == {group.window}
         assert group.kind is (KVKind.FULL if group.window is None else KVKind.SLIDING)
-        assert 1 <= len(group.layers) <= smallest == len(groups[0].layers)
+        assert 1 <= len(group.layers) <= size
         assert list(group.layers) == sorted(group.layers)
     for window in set(windows):
-        assert sum(group.window == window for group in groups) == -(-windows.count(window) // smallest)
+        assert sum(group.window == window for group in groups) == -(-windows.count(window) // size)
     places = kv_places(groups)
     assert len(set(places.values())) == len(places) == len(windows)
     assert all(groups[place.group].layers[place.tensor] == layer for layer, place in places.items())
+
+
+@pytest.mark.parametrize(
+    ("counts", "size"),
+    [([32], 32), ([13, 13], 13), ([4, 22], 4), ([1, 1], 1), ([10, 50], 10), ([12, 36], 12), ([], 0)],
+)
+def test_the_group_size_wastes_no_memory_where_kinds_divide_evenly(counts: list[int], size: int) -> None:
+    assert group_size(counts) == size
+
+
+@pytest.mark.parametrize("layers", [24, 32, 64])
+def test_one_odd_layer_does_not_make_a_group_of_every_other(layers: int) -> None:
+    """At most ten groups, and at most two fifths of the memory in vain."""
+    size = group_size([1, layers - 1])
+    groups = 1 + -(-(layers - 1) // size)
+    assert groups <= 10 and groups * size <= 1.4 * layers
 
 
 def test_gemma2_has_a_group_of_each_kind_unless_no_sequence_outgrows_the_window(tmp_path: Path) -> None:

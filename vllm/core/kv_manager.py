@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from vllm.core.block_pool import NULL_BLOCK, BlockPool
 from vllm.core.kv_groups import CrossGroup, Lookup, state_group, token_groups
 from vllm.core.request import ENDLESS, Request
+from vllm.core.tier import LowerTier, Moves
 from vllm.step.block_hash import block_hash, root_hash
 from vllm.step.kv_policy import KVKind, KVPolicy
 from vllm.step.plan import BlockAppend, Transfer, TransferKind
@@ -32,10 +33,12 @@ class KVManager:
         *,
         num_states: int = 0,
         snapshots: bool = True,
+        tier_blocks: int = 0,
     ) -> None:
-        """snapshots: prompts may be cut where a snapshot is to be taken."""
+        """snapshots: prompts may be cut where a snapshot is to be taken.   tier_blocks: of a lower tier."""
         self.policy = policy
         self.pool = BlockPool(num_blocks)
+        self.tier = LowerTier(self.pool, tier_blocks) if tier_blocks and enable_prefix_caching else None
         self.block_size = policy.unit
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(policy.groups)
@@ -85,6 +88,37 @@ class KVManager:
         request.num_registered = length
         request.num_computed = request.num_cached_tokens = request.capacity = length * size
         return request.num_computed
+
+    def fetch(self, request: Request, reserve: int, moves: Moves, transfers: list[Transfer]) -> bool:
+        """Load what the lower tier has of the request's prefix behind what is cached here; whether it must wait for it.
+
+        Tried once for each start, and only with room for it beside `reserve` blocks.
+        """
+        if self.tier is None or self._of_more or not self.looks_up(request) or request.fetched:
+            return False
+        request.fetched = True
+        self.settle()
+        here: list[int] = []
+        wanted: list[tuple[int, bytes, bytes]] = []
+        for i, content in request.block_contents(0, (len(request.tokens) - 1) // self.block_size, self.block_size):
+            keys = [self._hash(request, i, content) + suffix for _, suffix in self._of_units]
+            blocks = [self.pool.lookup(key, content) for key in keys]
+            places = [self.tier.find(key, content) for key in keys]
+            if any(block is None and place is None for block, place in zip(blocks, places, strict=True)):
+                break
+            for key, block, place in zip(keys, blocks, places, strict=True):
+                if block is not None:
+                    here.append(block)
+                elif place is not None:
+                    wanted.append((place, key, content))
+        if not wanted or len(wanted) + len(here) + reserve > self.pool.num_free:
+            return False
+        self.pool.acquire(here)  # so that loading does not evict what it continues
+        for place, key, content in wanted:
+            self.tier.load(place, key, content, moves, transfers)
+        self.pool.release(reversed(here))
+        moves.waiting.append(request.id)
+        return True
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Share the parent's blocks of the first `num_tokens` tokens with a child that has none.
@@ -168,6 +202,8 @@ class KVManager:
         """Forget the content of all blocks and states; requests keep theirs."""
         self.settle()
         self.pool.reset_cache()
+        if self.tier is not None:
+            self.tier.reset()
         if self.states is not None:
             self.states.reset_cache()
 
@@ -181,6 +217,10 @@ class KVManager:
         if self.states is not None and self._state is not None:
             for key in request.hashes:
                 self.states.forget_key(key + self._state.suffix)
+        if self.tier is not None:
+            for key in request.hashes:
+                for _, suffix in self._of_units:
+                    self.tier.forget_key(key + suffix)
 
     # -- release -------------------------------------------------------------------------------------------------------
 
@@ -205,6 +245,23 @@ class KVManager:
             request.freed_behind_window = [0] * self.num_groups
         order = sorted(range(len(blocks)), key=depths.__getitem__, reverse=True)
         self.pool.release(blocks[i] for i in order if blocks[i] != NULL_BLOCK)
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def check(self, requests: Iterable[Request], moving: Iterable[int]) -> None:
+        """Raise RuntimeError unless every block is referenced exactly as often as tables name it, and none is lost.
+
+        moving: blocks held for plans in flight.
+        """
+        tokens: list[int] = [*moving]
+        states: list[int] = []
+        for request in requests:
+            for g, table in enumerate(request.tables):
+                (states if self._state is not None and g == self._state.index else tokens).extend(table)
+            states.append(request.starts_from)
+        _check_pool(self.pool, tokens)
+        if self.states is not None:
+            _check_pool(self.states, states)
 
     # -- inside: growth ------------------------------------------------------------------------------------------------
 
@@ -314,6 +371,8 @@ class KVManager:
                     block = request.tables[g][i]
                     if block != NULL_BLOCK:
                         self.pool.register(block, key + suffix, content)
+                        if self.tier is not None:
+                            self.tier.registered(block, key + suffix, content)
                 for group in self._of_more:
                     index, rest = divmod(i + 1, group.units)
                     if rest == 0 and (block := request.tables[group.index][index - 1]) != NULL_BLOCK:
@@ -404,6 +463,22 @@ class KVManager:
             self.pool.acquire(kept)
             request.tables[group.index][:] = [NULL_BLOCK] * first + kept
             request.freed_behind_window[group.index] = first
+
+
+def _check_pool(pool: BlockPool, named: Iterable[int]) -> None:
+    """Raise RuntimeError unless the blocks of `pool` are referenced as often as they are named."""
+    counts = [0] * pool.num_blocks
+    for block in named:
+        counts[block] += 1
+    counts[NULL_BLOCK] = 0
+    if counts != pool.ref_counts:
+        bad = [b for b, (want, got) in enumerate(zip(counts, pool.ref_counts, strict=True)) if want != got]
+        raise RuntimeError(f"KV blocks {bad[:8]} are not referenced as often as block tables name them.")
+    free = pool.free_blocks()
+    if len(free) != pool.num_free or any(counts[b] for b in free) or len(set(free)) != len(free):
+        raise RuntimeError("The free queue of KV blocks does not match the reference counts.")
+    if len(free) + sum(1 for c in counts if c) != pool.num_blocks - 1:
+        raise RuntimeError("KV blocks are lost: neither free nor referenced.")
 
 
 def resolve(transfers: list[Transfer]) -> tuple[Transfer, ...]:

@@ -54,7 +54,7 @@ class Request:
         "capacity", "tables", "starts_from", "num_drafted", "proposal", "epoch", "entered_with", "pooled",
         "max_pending", "encoder_tokens", "encoder_key", "content_keys",
          "hashes", "num_registered", "freed_behind_window", "shares_tail",
-        "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported",
+        "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported", "fetched",
         "num_prompt_logprobs", "num_preemptions",
         "first_scheduled_time",
     )  # fmt: skip
@@ -122,6 +122,7 @@ class Request:
         self.num_cached_tokens = 0
         self.suspected = False  # was in a step that failed, and has been tried alone since
         self.cached_reported = False
+        self.fetched = False  # the lower tier was asked for its prefix
         self.num_prompt_logprobs = 0
         self.num_preemptions = 0
         self.first_scheduled_time = 0.0

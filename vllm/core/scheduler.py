@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from vllm.core.kv_manager import STATES, TOKENS, KVManager, resolve
+from vllm.core.kv_manager import KVManager, resolve
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import ENDLESS, Request, Status
 from vllm.core.stop import check_stop
+from vllm.core.tier import Moves
 from vllm.core.waiting import WaitingQueue
 from vllm.sampling_params import SamplingParams
-from vllm.step.kv_policy import KVKind, KVPolicy
+from vllm.step.kv_policy import KVPolicy
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import BlockAppend, SlotInit, StepPlan, TokenWrite, Transfer
 from vllm.step.result import Drafts, Logprobs, Pooled, StepResult
@@ -49,6 +50,9 @@ class SchedulerLimits:
     stages: int = 1
 
 
+_LOADING = "loading"  # what a request waits for whose prefix comes from the lower tier
+
+
 @dataclass(slots=True)
 class _Draft:
     """A plan while it is being made."""
@@ -65,6 +69,7 @@ class _Draft:
     rows: int = ENDLESS  # requests that may still be added
     writes: list[TokenWrite] = field(default_factory=list)
     drafted: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> drafts, epoch of the request
+    moves: Moves = field(default_factory=Moves)
     inexact: list[int] = field(default_factory=list)  # rows whose `num_computed` is an upper bound
 
 
@@ -91,8 +96,11 @@ class Scheduler:
         policies: Sequence[AdmissionPolicy] = (),
         clock: Callable[[], float] = time.time,
         late_masks: bool = False,
+        tier_blocks: int = 0,
     ) -> None:
-        """late_masks: what a grammar allows may be said after a step was submitted, so that the step need not wait."""
+        """late_masks: what a grammar allows may be said after a step was submitted, so that the step need not wait.
+        tier_blocks: blocks of a lower tier that the executor has; 0: it has none.
+        """
         self.limits = limits
         self._late_masks = late_masks
         self.kv = KVManager(
@@ -101,6 +109,7 @@ class Scheduler:
             enable_prefix_caching,
             num_states=policy.num_states(limits.max_num_seqs),
             snapshots=limits.chunked_prefill,
+            tier_blocks=tier_blocks,
         )
         self._chunk = min(limits.max_num_batched_tokens, limits.chunk_threshold or limits.max_num_batched_tokens)
         needed = self.kv.blocks_for(limits.max_model_len, self._chunk)
@@ -163,10 +172,19 @@ class Scheduler:
     def fail_all(self, error: str) -> list[CoreOutput]:
         """A step failed as a whole: end every request, forget the steps in flight and the prefix cache."""
         doomed = list(self.requests.values())
-        self._in_flight.clear()
+        self._forget_plans()
         self._finish(doomed)
         self._forget_device()
         return [CoreOutput(request_id=r.id, new_token_ids=[], finish_reason="error", error=error) for r in doomed]
+
+    def _forget_plans(self) -> None:
+        """None of the plans in flight has a result."""
+        for _, draft, _ in self._in_flight:
+            if self.kv.tier is not None:
+                self.kv.tier.dropped(draft.moves)
+            for request_id in draft.moves.waiting:
+                self.unblock(request_id, _LOADING)
+        self._in_flight.clear()
 
     def _forget_device(self) -> None:
         """Count on nothing that steps have left on the device."""
@@ -183,7 +201,7 @@ class Scheduler:
         involved = {r.id: r for _, draft, _ in self._in_flight for r in draft.requests if r.id in self.requests}
         if not involved or (len(involved) > 1 and all(r.suspected for r in involved.values())):
             return self.fail_all(error)
-        self._in_flight.clear()
+        self._forget_plans()
         self._isolated = True
         outputs: list[CoreOutput] = []
         if len(involved) == 1 and all(r.suspected for r in involved.values()):
@@ -262,6 +280,8 @@ class Scheduler:
         """
         draft = _Draft(self.limits.max_num_batched_tokens, [], [], [], [], [], [], [])
         self.kv.begin_plan()
+        if self.kv.tier is not None:
+            self.kv.tier.save(draft.moves, draft.transfers)
         if self.limits.stages > 1:
             active = len(self.running) + min(len(self._waiting), len(self._free_slots))
             draft.rows = max(1, -(-active // self.limits.stages))
@@ -273,8 +293,15 @@ class Scheduler:
             preempted = self._continue_running(draft)
             if self._waiting and not preempted and draft.budget > 0:
                 self._admit_waiting(draft)
-        if not draft.requests:
+        if not draft.requests and not draft.moves.loaded:
+            if self.kv.tier is not None:
+                if draft.moves.saved and not self._in_flight:  # what is to be saved takes the room that they need
+                    self.kv.tier.dropped(draft.moves)
+                    return self.schedule()
+                self.kv.tier.undo(draft.moves)
             return None
+        for request_id in draft.moves.waiting:
+            self.block(request_id, _LOADING)
         plan = StepPlan(
             step_id=self._step_id,
             freed=tuple(self._freed_slots),
@@ -507,6 +534,8 @@ class Scheduler:
         verdict = self._verdict(request, view)
         if verdict is not Verdict.ADMIT:
             return verdict
+        if self.kv.tier is not None and self.kv.fetch(request, self._watermark, draft.moves, draft.transfers):
+            return Verdict.SKIP
         if not self._start(request):
             return Verdict.STOP
         remaining = len(request.tokens) - request.num_computed
@@ -659,6 +688,7 @@ class Scheduler:
         request.num_computed = 0
         request.epoch += 1
         request.proposal = []
+        request.fetched = False
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
 
@@ -672,6 +702,10 @@ class Scheduler:
         """Take in the result of the oldest plan in flight. The only place where what the device found changes state."""
         plan, draft, planned_at = self._in_flight.popleft()
         requests = draft.requests
+        if self.kv.tier is not None:
+            self.kv.tier.done(draft.moves)
+            for request_id in draft.moves.waiting:
+                self.unblock(request_id, _LOADING)
         if plan.step_id != result.step_id:
             raise ValueError(f"Result of step {result.step_id} where step {plan.step_id} was due.")
         self.settle()
@@ -869,33 +903,8 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise RuntimeError unless every block is referenced exactly as often as tables name it and slots add up."""
-        names = {group: pool for pool in (TOKENS, STATES) for group in self._groups_of(pool)}
-        for number, pool in ((TOKENS, self.kv.pool), (STATES, self.kv.states)):
-            if pool is None:
-                continue
-            counts = [0] * pool.num_blocks
-            for request in self.requests.values():
-                for group, table in enumerate(request.tables):
-                    for block in table if names[group] == number else ():
-                        counts[block] += 1
-                if number == STATES:
-                    counts[request.starts_from] += 1
-            counts[0] = 0
-            if counts != pool.ref_counts:
-                bad = [b for b, (want, got) in enumerate(zip(counts, pool.ref_counts, strict=True)) if want != got]
-                raise RuntimeError(
-                    f"Blocks {bad[:8]} of pool {number} are not referenced as often as tables name them."
-                )
-            free = pool.free_blocks()
-            if len(free) != pool.num_free or any(counts[b] for b in free) or len(set(free)) != len(free):
-                raise RuntimeError(f"The free queue of pool {number} does not match the reference counts.")
-            if len(free) + sum(1 for c in counts if c) != pool.num_blocks - 1:
-                raise RuntimeError(f"Blocks of pool {number} are lost: neither free nor referenced.")
+        moving = [block for _, draft, _ in self._in_flight for block in draft.moves.blocks()]
+        self.kv.check(self.requests.values(), moving)
         held = sorted([r.slot for r in self.running] + self._free_slots)
         if held != list(range(self.limits.max_num_seqs)):
             raise RuntimeError(f"Slots do not add up: {held}.")
-
-    def _groups_of(self, pool: int) -> list[int]:
-        """The groups whose blocks come from that pool."""
-        groups = enumerate(self.kv.policy.groups)
-        return [g for g, group in groups if (group.kind is KVKind.RECURRENT) == (pool == STATES)]

@@ -11,6 +11,7 @@ from vllm.model_executor.models.traits import Traits
 from vllm.step.kv_need import TOKENS, KVNeed
 from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
 
+_GROUP_COST = 1 / 32
 _CACHE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -33,20 +34,33 @@ class KVPlace:
 def group_layers(kv: Sequence[KVNeed | None]) -> tuple[KVGroup, ...]:
     """Groups of equally many layers, as far as possible: full attention first, then each window by itself.
 
-    The group size is the smallest number of layers of one kind, so that no kind wastes tensors; a kind with more layers
-    gets several groups. Layers that keep nothing, or read another's blocks, are in no group.
+    A kind with more layers than the group size gets several groups; see `group_size`. Layers that keep nothing, or read
+    another's blocks, are in no group.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, need in enumerate(kv):
         if need is not None and need.same_as is None:
             kinds.setdefault(need.window, []).append(layer)
-    size = min((len(layers) for layers in kinds.values()), default=0)
+    size = group_size([len(layers) for layers in kinds.values()])
     groups = []
     for window in sorted(kinds, key=lambda w: (w is not None, w or 0)):
         layers = kinds[window]
         kind = KVKind.FULL if window is None else KVKind.SLIDING
         groups += [KVGroup(kind, tuple(layers[i : i + size]), window) for i in range(0, len(layers), size)]
     return tuple(groups)
+
+
+def group_size(counts: Sequence[int]) -> int:
+    """Layers per group, for kinds of so many layers each: where the layers that blocks have room for in vain, as a
+    share of all, and the cost of the groups come to least. A group costs as much as this share of all layers does: its
+    table is grown, sent and mapped in every step.
+    """
+
+    def cost(size: int) -> tuple[float, int]:
+        groups = sum(-(-count // size) for count in counts)
+        return groups * size / sum(counts) + groups * _GROUP_COST, groups
+
+    return min(range(1, max(counts) + 1), key=cost) if counts else 0
 
 
 def kv_places(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None] = ()) -> Mapping[int, KVPlace]:
