@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GUIDE = [
     *("README", "installation", "quickstart", "offline", "serving", "cli", "sampling", "cpu", "gpu"),
-    *("environment", "troubleshooting", "server_arguments", "metrics", "errors", "tool_calling"),
+    *("environment", "troubleshooting", "server_arguments", "metrics", "errors", "tool_calling", "structured_output"),
 ]
 
 
@@ -42,14 +42,14 @@ def blocks(name: str, kind: str) -> list[str]:
     return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```$", text_of(name), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "offline", "sampling"])
+@pytest.mark.parametrize("name", ["quickstart", "offline", "sampling", "structured_output"])
 def test_the_programs_of_a_page_run_one_after_the_other(name):
     names: dict[str, object] = {}
     out = StringIO()
     with redirect_stdout(out):
         for program in blocks(name, "python"):
             exec(compile(program, f"{name}.md", "exec"), names)
-    if name != "sampling":  # which asserts
+    if name not in ("sampling", "structured_output"):  # which assert
         assert "Paris" in out.getvalue() or "Madrid" in out.getvalue()
 
 

@@ -49,6 +49,15 @@ def test_chat_client(demo_server, monkeypatch, capsys):
     assert "role='assistant'" in out and "Rome" in out
 
 
+def test_structured_output_client(demo_server, monkeypatch, capsys):
+    out = run("openai_structured_output_client.py", monkeypatch, capsys, "--base-url", demo_server.url + "/v1")
+    assert re.search(r"^choice: (positive|negative)$", out, re.MULTILINE)
+    assert re.search(r"^regex: [a-z]+\.[a-z]+@[a-z]+\.com$", out, re.MULTILINE)
+    assert "parsed: CarDescription(" in out
+    assert re.search(r"^grammar: SELECT col_[12] FROM table_[12] WHERE col_[12] = [0-9]+$", out, re.MULTILINE)
+    assert "refused: " in out and "uniqueItems" in out
+
+
 def test_chatbot_page_streams_the_answer_so_far(demo_server):
     import openai
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def test_llm_engine_example(monkeypatch, capsys):
     out = run("llm_engine_example.py", monkeypatch, capsys, "--max-num-seqs", "16", "--seed", "1")
     assert out.count("RequestOutput(") == 4
     assert out.count("CompletionOutput(") == 1 + 1 + 2 + 3
+
+
+def test_structured_output(monkeypatch, capsys):
+    lines = run("offline_structured_output.py", monkeypatch, capsys).splitlines()
+    answers = [line.strip() for line in lines if line.startswith("    ")]
+    assert answers[0] in ("Positive", "Negative")
+    assert re.fullmatch(r"[a-z]+\.[a-z]+@[a-z]+\.com", answers[1])
+    assert answers[-1].startswith("SELECT col_")
 
 
 def test_prefix(monkeypatch, capsys):

@@ -132,13 +132,6 @@ def test_responses(chat: openai.OpenAI) -> None:
     assert isinstance(parsed.output_parsed, Person)
 
 
-def test_instructor(chat: openai.OpenAI) -> None:
-    instructor = pytest.importorskip("instructor")
-    client = instructor.from_openai(chat, mode=instructor.Mode.JSON_SCHEMA)
-    person = client.chat.completions.create(model=MODEL, messages=USER, response_model=Person, max_tokens=200)
-    assert isinstance(person, Person)
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "("}, "unclosed group"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guidance has no uniqueItems"),

@@ -14,6 +14,7 @@ import pytest
 import vllm
 from tests.structured_output.driver import spec_of
 from vllm.engine.tokenizer import load_tokenizer
+from vllm.structured_output.backends import guidance, xgrammar
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import Grammar, GrammarError, Matcher
 from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
@@ -110,8 +111,13 @@ def test_tokens_can_be_taken_back(backend: str, compiler: GrammarCompiler, vocab
     assert allowed(matcher, vocabulary) == history[-1]
 
 
+@pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_rows_are_what_each_is_alone(backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+def test_many_rows_are_what_each_is_alone(
+    backend: str, in_threads: bool, compiler: GrammarCompiler, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (guidance, xgrammar):
+        monkeypatch.setattr(module, "_PARALLEL_FROM", 0 if in_threads else 1 << 60)
     made = compiler.compile(spec_of(backend, regex="[a-f]{2,12}x")).result()
     matchers = [made.grammar.start() for _ in range(12)]
     for i, matcher in enumerate(matchers):

@@ -25,7 +25,8 @@ _MAX_THREADS = 8
 _BASE_BYTES = 1 << 16
 _BYTES_PER_CHARACTER = 64  # measured on schemas of many shapes; lexers grow as texts are matched
 _GROUP = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*|\(')  # literals, sets, comments; brackets
-_PARALLEL_FROM = 8  # matchers: below, handing them to threads costs more than it saves
+# Matchers times tokens: below, handing them to threads costs more than it saves (matchers of one grammar share a lock).
+_PARALLEL_FROM = 1 << 19
 
 
 class _Wrapper:
@@ -119,7 +120,7 @@ class Guidance:
         return GuidanceGrammar(matcher, self._end, _BASE_BYTES + _BYTES_PER_CHARACTER * len(spec.text))
 
     def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
-        if len(matchers) >= _PARALLEL_FROM:
+        if len(matchers) * bits.shape[1] * WORD_BITS >= _PARALLEL_FROM:
             pairs = [(matcher.inner, row) for matcher, row in zip(matchers, rows, strict=True)]  # type: ignore[attr-defined]
             self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.strides[0], len(bits))
             fill = GuidanceMatcher.finish
