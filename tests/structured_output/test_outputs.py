@@ -52,7 +52,7 @@ def test_finished_outputs_of_a_large_corpus_are_valid(demo: LLM, tiny: LLM, back
     for llm, seed in ((demo, 3), (tiny, 4)):
         counts = run(llm, backend, cases(seed, 500))
         print(f"{backend}: {dict(counts)}")
-        assert counts["valid"] >= 100, counts
+        assert counts["valid"] >= 50, counts
         assert_idle(llm)
 
 

@@ -55,7 +55,7 @@ _LACKING: dict[str, frozenset[str]] = {
 }  # fmt: skip
 _FORMATS: dict[str, frozenset[str]] = {
     GUIDANCE: frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}),
-    XGRAMMAR: frozenset({"date-time", "time", "date", "duration", "email", "ipv4", "ipv6", "hostname", "uuid", "uri"}),
+    XGRAMMAR: frozenset({"date-time", "time", "date", "duration", "email", "hostname", "uuid", "uri"}),
     OUTLINES: frozenset({"date", "uuid", "uri", "email"}),
     LMFE: frozenset(),
 }
