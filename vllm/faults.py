@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm.executor.base import Executor
+    from vllm.step.plan import SlotInit, StepPlan
+
 logger = init_logger(__name__)
 
 STEP_POINTS = frozenset(
@@ -32,6 +36,7 @@ STEP_POINTS = frozenset(
         *("alloc.oom", "ipc.drop"),
     }
 )
+LOGITS_POINTS = frozenset({"forward.nan_row", "forward.logits", "forward.logit"})
 REQUEST_POINTS = frozenset({"sampler.raise", "tokenizer.raise", "tokenizer.sleep", "detok.raise"})
 
 
@@ -76,6 +81,15 @@ class Faults:
         count = self.counts[point] = self.counts.get(point, 0) + 1
         return self.steps.get((point, count))
 
+    @property
+    def spoils_logits(self) -> bool:
+        """Whether some step's logits are to be changed, which a captured step would not see."""
+        return any(point in LOGITS_POINTS for point, _ in self.steps)
+
+    def around(self, executor: Executor) -> Executor:
+        """The executor, with the faults of steps and of sampling around it; itself if there are none."""
+        return FaultyExecutor(executor, self) if self else executor
+
     def before_forward(self) -> None:
         """Raise or sleep if this step is the one."""
         if self.due("alloc.oom") is not None:
@@ -111,6 +125,12 @@ class Faults:
         return any(name == "sampler.raise" and part in request_id for name, part, _ in self.requests)
 
 
+def spoiler_from_env() -> Faults | None:
+    """The faults of this process if logits are to be changed; a runner with them captures nothing, so that they act."""
+    faults = Faults.from_env()
+    return faults if faults.spoils_logits else None
+
+
 @lru_cache(maxsize=8)
 def _announce(text: str) -> None:
     """Once per process, however many parts of it read the variable."""
@@ -120,3 +140,26 @@ def _announce(text: str) -> None:
 def broken_processor(token_ids: Any, logits: Any) -> Any:
     """A logits processor that raises, so that a sampler fault takes the way of a user's own faulty processor."""
     raise InjectedFault("the sampler failed for this request (injected)")
+
+
+class FaultyExecutor:
+    """An executor that fails on purpose. What is before and behind it takes the path that it always takes."""
+
+    def __init__(self, executor: Executor, faults: Faults) -> None:
+        self._executor, self._faults = executor, faults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Raise or sleep first if this step is the one."""
+        self._faults.before_forward()
+        self._executor.submit(replace(plan, new=tuple(map(self._broken, plan.new))) if plan.new else plan)
+
+    def _broken(self, init: SlotInit) -> SlotInit:
+        """With a processor that raises, if sampling shall fail for this request."""
+        if not self._faults.breaks_sampler(init.request_id):
+            return init
+        params = copy(init.params)
+        params.logits_processors = [broken_processor]  # type: ignore[union-attr] # requests that are pooled never sample
+        return init._replace(params=params)

@@ -18,10 +18,9 @@ from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolic
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.engine.adapters import Adapters
 from vllm.exceptions import EngineDeadError, VLLMValidationError
-from vllm.faults import Faults, broken_processor
+from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.reasoning import reasoning_end
-from vllm.sampling_params import SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import RowMasks
 from vllm.structured_output.compiler import GrammarCompiler
@@ -60,8 +59,7 @@ class EngineCore:
 
             executor = create_executor(config)
         loaded = time.perf_counter()
-        self._executor = executor
-        self._faults = Faults.from_env()
+        self._executor = executor = Faults.from_env().around(executor)
         self._strict = envs.VLLM_STRICT
         self.num_blocks = executor.num_blocks
         lora = config.lora_config
@@ -92,9 +90,6 @@ class EngineCore:
         self.check_alive()
         rejected = []
         for request in requests:
-            if self._faults and self._faults.breaks_sampler(request.request_id):
-                assert isinstance(request.params, SamplingParams)
-                request.params.logits_processors = [broken_processor]
             if request.grammar is None or self._grammars.add(request, request.grammar):
                 rejected += self._queue(request)
         return rejected
@@ -189,8 +184,6 @@ class EngineCore:
         if plan is None:
             return False
         self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
-        if self._faults:
-            self._faults.before_forward()
         if self._grammars:
             plan = self._with_masks(plan)
         self._executor.submit(plan)

@@ -52,4 +52,5 @@ def public_method(worker: object, name: str) -> Callable[..., Any]:
     method = None if name.startswith("_") else vars(type(worker)).get(name)
     if not callable(method):
         raise ValueError(f"The worker has no public method {name!r}.")
-    return method.__get__(worker)
+    bound: Callable[..., Any] = method.__get__(worker)
+    return bound

@@ -383,7 +383,7 @@ class DecodeProgram:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] fp32, of all ranks."""
         w = self.weights
-        part = linear(hidden, w.head, None, torch.float32)
+        part: Tensor = linear(hidden, w.head, None, torch.float32)
         if w.tp.world == 1:
             return part
         return w.tp.all_gather(F.pad(part, (0, w.head_rows - part.shape[1])))[:, : w.vocab_size]

@@ -168,7 +168,7 @@ class CudaContext:
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) * 1e-3
+        return float(start.elapsed_time(end)) * 1e-3
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

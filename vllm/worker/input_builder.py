@@ -88,7 +88,8 @@ class Batch:
 def within(counts: np.ndarray) -> np.ndarray:
     """0 .. count - 1 for each of the counts, one after the other. counts: [n] -> [sum] int32."""
     ends: np.ndarray = np.cumsum(counts)
-    return (np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)).astype(np.int32)
+    index: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return index.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

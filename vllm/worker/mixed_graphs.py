@@ -91,7 +91,7 @@ class MixedGraphs:
     def _room(self) -> int:
         """Tokens that a row of every block table has room for, as far as graphs read it."""
         table = self._runner.table
-        return min(CONTEXTS[0], min(t.shape[1] for t in table.host_tables) * table.block_size)
+        return min(CONTEXTS[0], min(int(t.shape[1]) for t in table.host_tables) * table.block_size)
 
     def close(self) -> None:
         """Destroy the graphs, without waiting for the device."""

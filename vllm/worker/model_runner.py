@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
-from vllm.faults import Faults
+from vllm.faults import spoiler_from_env
 from vllm.model_executor.models.traits import Model
 from vllm.ops.logprobs import top_logprobs
 from vllm.pooling_params import PoolingParams
@@ -105,7 +105,7 @@ class ModelRunner:
         self._pooler = pooler
         self.decode_steps: DecodeSteps | None = None
         self.mixed_steps: MixedSteps | None = None
-        self._faults = Faults.from_env()
+        self._spoiler = spoiler_from_env()
         self._late: LateHandle | None = None  # a step that waits for masks, the last one
 
     @torch.inference_mode()
@@ -117,7 +117,7 @@ class ModelRunner:
         self._take_in(plan)
         plan = self._settled(plan)
         adapted = self.adapters is not None and self.adapters.used(plan)
-        plain = not adapted and not self._faults  # graphs handle no features yet
+        plain = not adapted and self._spoiler is None  # graphs handle no features yet
         if plain and self.decode_steps is not None and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
         laid = self.builder.lay_out(plan)
@@ -140,8 +140,8 @@ class ModelRunner:
         """
         logits = self._logits(hidden, batch)
         end = self.context.mark()
-        if self._faults and logits is not None:
-            self._faults.spoil(logits)
+        if self._spoiler is not None and logits is not None:
+            self._spoiler.spoil(logits)
 
         def rest(masks: RowMasks | None) -> StepHandle:
             return self._finish(plan, batch, hidden, logits, masks, lambda: self.context.seconds(start, end))

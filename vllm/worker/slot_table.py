@@ -200,7 +200,8 @@ class SlotTable:
 
     def token_index(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Where tokens stand in `tokens.view(-1)`. slots, positions: [n] -> [n] int64."""
-        return slots.astype(np.int64) * self.width + positions
+        index: np.ndarray = slots.astype(np.int64) * self.width + positions
+        return index
 
     def read_tokens(self, index: Tensor) -> Tensor:
         """Token ids at `token_index` positions, as int64."""

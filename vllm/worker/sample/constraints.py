@@ -133,4 +133,5 @@ def apply_bad_words(
 
 def _flatten(pairs: list[tuple[int, np.ndarray]], vocab: int) -> np.ndarray:
     """Places of (row, ids) in the flattened logits."""
-    return np.concatenate([int(row) * vocab + ids for row, ids in pairs])
+    places: np.ndarray = np.concatenate([int(row) * vocab + ids for row, ids in pairs])
+    return places

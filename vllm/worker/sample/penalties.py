@@ -58,7 +58,8 @@ class OutputCounts:
 
     def places(self, slots: np.ndarray) -> np.ndarray:
         """Where the slots' rows begin in the flattened counts. slots: [n] -> [n] int64."""
-        return self._row_of[slots] * self._vocab
+        starts: np.ndarray = self._row_of[slots] * self._vocab
+        return starts
 
     def add(self, slots: np.ndarray, token_ids: Tensor, which: Tensor | None = None) -> None:
         """Count one more token for each slot, or only those of `which`; a slot may then come more than once.

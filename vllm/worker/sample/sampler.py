@@ -194,15 +194,18 @@ class Sampler:
         self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, needs: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """Token ids, and which rows are finite. Greedy rows among drawn ones are drawn too, with top_k = 1."""
+        chosen: tuple[Tensor, Tensor]
         if not (needs & Needs.DRAW).any():
-            return greedy_and_finite(logits)
+            chosen = greedy_and_finite(logits)
+            return chosen
         params = self.params
         top_k, top_p = params.top_k[slots], params.top_p[slots]
         numbers = uniform(params.seed[slots], lengths)
         temperature, min_p, d_top_k, d_top_p, u = self._context.upload(
             [params.temperature[slots], params.min_p[slots], top_k, top_p, numbers]
         )
-        return draw_and_finite(logits, DrawParams(temperature, min_p, d_top_k, d_top_p, u, top_k, top_p))
+        chosen = draw_and_finite(logits, DrawParams(temperature, min_p, d_top_k, d_top_p, u, top_k, top_p))
+        return chosen
 
     def _logprobs(
         self, raw: Tensor, rows: np.ndarray, token_ids: Tensor, slots: np.ndarray
