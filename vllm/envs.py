@@ -286,7 +286,7 @@ _TABLE = (
     EnvVar("VLLM_ATTENTION_BACKEND", _text, None, "TRITON_ATTN, TORCH_SDPA, FLASH_ATTN or FLASHINFER."),
     EnvVar("VLLM_USE_TRITON_FLASH_ATTN", _flag, True, "Triton attention kernels on ROCm.", "there is no ROCm backend"),
     EnvVar("VLLM_USE_FLASHINFER_SAMPLER", _flag, False, "FlashInfer's sampler.", "the sampler has its own kernels"),
-    EnvVar("VLLM_USE_TRITON_AWQ", _flag, False, "Triton kernels for AWQ.", "there are no quantized models yet"),
+    EnvVar("VLLM_USE_TRITON_AWQ", _flag, False, "Triton kernels for AWQ.", "there are no such kernels yet"),
     EnvVar(
         "VLLM_FUSED_MOE_CHUNK_SIZE",
         _positive,
