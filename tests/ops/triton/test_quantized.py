@@ -1,0 +1,61 @@
+"""Products with quantized weights against their numbers, in both regimes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm.ops.quantized import DenseWeight
+from vllm.ops.quantized_weights import GroupedWeight, round_to_fp8, round_to_groups
+from vllm.ops.triton import quantized as kernels
+
+
+def error(got, want):
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17, 64, 70])
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric"), [(4, 128, True), (4, 32, False), (8, 16, True), (8, -1, False)]
+)
+def test_products_match_the_numbers(rows, bits, group, symmetric):
+    weight = round_to_groups(torch.randn(100, 384), bits, group, symmetric=symmetric)
+    x, bias = torch.randn(rows, 387)[:, :384].half(), torch.randn(100).half()
+    packed = kernels.pack(weight, torch.float16)
+    assert type(packed) is kernels.PackedWords
+    want = x.float() @ weight.dequantize().T
+    assert error(kernels.multiply(x, packed), want) < 2e-3
+    wide = kernels.multiply(x, packed, bias, torch.float32)
+    assert wide.dtype == torch.float32
+    assert error(wide, want + bias.float()) < 2e-3
+
+
+def test_the_weight_as_numbers_is_exact():
+    weight = round_to_groups(torch.randn(70, 256), 4, 64, symmetric=False)
+    packed = kernels.pack(weight, torch.float32)
+    torch.testing.assert_close(kernels.dequantize(packed, torch.float32), weight.dequantize().T, rtol=1e-6, atol=1e-7)
+
+
+def test_inputs_in_another_order():
+    plain = round_to_groups(torch.randn(40, 128), 4, 32)
+    weight = GroupedWeight(plain.codes, plain.scales, 32, 4, plain.zero, order=torch.randperm(128))
+    x = torch.randn(2, 3, 128).half()
+    got = kernels.multiply(x, kernels.pack(weight, torch.float16))
+    assert got.shape == (2, 3, 40)
+    assert error(got, x.float() @ weight.dequantize().T) < 2e-3
+
+
+def test_a_row_has_the_same_bits_in_any_small_batch():
+    packed = kernels.pack(round_to_groups(torch.randn(80, 512), 4, 128), torch.float16)
+    x = torch.randn(40, 512).half()
+    whole = kernels.multiply(x, packed)
+    for count in (1, 3, 16, 20):
+        assert torch.equal(kernels.multiply(x[:count], packed), whole[:count])
+
+
+def test_what_the_kernel_does_not_know_becomes_numbers():
+    dense, x = torch.randn(40, 96), torch.randn(3, 96).half()
+    for weight in (round_to_fp8(dense, "tensor"), round_to_groups(dense, 4, 8)):
+        packed = kernels.pack(weight, torch.float16)
+        assert type(packed) is DenseWeight
+        assert error(kernels.multiply(x, packed), x.float() @ weight.dequantize().T) < 2e-3
