@@ -247,6 +247,18 @@ def test_floats_of_six_bits() -> None:
     torch.testing.assert_close((ours - weight / scale).abs(), best, atol=1e-5, rtol=0)
 
 
+def test_scales_of_the_cache_are_not_ignored_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference, state = plain_model(tmp_path)
+    stored = quantize_folder(tmp_path, reference, state, every(writers.fp8), FP8)
+    scales = {
+        f"model.layers.{i}.self_attn.{kind}": torch.tensor(0.5) for i in (0, 1) for kind in ("k_scale", "v_scale")
+    }
+    save_file({**stored, **scales}, tmp_path / "model.safetensors")
+    with caplog.at_level("WARNING", logger="vllm"):
+        assert_same_logits(tmp_path, reference)
+    assert "scales for a KV cache" in caplog.text
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_are_multiplied_as_they_are_stored(stacked: bool, tmp_path: Path) -> None:
     """In 16 bits, where there is a kernel: beside the same numbers as plain weights."""

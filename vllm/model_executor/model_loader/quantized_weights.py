@@ -32,7 +32,7 @@ logger = init_logger(__name__)
 
 _EXPERT = re.compile(r"(?P<experts>\.experts)\.\d+\.")
 # Scales of the cache, which belong to an attention layer and not to a projection.
-_CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "output_scale", "prob_output_scale")
+_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale", ".prob_output_scale")
 
 
 @dataclass
@@ -53,7 +53,7 @@ class QuantizedCheckpoint:
         self._family, self._spec = family, spec
         leaves = sorted({*self._format.leaves, "weight"}, key=len, reverse=True)
         self._suffixes = tuple(f".{leaf}" for leaf in leaves)
-        self._ignored = tuple(f".{leaf}" for leaf in (*self._format.ignored, *_CACHE_SCALES))
+        self._ignored = (*(f".{leaf}" for leaf in self._format.ignored), *_CACHE_SCALES)
         self._layers = {path: (layer, method) for path, layer, method in quantized_layers(model)}
         self._experts = dict(quantized_experts(model))
         self._ties_head = spec.tied and "head" in self._layers
@@ -61,11 +61,13 @@ class QuantizedCheckpoint:
         for path, (_, method) in self._layers.items():
             self._kept.update([path, *containers_of(path, method.shape)])
         self._found: dict[str, _Module] = {}
+        self._has_cache_scales = False
 
     def take(self, name: str, tensor: Tensor, file: Path) -> bool:
         """Keep a tensor (a view of a file) if it is quantized or belongs to a quantized layer."""
         suffix = next((suffix for suffix in self._suffixes if name.endswith(suffix)), None)
         if suffix is None:
+            self._has_cache_scales = self._has_cache_scales or name.endswith(_CACHE_SCALES)
             return name.endswith(self._ignored) or self._take_stack(name, tensor, file)
         module, leaf = name.removesuffix(suffix), suffix[1:]
         resolved = self._family.resolve(f"{module}.weight")
@@ -111,6 +113,11 @@ class QuantizedCheckpoint:
             packed_size = sum(tensor.numel() * tensor.element_size() for tensor in module.tensors.values())
             dense, packed = dense + weight.numel() * weight.element_size(), packed + packed_size
             filler.fill(f"{container}.weight", weight)
+        if self._has_cache_scales:
+            logger.warning(
+                "The checkpoint has scales for a KV cache of 8-bit floats, which are not used: in such a cache every "
+                "number is stored as it is (scale 1)."
+            )
         if dense:
             logger.info(
                 "%s: there is no kernel for some weights as they are on this device in this dtype, so they were turned "
