@@ -86,7 +86,9 @@ def test_ends_of_beams_equal_the_definition(llm, hf_model, likely_end, penalty):
     assert_idle(llm)
 
 
-def test_end_of_sequence_token_is_left_out_of_beams(model_folder, hf_model, likely_end, tmp_path):
+def test_end_of_sequence_token_is_in_the_tokens_of_beams_but_not_in_their_text(
+    model_folder, hf_model, likely_end, tmp_path
+):
     folder = shutil.copytree(model_folder, tmp_path / "other-eos")
     (folder / "generation_config.json").write_text("{}")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -101,8 +103,10 @@ def test_end_of_sequence_token_is_left_out_of_beams(model_folder, hf_model, like
             (found,) = llm.beam_search([{"prompt_token_ids": PROMPT}], params)
             ended = [s for s in found.sequences if s.finish_reason == "stop"]
             assert ended
-            cut = [t[:-1] if t[-1] == likely_end[0] and not include else t for t, _, _ in expected]
-            assert [s.tokens[len(PROMPT) :] for s in found.sequences] == cut
+            assert [s.tokens[len(PROMPT) :] for s in found.sequences] == [t for t, _, _ in expected]
+            for sequence, (tokens, _, _) in zip(found.sequences, expected, strict=True):
+                shown = tokens[:-1] if tokens[-1] == likely_end[0] and not include else tokens
+                assert sequence.text == llm.llm_engine.tokenizer.decode(PROMPT + shown)
 
 
 def test_temperature_scales_the_distribution(llm, hf_model):

@@ -134,5 +134,5 @@ def test_stored_responses_are_not_found(client: openai.OpenAI) -> None:
         client.responses.input_items.list,
     )
     for call in calls:
-        with pytest.raises(openai.NotFoundError, match="Responses are not stored by this server"):
+        with pytest.raises(openai.NotFoundError, match="VLLM_ENABLE_RESPONSES_API_STORE"):
             call(made.id)

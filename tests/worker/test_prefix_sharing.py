@@ -89,9 +89,7 @@ def test_prompts_behind_a_cached_prefix_gather_it_once(monkeypatch):
         enter(table, slot, [*blocks, *(1000 + 10 * slot + i for i in range(-(-total // 16) - len(blocks)))])
     enter(table, 5, [*LONG, *range(4000, 4008)])
     slots, computed, counts = np.array([0, 1, 2, 3, 4, 5]), np.array([*computed, 2048]), np.array([*counts, 125])
-    plan = StepPlan(
-        0, (), (), (), (), *(x.astype(np.int32) for x in (slots, counts, computed)), np.ones(6, bool)
-    )  # fmt: skip
+    plan = StepPlan(0, (), (), (), *(x.astype(np.int32) for x in (slots, counts, computed)), np.ones(6, bool))
     gathered = InputBuilder(table, Ahead(), np.zeros(8, bool)).build(plan).step.groups[0].plan
     own = [125, 2061, 125, 125]
     assert gathered.shared
