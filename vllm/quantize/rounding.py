@@ -16,19 +16,30 @@ class Inputs:
     """What is known about the inputs of a layer: the sum of x x^T, the sum of |x|, and over how many tokens."""
 
     size: int
-    gram: Tensor = field(init=False)
-    magnitude: Tensor = field(init=False)
     tokens: int = 0
+    _gram: Tensor = field(init=False)
+    _magnitude: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gram, self.magnitude = torch.zeros(self.size, self.size), torch.zeros(self.size)
+        self._gram, self._magnitude = torch.zeros(self.size, self.size), torch.zeros(self.size)
 
     def add(self, x: Tensor) -> None:
-        """x: [tokens, size]."""
+        """x: [tokens, size], on the device where sums are kept from then on."""
         x = x.float()
-        self.gram.addmm_(x.T, x)
-        self.magnitude += x.abs().sum(0)
+        self._gram, self._magnitude = self._gram.to(x.device), self._magnitude.to(x.device)
+        self._gram.addmm_(x.T, x)
+        self._magnitude += x.abs().sum(0)
         self.tokens += len(x)
+
+    @property
+    def gram(self) -> Tensor:
+        """The sum of x x^T, in host memory."""
+        return self._gram.cpu()
+
+    @property
+    def magnitude(self) -> Tensor:
+        """The sum of |x|, in host memory."""
+        return self._magnitude.cpu()
 
 
 @dataclass(frozen=True)

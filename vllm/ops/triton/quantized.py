@@ -20,8 +20,8 @@ from vllm.ops.quantized import pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight
 
 _FEW_ROWS = 64  # beyond it, multiplying takes longer than writing the weight as numbers
-_OUTPUTS = 64  # of a tile
-_PROGRAMS = 264  # that a product with few rows is cut into, twice the processors of a large device
+_OUTPUTS = 128  # of a tile
+_PROGRAMS = 1056  # that a product with few rows is cut into, eight times the processors of a large device
 _LEAST_GROUP = 16
 
 
@@ -49,9 +49,10 @@ def _weights(words, scales, offsets, k, n, N, inside, GROUP: tl.constexpr, BITS:
              HAS_OFFSETS: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """The numbers of a tile [BK, outputs] fp32; all of its inputs are in one group."""
     PER: tl.constexpr = 32 // BITS
-    inputs = k + tl.arange(0, BK)
-    at = (inputs // PER).to(tl.int64)[:, None] * N + n[None, :]
-    codes = (tl.load(words + at, mask=inside[None, :], other=0) >> ((inputs % PER) * BITS)[:, None]) & ((1 << BITS) - 1)
+    at = (k // PER + tl.arange(0, BK // PER)).to(tl.int64)[:, None] * N + n[None, :]
+    packed = tl.load(words + at, mask=inside[None, :], other=0)  # each word once
+    shifts = (tl.arange(0, PER) * BITS)[None, :, None]
+    codes = tl.reshape((packed[:, None, :] >> shifts) & ((1 << BITS) - 1), (BK, n.shape[0]))
     group = (k // GROUP).to(tl.int64) * N + n
     values = (codes - ZERO).to(tl.float32) * tl.load(scales + group, mask=inside, other=0.0)[None, :]
     if HAS_OFFSETS:
