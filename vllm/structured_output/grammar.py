@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -78,3 +79,14 @@ def fill_one_by_one(matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequenc
         except GrammarError as error:
             found.append(error)
     return found
+
+
+def end_of(vocabulary: Vocabulary) -> int:
+    """The one token that stands for the end of a text inside a library: the first that ends one, else any special
+    token. Raises GrammarError if there is none.
+    """
+    special = (i for i, token in enumerate(vocabulary.tokens) if token is None)
+    end = next(chain(vocabulary.end_ids, special), None)
+    if end is None:
+        raise GrammarError("The tokenizer has no token that can end a text.")
+    return end

@@ -49,10 +49,9 @@ LATER_FIELDS = (
     "kv_transfer_params",
     "vllm_xargs",
     "prompt_embeds",
-    "lora_request",
 )
 # Most requests have none of these, which is seen at one glance.
-_NOT_YET = frozenset({"logits_processors", *LATER_FIELDS})
+_NOT_YET = frozenset({"logits_processors", "lora_request", *LATER_FIELDS})
 
 # Parameters of the other two routes that ask for what a response cannot hold.
 NOT_OF_RESPONSES = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "max_tokens", "logprobs")
@@ -210,6 +209,8 @@ class _Sampling(_Request):
                 "logit_bias, allowed_token_ids and bad_words change what is sampled.",
                 "logits_processors",
             )
+        if self._set("lora_request"):
+            raise bad_request("lora_request is not a field of the API: name the adapter as the model.", "lora_request")
         for name in LATER_FIELDS:
             if self._set(name):
                 raise bad_request(f"{name} is not available in this version.", name)

@@ -12,7 +12,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher
+from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec, ascii_digits
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -101,11 +101,7 @@ class Guidance:
     isolated = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        special = [i for i, token in enumerate(vocabulary.tokens) if token is None]
-        ends = [*vocabulary.end_ids, *special]
-        if not ends:
-            raise GrammarError("The tokenizer has no token that can end a text.")
-        self._end = ends[0]
+        self._end = end_of(vocabulary)
         wrapper = llguidance.TokenizerWrapper(_Wrapper(vocabulary, self._end))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.width)
         self._executor = llguidance.LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))

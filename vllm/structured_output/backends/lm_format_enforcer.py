@@ -17,7 +17,7 @@ from lmformatenforcer import (
     UnionParser,
 )
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, fill_one_by_one
+from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of, fill_one_by_one
 from vllm.structured_output.spec import CHOICE, JSON, REGEX, GrammarSpec, ascii_digits, unanchored
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -85,11 +85,7 @@ class Lmfe:
     isolated = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        special = [i for i, token in enumerate(vocabulary.tokens) if token is None]
-        ends = [*vocabulary.end_ids, *special]
-        if not ends:
-            raise GrammarError("The tokenizer has no token that can end a text.")
-        self._end = ends[0]
+        self._end = end_of(vocabulary)
         # The library reads whole characters, and would let control characters into the strings of JSON.
         texts: dict[int, str] = {}
         for i, token in enumerate(vocabulary.tokens):

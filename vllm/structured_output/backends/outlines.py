@@ -11,7 +11,7 @@ from outlines_core import Guide, Index
 from outlines_core import Vocabulary as Words
 from outlines_core.json_schema import build_regex_from_schema
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, fill_one_by_one
+from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of, fill_one_by_one
 from vllm.structured_output.spec import CHOICE, JSON, GrammarSpec, ascii_digits, unanchored
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -73,11 +73,7 @@ class Outlines:
     isolated = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        special = [i for i, token in enumerate(vocabulary.tokens) if token is None]
-        ends = [*vocabulary.end_ids, *special]
-        if not ends:
-            raise GrammarError("The tokenizer has no token that can end a text.")
-        self._end = ends[0]
+        self._end = end_of(vocabulary)
         self._vocabulary = vocabulary
         self._words: Words | None = None  # made in the process that compiles
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher
+from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -78,11 +78,7 @@ class Xgrammar:
     isolated = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        special = [i for i, token in enumerate(vocabulary.tokens) if token is None]
-        ends = [*vocabulary.end_ids, *special]
-        if not ends:
-            raise GrammarError("The tokenizer has no token that can end a text.")
-        self._end = ends[0]
+        self._end = end_of(vocabulary)
         self._words = vocabulary.words
         self._vocabulary = vocabulary
         # By whether they are for JSON. Compilers are made in the process that compiles.
