@@ -15,7 +15,7 @@ from tests.server.http_server import CANARY, Server
 
 KEY = "a-key-of-the-test"
 SECOND_KEY = "another-key"
-OPEN = {"/health", "/ping", "/version", "/", "/ui/app.js", "/ui/style.css"}
+OPEN = {"/health", "/ping", "/version", "/", "/ui/app.js", "/ui/markdown.js", "/ui/style.css"}
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD")
 WRONG_KEYS: tuple[dict[str, str], ...] = (
     {},

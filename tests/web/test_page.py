@@ -5,6 +5,7 @@ Needs Chromium and the `playwright` package: `make test-web` sets both up.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -112,6 +113,7 @@ def unlock(page: Any) -> None:
 
 def test_without_the_key_it_says_so(page: Any) -> None:
     until(page, "document.querySelector('#state').textContent.includes('API key')")
+    until(page, "document.activeElement.id === 'key'")
 
 
 def test_it_streams_an_answer_and_shows_figures(page: Any) -> None:
@@ -133,7 +135,7 @@ def test_stop_ends_the_answer_and_the_request(page: Any) -> None:
     page.fill("#max_tokens", "1500")
     page.fill("#prompt", "Tell me a long story.")
     page.click("#send")
-    until(page, "document.querySelector('#messages li.assistant span').textContent.length > 5")
+    until(page, "document.querySelector('#messages li.assistant .text').textContent.length > 5")
     page.keyboard.press("Escape")
     until(page, "!document.querySelector('#send').disabled")
     until(page, "document.querySelector('#running').textContent === '0'")
@@ -158,6 +160,86 @@ def test_themes_and_small_screens(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     tops = page.evaluate("[...document.querySelectorAll('header > *')].map(e => e.getBoundingClientRect())")
     assert max(t["top"] for t in tops) < min(t["bottom"] for t in tops), "the header takes two lines on a phone"
+
+
+def test_an_example_is_one_click(page: Any) -> None:
+    unlock(page)
+    page.click("#examples button")
+    until(page, "document.querySelector('#messages > li.assistant small')")
+    assert "Paris" in page.inner_text("#messages > li.assistant .text")
+    assert not page.is_visible("#examples")
+    page.click("#clear")
+    assert page.is_visible("#examples")
+
+
+def test_an_answer_follows_a_schema(page: Any) -> None:
+    unlock(page)
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    page.click("#more summary")
+    page.fill("#schema", json.dumps({**schema, "additionalProperties": False}))
+    page.fill("#prompt", "Which city?")
+    page.click("#send")
+    until(page, "document.querySelector('#messages > li.assistant small')")
+    until(page, "document.querySelector('#messages > li.assistant .text').textContent.endsWith('}')")
+    assert json.loads(page.inner_text("#messages > li.assistant .text"))["city"] in ("Rome", "Oslo")
+
+
+def test_a_schema_that_is_no_json_is_said(page: Any) -> None:
+    unlock(page)
+    page.click("#more summary")
+    page.fill("#schema", "{")
+    page.fill("#prompt", "Hello")
+    page.click("#send")
+    assert "The schema is no JSON" in page.inner_text("#messages > li.error")
+
+
+def rendered(page: Any, text: str) -> str:
+    return page.evaluate("(text) => { const e = element('div'); markdown(e, text); return e.innerHTML; }", text)
+
+
+def test_markdown_becomes_elements(page: Any) -> None:
+    assert rendered(page, "# One\n\nTwo **three** *four* `five`") == (
+        "<h3>One</h3><p>Two <strong>three</strong> <em>four</em> <code>five</code></p>"
+    )
+    assert rendered(page, "- a\n- b\n\n3. c") == '<ul><li>a</li><li>b</li></ul><ol start="3"><li>c</li></ol>'
+    code = rendered(page, "```python\n<b>x</b>\n```")
+    assert "<code>&lt;b&gt;x&lt;/b&gt;</code>" in code
+    assert 'data-language="python"' in code
+    assert rendered(page, "2 * 3 * 4") == "<p>2 * 3 * 4</p>"
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "<img src=x onerror=alert(1)>",
+        "<script>alert(1)</script>",
+        "[a](javascript:alert(1))",
+        "[a](data:text/html,<script>alert(1)</script>)",
+        "```<img src=x>\n<svg onload=alert(1)>",
+        "**<iframe src=//a>**",
+    ],
+)
+def test_markdown_never_becomes_another_element(page: Any, hostile: str) -> None:
+    made = page.evaluate(
+        """(text) => { const e = element('div'); markdown(e, text);
+                       return [...e.querySelectorAll('*')].map(n => [n.localName, n.getAttributeNames().join()]); }""",
+        hostile,
+    )
+    names = {name for name, _ in made}
+    assert names <= {"p", "strong", "pre", "code", "button", "em"}
+    assert not any("on" in attributes.split(",") for _, attributes in made)
+
+
+@pytest.mark.parametrize("piece", ["*", "[", "`a", "> ", "- a\n", "**a ", "[a](", "``` "])
+def test_markdown_of_a_long_text_ends(page: Any, piece: str) -> None:
+    """A quadratic one would outlast the browser's patience."""
+    text = piece * (200_000 // len(piece))
+    assert page.evaluate("(t) => { const e = element('div'); markdown(e, t); return e.childElementCount; }", text) > 0
+
+
+def test_the_page_is_not_wider_than_one_can_read(page: Any) -> None:
+    page.set_viewport_size({"width": 2400, "height": 1000})
+    assert page.evaluate("document.querySelector('main').getBoundingClientRect().width") <= 1400
 
 
 def test_the_live_chart_is_seen_without_scrolling(page: Any) -> None:

@@ -93,7 +93,7 @@ def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter
     if not args.protect_metrics:  # figures, without anything that users have sent
         open_paths.add(b"/metrics")
     if not args.disable_web_ui:  # the page itself holds nothing; what it shows needs the key
-        open_paths |= {b"/", b"/ui/app.js", b"/ui/style.css"}
+        open_paths |= {b"/", b"/ui/app.js", b"/ui/markdown.js", b"/ui/style.css"}
     if args.root_path:  # proxies that leave the prefix in place
         open_paths |= {args.root_path.rstrip("/").encode() + path for path in open_paths}
     limits = Limits(max_body_bytes=args.max_body_size, body_timeout=args.body_timeout, write_timeout=args.write_timeout)

@@ -8,12 +8,13 @@ let running = null; // AbortController of the answer being written
 
 // -- settings ---------------------------------------------------------------------------------------------------------
 
-const KEPT = ["temperature", "top_p", "top_k", "max_tokens", "seed", "stop_text", "system", "key"];
+const KEPT = ["temperature", "top_p", "top_k", "max_tokens", "seed", "stop_text", "system", "schema", "tools", "key"];
 for (const id of KEPT) {
   const kept = sessionStorage.getItem(id);
   if (kept !== null) $(id).value = kept;
   $(id).addEventListener("change", () => sessionStorage.setItem(id, $(id).value));
 }
+$("more").open = Boolean($("tools").value || $("schema").value);
 const theme = localStorage.getItem("theme");
 if (theme) document.documentElement.dataset.theme = theme;
 $("theme").addEventListener("click", () => {
@@ -39,9 +40,11 @@ function sampling() {
 // -- chat -------------------------------------------------------------------------------------------------------------
 
 function bubble(kind, text) {
+  $("examples").hidden = true;
   const item = document.createElement("li");
   item.className = kind;
-  const body = document.createElement("span");
+  const body = document.createElement("div");
+  body.className = "text";
   body.textContent = text;
   item.append(body);
   $("messages").append(item);
@@ -81,11 +84,22 @@ async function problem(response) {
 // Calls of the model whose results nobody has given yet: the next messages are these results.
 const pending = [];
 
-function tools() {
-  const text = $("tools").value.trim();
-  if (!text) return {};
-  const found = JSON.parse(text);
-  return { tools: Array.isArray(found) ? found : [found] };
+function parsed(id, what) {
+  try {
+    return JSON.parse($(id).value);
+  } catch (error) {
+    throw new Error(`${what} no JSON: ${error.message}`);
+  }
+}
+
+function format() {
+  const found = {};
+  if ($("tools").value.trim()) found.tools = [parsed("tools", "The tools are")].flat();
+  if ($("schema").value.trim()) {
+    const schema = parsed("schema", "The schema is");
+    found.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  return found;
 }
 
 function expectResult() {
@@ -100,7 +114,9 @@ function thoughts(item, text) {
     fold = document.createElement("details");
     const title = document.createElement("summary");
     title.textContent = "Thoughts";
-    fold.append(title, document.createElement("span"));
+    const body = document.createElement("div");
+    body.className = "text";
+    fold.append(title, body);
     item.prepend(fold);
   }
   fold.lastChild.textContent = text;
@@ -115,45 +131,72 @@ function addCalls(calls, deltas) {
   }
 }
 
-function shown(answer, calls) {
-  return [answer, ...calls.map((call) => `→ ${call.function.name}(${call.function.arguments})`)].filter(Boolean).join("\n");
+function parsedCall(call) {
+  const item = element("dl", element("dt", call.function.name));
+  item.className = "call";
+  let given = call.function.arguments;
+  try {
+    given = JSON.stringify(JSON.parse(given), null, 2);
+  } catch { /* still arriving, or damaged: shown as it is */ }
+  item.append(element("dd", element("pre", element("code", given))));
+  return item;
+}
+
+// What the model has said so far; formatted text is made anew at most once per frame.
+function display(body, said) {
+  if (said.drawn) return;
+  said.drawn = true;
+  requestAnimationFrame(() => {
+    said.drawn = false;
+    if (said.plain) body.textContent = said.answer;
+    else markdown(body, said.answer);
+    body.append(...said.calls.filter(Boolean).map(parsedCall));
+    const list = $("messages");
+    if (list.scrollHeight - list.scrollTop - list.clientHeight < 160) list.scrollTop = list.scrollHeight;
+  });
+}
+
+// The message of the user, or the result of a call, as the next message of the chat; whether the model's turn is next.
+function say(text) {
+  if (!pending.length) {
+    bubble("user", text);
+    history.push({ role: "user", content: text });
+    return true;
+  }
+  const call = pending.shift();
+  bubble("user", `${call.function.name} → ${text}`);
+  history.push({ role: "tool", tool_call_id: call.id, name: call.function.name, content: text });
+  expectResult();
+  return !pending.length;
 }
 
 async function ask(text) {
-  let given;
+  let wanted;
   try {
-    given = tools();
+    wanted = format();
   } catch (error) {
-    bubble("assistant error", `The tools are no JSON: ${error.message}`);
+    bubble("assistant error", error.message);
     return;
   }
-  if (pending.length) {
-    const call = pending.shift();
-    bubble("user", `${call.function.name} → ${text}`);
-    history.push({ role: "tool", tool_call_id: call.id, name: call.function.name, content: text });
-    expectResult();
-    if (pending.length) return;
-  } else {
-    bubble("user", text);
-    history.push({ role: "user", content: text });
-  }
+  if (!say(text)) return;
   const system = $("system").value.trim();
   const messages = system ? [{ role: "system", content: system }, ...history] : history;
   const { item, body } = bubble("assistant live", "");
   running = new AbortController();
   busy(true);
   const started = performance.now();
-  let first = 0, usage = null, answer = "", thought = "", reason = "";
-  const calls = [];
+  const said = { answer: "", calls: [], plain: Boolean(wanted.response_format), drawn: false };
+  let first = 0, usage = null, thought = "", reason = "";
   try {
     const response = await fetch(new URL("v1/chat/completions", root), {
       method: "POST",
       headers: headers(),
       signal: running.signal,
       body: JSON.stringify({
-        model: $("model").value, messages, stream: true, stream_options: { include_usage: true }, ...given, ...sampling(),
+        model: $("model").value, messages, stream: true, stream_options: { include_usage: true }, ...wanted, ...sampling(),
       }),
     });
+    if (response.status === 401) wantKey();
     if (!response.ok) throw new Error(await problem(response));
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
@@ -163,23 +206,23 @@ async function ask(text) {
       const { content, reasoning_content: more, tool_calls: called } = choice.delta;
       if (content || more || called) {
         first ||= performance.now();
-        answer += content || "";
+        said.answer += content || "";
         if (more) thoughts(item, (thought += more));
-        addCalls(calls, called || []);
-        body.textContent = shown(answer, calls);
-        const list = $("messages");
-        if (list.scrollHeight - list.scrollTop - list.clientHeight < 160) item.scrollIntoView({ block: "end" });
+        addCalls(said.calls, called || []);
+        display(body, said);
       }
       reason = choice.finish_reason || reason;
     }
   } catch (error) {
     if (error.name !== "AbortError") {
       item.classList.add("error");
-      body.textContent = answer ? `${answer}\n\n${error.message}` : error.message;
+      said.plain = true;
+      display(body, { ...said, answer: [said.answer, error.message].filter(Boolean).join("\n\n"), drawn: false });
     }
     reason = "stopped";
   }
   item.classList.remove("live");
+  const { answer, calls } = said;
   if (calls.length && reason !== "stopped") {
     history.push({ role: "assistant", content: answer || null, tool_calls: calls });
     pending.push(...calls);
@@ -194,6 +237,7 @@ async function ask(text) {
   } else if (reason === "stopped" && answer) {
     note(item, "stopped");
   }
+  if (answer) item.append(copyButton(() => answer, "Copy answer"));
   running = null;
   busy(false);
 }
@@ -224,7 +268,11 @@ $("clear").addEventListener("click", () => {
   history.length = pending.length = 0;
   expectResult();
   $("messages").replaceChildren();
+  $("examples").hidden = false;
   $("prompt").focus();
+});
+$("examples").addEventListener("click", (event) => {
+  if (event.target.localName === "button" && !running) ask(event.target.textContent);
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running) running.abort();
@@ -255,13 +303,24 @@ function mean(now, name) {
 }
 
 function draw() {
-  const peak = Math.max(1, ...rates);
+  const peak = roundUp(Math.max(1, ...rates));
   const step = 240 / 119;
-  const points = rates.map((rate, i) => [(i + 120 - rates.length) * step, 78 - (rate / peak) * 74]);
+  const points = rates.map((rate, i) => [(i + 120 - rates.length) * step, 79 - (rate / peak) * 78]);
   const list = points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`);
   $("line").setAttribute("points", list.join(" "));
   $("area").setAttribute("d", list.length ? `M${points[0][0].toFixed(1)},80 L${list.join(" L")} L240,80 Z` : "");
-  show("peak", `peak ${Math.round(peak)}`);
+  show("peak", short(peak));
+  show("half", short(peak / 2));
+}
+
+// The next of 1, 2, 5, 10, 20, ... so that the axis does not change with every step.
+function roundUp(value) {
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((n) => n * unit).find((n) => n >= value);
+}
+
+function short(value) {
+  return value >= 1000 ? `${value / 1000}k` : String(value);
 }
 
 function state(text, bad) {
@@ -269,14 +328,24 @@ function state(text, bad) {
   $("state").classList.toggle("bad", bad);
 }
 
+let asked = false;
+function wantKey() {
+  state("the server wants an API key", true);
+  $("key").classList.add("wanted");
+  if (asked) return;
+  asked = true;
+  $("key").focus();
+  $("key").scrollIntoView({ block: "center" });
+}
+
 async function tick() {
   try {
+    if (!$("model").options.length && !(await models())) return;
     const response = await fetch(new URL("metrics", root), { headers: headers() });
-    if (response.status === 401) return state("the server wants an API key", true);
+    if (response.status === 401) return wantKey();
     if (!response.ok) throw new Error();
     const now = parse(await response.text());
     state("ready", false);
-    if (!$("model").options.length) await models();
     show("running", String(now.num_requests_running));
     show("waiting", String(now.num_requests_waiting));
     show("cache", `${(100 * now.kv_cache_usage_perc).toFixed(1)} %`);
@@ -302,8 +371,11 @@ async function tick() {
 
 async function models() {
   const response = await fetch(new URL("v1/models", root), { headers: headers() });
-  if (!response.ok) return;
+  if (response.status === 401) return wantKey();
+  if (!response.ok) throw new Error();
+  $("key").classList.remove("wanted");
   for (const card of (await response.json()).data) $("model").append(new Option(card.id, card.id));
+  return true;
 }
 
 async function start() {
