@@ -31,7 +31,7 @@ from vllm.step.messages import CoreRequest
 from vllm.step.result import StepResult
 
 BLOCK = 16
-LAYOUT = KVLayout((KVGroup(KVKind.FULL, (0,)),), BLOCK, 1, 64, 2)
+LAYOUT = KVLayout.alike((KVGroup(KVKind.FULL, (0,)),), BLOCK, 1, 64, 2)
 SHORT, LONG = 8, 40  # tokens of the two answers whose difference is timed
 REPEATS = 3
 

@@ -19,7 +19,7 @@ from vllm.step.result import StepResult
 
 def measure(running: int, steps: int) -> dict[str, float]:
     """Decode `steps` steps with `running` requests; every request grows by a block each 16 steps."""
-    layout = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 1, 64, 2)
+    layout = KVLayout.alike((KVGroup(KVKind.FULL, (0,)),), 16, 1, 64, 2)
     limits = SchedulerLimits(running, max(8192, running), 2048)
     scheduler = Scheduler(limits, layout.policy, running * 64 + 200)
     params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)

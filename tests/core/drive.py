@@ -46,7 +46,7 @@ class Workload:
             policies.append(PartialPrefillPolicy(2, 1, 20))
         if rng.random() < 0.1:
             policies.append(DelayPolicy(0.5, clock=self._clock))
-        layout: Any = KVLayout(groups, 4, 1, 8, 2)
+        layout: Any = getattr(KVLayout, "alike", KVLayout)(groups, 4, 1, 8, 2)  # as the tree under test has it
         self.scheduler = Scheduler(
             limits,
             getattr(layout, "policy", layout),

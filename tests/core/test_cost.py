@@ -52,7 +52,7 @@ class Counter:
 
 def measure(running: int) -> dict[str, tuple[float, float]]:
     """Instructions and calls per step of each half, with `running` requests that decode."""
-    layout = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 1, 64, 2)
+    layout = KVLayout.alike((KVGroup(KVKind.FULL, (0,)),), 16, 1, 64, 2)
     scheduler = Scheduler(SchedulerLimits(running, 8192, 2048), layout.policy, running * 64 + 200)
     params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
     for i in range(running):

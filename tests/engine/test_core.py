@@ -21,7 +21,7 @@ class Device:
 
     def __init__(self, max_in_flight: int) -> None:
         group = KVGroup(KVKind.FULL, (0,))
-        self.kv_layout = KVLayout((group,), block_size=4, kv_heads=1, head_dim=2, bytes_per_element=4)
+        self.kv_layout = KVLayout.alike((group,), block_size=4, kv_heads=1, head_dim=2, bytes_per_element=4)
         self.num_blocks = 40
         self.max_in_flight = max_in_flight
         self.fails_at: dict[int, BaseException] = {}

@@ -16,6 +16,8 @@ from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.kv_policy import KVKind
+from vllm.worker.kv_memory import allocate
 
 
 class _ModelConfig(SimpleNamespace):
@@ -78,9 +80,12 @@ class PagedDriver:
         per_request = -(-max_len // block_size)
         groups = len(self.layout.groups)
         num_blocks = 1 + groups * requests * per_request
-        shape = (num_blocks, 2, self.layout.kv_heads, block_size, self.layout.head_dim)
-        # garbage that shows if it is ever read
-        self.caches = [torch.full(shape, 1e4, dtype=model.traits.dtype) for _ in range(self.layout.layers_per_group)]
+        memory = allocate(self.layout, num_blocks, 1 + requests, model.traits.dtype, torch.device("cpu"))
+        self.caches = memory.tensors
+        for cache, kind in zip(self.caches, self.layout.tensors, strict=True):
+            cache.fill_(1e4)  # garbage that shows if it is ever read
+            if kind.pool == 1:
+                cache[1:] = 0  # as for every request that begins
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks, dtype=np.int32))
         self.tables = torch.from_numpy(ids.reshape(groups, requests, per_request))
 
@@ -96,9 +101,13 @@ class PagedDriver:
         requests = [request for request, _, _ in chunks]
         owner = torch.repeat_interleave(torch.tensor(requests), torch.tensor(lengths))
         groups = []
-        for table in self.tables:
-            block = table[owner, positions // self.block_size].long()
-            groups.append(GroupInputs(block * self.block_size + positions % self.block_size, table[requests]))
+        for kind, table in zip(self.layout.groups, self.tables, strict=True):
+            if kind.kind is KVKind.RECURRENT:
+                groups.append(GroupInputs(positions[:0], 1 + torch.tensor(requests)[:, None]))
+                continue
+            size = self.block_size * kind.units
+            block = table[owner, positions // size].long()
+            groups.append(GroupInputs(block * size + positions % size, table[requests]))
         step = StepInputs.of(
             token_ids=ids,
             positions=positions,

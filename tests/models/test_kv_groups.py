@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from tests.models.harness import load, save_random_hf_model
 from vllm.model_executor.models.kv_groups import cache_element_bytes, group_layers, group_size, kv_places, layout_of
 from vllm.model_executor.models.traits import Traits, check_traits
-from vllm.step.kv_need import KVNeed, KVTensor, attention_need
+from vllm.step.kv_need import TOKENS, KVNeed, KVTensor, attention_need
 from vllm.step.kv_policy import KVKind
+from vllm.worker.kv_memory import allocate
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([None, 4, 9]), min_size=1, max_size=40))
 def test_every_layer_has_one_place_among_layers_of_its_kind(windows: list[int | None]) -> None:
-    groups = group_layers([attention_need(2, 8, window) for window in windows])
+    kv = [attention_need(2, 8, window) for window in windows]
+    groups = group_layers(kv)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
     size = group_size([windows.count(window) for window in set(windows)])
     for group in groups:
@@ -31,7 +33,7 @@ def test_every_layer_has_one_place_among_layers_of_its_kind(windows: list[int | 
         assert list(group.layers) == sorted(group.layers)
     for window in set(windows):
         assert sum(group.window == window for group in groups) == -(-windows.count(window) // size)
-    places = kv_places(groups)
+    places = kv_places(groups, kv)
     assert len(set(places.values())) == len(places) == len(windows)
     assert all(groups[place.group].layers[place.tensor] == layer for layer, place in places.items())
 
@@ -70,7 +72,8 @@ def test_gemma2_has_a_group_of_each_kind_unless_no_sequence_outgrows_the_window(
         (KVKind.FULL, (1, 3), None),
         (KVKind.SLIDING, (0, 2), 16),
     ]
-    assert (layout.kv_heads, layout.head_dim, layout.block_size, layout.bytes_per_element) == (2, 12, 8, 4)
+    assert [t.shape for t in layout.tensors] == [(2, 2, 8, 12)] * 2
+    assert (layout.block_size, layout.bytes_per_element, layout.bytes_per_block) == (8, 4, 2 * 2 * 2 * 8 * 12 * 4)
     relaxed = layout_of(load(tmp_path, max_model_len=16).traits, 8, "fp8")
     assert [(g.kind, g.layers) for g in relaxed.groups] == [(KVKind.FULL, (0, 1, 2, 3))]
     assert relaxed.bytes_per_element == 1
@@ -104,18 +107,70 @@ def test_layers_may_keep_nothing_or_share() -> None:
     assert sorted(places) == [1, 2, 3]
     assert places[3] == places[1] != places[2]
     layout = layout_of(traits(*kv), 16, "fp8")
-    assert (layout.kv_heads, layout.head_dim, layout.bytes_per_element) == (2, 8, 1)
+    assert [t.shape for t in layout.tensors] == [(2, 2, 16, 8)] and layout.bytes_per_element == 1
     assert layout_of(traits(), 16).groups == ()
+
+
+LATENT = KVNeed(KVKind.FULL, (KVTensor((TOKENS, 40)),))
+STATE = KVNeed(KVKind.RECURRENT, (KVTensor((7, 3)), KVTensor((7, 5), "float32")))
+
+
+def test_layers_of_one_group_may_keep_tensors_of_any_shapes() -> None:
+    """Keys of unlike heads, a latent without values, and two tensors in one block."""
+    pair = KVNeed(KVKind.FULL, (KVTensor((2, 1, TOKENS, 3)), KVTensor((TOKENS,), "float32")))
+    kv = (attention_need(4, 8), attention_need(1, 8), LATENT, pair)
+    layout = layout_of(traits(*kv), 4, torch.bfloat16)
+    assert [g.layers for g in layout.groups] == [(0, 1, 2, 3)]
+    assert [t.shape for t in layout.tensors] == [(2, 4, 4, 8), (2, 1, 4, 8), (4, 40), (2, 1, 4, 3), (4,)]
+    assert layout.page_bytes == (512, 128, 320, 48 + 16)
+    places = kv_places(layout.groups, kv)
+    assert [places[i].tensors for i in range(4)] == [(0,), (1,), (2,), (3, 4)]
+    memory = allocate(layout, 5, 0, torch.bfloat16, torch.device("cpu"))
+    assert [t.shape for t in memory.tensors] == [(5, *t.shape) for t in layout.tensors]
+    assert [t.dtype for t in memory.tensors] == [torch.bfloat16] * 4 + [torch.float32]
+    for i, tensor in enumerate(memory.tensors):
+        tensor[3] = i + 1
+    for i, tensor in enumerate(memory.tensors):
+        assert (tensor[3] == i + 1).all() and not tensor[[0, 1, 2, 4]].any(), "tensors lie in one another"
+
+
+def test_groups_with_less_per_token_have_more_tokens_in_a_block() -> None:
+    kv = (attention_need(4, 16), attention_need(1, 16, 9), attention_need(4, 16), attention_need(1, 12, 9))
+    layout = layout_of(traits(*kv), 8)
+    assert [(g.layers, g.units) for g in layout.groups] == [((0, 2), 1), ((1, 3), 4)]
+    assert [t.shape for t in layout.tensors] == [(2, 4, 8, 16), (2, 4, 8, 16), (2, 1, 32, 16), (2, 1, 32, 12)]
+    assert [t.memory for t in layout.tensors] == [0, 1, 0, 1]
+    assert layout.bytes_per_block == 2 * 2 * 4 * 8 * 16 * 4
+
+
+def test_states_have_a_pool_of_their_own() -> None:
+    kv = (STATE, attention_need(2, 8), STATE, None)
+    layout = layout_of(traits(*kv), 16, snapshots=6, num_drafts=2)
+    assert [(g.kind, g.layers) for g in layout.groups] == [(KVKind.FULL, (1,)), (KVKind.RECURRENT, (0, 2))]
+    assert layout.state_bytes == (96 + 144,) * 2 and len(layout.page_bytes) == 1
+    assert (layout.policy.states_per_slot, layout.policy.num_states(4)) == (3, 1 + 4 * 3 + 6)
+    assert layout.bytes_of_states(4) == 19 * 480
+    places = kv_places(layout.groups, kv)
+    assert [places[i].tensors for i in range(3)] == [(1, 2), (0,), (3, 4)]
+    memory = allocate(layout, 3, 19, torch.float32, torch.device("cpu"))
+    assert [len(t) for t in memory.tensors] == [3, 19, 19, 19, 19]
+    assert [[len(m) for m in pool] for pool in memory.pools] == [[3], [19, 19]]
+    only = layout_of(traits(STATE), 16)
+    assert only.bytes_per_block == 0 and only.policy.blocks_for(100, 10) == 0
 
 
 @pytest.mark.parametrize(
     ("kv", "message"),
     [
-        ((attention_need(2, 8), attention_need(4, 8)), "unlike key/value heads"),
-        ((KVNeed(KVKind.RECURRENT, (KVTensor((3, 8), "float32"),)),), "expected keys and values"),
+        ((KVNeed(KVKind.RECURRENT, (KVTensor((TOKENS, 8)),)),), "no dimension of tokens"),
+        ((KVNeed(KVKind.FULL, (KVTensor((2, 8)),)),), "one dimension must be TOKENS"),
+        ((KVNeed(KVKind.FULL, (KVTensor((TOKENS, 8), "int3"),)),), "its dtype must be one of"),
+        ((KVNeed(KVKind.FULL, ()),), "names no tensor"),
+        ((attention_need(1, 8), KVNeed(KVKind.SLIDING, (), same_as=0)), "blocks of the same kind"),
+        ((KVNeed(KVKind.FULL, (), same_as=5),), "reads the blocks of layer 5"),
     ],
 )
-def test_what_one_pool_cannot_hold_is_refused(kv: tuple[KVNeed, ...], message: str) -> None:
+def test_what_no_cache_can_be_laid_out_for_is_refused(kv: tuple[KVNeed, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout_of(traits(*kv), 16)
 

@@ -13,8 +13,8 @@ from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
 from vllm.worker import kv_memory
 from vllm.worker.kv_memory import CacheRequest, allocate, count_blocks, cpu_available
 
-FULL = KVLayout((KVGroup(KVKind.FULL, (0, 1)),), 16, 2, 8, 4)
-MIXED = KVLayout((KVGroup(KVKind.FULL, (0, 2)), KVGroup(KVKind.SLIDING, (1, 3), 40)), 16, 2, 8, 4)
+FULL = KVLayout.alike((KVGroup(KVKind.FULL, (0, 1)),), 16, 2, 8, 4)
+MIXED = KVLayout.alike((KVGroup(KVKind.FULL, (0, 2)), KVGroup(KVKind.SLIDING, (1, 3), 40)), 16, 2, 8, 4)
 REQUEST = CacheRequest(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=64)
 BLOCK = 2 * 2 * 2 * 16 * 8 * 4
 
@@ -88,7 +88,8 @@ def resident() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_a_large_cache_is_zero_and_costs_nothing_before_it_is_used(dtype: torch.dtype) -> None:
     before = resident()
-    caches = allocate(FULL, 500_000, dtype, torch.device("cpu"))
+    layout = replace(FULL, page_bytes=(BLOCK // 8 * dtype.itemsize,) * 2)
+    caches = allocate(layout, 500_000, 0, dtype, torch.device("cpu")).tensors
     assert resident() - before < 20 << 20
     assert len(caches) == 2
     for cache in caches:
@@ -113,4 +114,16 @@ def test_the_log_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_than_the_machine_can_give_is_refused_with_what_to_lower() -> None:
     with pytest.raises(ValueError, match=r"GiB for a part of the KV cache.*Lower VLLM_CPU_KVCACHE_SPACE"):
-        allocate(FULL, 2**50, torch.float32, torch.device("cpu"))
+        allocate(FULL, 2**50, 0, torch.float32, torch.device("cpu"))
+
+
+def test_states_take_their_part_of_the_memory() -> None:
+    state = KVGroup(KVKind.RECURRENT, (2,))
+    policy = replace(FULL.policy, groups=(*FULL.groups, state), snapshots=2)
+    layout = replace(FULL, policy=policy, state_bytes=(BLOCK * 2,))  # 1 + 3 + 2 states of two blocks
+    assert count_blocks(layout, REQUEST, 50 * BLOCK, "", bounded=False) == 38
+    assert count_blocks(layout, replace(REQUEST, override=9), 0, "", bounded=True) == 10
+    with pytest.raises(ValueError, match="recurrent states of max_num_seqs=3 requests and of 2 cached prefixes"):
+        count_blocks(layout, REQUEST, 12 * BLOCK, "", bounded=False)
+    only = replace(layout, policy=replace(policy, groups=(state,)), page_bytes=())
+    assert count_blocks(only, REQUEST, 50 * BLOCK, "", bounded=True) == 2

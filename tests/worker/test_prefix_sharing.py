@@ -23,7 +23,7 @@ def enter(table, slot, blocks):
 
 
 def sharing(requests):
-    layout = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 8, 128, 2)
+    layout = KVLayout.alike((KVGroup(KVKind.FULL, (0,)),), 16, 8, 128, 2)
     table = SlotTable(40, 4096, layout, CpuContext())
     for slot in range(requests):
         enter(table, slot, [*LONG, 1000 + slot])
@@ -81,7 +81,7 @@ def test_tiles_hold_whole_requests_and_fill_the_device():
 
 def test_prompts_behind_a_cached_prefix_gather_it_once(monkeypatch):
     monkeypatch.setattr(plan_batch, "_kernels", {"cpu": plan_gathered})
-    layout = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 8, 128, 2)
+    layout = KVLayout.alike((KVGroup(KVKind.FULL, (0,)),), 16, 8, 128, 2)
     table = SlotTable(8, 4096, layout, Ahead())
     computed, counts = [2048, 2048, 0, 2048, 700], [125, 3, 2061, 125, 1]
     for slot, total in enumerate(map(sum, zip(computed, counts, strict=True))):

@@ -13,7 +13,7 @@ from vllm.step.plan import Column, SlotInit, TokenWrite
 from vllm.worker.device import CpuContext
 from vllm.worker.slot_table import SlotTable
 
-LAYOUT = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 1, 8, 4)
+LAYOUT = KVLayout.alike((KVGroup(KVKind.FULL, (0,)),), 16, 1, 8, 4)
 COLUMNS = (Column("adapter", "int32", 0), Column("delta", "int64", -7))
 CONTEXTS = pytest.mark.parametrize("context", [CpuContext(), Ahead()])
 

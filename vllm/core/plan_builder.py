@@ -61,6 +61,7 @@ class PlanBuilder:
                 stop_token_ids=tuple(request.stop_token_ids),
                 lora_id=request.lora_id,
                 columns=request.columns,
+                encoder_tokens=request.encoder_tokens,
             )
         )
 

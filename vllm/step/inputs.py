@@ -18,11 +18,34 @@ class GroupInputs:
     slot_mapping: [tokens] int64, `block_id * block_size + offset` where each token's key and value go.
     block_table:  [requests, max_blocks] int32; entries past a request's blocks are 0 (the null block).
     plan:         whatever the attention backend prepared for this batch (split counts, tile lists), or None.
+
+    Of a recurrent group, a row of the table is the request's pages of state. `states()` and `drafts` are all that a
+    layer needs: it reads the state before the step's first token from `states()[r]`, and writes the one behind its last
+    token to `block_table[r, 0]`. Where a request has drafts, which may be refused, it keeps what each would leave: with
+    n tokens of which the last d are drafts, the state behind token n - 1 - d + i goes to `block_table[r, i]`.
+    Requests that pad a captured step have page 0, which may hold anything.
+
+    first:        [requests] int64, the pages of `states()` where they are not the table's first column.
+    drafts:       [requests] int64; None: no request has any.
+
+    Of a group of cross attention, `slot_mapping` is about the tokens of the encoder whose keys this step must write:
+    those of its `entering` requests, one after the other.
+
+    key_lens:     [requests] int32, tokens of each request's encoder.
+    entering:     the requests, as rows of the step, whose encoder's keys are not there yet.
     """
 
     slot_mapping: Tensor
     block_table: Tensor
     plan: Any = None
+    first: Tensor | None = None
+    drafts: Tensor | None = None
+    key_lens: Tensor | None = None
+    entering: tuple[int, ...] = ()
+
+    def states(self) -> Tensor:
+        """[requests] the pages that hold each request's recurrent state before the step."""
+        return self.block_table[:, 0] if self.first is None else self.first
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,23 +72,57 @@ class KVPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The cache of one model on one rank."""
+class CacheTensor:
+    """One tensor that layers read: a view of the blocks of one memory.
 
-    groups: tuple[KVGroup, ...]
-    block_size: int  # tokens per block
-    kv_heads: int  # on this rank
-    head_dim: int
+    pool: 0 for token pages, 1 for recurrent states.   memory: which of the pool's.   offset: bytes into each block.
+    shape: of one block.   dtype: a name, None for the cache's.
+    """
+
+    pool: int
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The cache of one model on one rank: what the core sees of it, and the memory behind it.
+
+    A block is as many bytes as all of `page_bytes`, a state as all of `state_bytes`: so many of each memory.
+    tensors: what layers read, as `KVPlace` numbers them.   bytes_per_element: of the cache's dtype.
+    """
+
+    policy: KVPolicy
+    tensors: tuple[CacheTensor, ...]
+    page_bytes: tuple[int, ...]
+    state_bytes: tuple[int, ...]
     bytes_per_element: int
 
-    @property
-    def policy(self) -> KVPolicy:
-        """What the core sees of it."""
-        return KVPolicy(self.groups, self.block_size)
+    @classmethod
+    def alike(
+        cls, groups: tuple[KVGroup, ...], block_size: int, kv_heads: int, head_dim: int, bytes_per_element: int
+    ) -> KVLayout:
+        """The usual cache: layers of attention, all with the same heads."""
+        shape = (2, kv_heads, block_size, head_dim)
+        count = max((len(group.layers) for group in groups), default=0)
+        return cls(
+            KVPolicy(groups, block_size),
+            tuple(CacheTensor(0, i, 0, shape) for i in range(count)),
+            (2 * kv_heads * block_size * head_dim * bytes_per_element,) * count,
+            (),
+            bytes_per_element,
+        )
 
     @property
-    def layers_per_group(self) -> int:
-        return max((len(g.layers) for g in self.groups), default=0)
+    def groups(self) -> tuple[KVGroup, ...]:
+        return self.policy.groups
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a hash unit, which is the block of a group with `units=1`."""
+        return self.policy.unit
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """As `KVPolicy.blocks_for`."""
@@ -96,6 +130,9 @@ class KVLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block occupies over all cache tensors."""
-        per_layer = 2 * self.kv_heads * self.block_size * self.head_dim * self.bytes_per_element
-        return self.layers_per_group * per_layer
+        """Bytes that one block of token pages occupies over all memories."""
+        return sum(self.page_bytes)
+
+    def bytes_of_states(self, max_num_seqs: int) -> int:
+        """Bytes of all pages of recurrent state."""
+        return sum(self.state_bytes) * self.policy.num_states(max_num_seqs)

@@ -24,7 +24,8 @@ class SlotInit(NamedTuple):
     `num_computed` tokens are already in the cache (prefix hit or fork). `block_ids[g]` is the block table of group g.
     `seed` is the request's resolved 64-bit seed; a token's random number depends on (seed, position) only.
     `params` of a request that is pooled are `PoolingParams`. `columns` holds the row's value of each declared `Column`,
-    in their order; () stands for all neutral.
+    in their order; () stands for all neutral. `encoder_tokens` is the length of its
+    encoder's output, for cross attention.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class SlotInit(NamedTuple):
     stop_token_ids: tuple[int, ...]  # eos and stop tokens, suppressed until min_tokens
     lora_id: int = 0
     columns: tuple[int, ...] = ()
+    encoder_tokens: int = 0
 
 
 class Column(NamedTuple):

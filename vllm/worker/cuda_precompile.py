@@ -29,7 +29,7 @@ from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_policy import KVLayout
 from vllm.worker.cuda_graphs import SPANS
 from vllm.worker.decode_program import DecodeProgram, read_weights
-from vllm.worker.kv_memory import cache_dtype
+from vllm.worker.kv_memory import allocate, cache_dtype
 from vllm.worker.prefix_sharing import Heads, plan_views, static_plans
 
 if TYPE_CHECKING:
@@ -86,12 +86,7 @@ class DryRun:
     def _model(self) -> tuple[Model, KVLayout, list[Tensor]]:
         model = build_decoder(self._spec, self._dtype, self._max_positions, META, self._tp, modules=self._modules)
         layout = layout_of(model.traits, self._block_size, self._cache_dtype)
-        shape = (1000, 2, layout.kv_heads, layout.block_size, layout.head_dim)
-        return (
-            model,
-            layout,
-            [torch.empty(shape, dtype=self._cache_dtype, device=META) for _ in range(layout.layers_per_group)],
-        )
+        return model, layout, allocate(layout, 1000, 100, self._cache_dtype, META).tensors
 
     def first(self) -> None:
         """What the first requests need: prompts and mixed batches, and decode steps of one row."""

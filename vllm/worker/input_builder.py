@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vllm.ops.attention import HostBatch, plan_batch
+from vllm.ops.attention import HostBatch, Planned, plan_batch
 from vllm.step.inputs import GroupInputs, StepFeatures, StepInputs
+from vllm.step.kv_policy import KVKind
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker.device import DeviceContext
 from vllm.worker.pool import Pooler
@@ -98,7 +99,9 @@ class Laid:
 
     index, positions: [tokens] int64, where tokens stand in the slot table and in their sequences.
     starts: [requests + 1], lens: [requests] int32.   logits_rows: [rows] int64.   slots: [requests] int64.
-    mappings: [tokens] int64 per KV group.
+    mappings: per KV group [tokens] int64; for recurrent layers [requests, pages] int64, each request's pages; for cross
+        attention [tokens of encoders] int64.
+    entering, key_lens, drafts: as in `GroupInputs`, on the host; None where no group asks for it.
     """
 
     index: np.ndarray
@@ -111,20 +114,25 @@ class Laid:
     sample_rows: np.ndarray
     prompt_rows: tuple[PromptRows, ...]
     pooled_rows: tuple[PooledRows, ...] = ()
+    entering: tuple[int, ...] = ()
+    key_lens: np.ndarray | None = None
+    drafts: np.ndarray | None = None
 
     @property
     def arrays(self) -> list[np.ndarray]:
         """What is uploaded."""
-        return [self.index, self.positions, self.starts, self.lens, self.logits_rows, self.slots, *self.mappings]
+        arrays = [self.index, self.positions, self.starts, self.lens, self.logits_rows, self.slots, *self.mappings]
+        return arrays + [x for x in (self.key_lens, self.drafts) if x is not None]
 
     def padded(self, tokens: int, requests: int) -> Laid:
         """The same, up to so many tokens and requests, of which there must be more than now.
 
-        The last request owns all new tokens, and their keys go to the null block; requests before it are empty.
+        The last request owns all new tokens, and their keys go to the null block; requests before it are empty. The
+        states of both are the null page.
         """
 
         def longer(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-            padded: np.ndarray = np.full(size, value, array.dtype)
+            padded: np.ndarray = np.full((size, *array.shape[1:]), value, array.dtype)
             padded[: len(array)] = array
             return padded
 
@@ -137,7 +145,7 @@ class Laid:
             lens,
             longer(self.logits_rows, requests),
             longer(self.slots, requests),
-            tuple(longer(mapping, tokens) for mapping in self.mappings),
+            tuple(longer(mapping, requests if mapping.ndim == 2 else tokens) for mapping in self.mappings),
             self.sample_rows,
             self.prompt_rows,
             self.pooled_rows,
@@ -154,6 +162,8 @@ class InputBuilder:
         self._table = table
         self._context = context
         self._wants_prompt = wants_prompt
+        # the groups that an attention backend may plan for
+        self._attended = [g for g, group in enumerate(table.groups) if group.kind in (KVKind.FULL, KVKind.SLIDING)]
 
     def lay_out(self, plan: StepPlan) -> Laid:
         """The numbers of `plan`; the slot table must have taken in its new rows and blocks already."""
@@ -174,8 +184,11 @@ class InputBuilder:
         token_slots = token_slots.astype(np.int64)
         mappings = [
             t.reshape(-1).take(token_slots * t.shape[1] + block) * np.int64(table.block_size) + offset
-            for t in table.host_tables
+            if usual
+            else np.empty(0, np.int64)
+            for t, usual in zip(table.host_tables, table.usual, strict=True)
         ]
+        special = {} if all(table.usual) else self._special(plan, mappings, token_slots, positions)
         sample_rows = np.flatnonzero(plan.sample)
         logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
         if plan.drafts is not None:
@@ -189,8 +202,39 @@ class InputBuilder:
             pooled_rows, logits_rows = self._pooled_rows(plan, plan.pooled, starts, logits_rows)
         return Laid(
             table.token_index(token_slots, positions), positions, starts, lens, logits_rows, slots.astype(np.int64),
-            tuple(mappings), sample_rows, prompt_rows, pooled_rows,
+            tuple(mappings), sample_rows, prompt_rows, pooled_rows, **special,
         )  # fmt: skip
+
+    def _special(
+        self, plan: StepPlan, mappings: list[np.ndarray], token_slots: np.ndarray, positions: np.ndarray
+    ) -> dict[str, Any]:
+        """Put in the mappings of groups that are not one block table of the usual blocks, and return what these groups
+        ask for beside them.
+
+        token_slots, positions: [tokens] int64.
+        """
+        table = self._table
+        found: dict[str, Any] = {}
+        for g, (group, blocks) in enumerate(zip(table.groups, table.host_tables, strict=True)):
+            if table.usual[g]:
+                continue
+            size = table.block_size * group.units
+            if group.kind is KVKind.RECURRENT:
+                mappings[g] = blocks[plan.slots, : table.pages].astype(np.int64)
+                if plan.drafts is not None:
+                    found["drafts"] = plan.drafts.astype(np.int64)
+                continue
+            owners, where = token_slots, positions
+            if group.kind is KVKind.CROSS:
+                new = {init.slot for init in plan.new}
+                found["key_lens"] = table.encoder_lens[plan.slots]
+                found["entering"] = tuple(row for row, slot in enumerate(plan.slots.tolist()) if slot in new)
+                counts = found["key_lens"][list(found["entering"])]
+                owners = np.repeat(plan.slots[list(found["entering"])], counts).astype(np.int64)
+                where = within(counts).astype(np.int64)
+            block: np.ndarray = where // size
+            mappings[g] = blocks.reshape(-1).take(owners * blocks.shape[1] + block) * size + (where - block * size)
+        return found
 
     def build(self, plan: StepPlan, laid: Laid | None = None, features: StepFeatures | None = None) -> Batch:
         """The inputs of `plan`, on the device. laid: what `lay_out` has made of it, if that was called already.
@@ -199,16 +243,27 @@ class InputBuilder:
         """
         laid = self.lay_out(plan) if laid is None else laid
         table, arrays = self._table, laid.arrays
-        planned = plan_batch(
-            HostBatch(
-                plan.num_tokens, plan.num_computed, laid.lens, plan.slots, table.host_tables, table.block_size,
-                self._context.device,
-            )
-        )  # fmt: skip
+        planned = self._planned(plan, laid)
         device = self._context.upload(arrays if planned is None else [*arrays, *planned.arrays])
-        plans = () if planned is None else planned.make(device[len(arrays) :])
+        plans: Sequence[Any] = () if planned is None else planned.make(device[len(arrays) :])
+        if plans and len(self._attended) < len(table.groups):
+            found = dict(zip(self._attended, plans, strict=True))
+            plans = [found.get(g) for g in range(len(table.groups))]
         step = self.inputs(laid, device[: len(arrays)], int(laid.lens.max()), plans, features)
         return self.batch(plan, laid, step)
+
+    def _planned(self, plan: StepPlan, laid: Laid) -> Planned | None:
+        """What the attention backend makes of the step, for the groups whose every token has a key."""
+        table = self._table
+        if not self._attended:
+            return None
+        planned: Planned | None = plan_batch(
+            HostBatch(
+                plan.num_tokens, plan.num_computed, laid.lens, plan.slots,
+                [table.host_tables[g] for g in self._attended], table.block_size, self._context.device,
+            )
+        )  # fmt: skip
+        return planned
 
     def inputs(
         self,
@@ -224,22 +279,42 @@ class InputBuilder:
         """
         table = self._table
         index, positions, starts, lens, rows, slots, *mappings = device
+        extras, mappings = mappings[len(table.groups) :], mappings[: len(table.groups)]
         blocks = -(-longest // table.block_size)
+        groups = [
+            GroupInputs(mapping, table.block_rows(g, laid.slots, slots, blocks), plans[g] if plans else None)
+            if table.usual[g]
+            else self._special_inputs(g, mapping, laid, slots, longest, plans[g] if plans else None, extras)
+            for g, mapping in enumerate(mappings)
+        ]
         return StepInputs.of(
             token_ids=table.read_tokens(index),
             positions=positions,
             query_starts=starts,
             seq_lens=lens,
             logits_rows=rows,
-            groups=tuple(
-                GroupInputs(mapping, table.block_rows(g, laid.slots, slots, blocks), plans[g] if plans else None)
-                for g, mapping in enumerate(mappings)
-            ),
+            groups=groups,
             max_seq_len=longest,
             host_query_starts=laid.starts,
             host_seq_lens=laid.lens,
             features=features,
         )
+
+    def _special_inputs(
+        self, g: int, mapping: Tensor, laid: Laid, slots: Tensor, longest: int, plan: Any, extras: list[Tensor]
+    ) -> GroupInputs:
+        """The view of a group that is not one block table of the usual blocks. extras: as `Laid.arrays` ends."""
+        table, group = self._table, self._table.groups[g]
+        if group.kind is KVKind.RECURRENT:
+            first = None
+            if table.states is not None:
+                first = mapping.gather(1, table.states.index_select(0, slots)[:, None])[:, 0]
+            return GroupInputs(mapping, mapping, None, first, None if laid.drafts is None else extras[-1])
+        lens = None
+        if group.kind is KVKind.CROSS:
+            longest, lens = int(laid.key_lens.max(initial=1)) if laid.key_lens is not None else 1, extras[0]
+        rows = table.block_rows(g, laid.slots, slots, -(-longest // (table.block_size * group.units)))
+        return GroupInputs(mapping, rows, plan, key_lens=lens, entering=laid.entering if lens is not None else ())
 
     def batch(self, plan: StepPlan, laid: Laid, step: StepInputs) -> Batch:
         """`step`, with what the host knows about the rows of `plan`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.logger import init_logger
-from vllm.step.kv_policy import KVLayout
+from vllm.step.kv_policy import CacheTensor, KVLayout
 
 logger = init_logger(__name__)
 
@@ -23,6 +24,7 @@ _CACHE_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "half": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -68,8 +70,19 @@ def count_blocks(layout: KVLayout, request: CacheRequest, available: int, hint: 
             "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
             f"engine.{hint}"
         )
+    states = layout.bytes_of_states(request.max_num_seqs)
+    if states >= available:
+        raise ValueError(
+            f"The recurrent states of max_num_seqs={request.max_num_seqs} requests and of {layout.policy.snapshots} "
+            f"cached prefixes take {states / GIB:.2f} GiB, which is larger than the available KV cache memory "
+            f"({available / GIB:.2f} GiB). Try decreasing `max_num_seqs` or increasing `gpu_memory_utilization` when "
+            f"initializing the engine.{hint}"
+        )
+    available -= states
     chunk = request.max_num_batched_tokens
     needed = blocks_per_request(layout, request.max_model_len, chunk)
+    if not layout.bytes_per_block:
+        return 2  # nothing is kept by tokens: the null block, and one so that there is something to count
     blocks = available // layout.bytes_per_block
     if needed + 1 > blocks:
         raise ValueError(_too_small(layout, request, available, (needed + 1) * layout.bytes_per_block, hint))
@@ -165,6 +178,11 @@ def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blo
     usable = num_blocks - 1
     logger.info("# %s blocks: %d", "GPU" if device_type == "cuda" else "CPU", usable)
     needed = blocks_per_request(layout, request.max_model_len, request.max_num_batched_tokens)
+    if layout.state_bytes:
+        states, snapshots = layout.bytes_of_states(request.max_num_seqs), layout.policy.snapshots
+        logger.info("Recurrent states: %.2f GiB, %d cached prefixes among them", states / GIB, snapshots)
+    if not needed:
+        return
     logger.info(
         "KV cache: %.2f GiB; maximum concurrency for %d tokens per request: %.2fx",
         num_blocks * layout.bytes_per_block / GIB,
@@ -173,16 +191,55 @@ def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blo
     )
 
 
-def allocate(layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """One tensor [num_blocks, 2, kv_heads, block_size, head_dim] of zeros per layer of a group.
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """tensors: what layers read, [blocks, ...] each, as `KVPlace` numbers them.
+
+    pools: the memories behind them, pages of tokens and then recurrent states, each [blocks, words]: its rows are whole
+    blocks, and no byte is in two of them.
+    """
+
+    tensors: list[Tensor]
+    pools: tuple[list[Tensor], list[Tensor]]
+
+
+def allocate(
+    layout: KVLayout, num_blocks: int, num_states: int, dtype: torch.dtype, device: torch.device
+) -> CacheMemory:
+    """Zeros for so many blocks and states. For the usual cache that is one tensor [num_blocks, 2, kv_heads, block_size,
+    head_dim] per layer of a group.
 
     Zeros matter: masked positions are multiplied by 0, and 0 * NaN is NaN. On the host they come from the kernel,
         page by page on first use, so that starting is fast and an unused cache costs nothing.
     """
-    shape = (num_blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim)
-    if device.type != "cpu":
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.layers_per_group)]
-    return [_lazy_zeros(shape, dtype) for _ in range(layout.layers_per_group)]
+
+    def zeros(count: int, size: int) -> Tensor:
+        if device.type == "cpu":
+            return _lazy_zeros((count, size), torch.uint8)
+        return torch.zeros(count, size, dtype=torch.uint8, device=device)
+
+    memories = (
+        [zeros(num_blocks, size) for size in layout.page_bytes],
+        [zeros(num_states, size) for size in layout.state_bytes],
+    )
+    tensors = [_view(memories[t.pool][t.memory], t, dtype) for t in layout.tensors]
+    return CacheMemory(tensors, ([_words(m) for m in memories[0]], [_words(m) for m in memories[1]]))
+
+
+def _view(memory: Tensor, tensor: CacheTensor, dtype: torch.dtype) -> Tensor:
+    """memory: [blocks, bytes] -> [blocks, *shape]."""
+    dtype = dtype if tensor.dtype is None else _CACHE_DTYPES[tensor.dtype]
+    size = math.prod(tensor.shape) * dtype.itemsize
+    bytes_of_it = memory[:, tensor.offset : tensor.offset + size]
+    return bytes_of_it.view(dtype).view(len(memory), *tensor.shape)
+
+
+def _words(memory: Tensor) -> Tensor:
+    """The same bytes as the widest integers that fill its rows, since they move faster."""
+    wide = next(
+        dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not memory.shape[1] % dtype.itemsize
+    )
+    return memory.view(wide)
 
 
 def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

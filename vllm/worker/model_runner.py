@@ -87,11 +87,16 @@ class ModelRunner:
         columns: Sequence[Column] = (),
         pooler: Pooler | None = None,
         adapters: WorkerAdapters | None = None,
+        pools: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
-        """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools."""
+        """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools.
+
+        pools: the memories behind `kv_caches` (`kv_memory.CacheMemory`); None: they are all pages of tokens.
+        """
         self.model = model
         self.layout = layout
         self.kv_caches = kv_caches
+        self._pools = (kv_caches,) if pools is None else pools
         self.context = context
         self.tp = tp
         if adapters is not None:
@@ -117,7 +122,8 @@ class ModelRunner:
         self._take_in(plan)
         plan = self._settled(plan)
         adapted = self.adapters is not None and self.adapters.used(plan)
-        plain = not adapted and self._spoiler is None  # graphs handle no features yet
+        # graphs handle no features yet, nor states of which the device says which is true
+        plain = not adapted and self._spoiler is None and self.table.states is None
         if plain and self.decode_steps is not None and self.decode_steps.accepts(plan):
             return self.decode_steps.execute(plan)
         laid = self.builder.lay_out(plan)
@@ -174,6 +180,8 @@ class ModelRunner:
         elif len(batch.sample_rows):
             (where,) = self.context.upload([self.table.token_index(batch.sample_slots, batch.lengths)])
             self.table.write_tokens(where, sampled.token_ids)
+        if self.table.states is not None and accepted is None:
+            self.table.keep_states(batch.plan_slots)
         queued = Queued(sampled, accepted, *self._prompt_logprobs(hidden, batch), self._pool(hidden, batch))
         return StepHandle(plan, batch, queued, self.context, seconds)
 
@@ -192,7 +200,7 @@ class ModelRunner:
             self.adapters.load(plan.adapters)
         self.table.append_blocks(plan.blocks)
         if plan.transfers:
-            run_transfers(plan.transfers, (self.kv_caches,), self.context)
+            run_transfers(plan.transfers, self._pools, self.context)
         if plan.writes:
             self.table.write(plan.writes)
             self._recount(plan)
@@ -243,6 +251,9 @@ class ModelRunner:
         accepted: Tensor = (same[index] & real).long().cumprod(1).sum(1)
         self.table.write_tokens(where, token_ids)
         self.table.set_lengths(slots, d_slots, known + accepted + 1)
+        if self.table.states is not None:
+            self.table.keep_states(batch.plan_slots)
+            self.table.states.index_copy_(0, d_slots, accepted)
         self.sampler.accept(batch.sample_slots, token_ids, place <= accepted[owner])
         return accepted
 

@@ -37,10 +37,13 @@ class Heads:
         if not layout.groups or not traits.query_heads:
             return None
         group = layout.groups[0]
-        kinds = {traits.query_heads[layer] for layer in group.layers}
-        if group.kind is not KVKind.FULL or len(kinds) != 1:
+        kinds = {(traits.query_heads[layer], traits.kv[layer]) for layer in group.layers}
+        heads, need = next(iter(kinds))
+        if group.kind is not KVKind.FULL or group.units > 1 or len(kinds) != 1 or need is None:
             return None
-        return cls(kinds.pop(), layout.kv_heads, layout.head_dim, layout.bytes_per_element)
+        (tensor,) = need.tensors
+        _, kv_heads, _, head_dim = tensor.shape
+        return cls(heads, kv_heads, head_dim, layout.bytes_per_element)
 
     @property
     def fit(self) -> bool:

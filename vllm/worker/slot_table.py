@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.step.kv_policy import KVLayout
+from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
 from vllm.step.plan import BlockAppend, Column, SlotInit, TokenWrite
 from vllm.worker.device import DeviceContext
 
@@ -39,6 +39,10 @@ class SlotTable:
     lengths: [slots] int32 on the host, tokens known of each row, sampled ones included; -1 where only the device knows,
              in `device_lengths`, since a step in flight may accept fewer or more of a draft.
     columns: the declared columns, by name.
+    usual:   per KV group whether it is one of tokens that all have keys, `block_size` of them in a block.
+    encoder_lens: [slots] int32 on the host, tokens of each row's encoder.   pages: of recurrent state that a row has.
+    states: [slots] int64 on the device, which of a row's pages of recurrent state is true: as many as drafts were
+             accepted in its last step. None where a row has one.
 
     Rows are as wide as the longest request so far may become, not as `max_model_len`: a table of 256 rows for 128k
     tokens would take 134 MB that most workloads never touch.
@@ -63,7 +67,15 @@ class SlotTable:
         self.lengths: np.ndarray = np.zeros(num_slots, np.int32)
         self.device_lengths = self._on_device(self.lengths)
         self.columns = {column.name: self._column(column) for column in columns}
-        self.host_tables = [self._empty_table() for _ in layout.groups]
+        self.groups, self.pages = layout.groups, layout.policy.states_per_slot
+        attention = (KVKind.FULL, KVKind.SLIDING)
+        self.usual = tuple(group.kind in attention and group.units == 1 for group in layout.groups)
+        self.encoder_lens: np.ndarray = np.zeros(num_slots, np.int32)
+        self.states: Tensor | None = None
+        if layout.policy.states_per_slot > 1 and any(g.kind is KVKind.RECURRENT for g in layout.groups):
+            self.states = torch.zeros(num_slots, dtype=torch.int64, device=context.device)
+        self._policy = layout.policy
+        self.host_tables = [self._empty_table(group) for group in layout.groups]
         self.tables = [self._on_device(t) for t in self.host_tables]
         # columns that may be non-zero: [groups, slots]
         self._num_blocks: np.ndarray = np.zeros((len(layout.groups), num_slots), np.int32)
@@ -72,8 +84,14 @@ class SlotTable:
         host: np.ndarray = np.full(self.num_slots, column.neutral, column.dtype)
         return SlotColumn(column, host, self._on_device(host))
 
-    def _empty_table(self) -> np.ndarray:
-        return np.zeros((self.num_slots, -(-self.width // self.block_size) + 1), np.int32)
+    def _empty_table(self, group: KVGroup) -> np.ndarray:
+        """All tables are as wide as one of blocks of one unit, and as their own blocks need it."""
+        policy = self._policy
+        wide = {
+            KVKind.CROSS: -(-policy.max_encoder_tokens // self.block_size),
+            KVKind.RECURRENT: policy.states_per_slot,
+        }
+        return np.zeros((self.num_slots, max(-(-self.width // self.block_size) + 1, wide.get(group.kind, 0))), np.int32)
 
     def _on_device(self, table: np.ndarray) -> Tensor:
         if self._context.is_async:
@@ -91,7 +109,7 @@ class SlotTable:
         self.tokens = torch.zeros((self.num_slots, self.width), dtype=torch.int32, device=old.device)
         self.tokens[:, : old.shape[1]] = old
         for g, table in enumerate(self.host_tables):
-            grown = self._empty_table()
+            grown = self._empty_table(self.groups[g])
             grown[:, : table.shape[1]] = table
             self.host_tables[g] = grown
             self.tables[g] = self._on_device(grown)
@@ -109,6 +127,9 @@ class SlotTable:
             offset += len(row)
             self.num_prompt[init.slot] = init.num_prompt_tokens
             self.lengths[init.slot] = len(row)
+            self.encoder_lens[init.slot] = init.encoder_tokens
+        if self.states is not None:
+            self.keep_states(np.array([init.slot for init in new]))
         if self.columns or any(init.columns for init in new):
             self._enter_columns(new)
         appends = [BlockAppend(init.slot, g, 0, blocks) for init in new for g, blocks in enumerate(init.block_ids)]
@@ -155,6 +176,12 @@ class SlotTable:
         if self._context.is_async:
             self.lengths[slots] = -1
 
+    def keep_states(self, slots: np.ndarray) -> None:
+        """The recurrent states of these rows are in their first page now."""
+        if self.states is not None:
+            (index,) = self._context.upload([slots.astype(np.int64)])
+            self.states.index_fill_(0, index, 0)
+
     def known_lengths(self, slots: np.ndarray) -> np.ndarray:
         """The lengths of some rows, [n] int32; waits for the device where only it knows."""
         lengths: np.ndarray = self.lengths[slots]
@@ -172,7 +199,7 @@ class SlotTable:
         for slot, group, start, blocks in appends:
             table, end = self.host_tables[group], start + len(blocks)
             if end > table.shape[1]:
-                self.require_width(min(self.max_width, end * self.block_size))
+                self.require_width(min(self.max_width, end * self.block_size * self.groups[group].units))
                 table = self.host_tables[group]
             table[slot, start:end] = blocks
             known = int(self._num_blocks[group, slot])

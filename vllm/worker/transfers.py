@@ -1,8 +1,9 @@
-"""Moves of whole blocks that a plan asks for, within the pools of one rank."""
+"""Moves of whole blocks that a plan asks for: within the pools of one rank, and to and from the lower tier."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -12,22 +13,45 @@ from vllm.step.plan import Transfer, TransferKind
 from vllm.worker.device import DeviceContext
 
 
-def run_transfers(transfers: Sequence[Transfer], pools: Sequence[Sequence[Tensor]], context: DeviceContext) -> None:
-    """Copy, then clear blocks. pools: per pool its tensors, all with the blocks along the first dimension.
+class Tier(Protocol):
+    """Places for blocks of token pages outside the device. A transfer is (block, place)."""
 
-    Raises NotImplementedError for pools that are not there, and for a lower tier, which this worker does not have.
+    def save(self, pages: Sequence[Tensor], blocks: np.ndarray, places: np.ndarray) -> None:
+        """Copy blocks to places, as they are before whatever is queued next."""
+
+    def load(self, pages: Sequence[Tensor], blocks: np.ndarray, places: np.ndarray) -> None:
+        """Copy places to blocks, before whatever is queued next reads them."""
+
+
+def run_transfers(
+    transfers: Sequence[Transfer], pools: Sequence[Sequence[Tensor]], context: DeviceContext, tier: Tier | None = None
+) -> None:
+    """Save, copy, clear and load blocks, in this order, each kind in one go.
+
+    pools: per pool its tensors, all with the blocks along the first dimension. Raises NotImplementedError for a pool
+    that is not there, and for a lower tier if the worker has none.
     """
+    kinds: dict[tuple[TransferKind, int], list[Transfer]] = {}
     for transfer in transfers:
-        if transfer.pool >= len(pools) or transfer.kind not in (TransferKind.COPY, TransferKind.ZERO):
+        lower = transfer.kind in (TransferKind.SAVE, TransferKind.LOAD)
+        if transfer.pool >= len(pools) or (lower and (tier is None or transfer.pool != 0)):
             raise NotImplementedError(f"This worker cannot run a plan with {transfer}.")
-    for pool, tensors in enumerate(pools):
-        copied = [t for t in transfers if t.pool == pool and t.kind is TransferKind.COPY]
-        cleared = [t.dst for t in transfers if t.pool == pool and t.kind is TransferKind.ZERO]
-        if copied:
-            src, dst = context.upload([np.array([t.src for t in copied]), np.array([t.dst for t in copied])])
+        kinds.setdefault((transfer.kind, transfer.pool), []).append(transfer)
+    for kind, pool in sorted(kinds, key=lambda key: _TURNS.index(key[0])):
+        moved, tensors = kinds[kind, pool], pools[pool]
+        src, dst = np.array([t.src for t in moved]), np.array([t.dst for t in moved])
+        if kind is TransferKind.SAVE and tier is not None:
+            tier.save(tensors, src, dst)
+        elif kind is TransferKind.LOAD and tier is not None:
+            tier.load(tensors, dst, src)
+        elif kind is TransferKind.COPY:
+            where = context.upload([src, dst])
             for tensor in tensors:
-                copy_blocks(tensor, src, dst)
-        if cleared:
-            (where,) = context.upload([np.array(cleared)])
+                copy_blocks(tensor, *where)
+        else:
+            (cleared,) = context.upload([dst])
             for tensor in tensors:
-                tensor.index_fill_(0, where, 0)
+                tensor.index_fill_(0, cleared, 0)
+
+
+_TURNS = (TransferKind.SAVE, TransferKind.COPY, TransferKind.ZERO, TransferKind.LOAD)

@@ -6,28 +6,28 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from vllm import envs, ops
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.logger import init_logger
 from vllm.model_executor.models.kv_groups import layout_of
-from vllm.model_executor.models.traits import Model, check_traits
+from vllm.model_executor.models.traits import Model, Traits, check_traits
 from vllm.ops import attention_backends
 from vllm.platforms import cuda_early
 from vllm.step.inputs import GroupInputs, StepInputs
-from vllm.step.kv_policy import KVLayout
+from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker import cpu_blocks, kv_memory
 from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
-from vllm.worker.kv_memory import CacheRequest
+from vllm.worker.kv_memory import CacheMemory, CacheRequest
 from vllm.worker.model_runner import Handle, ModelRunner
 from vllm.worker.profiler import WorkerProfiler
 
@@ -78,21 +78,30 @@ class Worker:
             prefix_caching=config.cache_config.enable_prefix_caching is not False,
             features=frozenset(),
         )
-        if config.model_config.attention_backend != "TORCH_SDPA" and self.device.type == "cpu":
-            cpu_blocks.fuse(self.model)
         cache = config.cache_config
+        self.layout: KVLayout = layout_of(
+            self.model.traits, cache.block_size, cache.cache_dtype, snapshots=self._snapshots()
+        )
+        one_size = all(group.units == 1 for group in self.layout.groups)  # which is what native layers go by
+        if config.model_config.attention_backend != "TORCH_SDPA" and self.device.type == "cpu" and one_size:
+            cpu_blocks.fuse(self.model)
         self.adapters = None
         if config.lora_config is not None:
             self.adapters = WorkerAdapters(config, self.model, self.context)
-        self.layout: KVLayout = layout_of(self.model.traits, cache.block_size, cache.cache_dtype)
         if attention is not None:
             stored = kv_memory.cache_dtype(cache.cache_dtype, config.model_config.dtype)
             dtype = kv_memory.cache_dtype("auto", config.model_config.dtype)
-            attention_backends.check(attention, cast(torch.nn.Module, self.model), self.layout.head_dim, dtype, stored)
+            for head_dim in head_sizes(self.model.traits):
+                attention_backends.check(attention, cast(torch.nn.Module, self.model), head_dim, dtype, stored)
         self.runner: ModelRunner | None = None
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._profiler: WorkerProfiler | None = None
+
+    def _snapshots(self) -> int:
+        """Recurrent states kept for prefixes beyond those of running requests."""
+        scheduler = self.config.scheduler_config
+        return scheduler.max_num_seqs if self.config.cache_config.enable_prefix_caching else 0
 
     def _open_device(self) -> torch.device:
         kind = self.config.device_config.device
@@ -187,28 +196,30 @@ class Worker:
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
-        self.runner = self._make_runner(self._allocate(num_blocks))
+        num_states = self.layout.policy.num_states(self.config.scheduler_config.max_num_seqs)
+        self.runner = self._make_runner(self._allocate(num_blocks, num_states))
         if self.device.type == "cuda" and self.config.compilation_config.cudagraph_capture_sizes:
             self._use_graphs(self.runner)
         if self.tp.is_first:
             kv_memory.log_cache(self.device.type, self.layout, self._request, num_blocks)
 
-    def _allocate(self, num_blocks: int) -> list[Tensor]:
+    def _allocate(self, num_blocks: int, num_states: int) -> CacheMemory:
         dtype = kv_memory.cache_dtype(self.config.cache_config.cache_dtype, self.config.model_config.dtype)
-        return kv_memory.allocate(self.layout, num_blocks, dtype, self.device)
+        return kv_memory.allocate(self.layout, num_blocks, num_states, dtype, self.device)
 
-    def _make_runner(self, caches: list[Tensor]) -> ModelRunner:
+    def _make_runner(self, caches: CacheMemory) -> ModelRunner:
         model, scheduler = self.config.model_config, self.config.scheduler_config
         return ModelRunner(
             self.model,
             self.layout,
-            caches,
+            caches.tensors,
             self.context,
             num_slots=scheduler.max_num_seqs,
             max_model_len=model.max_model_len,
             vocab_size=model.logits_width,
             tp=self.tp,
             adapters=self.adapters,
+            pools=caches.pools,
         )
 
     def _use_graphs(self, runner: ModelRunner) -> None:
@@ -267,7 +278,7 @@ class Worker:
         tokens, requests = self._largest_batch()
         step = dummy_step(tokens, requests, self.layout, self.context)
         with torch.inference_mode():
-            hidden = self.model(step, self._allocate(1))
+            hidden = self.model(step, self._allocate(1, 1).tensors)
             logits = self.model.logits(hidden[:requests])
             logits.sort(-1)  # stands for what sampling needs at most
 
@@ -320,6 +331,12 @@ class Worker:
         self.context.synchronize()
 
 
+def head_sizes(traits: Traits) -> list[int]:
+    """The sizes of the heads whose keys and values a rank's layers keep."""
+    paged = (need for need in traits.kv if need is not None and need.kind is not KVKind.RECURRENT)
+    return sorted({tensor.shape[-1] for need in paged for tensor in need.tensors})
+
+
 def dummy_step(tokens: int, requests: int, layout: KVLayout, context: DeviceContext) -> StepInputs:
     """Inputs of `tokens` tokens evenly over `requests` requests, which live in the null block."""
     counts: np.ndarray = np.full(requests, tokens // requests, np.int32)
@@ -341,7 +358,9 @@ def dummy_step(tokens: int, requests: int, layout: KVLayout, context: DeviceCont
         ]
     )
     group = GroupInputs(slot_mapping=mapping, block_table=d_table)
+    no_keys = replace(group, slot_mapping=mapping[:0], key_lens=torch.zeros_like(d_lens))
+    groups = [no_keys if kind.kind is KVKind.CROSS else group for kind in layout.groups]
     return StepInputs.of(
-        token_ids, d_positions, d_starts, d_lens, (group,) * len(layout.groups), logits_rows=rows,
+        token_ids, d_positions, d_starts, d_lens, groups, logits_rows=rows,
         host_query_starts=starts, host_seq_lens=counts,
     )  # fmt: skip

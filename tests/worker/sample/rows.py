@@ -16,7 +16,7 @@ from vllm.worker.device import CpuContext, DeviceContext
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
 
-LAYOUT = KVLayout((KVGroup(KVKind.FULL, (0,)),), 16, 1, 8, 4)
+LAYOUT = KVLayout.alike((KVGroup(KVKind.FULL, (0,)),), 16, 1, 8, 4)
 
 
 @dataclass

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from vllm.model_executor.models.traits import Traits
-from vllm.step.kv_need import TOKENS, KVNeed
-from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
+from vllm.step.kv_need import TOKENS, KVNeed, KVTensor
+from vllm.step.kv_policy import CacheTensor, KVGroup, KVKind, KVLayout, KVPolicy
 
 _GROUP_COST = 1 / 32
+_ALIGN = 16  # bytes, where tensors of unlike shapes begin
+_LARGEST_BLOCK = 256  # tokens
+_ORDER = (KVKind.FULL, KVKind.SLIDING, KVKind.CROSS)
 _CACHE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -25,29 +30,39 @@ _CACHE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
-    """Where a layer's keys and values are: the group whose block table holds them, and the cache tensor's index."""
+    """Where a layer's keys and values are: the group whose block table holds them, and the cache tensor's index.
+
+    more: the indices of the layer's further tensors.
+    """
 
     group: int
     tensor: int
+    more: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The indices of all the layer's tensors, in the order of its `KVNeed`."""
+        return (self.tensor, *self.more)
 
 
 def group_layers(kv: Sequence[KVNeed | None]) -> tuple[KVGroup, ...]:
-    """Groups of equally many layers, as far as possible: full attention first, then each window by itself.
+    """Groups of equally many layers, as far as possible: full attention first, then each window by itself, cross
+    attention, and all recurrent layers as the last.
 
     A kind with more layers than the group size gets several groups; see `group_size`. Layers that keep nothing, or read
     another's blocks, are in no group.
     """
-    kinds: dict[int | None, list[int]] = {}
+    kinds: dict[tuple[KVKind, int], list[int]] = {}
     for layer, need in enumerate(kv):
         if need is not None and need.same_as is None:
-            kinds.setdefault(need.window, []).append(layer)
+            kinds.setdefault((need.kind, need.window or 0), []).append(layer)
+    states = kinds.pop((KVKind.RECURRENT, 0), [])
     size = group_size([len(layers) for layers in kinds.values()])
     groups = []
-    for window in sorted(kinds, key=lambda w: (w is not None, w or 0)):
-        layers = kinds[window]
-        kind = KVKind.FULL if window is None else KVKind.SLIDING
-        groups += [KVGroup(kind, tuple(layers[i : i + size]), window) for i in range(0, len(layers), size)]
-    return tuple(groups)
+    for kind, window in sorted(kinds, key=lambda k: (_ORDER.index(k[0]), k[1])):
+        layers = kinds[kind, window]
+        groups += [KVGroup(kind, tuple(layers[i : i + size]), window or None) for i in range(0, len(layers), size)]
+    return (*groups, KVGroup(KVKind.RECURRENT, tuple(states))) if states else tuple(groups)
 
 
 def group_size(counts: Sequence[int]) -> int:
@@ -63,32 +78,146 @@ def group_size(counts: Sequence[int]) -> int:
     return min(range(1, max(counts) + 1), key=cost) if counts else 0
 
 
-def kv_places(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None] = ()) -> Mapping[int, KVPlace]:
-    """layer -> its place, for layers that keep something; one that reads another's blocks has that one's place."""
-    places = {
-        layer: KVPlace(index, tensor) for index, group in enumerate(groups) for tensor, layer in enumerate(group.layers)
-    }
+def kv_places(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None]) -> Mapping[int, KVPlace]:
+    """layer -> its place, for layers that keep something; one that reads another's blocks has that one's place.
+
+    Layers that are alike share tensors, the j-th of every group those of the others; else each has its own.
+    """
+    alike, places, next_tensor = _alike(groups, kv), {}, 0
+    for index, group in enumerate(groups):
+        for turn, layer in enumerate(group.layers):
+            first = next_tensor
+            if alike:
+                first = turn * len(_need(kv, layer).tensors)
+            indices = range(first, first + len(_need(kv, layer).tensors))
+            places[layer] = KVPlace(index, indices[0], tuple(indices[1:]))
+            next_tensor = indices[-1] + 1
     shared = {layer: need.same_as for layer, need in enumerate(kv) if need is not None and need.same_as is not None}
     return places | {layer: places[owner] for layer, owner in shared.items()}
 
 
-def layout_of(traits: Traits, block_size: int, cache_dtype: str | torch.dtype = "auto") -> KVLayout:
-    """The cache that a rank's model needs, for blocks of `block_size` tokens.
+def _need(kv: Sequence[KVNeed | None], layer: int) -> KVNeed:
+    need = kv[layer]
+    if need is None or need.same_as is not None or not need.tensors:
+        raise ValueError(f"Layer {layer} has blocks of its own, but names no tensor in them: {need}.")
+    return need
 
-    Raises ValueError if its layers' blocks are not keys and values of one shape, which is all that one pool can hold.
+
+def _alike(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None]) -> bool:
+    """Whether every layer of every group keeps tensors of the same shapes on blocks of tokens."""
+    tensors = {_need(kv, layer).tensors for group in groups for layer in group.layers}
+    return len(tensors) == 1 and all(group.kind is not KVKind.RECURRENT for group in groups)
+
+
+def layout_of(
+    traits: Traits,
+    block_size: int,
+    cache_dtype: str | torch.dtype = "auto",
+    *,
+    snapshots: int = 0,
+    num_drafts: int = 0,
+) -> KVLayout:
+    """The cache that a rank's model needs, for hash units of `block_size` tokens.
+
+    snapshots: recurrent states kept for prefixes beyond those of running requests.   num_drafts: the most that one step
+    of a request verifies.
+    Layers of one group may keep tensors of any shapes. Layer j of every group lies in the same bytes, so that blocks
+    of all groups are as large; groups with less per token have more tokens in a block, and what is left is padding.
+    Raises ValueError for layers that no cache can be laid out for.
     """
-    owned = [need for need in traits.kv if need is not None and need.same_as is None]
-    element_bytes = cache_element_bytes(cache_dtype, traits.dtype)
-    shapes = {tuple(tensor.shape for tensor in need.tensors) for need in owned}
-    for need in owned:
-        usual = need.kind in (KVKind.FULL, KVKind.SLIDING) and len(need.tensors) == 1
-        shape = need.tensors[0].shape if usual else ()
-        if len(shape) != 4 or shape[0] != 2 or shape[2] != TOKENS or need.tensors[0].dtype is not None:
-            raise ValueError(f"A layer that keeps {need} is not supported: expected keys and values of its tokens.")
-    if len(shapes) > 1:
-        raise ValueError(f"Layers with unlike key/value heads or head sizes are not supported, got {sorted(shapes)}.")
-    kv_heads, head_dim = (owned[0].tensors[0].shape[1], owned[0].tensors[0].shape[3]) if owned else (0, 0)
-    return KVLayout(group_layers(traits.kv), block_size, kv_heads, head_dim, element_bytes)
+    kv, element_bytes = traits.kv, cache_element_bytes(cache_dtype, traits.dtype)
+    for layer, need in enumerate(kv):
+        _check(layer, need, kv)
+    groups = group_layers(kv)
+
+    def sizes(need: KVNeed, tokens: int) -> list[int]:
+        return [_bytes_of(tensor, tokens, element_bytes) for tensor in need.tensors]
+
+    alike = _alike(groups, kv)
+    align = 1 if alike else _ALIGN
+    pages = [[_packed(sizes(_need(kv, n), block_size), align)[1] for n in g.layers] for g in groups if _paged(g)]
+    page_bytes = tuple(max(row) for row in itertools.zip_longest(*pages, fillvalue=0))
+    places, placed = kv_places(groups, kv), {}
+    state_bytes: list[int] = []
+    final = []
+    for group in groups:
+        if _paged(group):
+            group = replace(group, units=_units(group, kv, page_bytes, sizes, block_size))
+        final.append(group)
+        for turn, layer in enumerate(group.layers):
+            need, tokens = _need(kv, layer), block_size * group.units
+            offsets, size = _packed(sizes(need, tokens), align)
+            if not _paged(group):
+                state_bytes.append(size)
+            for index, tensor, offset in zip(places[layer].tensors, need.tensors, offsets, strict=True):
+                shape = tuple(tokens if n == TOKENS else n for n in tensor.shape)
+                placed[index] = CacheTensor(0 if _paged(group) else 1, turn, offset, shape, tensor.dtype)
+    policy = KVPolicy(
+        tuple(final),
+        block_size,
+        max_encoder_tokens=traits.max_encoder_tokens,
+        states_per_slot=1 + num_drafts,
+        snapshots=snapshots,
+    )
+    tensors = tuple(placed[index] for index in sorted(placed))
+    return KVLayout(policy, tensors, page_bytes, tuple(state_bytes), element_bytes)
+
+
+def _paged(group: KVGroup) -> bool:
+    return group.kind is not KVKind.RECURRENT
+
+
+def _check(layer: int, need: KVNeed | None, kv: Sequence[KVNeed | None]) -> None:
+    """Raise ValueError for a layer's need that contradicts itself or the others'."""
+    if need is None:
+        return
+    if need.same_as is not None:
+        owner = kv[need.same_as] if 0 <= need.same_as < len(kv) else None
+        if need.tensors or owner is None or owner.same_as is not None or owner.kind is not need.kind:
+            raise ValueError(
+                f"Layer {layer} reads the blocks of layer {need.same_as}, so it has no tensors, and that layer must "
+                f"have blocks of the same kind, got {need} and {owner}."
+            )
+        return
+    for tensor in _need(kv, layer).tensors:
+        wanted = 0 if need.kind is KVKind.RECURRENT else 1
+        if tensor.shape.count(TOKENS) != wanted:
+            what = "a recurrent state has no dimension of tokens" if wanted == 0 else "one dimension must be TOKENS"
+            raise ValueError(f"Layer {layer} keeps {tensor} as {need.kind.value}: {what}.")
+        if tensor.dtype is not None and tensor.dtype not in _CACHE_BYTES:
+            raise ValueError(f"Layer {layer} keeps {tensor}: its dtype must be one of {', '.join(_CACHE_BYTES)}.")
+
+
+def _bytes_of(tensor: KVTensor, tokens: int, element_bytes: int) -> int:
+    """Of one block of `tokens` tokens, or of one state."""
+    size = element_bytes if tensor.dtype is None else _CACHE_BYTES[tensor.dtype]
+    return math.prod(tokens if n == TOKENS else n for n in tensor.shape) * size
+
+
+def _packed(sizes: Sequence[int], align: int) -> tuple[list[int], int]:
+    """Where each of so many bytes begins if they lie one behind the other, and where the next block does."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // align) * align
+    return offsets, end
+
+
+def _units(
+    group: KVGroup,
+    kv: Sequence[KVNeed | None],
+    page_bytes: Sequence[int],
+    sizes: Callable[[KVNeed, int], list[int]],
+    block_size: int,
+) -> int:
+    """How many hash units a block of this group has room for: a power of two."""
+    units = 1
+    while 2 * units * block_size <= _LARGEST_BLOCK and all(
+        _packed(sizes(_need(kv, layer), 2 * units * block_size), _ALIGN)[1] <= page_bytes[turn]
+        for turn, layer in enumerate(group.layers)
+    ):
+        units *= 2
+    return units
 
 
 def cache_element_bytes(cache_dtype: str | torch.dtype, model_dtype: torch.dtype) -> int:

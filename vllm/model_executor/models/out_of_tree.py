@@ -52,9 +52,6 @@ class OutOfTreeModel(nn.Module):
         name = type(model).__name__
         if not self.layers:
             raise ValueError(f"{name} has no vllm.attention.Attention layer, so the engine has no cache to give it.")
-        shapes = {(layer.num_kv_heads, layer.head_size) for layer in self.layers}
-        if len(shapes) > 1:
-            raise ValueError(f"{name}: all Attention layers must have the same key/value heads and size, got {shapes}.")
         for method in ("forward", "compute_logits", "load_weights"):
             if not hasattr(model, method):
                 raise ValueError(f'{name} has no method {method}(). See "Adding a New Model" in the guide.')
@@ -64,7 +61,7 @@ class OutOfTreeModel(nn.Module):
             for layer, window in zip(self.layers, windows, strict=True)
         )
         self.traits = Traits(hf.hidden_size, dtype, hf.vocab_size, kv, range(len(kv)))
-        places = kv_places(group_layers(kv))
+        places = kv_places(group_layers(kv), kv)
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
             layer.place, layer.params = places[index], replace(layer.params, window=window)
         self._forward_names = _parameter_names(model.forward)

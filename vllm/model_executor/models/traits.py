@@ -29,6 +29,7 @@ class Traits:
     prefix: a cached prefix may end at every so many tokens; 1: at any block, 0: nowhere.
     taps: layers whose output `forward` can hand out beside the last one's.
     replayable: steps of equal sizes launch equal kernels, so that a padded mixed step may be captured and replayed.
+    max_encoder_tokens: the most tokens of an encoder that layers of cross attention keep keys of.
     """
 
     hidden_size: int
@@ -44,6 +45,7 @@ class Traits:
     prefix: int = 1
     taps: tuple[int, ...] = ()
     replayable: bool = False
+    max_encoder_tokens: int = 0
 
 
 class Model(Protocol):
