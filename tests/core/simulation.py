@@ -68,6 +68,12 @@ def state_policy(full: bool = True, window: int | None = None, snapshots: int = 
     return KVPolicy(tuple(groups), 4, snapshots=snapshots, snapshot_interval=interval)
 
 
+def uneven_states() -> KVPolicy:
+    """Recurrent layers beside blocks of 4 and of 8 tokens."""
+    groups = (KVGroup(KVKind.FULL, (0,)), KVGroup(KVKind.SLIDING, (1,), 10, units=2), KVGroup(KVKind.RECURRENT, (2,)))
+    return KVPolicy(groups, 4, snapshots=12, snapshot_interval=12)
+
+
 def cross_policy() -> KVPolicy:
     return KVPolicy((KVGroup(KVKind.FULL, (0,)), KVGroup(KVKind.CROSS, (1,))), 4, max_encoder_tokens=30)
 
@@ -79,6 +85,7 @@ POLICIES = {
     "state": state_policy(),
     "only states": state_policy(full=False),
     "states and windows": state_policy(window=10),
+    "states and long blocks": uneven_states(),
     "cross": cross_policy(),
 }
 

@@ -113,6 +113,17 @@ def test_a_hit_ends_where_the_blocks_of_all_groups_end() -> None:
     assert run_step(sim).new[0].num_computed == 24
 
 
+def test_snapshots_stand_where_the_blocks_of_all_groups_end() -> None:
+    sim = Simulation(POLICIES["states and long blocks"], 200, limits(max_num_batched_tokens=64), 1)
+    prompt = [i % 50 for i in range(30)]
+    sim.add("a", prompt, 3)
+    sim.run()
+    sim.add("b", prompt, 3)
+    assert run_step(sim).new[0].num_computed == 24, "29 tokens could be skipped, blocks of 8 end at 24"
+    sim.run()
+    assert sim.output["b"] == expected_output(prompt, 3)
+
+
 def test_cross_attention_holds_what_the_encoder_needs_from_the_first_step_on() -> None:
     sim = Simulation(cross_policy(), 100, limits(), 1)
     sim.device.encoded = {"a": 7, "b": 8}

@@ -6,6 +6,7 @@ A group keeps nothing itself: its part of a request is `request.tables[group.ind
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 
 from vllm.core.block_pool import NULL_BLOCK, BlockPool
 from vllm.core.request import ENDLESS, Request
@@ -119,8 +120,9 @@ class StateGroup:
         self.index = index
         self.suffix = bytes([index])
         self.pages = policy.states_per_slot
-        self._unit = policy.unit
-        self._interval = max(1, policy.snapshot_interval // policy.unit) * policy.unit
+        # where the blocks of all groups end: elsewhere nobody could start
+        self._unit = policy.unit * lcm(*(group.units for group in policy.groups))
+        self._interval = max(1, policy.snapshot_interval // self._unit) * self._unit
 
     def next_snapshot(self, request: Request, start: int) -> int:
         """Where the chunk that starts at `start` must end, because a snapshot is taken there: multiples of the
