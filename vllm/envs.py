@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     VLLM_USE_TRITON_AWQ: bool
     VLLM_MAX_N_SEQUENCES: int
     VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool
+    VLLM_ALLOW_INSECURE_SERIALIZATION: bool
     VLLM_SERVER_DEV_MODE: bool
     VLLM_STRICT: bool
     VLLM_FAULTS: str
@@ -313,6 +314,12 @@ _TABLE = (
     EnvVar("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _flag, False, "Keep the API server alive after the engine has failed."),
     EnvVar("VLLM_ENABLE_RESPONSES_API_STORE", _flag, False, "Keep the newest responses of /v1/responses in memory."),
     EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters."),
+    EnvVar(
+        "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        _flag,
+        False,
+        "Send functions given to collective_rpc to other processes by value (pickled).",
+    ),
     EnvVar("VLLM_SERVER_DEV_MODE", _flag, False, "Routes for development (sleep, wake_up, server_info, ...)."),
     # --- Tests of survival ---
     EnvVar("VLLM_STRICT", _flag, False, "An idle engine core that holds anything ends with a report."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -356,10 +357,21 @@ def test_attention_backends_by_name(make: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_SDPA")
     assert make(GPU).model_config.attention_backend == "TORCH_SDPA"
     assert make(GPU, attention_backend="TRITON").model_config.attention_backend == "TRITON_ATTN"
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
     for device in (CPU, GPU):
         with pytest.raises(ValueError, match="The attention backend XFORMERS is not supported by this version on"):
-            make(device)
+            make(device, attention_backend="XFORMERS")
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER", "XFORMERS", "ROCM_FLASH"])
+def test_a_variable_for_other_machines_is_a_warning(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    logger = logging.getLogger("vllm.config.model")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
+    assert make(CPU).model_config.attention_backend is None
+    assert f"VLLM_ATTENTION_BACKEND={name} is not used: The attention backend {name} is not" in caplog.text
+    assert make(CPU, attention_backend="TORCH_SDPA").model_config.attention_backend == "TORCH_SDPA"
 
 
 @pytest.mark.parametrize(("name", "module"), [("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer")])

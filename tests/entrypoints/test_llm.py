@@ -699,13 +699,36 @@ def test_what_only_other_models_or_versions_do_says_so(llm):
             call()
 
 
-def test_model_can_be_reached(llm):
-    (rows,) = llm.apply_model(lambda model: sum(p.numel() for p in model.parameters()) > 0)
-    assert rows is True
+def test_model_can_be_reached(llm, model_folder):
+    from transformers import AutoModelForCausalLM
+
+    published = AutoModelForCausalLM.from_pretrained(model_folder)
+    (count,) = llm.apply_model(lambda model: sum(p.numel() for n, p in model.named_parameters() if "blocks." in n))
+    assert count == sum(p.numel() for n, p in published.named_parameters() if ".layers." in n)
+    (ranks,) = llm.collective_rpc(lambda worker: (worker.rank, worker.local_rank, worker.vllm_config.model_config))
+    assert ranks == (0, 0, llm.llm_engine.model_config)
+    assert llm.collective_rpc(lambda worker: worker.model_runner.model is worker.get_model()) == [True]
     (name,) = llm.collective_rpc(lambda worker: type(worker).__name__)
     assert name == "Worker"
     with pytest.raises(ValueError, match="no public method"):
         llm.collective_rpc("_load")
+
+
+def test_weights_changed_through_the_model_are_used(llm):
+    params = SamplingParams(temperature=0, max_tokens=8)
+
+    def scale_head(model, factor):
+        for name, parameter in model.named_parameters():
+            if "blocks.0" in name and parameter.dim() == 2:
+                parameter.data.mul_(factor)
+
+    before = llm.generate("Hello my name", params)[0].outputs[0].token_ids
+    llm.apply_model(lambda model: scale_head(model, -4.0))
+    llm.reset_prefix_cache()
+    changed = llm.generate("Hello my name", params)[0].outputs[0].token_ids
+    llm.apply_model(lambda model: scale_head(model, -0.25))
+    llm.reset_prefix_cache()
+    assert llm.generate("Hello my name", params)[0].outputs[0].token_ids == before != changed
 
 
 def test_tokenizer_can_be_replaced(model_folder):

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,10 +78,21 @@ def test_two_ranks_take_masks_that_come_late(pair: MultiprocExecutor, folder: Pa
     assert in_plan == late and sum(all(token % 3 == 0 for token in tokens) for tokens in late) >= 2
 
 
+def rank_and(worker: Any, function: Callable[[int], int], value: int) -> list[int]:
+    return [worker.rank, function(value)]
+
+
+def count_parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_calls_reach_every_rank(pair: MultiprocExecutor) -> None:
     assert pair.collective_rpc("check_health") == [None, None]
     assert pair.collective_rpc("count_blocks", timeout=30) == [pair.num_blocks] * 2
-    with pytest.raises(TypeError, match="functions are not sent to other processes"):
+    assert pair.collective_rpc(rank_and, args=(abs,), kwargs={"value": -3}) == [[0, 3], [1, 3]]
+    counts = pair.collective_rpc("apply_model", args=(count_parameters,))
+    assert counts[0] == counts[1] > 0
+    with pytest.raises(TypeError, match="VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
         pair.collective_rpc(lambda worker: None)
     with pytest.raises(ValueError, match="has no public method 'nothing'"):
         pair.collective_rpc("nothing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -76,6 +77,13 @@ def test_calls_by_name_and_by_function(folder: Path) -> None:
     executor = create_executor(config_for(folder))
     assert executor.collective_rpc("check_health") == [None]
     assert executor.collective_rpc(lambda worker, n: worker.layout.block_size + n, args=(1,)) == [17]
+    release = Event()
+    with pytest.raises(TimeoutError, match="within 0.05 s"):
+        executor.collective_rpc(lambda worker: release.wait(30), timeout=0.05)
+    release.set()
+    assert executor.collective_rpc("check_health", timeout=30) == [None]  # after the late one
+    with pytest.raises(ZeroDivisionError):
+        executor.collective_rpc(lambda worker: 1 // 0, timeout=30)
     for name in ("_load", "nothing", "__init__", "config"):
         with pytest.raises(ValueError, match="has no public method"):
             executor.collective_rpc(name)

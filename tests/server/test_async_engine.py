@@ -237,12 +237,17 @@ async def chunks_of_prompts_are_counted(engine):
     assert total(engine, "vllm:prompt_tokens_total") - before == 230
 
 
+def blocks_of(worker):
+    return worker.count_blocks()
+
+
 async def utilities(engine):
     assert await engine.reset_prefix_cache()
     assert await engine.collective_rpc("check_health") == [None]
     with pytest.raises(RuntimeError, match="no_such_method"):
         await engine.collective_rpc("no_such_method")
-    with pytest.raises(ValueError):
+    assert await engine.collective_rpc("count_blocks", timeout=30) == await engine.collective_rpc(blocks_of)
+    with pytest.raises(TypeError, match="no name there leads to it"):
         await engine.collective_rpc(lambda worker: worker)
     with pytest.raises(RuntimeError, match="no method"):
         await engine._core.call("shutdown")

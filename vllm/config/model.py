@@ -14,6 +14,7 @@ from vllm.config.generation import diff_sampling_params
 from vllm.config.hf import HFConfig
 from vllm.config.kinds import Choice, Flag, Integer, Json, JsonOr, Kind, Number, Text, TextList
 from vllm.config.quantization import Quantization
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
@@ -26,6 +27,8 @@ QUANTIZATIONS = (
 )  # fmt: skip
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 TOKENIZER_MODES = ("auto", "slow", "mistral", "custom")
+logger = init_logger(__name__)
+
 ATTENTION_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "TRITON", "FLASH_ATTN", "FLASHINFER", "XFORMERS", "ROCM_FLASH")
 # On the CPU the native kernels have no name: leaving the backend unset chooses them.
 DEVICE_BACKENDS = {"cpu": ("TORCH_SDPA",), "cuda": ("TRITON_ATTN", "TORCH_SDPA", "FLASH_ATTN", "FLASHINFER")}
@@ -349,6 +352,21 @@ class ModelConfig:
         return diff_sampling_params({**base, **self.override_generation_config})
 
 
+def chosen_attention_backend(argument: str | None, variable: str | None, device: str) -> str | None:
+    """`attention_backend` of the argument, or else of VLLM_ATTENTION_BACKEND.
+
+    The variable is often exported once for machines of several kinds: what does not run on this device is then a
+    warning, and the device's own kernels are used.
+    """
+    if argument is not None or variable is None:
+        return attention_backend(argument, device)
+    try:
+        return attention_backend(variable, device)
+    except UnsupportedSettingError as error:
+        logger.warning("VLLM_ATTENTION_BACKEND=%s is not used: %s", variable, error)
+        return None
+
+
 def attention_backend(name: str | None, device: str) -> str | None:
     """The canonical name of attention backend `name`, None for the device's own kernels.
 
@@ -358,11 +376,6 @@ def attention_backend(name: str | None, device: str) -> str | None:
         return None
     if name not in ATTENTION_BACKENDS:
         raise ValueError(f"attention_backend must be one of {', '.join(ATTENTION_BACKENDS)}, got {name!r}.")
-    if name == "FLASHINFER" and importlib.util.find_spec("flashinfer") is None:
-        raise ValueError(
-            "VLLM_ATTENTION_BACKEND is set to FLASHINFER, but flashinfer module was not found. See "
-            "https://github.com/vllm-project/vllm/blob/main/docker/Dockerfile for instructions on how to install it."
-        )
     name = "TRITON_ATTN" if name == "TRITON" else name
     choices = DEVICE_BACKENDS[device]
     if name not in choices:
@@ -371,6 +384,11 @@ def attention_backend(name: str | None, device: str) -> str | None:
             "Leave attention_backend and VLLM_ATTENTION_BACKEND unset for the best one.",
             parameter="attention_backend",
             value=name,
+        )
+    if name == "FLASHINFER" and importlib.util.find_spec("flashinfer") is None:
+        raise ValueError(
+            "VLLM_ATTENTION_BACKEND is set to FLASHINFER, but flashinfer module was not found. Install it (pip install "
+            "flashinfer-python), or leave attention_backend and VLLM_ATTENTION_BACKEND unset."
         )
     if name == "FLASH_ATTN" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError(

@@ -59,9 +59,9 @@ class ParallelConfig:
         "Seconds after which a collective operation counts as failed.",
         idle=lambda config: "" if config.parallel_config.world_size > 1 else "there is one worker",
     )
-    worker_cls: str = setting("auto", Text(), "The worker class.", later="Custom worker classes (worker_cls)")
+    worker_cls: str = setting("auto", Text(), "Class of workers, as module.Class; a subclass of the one here.")
     worker_extension_cls: str = setting(
-        "", Text(), "Class mixed into the worker.", later="Worker extensions (worker_extension_cls)"
+        "", Text(), "Class mixed into the worker, as module.Class: its methods can be called by collective_rpc."
     )
     data_parallel_size: int = setting(1, Integer(low=1), "Number of engine copies.", flags=("-dp",), later=_DP)
     data_parallel_rank: int | None = setting(

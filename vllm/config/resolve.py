@@ -26,7 +26,7 @@ from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
 from vllm.config.max_model_len import resolve_max_model_len, without_sliding_window
-from vllm.config.model import CAPTURED, ModelConfig, ModelLength, attention_backend
+from vllm.config.model import CAPTURED, ModelConfig, ModelLength, chosen_attention_backend
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.quantization import resolve_quantization
@@ -220,8 +220,8 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         served_model_name=names[0],
         served_model_names=names,
         generation_config=generation_config,
-        attention_backend=attention_backend(
-            args["attention_backend"] or envs.VLLM_ATTENTION_BACKEND, platform.device_type
+        attention_backend=chosen_attention_backend(
+            args["attention_backend"], envs.VLLM_ATTENTION_BACKEND, platform.device_type
         ),
         path=path,
         tokenizer_path=tokenizer_path,

@@ -17,6 +17,7 @@ from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
 from vllm.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from vllm.faults import Faults
+from vllm.ipc import functions
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
@@ -725,15 +726,17 @@ class AsyncLLMEngine:
 
     async def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker by name; results by rank."""
-        if not isinstance(method, str):
-            raise ValueError("collective_rpc takes the name of a worker method here; functions cannot be sent.")
-        return list(await self._call("collective_rpc", method, timeout, list(args), dict(kwargs or {})))
+        """Call a method of every worker by name, or a function that is given the worker; results by rank.
+
+        Raises TypeError for a function that cannot travel (`ipc.functions`) or an argument that is no plain data.
+        """
+        sent = functions.portable([method, timeout, args, kwargs or {}])
+        return list(await self._call("collective_rpc", *sent))
 
     async def sleep(self, level: int = 1) -> None:
         raise NotImplementedError("Sleep mode comes later: sleep() is not available in this version.")

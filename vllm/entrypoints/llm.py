@@ -453,7 +453,7 @@ class LLM:
 
     def apply_model(self, func: Callable[[nn.Module], _Result]) -> list[_Result]:
         """Call `func` with the model of every worker; results by rank."""
-        return self.collective_rpc(_call_with_model, args=(func,))
+        return self.collective_rpc("apply_model", args=(func,))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin a torch.profiler trace in VLLM_TORCH_PROFILER_DIR."""
@@ -619,7 +619,3 @@ def _needs_pooling(what: str) -> ValueError:
 def _refuse_processor_options(mm_processor_kwargs: dict[str, Any] | None) -> None:
     if mm_processor_kwargs:
         raise ValueError("mm_processor_kwargs are for multimodal models; this model takes text only.")
-
-
-def _call_with_model(worker: Any, func: Callable[[Any], _Result]) -> _Result:
-    return func(worker.model)

@@ -45,12 +45,3 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """End the workers and free what they hold. May be called twice."""
-
-
-def public_method(worker: object, name: str) -> Callable[..., Any]:
-    """The worker's method of that name; ValueError if there is none that may be called from outside."""
-    method = None if name.startswith("_") else vars(type(worker)).get(name)
-    if not callable(method):
-        raise ValueError(f"The worker has no public method {name!r}.")
-    bound: Callable[..., Any] = method.__get__(worker)
-    return bound

@@ -38,10 +38,10 @@ class Step(msgspec.Struct, array_like=True, tag="step"):
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
-    """Run a public method of the worker and answer with a `Result` of the same id."""
+    """Run a public method of the worker, or a function with it, and answer with a `Result` of the same id."""
 
     call_id: int
-    method: str
+    method: Any  # a name, or a function as `ipc.functions` sends it
     args: list[Any]
     kwargs: dict[str, Any]
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
-from vllm.executor.base import public_method
+from vllm.executor.calls import callable_of, worker_class
+from vllm.ipc import functions
 from vllm.ipc.child import start_child
 from vllm.ipc.frames import FrameReader, receive_frames
 from vllm.logger import init_logger
@@ -168,7 +169,7 @@ class MultiprocExecutor:
                 r.send(codec.frame(codec.Begin(document, r.rank, world, port, timeout)))
             tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener, states)
             self._others.joined = True
-        worker = self._others.worker = Worker(config, tp, compiling)
+        worker = self._others.worker = worker_class(config)(config, tp, compiling)
         own = worker.count_blocks()
         num_blocks = min([own, *(self._ready(r) for r in self._ranks)])
         self._broadcast(codec.Start(num_blocks))
@@ -258,25 +259,22 @@ class MultiprocExecutor:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every rank's worker by name. Arguments and results must be plain data.
+        """Call a method of every rank's worker by name, or a function that is given the worker. Arguments and results
+        must be plain data; functions travel as `ipc.functions` says.
 
         timeout: seconds for all ranks together. Raises TimeoutError; RuntimeError with the first rank's error if
             one failed.
         """
         worker = self.worker
-        if not isinstance(method, str):
-            raise TypeError(
-                "collective_rpc with a Python function needs distributed_executor_backend='uni': functions are not "
-                "sent to other processes. Give the name of a worker's method."
-            )
-        bound = public_method(worker, method)
+        bound = callable_of(worker, method)
+        sent, arguments, named = functions.portable(method), functions.portable(args), functions.portable(kwargs or {})
         deadline = None if timeout is None else time.monotonic() + timeout
         self._calls += 1
-        self._broadcast(codec.Call(self._calls, method, list(args), dict(kwargs or {})))
+        self._broadcast(codec.Call(self._calls, sent, list(arguments), dict(named)))
         results: list[Any] = []
         error: Exception | None = None
         try:
-            results.append(bound(*args, **(kwargs or {})))
+            results.append(bound(*functions.received(list(args)), **functions.received(dict(kwargs or {}))))
         except Exception as own:
             error = own  # the others' answers must be read all the same
         for rank in self._ranks:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import EngineDeadError
-from vllm.executor.base import public_method
+from vllm.executor.calls import callable_of, worker_class
+from vllm.ipc import functions
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 from vllm.worker.model_runner import Handle
@@ -21,17 +25,21 @@ class UniprocExecutor:
     """Executes plans with a worker of its own."""
 
     def __init__(self, config: VllmConfig) -> None:
-        worker = Worker(config, compiling=compile_ahead(config))
+        worker = worker_class(config)(config, compiling=compile_ahead(config))
         self._worker: Worker | None = worker
         self.kv_layout = worker.layout
         self.num_blocks = worker.count_blocks()
         worker.start(self.num_blocks)
         self.max_in_flight = 2 if worker.context.is_async and config.overlap_steps else 1
         self._in_flight: deque[Handle] = deque()
+        self._late: Thread | None = None  # a call that was given up
 
     @property
     def worker(self) -> Worker:
-        """The worker; raises EngineDeadError after `shutdown()`."""
+        """The worker, when it is free; raises EngineDeadError after `shutdown()`."""
+        if self._late is not None:
+            self._late.join()
+            self._late = None
         if self._worker is None:
             raise EngineDeadError("The executor has been shut down.")
         return self._worker
@@ -59,10 +67,29 @@ class UniprocExecutor:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the worker, or a function with the worker as first argument. `timeout` does nothing here."""
-        if isinstance(method, str):
-            return [public_method(self.worker, method)(*args, **(kwargs or {}))]
-        return [method(self.worker, *args, **(kwargs or {}))]
+        """Call a method of the worker, or a function with the worker as first argument.
+
+        timeout: seconds after which TimeoutError is raised; the call itself goes on, and the next step waits for it.
+        """
+        call = partial(callable_of(self.worker, method), *functions.received(list(args)))
+        named = functions.received(dict(kwargs or {}))
+        if timeout is None:
+            return [call(**named)]
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call(**named))
+            except Exception as error:
+                done.set_exception(error)
+
+        thread = Thread(target=run, name="collective-rpc", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if thread.is_alive():
+            self._late = thread
+            raise TimeoutError(f"The worker has not answered within {timeout:g} s.")
+        return [done.result()]
 
     def check_health(self) -> None:
         """Raises if the executor has been shut down or its device does not answer."""

@@ -15,7 +15,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from vllm.executor import codec
-from vllm.executor.base import public_method
+from vllm.executor.calls import callable_of, worker_class
+from vllm.ipc import functions
 from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, receive_frames
 
@@ -70,20 +71,20 @@ class Rank:
         from vllm.config import VllmConfig
         from vllm.executor.rendezvous import join, one_shot_states
         from vllm.model_executor.models.registry import ModelRegistry
-        from vllm.worker.worker import Worker
 
         ModelRegistry.restore(message.config.pop("registered_models"))
         config = VllmConfig.from_dict(message.config)
         device, states = config.device_config.device, one_shot_states(config)
         tp = join(device, message.rank, message.world, message.port, message.timeout, one_shot=states)
-        self._worker = Worker(config, tp)
+        self._worker = worker_class(config)(config, tp)
         self._send(codec.Ready(self._worker.count_blocks()))
 
     def _call(self, message: codec.Call) -> codec.Result:
         """An error of the method is its answer, not the end of this rank."""
         try:
-            method = public_method(self._ready_worker(), message.method)
-            result = codec.Result(message.call_id, method(*message.args, **message.kwargs))
+            method = callable_of(self._ready_worker(), message.method)
+            value = method(*functions.received(message.args), **functions.received(message.kwargs))
+            result = codec.Result(message.call_id, value)
             codec.frame(result)  # fails here if the value cannot travel
         except Exception as error:
             return codec.Result(message.call_id, error=f"{type(error).__name__}: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,3 +21,9 @@ def embedding(ids: Tensor, table: Any) -> Tensor:
 def pack_table(table: Tensor) -> Any:
     """Like `pack_weight`, for a table that is read by `linear` and by `embedding`. The original may be freed."""
     return table
+
+
+def unpack(table: Any) -> Tensor:
+    """What `pack_table` or `pack_weight` was given, as a new tensor; not for the packed forms of quantized weights."""
+    rows: Tensor = embedding(torch.arange(table.shape[0]), table)
+    return rows

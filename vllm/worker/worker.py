@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from vllm.worker.model_runner import Handle, ModelRunner
 from vllm.worker.profiler import WorkerProfiler
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.ops.triton.precompile import Precompilation
     from vllm.worker.cuda_graphs import DecodeGraphs
     from vllm.worker.mixed_graphs import MixedGraphs
@@ -54,6 +55,15 @@ def compile_ahead(config: VllmConfig, tp: TensorParallel = SINGLE) -> Precompila
     cuda_early.finish()
     ops.setup("cuda")  # the processes start with what this has imported
     return start(config, torch.cuda.get_device_capability(tp.rank), tp)
+
+
+@runtime_checkable
+class Restorable(Protocol):
+    """A module whose weights may be repacked for the device."""
+
+    def restore(self) -> bool: ...
+
+    def process_after_load(self) -> None: ...
 
 
 class Worker:
@@ -82,9 +92,7 @@ class Worker:
         self.layout: KVLayout = layout_of(
             self.model.traits, cache.block_size, cache.cache_dtype, snapshots=self._snapshots()
         )
-        one_size = all(group.units == 1 for group in self.layout.groups)  # which is what native layers go by
-        if config.model_config.attention_backend != "TORCH_SDPA" and self.device.type == "cpu" and one_size:
-            cpu_blocks.fuse(self.model)
+        self._fuse()
         self.adapters = None
         if config.lora_config is not None:
             self.adapters = WorkerAdapters(config, self.model, self.context)
@@ -102,6 +110,12 @@ class Worker:
         """Recurrent states kept for prefixes beyond those of running requests."""
         scheduler = self.config.scheduler_config
         return scheduler.max_num_seqs if self.config.cache_config.enable_prefix_caching else 0
+
+    def _fuse(self) -> None:
+        """Run layers as native calls, which go by one size of blocks, where the device has them."""
+        one_size = all(group.units == 1 for group in self.layout.groups)
+        if self.config.model_config.attention_backend != "TORCH_SDPA" and self.device.type == "cpu" and one_size:
+            cpu_blocks.fuse(self.model)
 
     def _open_device(self) -> torch.device:
         kind = self.config.device_config.device
@@ -310,6 +324,47 @@ class Worker:
         if self.adapters is None:
             raise ValueError("LoRA is not enabled.")
         return self.adapters
+
+    # -- for functions that are given the worker, under the names that vLLM's workers have ----------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.tp.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of this host."""
+        return self.tp.rank
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        return self.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config.model_config
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """What executes steps; `model_runner.model` is the model."""
+        if self.runner is None:
+            raise RuntimeError("The worker has no KV cache yet: call start() first.")
+        return self.runner
+
+    def get_model(self) -> Model:
+        """The model. Weights that were repacked for this device are no parameters: see `apply_model`."""
+        return self.model
+
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        """Call `function` with the model, each weight as it came from the checkpoint; changes to them stay."""
+        found = [m for m in cast(torch.nn.Module, self.model).modules() if isinstance(m, Restorable)]
+        repacked = [module for module in found if module.restore()]
+        try:
+            return function(self.model)
+        finally:
+            for module in repacked:
+                module.process_after_load()
+            self._fuse()
 
     def start_profile(self) -> None:
         """Begin a torch.profiler trace, written to VLLM_TORCH_PROFILER_DIR."""

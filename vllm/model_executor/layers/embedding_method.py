@@ -33,6 +33,10 @@ class EmbeddingMethod(ABC):
         """Called once when every parameter of the layer is filled. By default nothing."""
         return
 
+    def restore(self, layer: VocabParallelEmbedding) -> bool:
+        """As of `LinearMethod`."""
+        return False
+
     @abstractmethod
     def embed(self, layer: VocabParallelEmbedding, rows: Tensor) -> Tensor:
         """Rows of this rank's share of the table. rows: [tokens] int64 -> [tokens, dim] in the model's dtype."""
@@ -72,6 +76,9 @@ class LinearHeadMethod(EmbeddingMethod):
 
     def process_after_load(self, layer: VocabParallelEmbedding) -> None:
         self.method.process_after_load(layer)
+
+    def restore(self, layer: VocabParallelEmbedding) -> bool:
+        return self.method.restore(layer)
 
     def embed(self, layer: VocabParallelEmbedding, rows: Tensor) -> Tensor:
         raise RuntimeError("A head is not looked up.")

@@ -94,6 +94,10 @@ class LinearBase(nn.Module):
         """Let the method repack the filled weights."""
         self.method.process_after_load(self)
 
+    def restore(self) -> bool:
+        """Undo `process_after_load` where that loses nothing; whether it did."""
+        return self.method.restore(self)
+
     def project(self, x: Tensor, view: RowView | None = None) -> Tensor:
         """The layer's output, bias added unless `skip_bias_add`.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec
+from vllm.ops.embedding import unpack
 from vllm.ops.linear import linear, pack_weight
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ class LinearMethod(ABC):
     def process_after_load(self, layer: Any) -> None:
         """Called once when every parameter of the layer is filled: repack, dequantize. By default nothing."""
         return
+
+    def restore(self, layer: Any) -> bool:
+        """Make parameters of what `process_after_load` repacked without loss, for who wants to see or change them.
+
+        Returns whether there was something to do; then that is called again afterwards.
+        """
+        return False
 
     @abstractmethod
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,8 +114,14 @@ class UnquantizedLinearMethod(LinearMethod):
         weight = layer.weight.data
         packed = pack_weight(weight)
         if packed is not weight:
-            layer.packed = packed
+            layer.packed, layer.plain_form = packed, layer.weight.form
             layer.weight = None  # frees the original
+
+    def restore(self, layer: Any) -> bool:
+        if layer.packed is None:
+            return False
+        layer.weight, layer.packed = ShardedParameter(unpack(layer.packed), *layer.plain_form), None
+        return True
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = linear(x, layer.weight if layer.packed is None else layer.packed, bias)

@@ -142,6 +142,11 @@ class ShardedParameter(nn.Parameter):
         data = torch.empty(self.shape, dtype=self.dtype, device=device)
         return ShardedParameter(data, self.full_shape, self.shard_spec, self.rank, self.world)
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], ShardSpec, int, int]:
+        """All but the values: `ShardedParameter(values, *form)` is a parameter like this one."""
+        return self.full_shape, self.shard_spec, self.rank, self.world
+
     def over(self, data: Tensor) -> ShardedParameter:
         """The same parameter with these values, which are not copied."""
         return ShardedParameter(data, self.full_shape, self.shard_spec, self.rank, self.world)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.embedding_method import (
 )
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec
-from vllm.ops.embedding import pack_table
+from vllm.ops.embedding import pack_table, unpack
 from vllm.ops.linear import pack_weight
 from vllm.step.inputs import RowView
 
@@ -84,6 +84,10 @@ class VocabParallelEmbedding(nn.Module):
     def process_after_load(self) -> None:
         """Let the method repack the filled table."""
         self.method.process_after_load(self)
+
+    def restore(self) -> bool:
+        """As of `LinearBase`; a table that a head has repacked is restored by the head."""
+        return self.method.restore(self)
 
     def project(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32.
@@ -173,9 +177,21 @@ class ParallelLMHead(VocabParallelEmbedding):
         weight = self.weight.data
         packed = pack_table(weight) if self._tied else pack_weight(weight)
         if packed is not weight:
+            self.plain_form = self.weight.form
             for module in (self, *self._tied):
                 module.packed = packed
                 module.weight = None  # type: ignore[assignment]  # frees the original
+
+    def restore(self) -> bool:
+        """As of `LinearBase`; the embedding it is tied to follows."""
+        if not isinstance(self.method, UnquantizedEmbeddingMethod):
+            return not self._tied and self.method.restore(self)
+        if self.packed is None:
+            return False
+        weight = ShardedParameter(unpack(self.packed), *self.plain_form)
+        for module in (self, *self._tied):
+            module.weight, module.packed = weight, None
+        return True
 
     def project(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, embedding_dim] -> this rank's logits [rows, padded vocabulary / world] fp32.

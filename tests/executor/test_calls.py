@@ -1,0 +1,52 @@
+"""Workers of the user's own class, and classes mixed into them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm import LLM
+from vllm.worker.worker import Worker
+
+
+class CountingWorker(Worker):
+    steps = 0
+
+    def execute(self, plan):
+        self.steps += 1
+        return super().execute(plan)
+
+    def count_steps(self):
+        return self.steps
+
+
+class Extension:
+    def layers(self):
+        return len(list(self.get_model().blocks))
+
+
+class Clashing:
+    def execute(self, plan):
+        return None
+
+
+def test_a_worker_class_and_an_extension_are_used(model_folder: Path) -> None:
+    llm = LLM(str(model_folder), worker_cls=f"{__name__}.CountingWorker", worker_extension_cls=f"{__name__}:Extension")
+    llm.generate("Hello")
+    assert llm.collective_rpc("count_steps")[0] >= 16
+    assert llm.collective_rpc("layers") == [llm.llm_engine.model_config.hf_config.num_hidden_layers]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("worker_cls", "no.such.Worker", "cannot be imported"),
+        ("worker_cls", "pathlib.Path", "must name a subclass"),
+        ("worker_extension_cls", "os.getcwd", "must name a class"),
+        ("worker_extension_cls", f"{__name__}.Clashing", "names that the worker has too: execute"),
+    ],
+)
+def test_wrong_classes_are_refused(model_folder: Path, argument: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(model_folder), **{argument: value})

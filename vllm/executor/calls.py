@@ -1,0 +1,53 @@
+"""What `collective_rpc` calls, and the class of workers that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.ipc import functions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.worker.worker import Worker
+
+
+def callable_of(worker: object, method: Any) -> Callable[..., Any]:
+    """What `collective_rpc` is to call: the worker's method of that name, or a function that is given the worker.
+
+    method: a name, a function, or a function as `ipc.functions` sends it. Raises ValueError if the worker has no such
+    method that may be called from outside.
+    """
+    method = functions.received(method)
+    if not isinstance(method, str):
+        return partial(method, worker)
+    found = None
+    if not method.startswith("_"):
+        found = next((vars(kind)[method] for kind in type(worker).__mro__[:-1] if method in vars(kind)), None)
+    if not callable(found):
+        raise ValueError(f"The worker has no public method {method!r}.")
+    bound: Callable[..., Any] = found.__get__(worker)
+    return bound
+
+
+def worker_class(config: VllmConfig) -> type[Worker]:
+    """The class of workers: `worker_cls`, with `worker_extension_cls` mixed in.
+
+    Raises ValueError if one of them cannot be imported or is no such class.
+    """
+    from vllm.worker.worker import Worker
+
+    parallel = config.parallel_config
+    found: Any = Worker if parallel.worker_cls == "auto" else functions.named(parallel.worker_cls)
+    if not isinstance(found, type) or not issubclass(found, Worker):
+        raise ValueError(f"worker_cls must name a subclass of vllm.worker.worker.Worker, got {parallel.worker_cls!r}.")
+    if not parallel.worker_extension_cls:
+        return found
+    extension: Any = functions.named(parallel.worker_extension_cls)
+    if not isinstance(extension, type):
+        raise ValueError(f"worker_extension_cls must name a class, got {parallel.worker_extension_cls!r}.")
+    taken = sorted(name for name in vars(extension) if not name.startswith("__") and hasattr(found, name))
+    if taken:
+        raise ValueError(f"{parallel.worker_extension_cls} has names that the worker has too: {', '.join(taken)}.")
+    return type(found.__name__, (found, extension), {})
