@@ -201,7 +201,8 @@ DEFAULTS = {
     "enable_multimodal_encoder_data_parallel": False,
 }  # fmt: skip
 NEWER = (
-    "runner", "convert", "allowed_media_domains", "kv_cache_memory_bytes", "max_num_queued_reqs",
+    "runner", "convert", "allowed_media_domains", "kv_cache_memory_bytes", "kv_offloading_size",
+    "kv_offloading_backend", "max_num_queued_reqs",
     "max_num_queued_tokens", "attention_backend", "async_scheduling", "logits_processors", "structured_outputs_config",
     "pooler_config",
     "profiler_config", "attention_config", "quantization_config", "offload_group_size", "offload_num_in_group",

@@ -33,6 +33,19 @@ class CacheConfig:
         Integer(low=1, human=True, optional=True),
         "The size of the KV cache in bytes. If set, memory is not profiled and gpu_memory_utilization has no effect.",
     )
+    kv_offloading_size: float | None = setting(
+        None,
+        Number(optional=True),
+        "GiB of host memory, of all ranks together, for copies of KV cache blocks. What the device has no room for any "
+        "more comes back from there when a later request has the same beginning. Default: none.",
+    )
+    kv_offloading_backend: str = setting(
+        "native",
+        Choice(values=("native", "lmcache")),
+        "What keeps these blocks.",
+        needs="kv_offloading_size",
+        later={"lmcache": "Keeping the KV cache in LMCache (kv_offloading_backend='lmcache')"},
+    )
     swap_space: float = setting(
         4,
         Number(),
@@ -97,6 +110,13 @@ class CacheConfig:
             raise ValueError(f"GPU memory utilization must be less than 1.0. Got {self.gpu_memory_utilization}.")
         if self.gpu_memory_utilization <= 0:
             raise ValueError(f"gpu_memory_utilization must be greater than 0, got {self.gpu_memory_utilization}.")
+        if self.kv_offloading_size is not None and self.kv_offloading_size < 0:
+            raise ValueError(f"kv_offloading_size must be non-negative, got {self.kv_offloading_size}.")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_offloading_size keeps blocks for later requests, which prefix caching finds: leave "
+                "enable_prefix_caching on, or kv_offloading_size unset."
+            )
         if self.swap_space < 0:
             raise ValueError(f"swap_space must be non-negative, got {self.swap_space}.")
 

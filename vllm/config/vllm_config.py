@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm.config.cache import CacheConfig
+from vllm.config.cache import GIB, CacheConfig
 from vllm.config.compilation import CompilationConfig
 from vllm.config.decoding import DecodingConfig
 from vllm.config.device import DeviceConfig
@@ -52,6 +52,11 @@ class VllmConfig:
     def overlap_steps(self) -> bool:
         """Whether a step may be planned while the device still runs the one before."""
         return self.scheduler_config.async_scheduling is not False and self.model_config.use_async_output_proc
+
+    @property
+    def kv_offloading_bytes(self) -> int:
+        """Host memory of each rank for blocks of the KV cache; 0: there is none."""
+        return int((self.cache_config.kv_offloading_size or 0.0) * GIB) // self.parallel_config.world_size
 
     def explain(self) -> str:
         """Every derived value and why it is so, one per line."""

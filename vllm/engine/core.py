@@ -72,6 +72,7 @@ class EngineCore:
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
             policies=policies if self.adapters is None else [*policies, self.adapters.slots],
             late_masks=executor.max_in_flight > 1,
+            tier_blocks=executor.kv_layout.places_in(config.kv_offloading_bytes),
         )
         self._grammars = grammar_requests(config)
         self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0

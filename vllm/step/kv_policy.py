@@ -133,6 +133,10 @@ class KVLayout:
         """Bytes that one block of token pages occupies over all memories."""
         return sum(self.page_bytes)
 
+    def places_in(self, size: int) -> int:
+        """How many blocks of token pages a lower tier of `size` bytes holds."""
+        return size // self.bytes_per_block if self.bytes_per_block else 0
+
     def bytes_of_states(self, max_num_seqs: int) -> int:
         """Bytes of all pages of recurrent state."""
         return sum(self.state_bytes) * self.policy.num_states(max_num_seqs)

@@ -215,7 +215,7 @@ def allocate(
 
     def zeros(count: int, size: int) -> Tensor:
         if device.type == "cpu":
-            return _lazy_zeros((count, size), torch.uint8)
+            return lazy_zeros((count, size), torch.uint8)
         return torch.zeros(count, size, dtype=torch.uint8, device=device)
 
     memories = (
@@ -242,7 +242,8 @@ def _words(memory: Tensor) -> Tensor:
     return memory.view(wide)
 
 
-def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in host memory that are made page by page when they are first touched."""
     count = 1
     for n in shape:
         count *= n

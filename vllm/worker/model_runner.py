@@ -21,11 +21,12 @@ from vllm.step.plan import Column, RowMasks, StepPlan, require_known
 from vllm.step.result import StepResult
 from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.device import DeviceContext
+from vllm.worker.host_tier import create_tier
 from vllm.worker.input_builder import Batch, InputBuilder, Laid, within
 from vllm.worker.pool import Pooler
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
-from vllm.worker.step_handle import LateHandle, PromptLogprobs, Queued, StepHandle
+from vllm.worker.step_handle import LateHandle, NothingComputed, PromptLogprobs, Queued, StepHandle
 from vllm.worker.transfers import run_transfers
 
 # Fields of a plan that are run beyond those without a default.
@@ -88,15 +89,18 @@ class ModelRunner:
         pooler: Pooler | None = None,
         adapters: WorkerAdapters | None = None,
         pools: Sequence[Sequence[Tensor]] | None = None,
+        tier_blocks: int = 0,
     ) -> None:
         """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools.
 
         pools: the memories behind `kv_caches` (`kv_memory.CacheMemory`); None: they are all pages of tokens.
+        tier_blocks: of a lower tier in host memory.
         """
         self.model = model
         self.layout = layout
         self.kv_caches = kv_caches
         self._pools = (kv_caches,) if pools is None else pools
+        self._tier = create_tier(self._pools[0], tier_blocks, context) if tier_blocks else None
         self.context = context
         self.tp = tp
         if adapters is not None:
@@ -120,6 +124,8 @@ class ModelRunner:
         if self._late is not None and not self._late.is_complete:
             raise RuntimeError(f"Step {self._late.step_id} waits for its masks: no other step may follow before.")
         self._take_in(plan)
+        if not len(plan.slots):
+            return NothingComputed(plan.step_id)
         plan = self._settled(plan)
         adapted = self.adapters is not None and self.adapters.used(plan)
         # graphs handle no features yet, nor states of which the device says which is true
@@ -186,6 +192,8 @@ class ModelRunner:
         return StepHandle(plan, batch, queued, self.context, seconds)
 
     def _take_in(self, plan: StepPlan) -> None:
+        if self._tier is not None:
+            self._tier.settle()  # what the last plan moved may be read and written from now on
         self.sampler.leave(plan.freed)
         if self._pooler is not None:
             self._pooler.leave(plan.freed)
@@ -200,7 +208,7 @@ class ModelRunner:
             self.adapters.load(plan.adapters)
         self.table.append_blocks(plan.blocks)
         if plan.transfers:
-            run_transfers(plan.transfers, self._pools, self.context)
+            run_transfers(plan.transfers, self._pools, self.context, self._tier)
         if plan.writes:
             self.table.write(plan.writes)
             self._recount(plan)

@@ -158,6 +158,21 @@ class StepHandle:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class NothingComputed:
+    """A step without rows: what else its plan asked for is queued before any later step."""
+
+    step_id: int
+
+    def wait(self, seconds: float) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def result(self) -> StepResult:
+        """No token."""
+        return StepResult(self.step_id, [])
+
+
 class LateHandle:
     """A step whose forward pass has been queued, and which waits for masks before it goes on."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -11,20 +10,14 @@ from torch import Tensor
 from vllm.ops.attention import copy_blocks
 from vllm.step.plan import Transfer, TransferKind
 from vllm.worker.device import DeviceContext
-
-
-class Tier(Protocol):
-    """Places for blocks of token pages outside the device. A transfer is (block, place)."""
-
-    def save(self, pages: Sequence[Tensor], blocks: np.ndarray, places: np.ndarray) -> None:
-        """Copy blocks to places, as they are before whatever is queued next."""
-
-    def load(self, pages: Sequence[Tensor], blocks: np.ndarray, places: np.ndarray) -> None:
-        """Copy places to blocks, before whatever is queued next reads them."""
+from vllm.worker.host_tier import HostTier
 
 
 def run_transfers(
-    transfers: Sequence[Transfer], pools: Sequence[Sequence[Tensor]], context: DeviceContext, tier: Tier | None = None
+    transfers: Sequence[Transfer],
+    pools: Sequence[Sequence[Tensor]],
+    context: DeviceContext,
+    tier: HostTier | None = None,
 ) -> None:
     """Save, copy, clear and load blocks, in this order, each kind in one go.
 

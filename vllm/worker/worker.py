@@ -216,10 +216,16 @@ class Worker:
             self._use_graphs(self.runner)
         if self.tp.is_first:
             kv_memory.log_cache(self.device.type, self.layout, self._request, num_blocks)
+            if self._tier_blocks:
+                logger.info("Host memory keeps %d further blocks of the KV cache for later.", self._tier_blocks)
 
     def _allocate(self, num_blocks: int, num_states: int) -> CacheMemory:
         dtype = kv_memory.cache_dtype(self.config.cache_config.cache_dtype, self.config.model_config.dtype)
         return kv_memory.allocate(self.layout, num_blocks, num_states, dtype, self.device)
+
+    @property
+    def _tier_blocks(self) -> int:
+        return self.layout.places_in(self.config.kv_offloading_bytes)
 
     def _make_runner(self, caches: CacheMemory) -> ModelRunner:
         model, scheduler = self.config.model_config, self.config.scheduler_config
@@ -234,6 +240,7 @@ class Worker:
             tp=self.tp,
             adapters=self.adapters,
             pools=caches.pools,
+            tier_blocks=self._tier_blocks,
         )
 
     def _use_graphs(self, runner: ModelRunner) -> None:
