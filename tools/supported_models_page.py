@@ -10,8 +10,7 @@ _HEAD = """# Supported models
 This page is generated: `python -m tools.supported_models_page > docs/supported_models.md`.
 
 Decoder-only text models, by the name in `architectures` of their
-config.json. Any other name is an error that lists the near ones; [adding_a_model.md](adding_a_model.md) says how to
-run one. Names in the same line of the first column are the same family.
+config.json. Names in the same line of the first column are the same family.
 
 Every family is held in fp32 against an independent implementation, at every position of prompts that are computed in
 chunks through the paged cache, for the variants of its config (tied heads, biases, windows, norms, scalings): against
@@ -26,13 +25,29 @@ A config.json that asks for code of its repository (`auto_map`) is refused unles
 models above do not need that code, but some of their tokenizers do. Checkpoints may be quantized
 ([engine_arguments.md](engine_arguments.md), `quantization`).
 
+**Any other decoder of transformers** runs generically: its own modules, with this engine's paged attention, chunked
+prefill, prefix caching and preemption. The log says so; it is correct, but slower, and there are no CUDA graphs.
+`--model-impl transformers` runs a listed model so, too; `--model-impl vllm` refuses what is not listed. Linear layers
+may be quantized while they are loaded (`--quantization fp8`, `bitsandbytes`), and are shared by ranks as the model's
+`base_model_tp_plan` says. Before it is used, a model runs a few tokens; one that this engine would get wrong is
+refused, with the reason: tokens that meet outside of attention (recurrent states, convolutions), masks other than
+causal ones and windows, attention with arguments of its own (sinks, biases by position), layers that attend twice, code
+without transformers' `AttentionInterface`, and scalings of positions that depend on the batch. LoRA is not
+supported with them.
+A repository's own code (`auto_map`) runs with `--trust-remote-code` only. Held in fp32 against transformers in
+`tests/models/test_transformers_decoder.py`: Arcee, SmolLM3, Seed-OSS, Helium, Apertus, Ernie 4.5, EXAONE 4, VaultGemma,
+ModernBERT decoders, CTRL, GLM-4-MoE, MiniMax M2, MiniCPM3, and listed families once more. Whatever is neither listed
+nor in transformers is an error that lists the near names; [adding_a_model.md](adding_a_model.md) says how to run it.
+
 Known limits: `chatglm2-6b-32k` divides positions where its config reads as if the base grew, which is what happens
 here. Qwen 1 runs up to its `seq_length`, without what it does beyond. A Jais whose distances are scaled by its trained
 length is refused; the error names the setting that runs it unscaled.
 
+DeepSeek V2 and V3 run generically, with keys and values in the cache as long as their heads are.
+
 Not supported, with an error that says so: Phi-3-small (block-sparse attention), DeciLM (unlike key/value heads in its
-layers), Jamba and other models with recurrent states, DeepSeek V2 and V3 (latent attention), gpt-oss, Llama 4, ChatGLM
-1, MiniCPM-S (fatrelu), and models that see, hear or encode.
+layers), Jamba and other models with recurrent states, gpt-oss, Llama 4, ChatGLM 1, MiniCPM-S (fatrelu), and models that
+see, hear or encode.
 """
 
 

@@ -14,7 +14,12 @@ from tests.models.own_models import OldLlamaForCausalLM
 from vllm.distributed import TensorParallel
 from vllm.model_executor.models import ModelRegistry
 
-DUMMY = ("mixtral", "opt-350m", "gemma2")  # also run with random weights
+DUMMY = ("mixtral", "opt-350m", "gemma2", "transformers-moe")  # also run with random weights
+
+
+def model_impl(case: str) -> str:
+    """Whose code runs the case."""
+    return "transformers" if case.startswith("transformers-") else "vllm"
 
 
 def main(rank: int, world: int, work: Path) -> None:
@@ -27,7 +32,7 @@ def main(rank: int, world: int, work: Path) -> None:
     prompts = torch.load(work / "prompts.pt", weights_only=True)
     for folder in sorted(path for path in work.iterdir() if path.is_dir()):
         for load_format in ("auto", "dummy") if folder.name in DUMMY else ("auto",):
-            model = load(folder, tp=tp, load_format=load_format)
+            model = load(folder, tp=tp, load_format=load_format, model_impl=model_impl(folder.name))
             logits = PagedDriver(model, requests=len(prompts)).run(prompts, [15, 20])
             torch.save(logits, folder / f"{load_format}-{world}-{rank}.pt")
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 
-from tests.distributed.rank import DUMMY
+from tests.distributed.rank import DUMMY, model_impl
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from tests.models.own_models import OldLlamaForCausalLM
 from vllm.distributed import (
@@ -66,6 +66,19 @@ CASES: dict[str, Any] = {
         moe_intermediate_size=30,
         shared_expert_intermediate_size=38,
     ),
+    "transformers-plain": lambda: hf.SmolLM3Config(**SIZES, **NO_PAD, num_key_value_heads=2),
+    "transformers-gathered": lambda: hf.Olmo3Config(**SIZES, **NO_PAD, num_key_value_heads=2, sliding_window=7),
+    "transformers-moe": lambda: hf.Glm4MoeConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=30,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        head_dim=8,
+    ),
     "own-model": lambda: hf.LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=8),
 }
 
@@ -98,7 +111,8 @@ def test_two_ranks_compute_the_logits_of_one(case: str, work: Path) -> None:
     ModelRegistry.register_model("MyLlama", OldLlamaForCausalLM)
     try:
         for load_format in ("auto", "dummy") if case in DUMMY else ("auto",):
-            single = PagedDriver(load(work / case, load_format=load_format), requests=2).run(prompts, [15, 20])
+            model = load(work / case, load_format=load_format, model_impl=model_impl(case))
+            single = PagedDriver(model, requests=2).run(prompts, [15, 20])
             for rank in range(2):
                 sharded = torch.load(work / case / f"{load_format}-2-{rank}.pt", weights_only=True)
                 for ours, expected in zip(sharded, single, strict=True):

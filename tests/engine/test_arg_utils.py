@@ -358,7 +358,7 @@ def test_logging_of_requests_has_two_names() -> None:
 # ---- features of later versions -------------------------------------------------------------------------------------
 
 LATER: list[dict[str, Any]] = [
-    {"model_impl": "transformers"}, {"logits_processor_pattern": ".*"},
+    {"logits_processor_pattern": ".*"},
     {"enable_prompt_adapter": True, "max_prompt_adapter_token": 8}, {"quantization": "tpu_int8"},
     {"speculative_config": {"model": "x", "num_speculative_tokens": 2}}, {"speculative_model": "[ngram]"},
     {"spec_method": "ngram"}, {"pipeline_parallel_size": 2}, {"distributed_executor_backend": "ray"},

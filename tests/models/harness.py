@@ -33,12 +33,22 @@ def engine_config(
     load_format: str = "auto",
     dtype: str = "float32",
     quantization: str | None = None,
+    model_impl: str = "vllm",
 ) -> Any:
     """As much of a VllmConfig as the loader reads."""
     hf = HFConfig.load(folder)
+    if model_impl == "transformers":
+        hf = hf.completed()
     quantized = resolve_quantization(quantization, hf, folder)
     model_config = _ModelConfig(
-        hf=hf, path=folder, dtype=dtype, max_model_len=max_model_len, seed=0, quantized=quantized
+        hf=hf,
+        path=folder,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        seed=0,
+        quantized=quantized,
+        model_impl=model_impl,
+        trust_remote_code=False,
     )
     return SimpleNamespace(
         model_config=model_config,

@@ -42,7 +42,17 @@ _NAMES = {  # our word -> the names that model families use for it
     ),
 }  # fmt: skip
 
+_COMPLETED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+
 HFOverrides = Mapping[str, Any] | Callable[[Any], Any]
+
+
+def _aliases(name: str) -> tuple[str, ...]:
+    """Every name of the field that transformers calls `name`."""
+    return next((names for names in _NAMES.values() if names[0] == name), (name,))
 
 
 class _MissingFieldError(ValueError):
@@ -159,6 +169,20 @@ class HFConfig:
         config = cls(raw, path if path is not None else Path())
         config._check()
         return config
+
+    def completed(self, *, trust_remote_code: bool = False, code_revision: str | None = None) -> HFConfig:
+        """The same config with the sizes that transformers' class of it computes or has by default (imports
+        transformers). For models of which we know nothing but that.
+        """
+        config = self.to_transformers(trust_remote_code=trust_remote_code, code_revision=code_revision)
+        text = config.get_text_config()
+        found = {name: getattr(text, name, None) for name in _COMPLETED}
+        added = {
+            name: value
+            for name, value in found.items()
+            if isinstance(value, int) and self.get(*_aliases(name), default=None) is None
+        }
+        return HFConfig.from_dict({**self.raw, **added}, self.path)
 
     # ---- raw access ----------------------------------------------------------------------------------------------
 

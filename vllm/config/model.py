@@ -218,8 +218,8 @@ class ModelConfig:
     model_impl: str = setting(
         "auto",
         Choice(values=("auto", "vllm", "transformers")),
-        '"vllm" (this package\'s model), "transformers" (that of transformers), or "auto": the first that exists.',
-        later={"transformers": "Running the models of transformers (model_impl='transformers')"},
+        '"vllm" (this package\'s model), "transformers" (that of transformers: any attention-only decoder, slower), or '
+        '"auto": the first that exists.',
     )
     enable_sleep_mode: bool = setting(False, Flag(), "Allow the engine to sleep.", later="Sleep mode")
     override_neuron_config: dict[str, Any] = setting(

@@ -27,6 +27,7 @@ from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig, PromptAdapterConfig
 from vllm.config.max_model_len import resolve_max_model_len, without_sliding_window
 from vllm.config.model import CAPTURED, ModelConfig, ModelLength, chosen_attention_backend
+from vllm.config.model_impl import resolve_model_impl
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.quantization import resolve_quantization
@@ -40,7 +41,6 @@ from vllm.config.settings import (
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.vllm_config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import Platform, detect_device, platform_for
 from vllm.usage.usage_lib import UsageContext
 
@@ -174,6 +174,8 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         rope_theta=args["rope_theta"],
         trust_remote_code=args["trust_remote_code"],
     )
+    model_impl, hf, reason = resolve_model_impl(args["model_impl"], hf, trust_remote_code=args["trust_remote_code"])
+    why["model_impl"] = f"{model_impl!r}: {reason}"
     _check_model_features(args, hf)
     wanted = args["quantization"]
     if args["load_format"] == "bitsandbytes" and wanted != "bitsandbytes":
@@ -211,6 +213,7 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         ModelConfig,
         args,
         tokenizer=args["tokenizer"] or args["model"],
+        model_impl=model_impl,
         quantization=None if quantized is None else quantized.name,
         quantized=quantized,
         dtype=dtype,
@@ -276,8 +279,7 @@ def _config_folder(args: dict[str, Any], path: Path) -> Path:
 
 
 def _check_model_features(args: dict[str, Any], hf: HFConfig) -> None:
-    """Refuse a model that cannot be run, and settings that it has no use for."""
-    ModelRegistry.check(hf.architectures)
+    """Refuse settings that the model has no use for."""
     if args["limit_mm_per_prompt"] and not hf.is_multimodal:
         raise ValueError("`limit_mm_per_prompt` is only supported for multimodal models.")
 

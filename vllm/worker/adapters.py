@@ -41,9 +41,12 @@ class WorkerAdapters:
         if lora is None:
             raise ValueError("LoRA is not enabled.")
         self._context = context
+        refusal = f"{config.model_config.architectures[0]} does not support LoRA yet."
+        if "adapters" not in model.traits.handles:
+            raise ValueError(refusal)
         self._family = ModelRegistry.resolve(config.model_config.architectures)
-        if "adapters" not in model.traits.handles or not isinstance(self._family, Family):
-            raise ValueError(f"{config.model_config.architectures[0]} does not support LoRA yet.")
+        if not isinstance(self._family, Family):
+            raise ValueError(refusal)
         assert isinstance(model, DecoderModel)  # as families make them
         # (heads, key/value heads) of each layer, for checkpoints that store q, k and v in one matrix
         self._heads = [block.heads() for block in model.spec.blocks]

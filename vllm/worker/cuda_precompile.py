@@ -42,7 +42,7 @@ _TABLE_WIDTH = 4096  # tokens per row of a new slot table
 def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = SINGLE) -> Precompilation | None:
     """Start to compile what this rank's share of the configured model needs; None if it is not a decoder of ours."""
     model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
-    family = ModelRegistry.resolve(model.hf.architectures)
+    family = None if model.model_impl == "transformers" else ModelRegistry.resolve(model.hf.architectures)
     if not isinstance(family, Family):
         return None
     run = DryRun(

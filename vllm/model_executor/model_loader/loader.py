@@ -36,6 +36,7 @@ from vllm.model_executor.models.spec import Decoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.models.transformers_decoder import TransformersDecoder
 
 logger = init_logger(__name__)
 
@@ -46,7 +47,7 @@ _DUMMY_SCALE = 0.02
 
 def load_model(
     vllm_config: VllmConfig, device: torch.device | str, tp: TensorParallel | None = None
-) -> DecoderModel | OutOfTreeModel:
+) -> DecoderModel | OutOfTreeModel | TransformersDecoder:
     """The model of `vllm_config`, this rank's weights on `device`, as the engine knows models (`traits.Model`).
 
     Raises ValueError for an unknown architecture, and for a checkpoint that does not fit the model.
@@ -54,6 +55,8 @@ def load_model(
     device, tp = torch.device(device), TensorParallel() if tp is None else tp
     config, load_format = vllm_config.model_config, _load_format(vllm_config)
     hf: HFConfig = config.hf
+    if config.model_impl == "transformers":
+        return _load_generically(vllm_config, device, tp, load_format)
     family = ModelRegistry.resolve(hf.architectures)
     if isinstance(family, Family):
         quantized, own = config.quantized, vllm_config.quant_config
@@ -86,8 +89,25 @@ def load_model(
             )
         started = time.perf_counter()
         model, size = load_out_of_tree(family, vllm_config, device, tp, load_format)
-    logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)
+    _log_loaded(started, size)
     return model.eval()
+
+
+def _load_generically(
+    vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, load_format: str
+) -> TransformersDecoder:
+    from vllm.model_executor.model_loader.transformers_weights import load_transformers
+
+    started = time.perf_counter()
+    folder = Path(vllm_config.model_config.path)
+    tensors = None if load_format == "dummy" else find_checkpoint(folder, load_format).tensors()
+    model, size = load_transformers(vllm_config, device, tp, tensors)
+    _log_loaded(started, size)
+    return model
+
+
+def _log_loaded(started: float, size: int) -> None:
+    logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)
 
 
 def get_model(*, vllm_config: VllmConfig) -> nn.Module:

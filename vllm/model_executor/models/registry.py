@@ -148,6 +148,11 @@ class Registry:
             else:
                 self.register_model(arch, entry)
 
+    def knows(self, architectures: Iterable[str]) -> bool:
+        """Whether one of `architectures` is built in or registered."""
+        supported = self.get_supported_archs()
+        return any(name in supported for name in architectures)
+
     def check(self, architectures: str | Iterable[str]) -> None:
         """Raise ValueError if none of `architectures` is known."""
         self._find(architectures)
