@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +151,54 @@ class PagedDriver:
                 parts[request].append(piece)
                 done[request] = start + len(tokens)
         return [torch.cat(pieces) for pieces in parts]
+
+
+class _Meeting:
+    """Where the ranks of a test meet: threads of one process."""
+
+    def __init__(self, world: int) -> None:
+        self.brought: list[Tensor] = [torch.empty(0)] * world
+        self._barrier = threading.Barrier(world, timeout=60)
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        """What every rank brings, on every rank."""
+        self.brought[rank] = x.clone()
+        self._barrier.wait()
+        found = list(self.brought)
+        self._barrier.wait()
+        return found
+
+    def leave(self) -> None:
+        """Wake those who wait for a rank that failed."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True)
+class ThreadRank(TensorParallel):
+    """A rank that is a thread."""
+
+    meeting: Any = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, x), dim)
+
+
+def on_ranks(world: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
+    """What `work` returns on each of `world` ranks."""
+    meeting = _Meeting(world)
+
+    def run(rank: int) -> Any:
+        try:
+            return work(ThreadRank(rank, world, meeting=meeting))
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        return [done.result() for done in [pool.submit(run, rank) for rank in range(world)]]
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

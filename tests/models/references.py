@@ -78,12 +78,14 @@ def ln(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps)
 
 
-def experts(x: Tensor, router: Tensor, mlp: Callable[[int, Tensor], Tensor], top: int) -> Tensor:
+def experts(
+    x: Tensor, router: Tensor, mlp: Callable[[int, Tensor], Tensor], top: int, *, divide: bool = True
+) -> Tensor:
     """Softmax over all, the best `top`, divided by their sum."""
     out = torch.zeros_like(x)
     for t, row in enumerate((x @ router.T).softmax(-1)):
         best = row.topk(top)
-        for p, e in zip(best.values / best.values.sum(), best.indices.tolist(), strict=True):
+        for p, e in zip(best.values / (best.values.sum() if divide else 1.0), best.indices.tolist(), strict=True):
             out[t] += p * mlp(e, x[t : t + 1])[0]
     return out
 
@@ -141,7 +143,9 @@ def llama(c: Config, w: Weights, ids: Tensor, *, alibi: bool = False, **scales: 
         a = attention(q, k, v, d**-0.5, slopes(heads) if alibi else None)
         x = x + branch * linear(w, f"{at}.self_attn.o_proj", a)
         y = norm(f"{at}.post_attention_layernorm", x)
-        if f"{at}.mlp.gate.weight" in w:
+        if f"{at}.mlp.shared_experts.up_proj.weight" in w:
+            y = deepseek_experts(c, w, f"{at}.mlp", y)
+        elif f"{at}.mlp.gate.weight" in w:
 
             def expert(e: int, t: Tensor, at: str = at) -> Tensor:
                 own = f"{at}.mlp.experts.{e}"
@@ -159,6 +163,35 @@ def llama(c: Config, w: Weights, ids: Tensor, *, alibi: bool = False, **scales: 
 def baichuan2(c: Config, w: Weights, ids: Tensor, *, alibi: bool = True) -> Tensor:
     head = w["lm_head.weight"]
     return llama(c, {**w, "lm_head.weight": head / head.norm(dim=1, keepdim=True)}, ids, alibi=alibi)
+
+
+def swiglu(w: Weights, at: str, x: Tensor) -> Tensor:
+    return linear(w, f"{at}.down_proj", F.silu(linear(w, f"{at}.gate_proj", x)) * linear(w, f"{at}.up_proj", x))
+
+
+def deepseek_shapes(c: Config) -> Shapes:
+    """DeepSeekMoE (arXiv 2401.06066): from the first layers on, shared experts as one MLP, and many small ones."""
+    found, h, inner = llama_shapes(c), c["hidden_size"], c["moe_intermediate_size"]
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}.mlp"
+        if i < c["first_k_dense_replace"] or i % c["moe_layer_freq"]:
+            continue
+        for part in ("gate", "up", "down"):
+            del found[f"{at}.{part}_proj.weight"]
+        found[f"{at}.gate.weight"] = (c["n_routed_experts"], h)
+        mlps = {f"experts.{e}": inner for e in range(c["n_routed_experts"])}
+        for name, width in {**mlps, "shared_experts": inner * c["n_shared_experts"]}.items():
+            found |= {f"{at}.{name}.{part}_proj.weight": (width, h) for part in ("gate", "up")}
+            found[f"{at}.{name}.down_proj.weight"] = (h, width)
+    return found
+
+
+def deepseek_experts(c: Config, w: Weights, at: str, x: Tensor) -> Tensor:
+    chosen = experts(
+        x, w[f"{at}.gate.weight"], lambda e, t: swiglu(w, f"{at}.experts.{e}", t), c["num_experts_per_tok"],
+        divide=c["norm_topk_prob"],
+    )  # fmt: skip
+    return chosen + swiglu(w, f"{at}.shared_experts", x)
 
 
 def minicpm_shapes(c: Config) -> Shapes:
@@ -418,3 +451,4 @@ QWEN_1 = Reference(qwen_shapes, qwen)
 CHATGLM = Reference(chatglm_shapes, chatglm)
 JAIS = Reference(jais_shapes, jais)
 ARCTIC = Reference(arctic_shapes, arctic)
+DEEPSEEK_MOE = Reference(deepseek_shapes, llama)

@@ -53,6 +53,9 @@ BASES = {
     "plain": _decoder(),
     "head norms": _decoder(replace(_ATTN, qk_norm=_NORM)),
     "experts": _decoder(ffn=Moe("silu", 64, 4, 2, shared=_MLP)),
+    "grouped experts": _decoder(
+        ffn=Moe("silu", 64, 8, 2, score="sigmoid", scale=1.5, choice_bias=True, groups=4, top_groups=2, group_best=2)
+    ),
     "alibi": _decoder(replace(_ATTN, alibi=Alibi())),
     "positions": _decoder(replace(_ATTN, rope=None), positions=LearnedPositions(POSITIONS)),
     "linear": _decoder(replace(_ATTN, rope=Rope(64, scaling=LinearScaling(4.0)))),
@@ -110,6 +113,12 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Moe, "jitter"): (0.01,),
     (Moe, "shared"): (None, Mlp("gelu", 64)),
     (Moe, "shared_gate"): (True,),
+    (Moe, "score"): ("softmax",),
+    (Moe, "scale"): (4.0,),
+    (Moe, "choice_bias"): (False,),
+    (Moe, "groups"): (2,),
+    (Moe, "top_groups"): (1,),
+    (Moe, "group_best"): (1,),
     (Norm, "kind"): ("layer",),
     (Norm, "eps"): (2.0,),
     (Norm, "offset"): (1.0,),
@@ -150,6 +159,7 @@ SAME = {
     (Norm, "bias", True),  # of an RMS norm, which has none
     (LongRopeScaling, "short_factors", (2.0,) * 32),  # positions beyond the original ones take the long ones
 }
+_GROUPED = {"score", "scale", "choice_bias", "groups", "top_groups", "group_best"}
 _EVERYWHERE = {"heads", "kv_heads", "head_dim"}  # which all layers have in common
 
 
@@ -222,6 +232,8 @@ def flips() -> Iterator[Flip]:
         for name, base in BASES.items():
             usual = "head norms" if field == "qk_norm_over" else "plain"
             if not _contains(base, kind) or (name != usual and kind in (Decoder, Block, Attn, Mlp, Rope)):
+                continue
+            if kind is Moe and (name == "grouped experts") != (field in _GROUPED):
                 continue
             if kind is Norm and name not in ("plain", "head norms"):
                 continue

@@ -12,13 +12,14 @@ import pytest
 import torch
 import transformers as hf
 
-from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from tests.models.harness import PagedDriver, load, on_ranks, relative_error, save_random_hf_model
 from tests.models.kernels import kernels
 from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.loader import build_decoder, fill_from_checkpoint
 from vllm.model_executor.models.registry import family_of
+from vllm.model_executor.models.spec import Attn
 from vllm.ops.cpu import library
 from vllm.worker import cpu_blocks
 from vllm.worker.decode_program import covers
@@ -56,6 +57,15 @@ MULTIPLIERS = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 29}
 DBRX = {"vocab_size": 131, "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 64}
+LATENT = {
+    **SIZES, "intermediate_size": 78, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10, "moe_intermediate_size": 30,
+    "n_shared_experts": 2, "num_experts_per_tok": 2,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 NO_PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 CASES: dict[str, Any] = {
@@ -190,6 +200,50 @@ CASES: dict[str, Any] = {
     "granitemoe": lambda: hf.GraniteMoeConfig(
         **GQA, **MULTIPLIERS, num_local_experts=5, num_experts_per_tok=2, attention_bias=True
     ),
+    "deepseek_v2-lite": lambda: hf.DeepseekV2Config(
+        **{**LATENT, "q_lora_rank": None}, n_routed_experts=5, first_k_dense_replace=1, rope_parameters=YARN
+    ),
+    "deepseek_v2": lambda: hf.DeepseekV2Config(
+        **{**LATENT, "num_experts_per_tok": 3},
+        n_routed_experts=6,
+        n_group=3,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=4.0,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **{**LATENT, "n_shared_experts": 1},
+        n_routed_experts=9,
+        n_group=3,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek_v3-plain": lambda: hf.DeepseekV3Config(
+        **{**LATENT, "q_lora_rank": None},
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.5,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+    ),
+    "minicpm3": lambda: hf.MiniCPM3Config(
+        **{k: v for k, v in LATENT.items() if "experts" not in k and "moe" not in k},
+        scale_emb=3,
+        scale_depth=1.4,
+        dim_model_base=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 3.0, 5.0],
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "gpt_neox": lambda: hf.GPTNeoXConfig(**SIZES, rope_parameters=PARTIAL),
     "gpt_neox-sequential": lambda: hf.GPTNeoXConfig(
         **SIZES, rope_parameters=PARTIAL, use_parallel_residual=False, attention_bias=False
@@ -250,7 +304,7 @@ def without_each(spec: Any) -> Iterator[tuple[str, Any]]:
         elif dataclasses.is_dataclass(part):
             for f in dataclasses.fields(part):
                 value = getattr(part, f.name)
-                same = f.name == "scale" and math.isclose(value or 0.0, part.head_dim**-0.5)  # the default, said
+                same = type(part) is Attn and f.name == "scale" and math.isclose(value or 0.0, part.head_dim**-0.5)
                 unused = f.name == "long_attention_factor"  # of sequences longer than these
                 if f.name == "eps":
                     yield type(part), f.name, 1.0  # which shows, as its default would not
@@ -316,3 +370,15 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
             assert relative_error(logits, wanted) < 1e-5, kind
     with kernels("reference"):
         check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])
+
+
+@pytest.mark.parametrize("case", ["deepseek_v2-lite", "deepseek_v3", "minicpm3"])
+def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
+    reference = save_random_hf_model(CASES[case](), tmp_path)
+    prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 38)]
+    with torch.inference_mode():
+        expected = [reference(prompt[None]).logits[0] for prompt in prompts]
+    found = on_ranks(2, lambda tp: PagedDriver(load(tmp_path, tp=tp), requests=3).run(prompts, [5, 1, 7, 3]))
+    for ours in found:
+        for logits, wanted in zip(ours, expected, strict=True):
+            assert relative_error(logits, wanted) < 1e-5

@@ -91,6 +91,16 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
         "mup_output_alpha": 1.7, "mup_scale_qk_dot_by_d": False, "alibi_scaling": {"type": "linear", "factor": 2.0}},
     ),
     "jais-learned": ("JAISLMHeadModel", "jais", references.JAIS, {**JAIS, "mup_embeddings_scale": 2.0}),
+    "deepseek-moe": (
+        "DeepseekForCausalLM", "deepseek", references.DEEPSEEK_MOE,
+        {**SIZES, "moe_intermediate_size": 29, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False},
+    ),
+    "deepseek-moe-normalised": (
+        "DeepseekForCausalLM", "deepseek", references.DEEPSEEK_MOE,
+        {**GQA, "moe_intermediate_size": 29, "n_routed_experts": 4, "num_experts_per_tok": 3, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, "moe_layer_freq": 2, "norm_topk_prob": True},
+    ),
     "arctic": ("ArcticForCausalLM", "arctic", references.ARCTIC, ARCTIC),
     "arctic-mixed": ("ArcticForCausalLM", "arctic", references.ARCTIC, {**ARCTIC, "moe_layer_frequency": 2}),
     "arctic-no-residual": (

@@ -18,6 +18,7 @@ from vllm import LLM, ModelRegistry, SamplingParams
 FAMILIES = [
     "llama", "mistral", "mixtral", "qwen2-window", "qwen3", "gemma", "gemma2", "phi", "phi3-window", "opt", "opt-350m",
     "gpt2", "gpt_neox", "bloom", "falcon-40b", "cohere2", "olmo2", "qwen2_moe",
+    "deepseek_v2-lite", "deepseek_v3",
 ]  # fmt: skip
 OWN = {"own-0.6": OldLlamaForCausalLM, "own-0.8": NewLlamaForCausalLM}
 NEW_TOKENS = 64
@@ -45,8 +46,9 @@ def test_engine_generates_the_same_tokens(case: str, registry: Any, tmp_path: Pa
         dtype="float32",
         skip_tokenizer_init=True,
         block_size=8,
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=64,  # so that prompts are cut
         max_num_seqs=16,
+        num_gpu_blocks_override=120,  # so that some requests have to make way
     )
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)

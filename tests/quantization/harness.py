@@ -35,6 +35,7 @@ CONFIGS = {
     "phi3": hf.Phi3Config,
     "mixtral": hf.MixtralConfig,
     "gpt_neox": hf.GPTNeoXConfig,
+    "deepseek_v3": hf.DeepseekV3Config,
 }
 PROMPT = torch.arange(3, 40)
 

@@ -288,3 +288,22 @@ def test_experts_are_multiplied_as_they_are_stored(stacked: bool, tmp_path: Path
     exact = load_model(engine_config(tmp_path, max_model_len=64, quantization=name), "cpu")
     (expected,) = PagedDriver(exact).run([PROMPT], [7])
     assert (ours.float() - expected).norm() / expected.norm() < 0.15  # random experts: a router's tie goes either way
+
+
+@pytest.mark.parametrize("q_rank", [None, 96])
+def test_latent_attention_and_its_experts_in_blocks_of_8_bits(q_rank: int | None, tmp_path: Path) -> None:
+    """As DeepSeek 3 is published; and layers behind the last, which predict further tokens, are left out."""
+    reference, state = plain_model(
+        tmp_path, "deepseek_v3", num_key_value_heads=4, q_lora_rank=q_rank, kv_lora_rank=80, qk_nope_head_dim=24,
+        qk_rope_head_dim=16, v_head_dim=32, moe_intermediate_size=160, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=2, topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    settings = {**FP8, "weight_block_size": [128, 128]}
+    write = every(writers.fp8, scales="block", leaf="weight_scale_inv")
+    stored = quantize_folder(tmp_path, reference, state, write, settings)
+    extra = {
+        name.replace("layers.1.", "layers.2."): tensor.clone() for name, tensor in stored.items() if "layers.1." in name
+    }
+    extra |= {"model.layers.2.eh_proj.weight": torch.zeros(2, 2), "model.layers.2.shared_head.norm.weight": PROMPT}
+    save_file({**stored, **extra}, tmp_path / "model.safetensors")
+    assert_same_logits(tmp_path, reference)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,46 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, experts
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How experts are chosen by their scores, and weighted.
+
+    score: "softmax" over all experts, or each one's "sigmoid".   renormalize: the chosen weights sum to 1.
+    scale: of the weights, behind that.
+    groups: experts stand in so many equal groups, of which the `top_groups` best may be chosen from; a group is as good
+    as the sum of its `group_best` best experts.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+
+@op
+def route_by_score(router_logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights, in fp32. Shapes as of `route`.
+
+    bias: [experts] fp32, added to the scores by which groups and experts are chosen, but not to the weights.
+    """
+    logits = router_logits.float()
+    scores = logits.softmax(-1) if choice.score == "softmax" else logits.sigmoid()
+    rank = scores if bias is None else scores + bias.float()
+    if choice.groups > 1:
+        by_group = rank.unflatten(-1, (choice.groups, -1))
+        best = by_group.topk(choice.group_best, -1).values.sum(-1).topk(choice.top_groups, -1).indices
+        kept = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=rank.device).scatter_(-1, best, True)
+        rank = by_group.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    experts = rank.topk(choice.top_k, -1).indices
+    weights = scores.gather(-1, experts)
+    if choice.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * choice.scale, experts
 
 
 @op

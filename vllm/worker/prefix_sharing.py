@@ -42,6 +42,8 @@ class Heads:
         if group.kind is not KVKind.FULL or group.units > 1 or len(kinds) != 1 or need is None:
             return None
         (tensor,) = need.tensors
+        if len(tensor.shape) != 4:
+            return None  # latents, which all heads share
         _, kv_heads, _, head_dim = tensor.shape
         return cls(heads, kv_heads, head_dim, layout.bytes_per_element)
 

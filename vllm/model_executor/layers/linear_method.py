@@ -126,3 +126,11 @@ class UnquantizedLinearMethod(LinearMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = linear(x, layer.weight if layer.packed is None else layer.packed, bias)
         return out
+
+
+class Fp32OutputMethod(UnquantizedLinearMethod):
+    """Results in fp32, not rounded to the model's dtype: for scores that are close to each other."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = linear(x, layer.weight if layer.packed is None else layer.packed, bias, torch.float32)
+        return out

@@ -172,6 +172,8 @@ def fill_from_checkpoint(
     quantized = None if quantization is None else QuantizedCheckpoint(model, quantization, family, spec)
     unexpected: list[str] = []
     for name, tensor, file in tensors:
+        if family.is_beyond(name, len(spec.blocks)):
+            continue
         if quantized is not None and quantized.take(name, tensor, file):
             continue
         found = family.resolve(name)

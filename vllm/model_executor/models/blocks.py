@@ -25,14 +25,14 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.linear_method import QuantizationConfig
+from vllm.model_executor.layers.linear_method import Fp32OutputMethod, QuantizationConfig, UnquantizedLinearMethod
 from vllm.model_executor.layers.rope_table import rope_table
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter, ShardSpec
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
-from vllm.ops.moe import route, route_sparse
+from vllm.ops.moe import Choice, route, route_by_score, route_sparse
 from vllm.ops.norm import layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
 from vllm.step.inputs import RowView, StepInputs
@@ -297,9 +297,32 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: Moe, hidden_size: int, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
         super().__init__()
         self.spec, self.tp, self.reduce = spec, ctx.tp, reduce
+        plain = (spec.score, spec.scale, spec.choice_bias, spec.groups) == ("softmax", 1.0, False, 1)
+        self.choice = None
+        if not plain:
+            if spec.score not in ("softmax", "sigmoid"):
+                raise ValueError(f'Unknown score of experts {spec.score!r}, expected "softmax" or "sigmoid".')
+            self.choice = Choice(
+                spec.top_k,
+                spec.score,
+                spec.renormalize,
+                spec.scale,
+                spec.groups,
+                spec.top_groups,
+                spec.group_best,
+            )
         self.router = ReplicatedLinear(
-            hidden_size, spec.experts, bias=False, params_dtype=ctx.dtype, prefix=f"{prefix}.router", tp=ctx.tp
+            hidden_size,
+            spec.experts,
+            bias=False,
+            params_dtype=ctx.dtype,
+            linear_method=UnquantizedLinearMethod() if plain else Fp32OutputMethod(),
+            prefix=f"{prefix}.router",
+            tp=ctx.tp,
         )
+        self.choice_bias = None
+        if spec.choice_bias:
+            self.choice_bias = ShardedParameter.empty((spec.experts,), REPLICATED, 0, 1, torch.float32)
         self.shared = self.shared_gate = None
         if spec.shared is not None:
             self.shared = FeedForward(spec.shared, hidden_size, ctx, f"{prefix}.shared", reduce=False)
@@ -314,7 +337,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
         logits = self.router.project(x, view)
-        if self.spec.jitter is None:
+        if self.choice is not None:
+            weights, chosen = route_by_score(logits, self.choice_bias, self.choice)
+        elif self.spec.jitter is None:
             weights, chosen = route(logits, self.spec.top_k, self.spec.renormalize)
         else:
             weights, chosen = route_sparse(logits, self.spec.top_k, self.spec.jitter)
@@ -332,17 +357,23 @@ class DecoderBlock(nn.Module):
     """One layer. Between blocks the stream is kept as (x, residual), their sum still to be made, so that the next norm
     can add and normalise in one pass."""
 
-    def __init__(self, spec: Block, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str) -> None:
+    def __init__(self, spec: Any, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str) -> None:
+        """spec: a `Block`, or one of another class with its fields, whose attention the subclass builds."""
         super().__init__()
         if place is None:
             raise ValueError(f"{prefix} has no place in the cache.")
-        self.spec, self.layout, self.tp, self.scale = spec, spec.layout, ctx.tp, spec.residual_scale
+        self.layout: Layout = spec.layout
+        self.spec, self.tp, self.scale = spec, ctx.tp, spec.residual_scale
         # two branches that are added anyway need one reduction, not two
         reduce = spec.layout not in (Layout.PARALLEL, Layout.PARALLEL_SHARED)
-        self.attn = SelfAttention(spec.attn, hidden_size, place, ctx, f"{prefix}.attn", reduce=reduce)
+        self.attn = self.build_attention(hidden_size, place, ctx, f"{prefix}.attn", reduce=reduce)
         ffn = FeedForward if isinstance(spec.ffn, Mlp) else MixtureOfExperts
         self.ffn = ffn(spec.ffn, hidden_size, ctx, f"{prefix}.ffn", reduce=reduce)  # type: ignore[arg-type]
         self.norms = nn.ModuleList(build_norm(spec.norm, hidden_size, ctx.dtype) for _ in range(spec.layout.num_norms))
+
+    def build_attention(self, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str, *, reduce: bool) -> Any:
+        """The module of `spec.attn`, called as `SelfAttention` is; a block with other attention makes its own."""
+        return SelfAttention(self.spec.attn, hidden_size, place, ctx, prefix, reduce=reduce)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ expert's number, {p} the last word ("weight", "bias", or whatever a quantization
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Rename:
         return None if found is None else self.source.format(**found.groupdict())
 
 
+@functools.cache
 def _pattern(template: str) -> re.Pattern[str]:
     pieces = re.split(r"\{(\w+)\}", template)
     literal, fields = pieces[::2], pieces[1::2]
@@ -71,6 +73,8 @@ class Family:
 
     harmless: names (templates) that checkpoints contain and the model does not need.
     facts: what settings need to know of the family.
+    extra_layers: how names of layers begin, where checkpoints may hold more of them than the config says (those that
+        predict several tokens at once), which are left out.
     modules: a module ("package.file"), imported by workers only, whose `MODULES` maps the classes of the family's own
         blocks to the modules they become.
     """
@@ -81,6 +85,14 @@ class Family:
     harmless: tuple[str, ...] = ()
     facts: Facts = USUAL
     modules: str | None = None
+    extra_layers: str | None = None
+
+    def is_beyond(self, name: str, layers: int) -> bool:
+        """Whether a checkpoint's tensor belongs to a layer behind the model's last, and may be left out."""
+        if self.extra_layers is None:
+            return False
+        found = _pattern(self.extra_layers).match(name)
+        return found is not None and int(found["i"]) >= layers
 
     @cached_property
     def _harmless_patterns(self) -> tuple[re.Pattern[str], ...]:

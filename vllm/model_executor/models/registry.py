@@ -53,6 +53,18 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
     "PhiMoEForCausalLM": ("moe", "PHIMOE", "microsoft/Phi-3.5-MoE-instruct"),
     "DbrxForCausalLM": ("moe", "DBRX", "databricks/dbrx-instruct"),
     "GraniteMoeForCausalLM": ("moe", "GRANITE_MOE", "ibm-granite/granite-3.1-3b-a800m-instruct"),
+    "DeepseekForCausalLM": ("deepseek", "DEEPSEEK", "deepseek-ai/deepseek-moe-16b-chat"),
+    "DeepseekV2ForCausalLM": (
+        "deepseek",
+        "DEEPSEEK_V2",
+        "deepseek-ai/DeepSeek-V2-Lite-Chat, deepseek-ai/DeepSeek-V2.5",
+    ),
+    "DeepseekV3ForCausalLM": (
+        "deepseek",
+        "DEEPSEEK_V3",
+        "deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1, moonshotai/Moonlight-16B-A3B-Instruct",
+    ),
+    "MiniCPM3ForCausalLM": ("deepseek", "MINICPM3", "openbmb/MiniCPM3-4B"),
     "AquilaModel": ("remote", "PLAIN", "BAAI/Aquila-7B"),
     "AquilaForCausalLM": ("remote", "PLAIN", "BAAI/AquilaChat2-7B"),
     "XverseForCausalLM": ("remote", "PLAIN", "xverse/XVERSE-7B-Chat"),

@@ -97,6 +97,11 @@ class Mlp:
 class Moe:
     """`top_k` of `experts` gated MLPs, weighted by the router's softmax.   renormalize: the chosen weights sum to 1.
 
+    score: "softmax", or "sigmoid" of each logit.   scale: of the weights, behind that.
+    choice_bias: the experts with the best score plus a learned bias of their own are chosen; weights are without it.
+    groups: experts stand in so many equal groups, of which only the `top_groups` best are chosen from; a group is as
+    good as the sum of its `group_best` best experts.
+
     jitter: experts are chosen one after the other, each weighted by a softmax over those whose logit is within 2 *
     jitter of the best one's, relative to its own size (SparseMixer, arXiv 2409.12136).
     shared: an MLP for every token beside the chosen ones.   shared_gate: whether a sigmoid of the token weights it.
@@ -110,6 +115,12 @@ class Moe:
     jitter: float | None = None
     shared: Mlp | None = None
     shared_gate: bool = False
+    score: str = "softmax"
+    scale: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
 
 
 class Layout(Enum):

@@ -8,7 +8,18 @@ def register(device_type: str = "cuda") -> None:
 
     "meta" is for compiling ahead: kernels are launched on tensors without memory, in a process that does not run them.
     """
-    from vllm.ops.triton import activation, attention, bitmask, draw, linear, moe, norm, quantized, rotary
+    from vllm.ops.triton import (
+        activation,
+        attention,
+        bitmask,
+        draw,
+        latent_attention,
+        linear,
+        moe,
+        norm,
+        quantized,
+        rotary,
+    )
 
-    for family in (activation, attention, bitmask, draw, linear, moe, norm, quantized, rotary):
+    for family in (activation, attention, bitmask, draw, latent_attention, linear, moe, norm, quantized, rotary):
         family.register(device_type)

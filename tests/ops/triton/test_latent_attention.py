@@ -1,0 +1,102 @@
+"""Kernels of latent attention against the torch reference, and that against attention over expanded keys."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.triton.batches import make_batch
+from vllm.ops import attention, latent_attention
+from vllm.ops.shared_prefix import Group
+from vllm.ops.triton import latent_attention as kernels
+
+NOPE, ROPE, V, RANK, HEADS = 24, 8, 20, 40, 5
+
+
+def make(query_lens, seq_lens, dtype=torch.float32, heads=HEADS, groups=None):
+    """A batch, its cache of latents [blocks, 8, RANK + ROPE] with NaN where nothing was written, queries, kv_b."""
+    batch = make_batch(query_lens, seq_lens, heads, 1, RANK + ROPE, 8, dtype)
+    cache = batch.cache[:, 0, 0].contiguous()
+    q = torch.randn(len(batch.q), heads, NOPE + ROPE).to(dtype)
+    kv_b = (torch.randn(heads, NOPE + V, RANK) * RANK**-0.5).to(dtype)
+    group = batch.group
+    if groups is not None:
+        found = attention.plan_gathering(np.array(query_lens), np.array(seq_lens), groups)
+        assert found is not None
+        plan = found.on_device(torch.from_numpy(found.pieces), torch.from_numpy(found.requests))
+        group = type(group)(group.slot_mapping, group.block_table, plan)
+    return q, cache, kv_b, batch.step, group
+
+
+def check(q, cache, kv_b, step, group, tolerance):
+    got = kernels.attend_latent(q, cache, kv_b, NOPE, 0.2, step, group)
+    want = latent_attention.attend_latent.reference(q.float(), cache.float(), kv_b.float(), NOPE, 0.2, step, group)
+    assert not torch.isnan(got).any()
+    assert (got.float() - want).norm() / want.norm() < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([1, 1, 1], [1, 17, 700]),  # decode, the long one in splits
+        ([33, 5], [33, 5]),  # fresh prompts
+        ([1, 20, 1, 3], [65, 90, 3, 19]),  # a chunk behind a cached prefix among decodes
+    ],
+)
+def test_few_queries_read_the_latents_themselves(query_lens, seq_lens, dtype, tolerance):
+    check(*make(query_lens, seq_lens, dtype), tolerance)
+
+
+@pytest.mark.parametrize("heads", [1, 17, 40])
+def test_every_number_of_heads(heads):
+    check(*make([1, 2], [40, 30], heads=heads), 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"), [([260], [260]), ([1, 300, 2, 18, 1], [50, 420, 2, 18, 9]), ([18, 257], [40, 257])]
+)
+def test_many_queries_are_expanded(query_lens, seq_lens, dtype, tolerance):
+    check(*make(query_lens, seq_lens, dtype, heads=2, groups=()), tolerance)
+
+
+def test_prompts_with_a_common_prefix_gather_it_once():
+    q, cache, kv_b, step, group = make([258, 260], [386, 388], heads=2, groups=[Group(np.array([0, 1]), 128)])
+    group.block_table[1, :16] = group.block_table[0, :16]
+    check(q, cache, kv_b, step, group, 1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dtype", "stored"), [(torch.float32, torch.float32), (torch.float16, torch.float8_e4m3fn)])
+def test_queries_are_rotated_and_latents_written(interleaved, dtype, stored):
+    batch = make_batch([3, 1], [20, 9], 1, 1, 8, 8)
+    fused = torch.randn(4, HEADS * (NOPE + ROPE) + RANK + ROPE).to(dtype)
+    table = torch.randn(30, ROPE)
+    weight = torch.randn(RANK).to(dtype)
+    results = []
+    for run in (latent_attention.rotate_and_write_latent.reference, kernels.rotate_and_write_latent):
+        q, latent = fused.clone().split([HEADS * (NOPE + ROPE), RANK + ROPE], -1)
+        cache = torch.zeros(12, 8, RANK + ROPE, dtype=stored)
+        q = run(
+            q.unflatten(-1, (HEADS, -1)), latent, weight, 1e-6, batch.step.positions, table, interleaved, cache,
+            batch.group.slot_mapping,
+        )  # fmt: skip
+        results.append((q.float(), cache.float()))
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() <= (1e-5 if dtype == torch.float32 else 0.3)
+        assert (got - want).norm() / want.norm() < (
+            1e-6 if dtype == torch.float32 else 5e-2
+        )  # 8 bits, cut by the interpreter
+
+
+@pytest.mark.parametrize("queries", [1, 4, 60])
+def test_the_reference_is_attention_over_expanded_keys(queries):
+    q, cache, kv_b, step, group = make([queries], [70], torch.float64)
+    keys = cache[group.block_table[0].long()].flatten(0, 1)[:70]
+    wide = torch.einsum("kr,hor->hko", keys[:, :RANK], kv_b)
+    k = torch.cat([wide[..., :NOPE], keys[None, :, RANK:].expand(HEADS, -1, -1)], -1)
+    scores = torch.einsum("qhd,hkd->hqk", q, k) * 0.2
+    hidden = torch.ones(queries, 70, dtype=torch.bool).triu(70 - queries + 1)
+    want = torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), wide[..., NOPE:])
+    got = latent_attention.attend_latent.reference(q, cache, kv_b, NOPE, 0.2, step, group)
+    assert (got - want).norm() / want.norm() < 1e-6
