@@ -135,8 +135,10 @@ def test_useless_variables_are_logged_with_the_settings(clean: pytest.MonkeyPatc
         "try:\n    EngineArgs(model='demo', device='cpu').create_engine_config()\n"
         "except ValueError as error:\n    print(error)"
     )
-    done = run(code, VLLM_PP_LAYER_PARTITION="2,2")
-    assert "VLLM_PP_LAYER_PARTITION changes nothing: there is no pipeline parallelism yet" in done.stderr, done
+    done = run(code, VLLM_RINGBUFFER_WARNING_INTERVAL="5")
+    assert (
+        "VLLM_RINGBUFFER_WARNING_INTERVAL changes nothing: there is no ring buffer between processes" in done.stderr
+    ), done
 
 
 def test_unknown_variable_is_an_attribute_error() -> None:

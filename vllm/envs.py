@@ -271,8 +271,7 @@ _TABLE = (
         "VLLM_PP_LAYER_PARTITION",
         _text,
         None,
-        'Layers of each pipeline stage, e.g. "8,8,8,8".',
-        "there is no pipeline parallelism yet",
+        'Layers of each pipeline stage, e.g. "8,8,8,8"; by default they are dealt out evenly.',
     ),
     # --- Device ---
     EnvVar("CUDA_HOME", _text, None, "Folder of the CUDA toolkit."),

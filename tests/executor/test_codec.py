@@ -83,10 +83,8 @@ def test_every_field_of_a_plan_travels() -> None:
     back = over_the_wire(replace(plan, **used))
     for name, sent in used.items():
         received = getattr(back, name)
-        if isinstance(sent, RowMasks):
-            np.testing.assert_array_equal(received.rows, sent.rows)
-            np.testing.assert_array_equal(received.bits, sent.bits)
-            assert received.bits.dtype == np.uint32 and not received.bits.flags.writeable
+        if name in ("late", "masks"):  # of use on the rank that samples only, which is not sent anything
+            assert received is None
         elif isinstance(sent, np.ndarray):
             np.testing.assert_array_equal(received, sent)
             assert received.dtype == sent.dtype and not received.flags.writeable

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vllm.config import ParallelConfig
 from vllm.config.hf import HFConfig
 from vllm.config.quantization import resolve_quantization
 from vllm.distributed import TensorParallel
@@ -38,6 +39,7 @@ def engine_config(
     dtype: str = "float32",
     quantization: str | None = None,
     model_impl: str = "vllm",
+    parallel_config: ParallelConfig | None = None,
 ) -> Any:
     """As much of a VllmConfig as the loader reads."""
     hf = HFConfig.load(folder)
@@ -61,6 +63,7 @@ def engine_config(
         quant_config=None,
         lora_config=None,
         scheduler_config=None,
+        parallel_config=parallel_config or ParallelConfig(),
     )
 
 
@@ -80,9 +83,11 @@ def save_random_hf_model(
     return model
 
 
-def load(folder: Path, *, max_model_len: int = 64, tp: TensorParallel | None = None, **config: Any) -> Any:
+def load(
+    folder: Path, *, max_model_len: int = 64, tp: TensorParallel | None = None, stage: int = 0, **config: Any
+) -> Any:
     """Our model of a folder, on the CPU."""
-    return load_model(engine_config(folder, max_model_len=max_model_len, **config), "cpu", tp)
+    return load_model(engine_config(folder, max_model_len=max_model_len, **config), "cpu", tp, stage)
 
 
 class PagedDriver:

@@ -321,13 +321,15 @@ class ModelConfig:
 
     def get_num_layers(self, parallel_config: ParallelConfig) -> int:
         """Layers of one pipeline stage (the largest)."""
-        return -(-self.hf.num_layers // parallel_config.pipeline_parallel_size)
+        stages = parallel_config.pipeline_parallel_size
+        return max(len(parallel_config.layers_of(stage, self.hf.num_layers)) for stage in range(stages))
 
     def get_multimodal_config(self) -> Any:
         raise ValueError("The model is not multimodal.")
 
     def verify_with_parallel_config(self, parallel_config: ParallelConfig) -> None:
         """Raise ValueError if the model cannot be divided as `parallel_config` says."""
+        parallel_config.layers_of(0, self.hf.num_layers)
         size = parallel_config.tensor_parallel_size
         heads, kv_heads = self.hf.num_heads, self.hf.num_kv_heads
         if heads % size:

@@ -25,7 +25,7 @@ class ParallelConfig:
     """How the work on one model is divided."""
 
     pipeline_parallel_size: int = setting(
-        1, Integer(low=1), "Number of pipeline stages.", flags=("-pp",), later="Pipeline parallelism"
+        1, Integer(low=1, high=1024), "Number of pipeline stages; each has some of the layers.", flags=("-pp",)
     )
     tensor_parallel_size: int = setting(
         1, Integer(low=1, high=1024), "Number of devices that share each layer.", flags=("-tp",)
@@ -98,7 +98,15 @@ class ParallelConfig:
         later="KV cache events",
     )
 
+    layer_partition: tuple[int, ...] = ()  # layers of each stage, as VLLM_PP_LAYER_PARTITION says; (): evenly
+
     def __post_init__(self) -> None:
+        stages = self.pipeline_parallel_size
+        if self.layer_partition and len(self.layer_partition) != stages:
+            raise ValueError(
+                f"VLLM_PP_LAYER_PARTITION names the layers of {len(self.layer_partition)} stages, but "
+                f"pipeline_parallel_size is {stages}."
+            )
         if self.ray_workers_use_nsight and self.distributed_executor_backend != "ray":
             raise ValueError("Unable to use nsight profiling unless workers run with Ray.")
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
@@ -111,3 +119,46 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of workers."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    def layers_of(self, stage: int, num_layers: int) -> range:
+        """The layers of a pipeline stage. Raises ValueError if the stages cannot share so many."""
+        sizes = stage_sizes(num_layers, self.pipeline_parallel_size, self.layer_partition)
+        first = sum(sizes[:stage])
+        return range(first, first + sizes[stage])
+
+
+def stage_sizes(num_layers: int, stages: int, partition: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Layers of each stage: as the user says, else evenly. What is left over goes to stages from the last but one
+    backwards: the last has the output head to compute, the first the embedding.
+    """
+    if stages == 1:
+        return (num_layers,)
+    if partition:
+        if sum(partition) != num_layers:
+            raise ValueError(
+                f"VLLM_PP_LAYER_PARTITION={','.join(map(str, partition))!r} deals out {sum(partition)} layers, but the "
+                f"model has {num_layers}."
+            )
+        return partition
+    if num_layers < stages:
+        raise ValueError(
+            f"{num_layers} layers cannot be dealt out to {stages} pipeline stages: each needs at least one. Use a "
+            "smaller pipeline_parallel_size."
+        )
+    sizes = [num_layers // stages] * stages
+    for i in range(num_layers % stages):
+        sizes[(stages - 2 - i) % stages] += 1
+    return tuple(sizes)
+
+
+def read_partition(text: str | None) -> tuple[int, ...]:
+    """VLLM_PP_LAYER_PARTITION, e.g. "8,10,10,4". Raises ValueError unless it is a list of positive numbers."""
+    if not text:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(
+            f"VLLM_PP_LAYER_PARTITION={text!r} is not a list of numbers of layers, one for each pipeline stage, as in "
+            "'8,10,10,4'."
+        )
+    return tuple(int(part) for part in parts)

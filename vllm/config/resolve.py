@@ -29,7 +29,7 @@ from vllm.config.max_model_len import resolve_max_model_len, without_sliding_win
 from vllm.config.model import CAPTURED, ModelConfig, ModelLength, chosen_attention_backend
 from vllm.config.model_impl import resolve_model_impl
 from vllm.config.observability import ObservabilityConfig
-from vllm.config.parallel import ParallelConfig
+from vllm.config.parallel import ParallelConfig, read_partition
 from vllm.config.quantization import resolve_quantization
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.settings import (
@@ -84,6 +84,11 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
     model = _model(args, platform, why)
     model.verify_with_parallel_config(parallel)
     cache = _cache(args, model, device, why)
+    if cache.kv_offloading_size and parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            "kv_offloading_size works without a pipeline: its stages have blocks of unlike sizes. Leave it unset, or use "
+            "tensor_parallel_size in place of pipeline_parallel_size."
+        )
     scheduler = _scheduler(args, model.max_model_len, platform, usage, why)
     config = VllmConfig(
         model_config=model,
@@ -149,17 +154,25 @@ def _device(args: dict[str, Any], why: dict[str, str]) -> str:
 
 
 def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> ParallelConfig:
-    size: int = args["tensor_parallel_size"]
+    size: int = args["tensor_parallel_size"] * args["pipeline_parallel_size"]
     if platform.is_cuda() and size > platform.device_count():
+        sizes = f"tensor_parallel_size={args['tensor_parallel_size']}"
+        if args["pipeline_parallel_size"] > 1:
+            sizes += f" with pipeline_parallel_size={args['pipeline_parallel_size']}"
         raise ValueError(
-            f"tensor_parallel_size={size} needs {size} CUDA devices, but {platform.device_count()} can be seen. "
+            f"{sizes} needs {size} CUDA devices, but {platform.device_count()} can be seen. "
             "Check CUDA_VISIBLE_DEVICES, or use a smaller tensor_parallel_size."
         )
     given = args["distributed_executor_backend"]
     backend = given or ("uni" if size == 1 else "mp")
     reason = "one worker runs in the engine's own process" if size == 1 else f"{size} workers need a process each"
     _note(why, "distributed_executor_backend", backend, given is not None, reason)
-    return build(ParallelConfig, args, distributed_executor_backend=backend)
+    stages = args["pipeline_parallel_size"]
+    partition = read_partition(envs.VLLM_PP_LAYER_PARTITION)
+    if partition and stages == 1:
+        logger.info("VLLM_PP_LAYER_PARTITION changes nothing: there is one pipeline stage.")
+        partition = ()
+    return build(ParallelConfig, args, distributed_executor_backend=backend, layer_partition=partition)
 
 
 # ---- model -------------------------------------------------------------------------------------------------------

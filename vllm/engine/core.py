@@ -66,7 +66,7 @@ class EngineCore:
         self.adapters = None if lora is None else Adapters(executor, lora.max_loras, lora.host_adapters)
         policies = admission_policies(config.scheduler_config)
         self.scheduler = Scheduler(
-            scheduler_limits(config.scheduler_config),
+            scheduler_limits(config.scheduler_config, config.parallel_config.pipeline_parallel_size),
             executor.kv_layout.policy,
             executor.num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
@@ -415,7 +415,8 @@ def grammar_requests(config: VllmConfig) -> GrammarRequests:
     return GrammarRequests(compiler, lambda: reasoning_end(name, tokenizer()))
 
 
-def scheduler_limits(config: SchedulerConfig) -> SchedulerLimits:
+def scheduler_limits(config: SchedulerConfig, stages: int = 1) -> SchedulerLimits:
+    """stages: of the pipeline; its first one must be told each token before it can compute the next."""
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -423,6 +424,8 @@ def scheduler_limits(config: SchedulerConfig) -> SchedulerLimits:
         chunked_prefill=config.enable_chunked_prefill,
         priority=config.policy == "priority",
         chunk_threshold=config.long_prefill_token_threshold,
+        max_pending=0 if stages > 1 else None,
+        stages=stages,
     )
 
 

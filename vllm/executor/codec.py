@@ -12,17 +12,23 @@ import msgspec
 from vllm.ipc import codec, frames
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.step.known import Known
 from vllm.step.plan import StepPlan
 
 
 class Begin(msgspec.Struct, array_like=True, tag="begin"):
-    """Load your share of the model. `config` is `VllmConfig.to_dict()`; the ranks meet at 127.0.0.1:`port`."""
+    """Load your share of the model as worker number `index`. `config` is `VllmConfig.to_dict()`.
+
+    The workers meet at `host`:`port`.   device: of this host's devices, the worker's.   local: see `Ranks`.
+    """
 
     config: dict[str, Any]
-    rank: int
-    world: int
+    index: int
+    host: str
     port: int
     timeout: int
+    device: int
+    local: tuple[int, int]
 
 
 class Start(msgspec.Struct, array_like=True, tag="start"):
@@ -32,9 +38,10 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """Execute a plan."""
+    """Execute a plan. known: of a pipeline, what was sampled since the last plan that was sent."""
 
     plan: StepPlan
+    known: Known | None = None
 
 
 class Call(msgspec.Struct, array_like=True, tag="call"):
@@ -79,11 +86,13 @@ def frame(message: ToRank | FromRank) -> bytes:
     return frames.frame(codec.encode(message))
 
 
-def step_message(plan: StepPlan) -> Step:
-    """The plan as a message. Logits processors stay behind: they are functions, and only the first rank samples."""
+def step_message(plan: StepPlan, known: Known | None = None) -> Step:
+    """The plan as a message. Logits processors and masks stay behind: only the first rank samples."""
+    if plan.masks is not None or plan.late is not None:
+        plan = replace(plan, masks=None, late=None)
     if any(isinstance(init.params, SamplingParams) and init.params.logits_processors for init in plan.new):
         plan = replace(plan, new=tuple(init._replace(params=_without_functions(init.params)) for init in plan.new))
-    return Step(plan)
+    return Step(plan, known)
 
 
 def _without_functions(params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:

@@ -1,8 +1,8 @@
-"""Tensor parallel on one host: the first rank in this process, the others in processes of their own.
+"""Several ranks on one host: the first one in this process, the others in processes of their own.
 
-Plans are sent to every rank and executed by all in the same order. Only the first rank samples and knows results. A
-rank that fails takes the executor down: the others may wait for it inside a collective operation, and cannot be
-trusted to agree again.
+Plans are sent to every rank and executed by all in the same order. Only the first rank samples and knows results; of a
+pipeline it is on the last stage, and other stages are told the tokens with the next plan. A rank that fails takes the
+executor down: the others may wait for it inside a collective operation, and cannot be trusted to agree again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.ranks import Seat
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
 from vllm.executor.calls import callable_of, worker_class
@@ -23,6 +25,7 @@ from vllm.ipc.child import start_child
 from vllm.ipc.frames import FrameReader, receive_frames
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.step.known import KnownTokens
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 from vllm.worker.model_runner import Handle
@@ -134,12 +137,20 @@ class _Others:
             rendezvous.leave()
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step in flight. handle: None as long as this process has not begun with its own part."""
+
+    plan: StepPlan
+    handle: Handle | None
+
+
 class MultiprocExecutor:
-    """Executes plans on `tensor_parallel_size` ranks."""
+    """Executes plans on `tensor_parallel_size * pipeline_parallel_size` ranks."""
 
     def __init__(self, config: VllmConfig) -> None:
-        world = config.parallel_config.world_size
-        self._in_flight: deque[Handle] = deque()
+        self._in_flight: deque[_Step] = deque()
+        self._known = KnownTokens() if config.parallel_config.pipeline_parallel_size > 1 else None
         self._broken: EngineDeadError | None = None
         self._worker: Worker | None = None
         self._calls = 0
@@ -147,29 +158,37 @@ class MultiprocExecutor:
         # Also when this object is dropped without shutdown(), and at the end of the program.
         self._finalizer = weakref.finalize(self, self._others.end)
         try:
-            self._worker, self.num_blocks = self._start(config, world)
+            self._worker, self.num_blocks = self._start(config)
         except BaseException:
             self.shutdown()
             raise
         self.kv_layout = self._worker.layout
-        self.max_in_flight = 2 if self._worker.context.is_async and config.overlap_steps else 1
+        ahead = 2 if self._worker.context.is_async else 1
+        self.max_in_flight = max(ahead, config.parallel_config.pipeline_parallel_size) if config.overlap_steps else 1
+        # Where a step keeps the host busy until it is done, the last stage begins when its result is asked for.
+        self._defers = self._known is not None and not self._worker.context.is_async
 
-    def _start(self, config: VllmConfig, world: int) -> tuple[Worker, int]:
+    def _start(self, config: VllmConfig) -> tuple[Worker, int]:
+        parallel = config.parallel_config
+        world = parallel.world_size
         document = {**config.to_dict(), "registered_models": ModelRegistry.registered()}
         timeout = config.parallel_config.distributed_timeout_seconds or _DEFAULT_TIMEOUT_S
         for rank in range(1, world):
             self._ranks.append(RankProcess(rank))
         states = rendezvous.one_shot_states(config)
-        compiling = compile_ahead(config, rendezvous.dry_run(world, states))
+        compiling = compile_ahead(config, rendezvous.dry_run(parallel.tensor_parallel_size, states))
         for rank_process in self._ranks:
             rank_process.receive()  # it runs: from here on, meeting it takes no longer than the others
         with rendezvous.open_listener() as listener:
-            port = listener.getsockname()[1]
+            meeting = rendezvous.Meeting(rendezvous.LOOPBACK, listener.getsockname()[1], timeout)
             for r in self._ranks:
-                r.send(codec.frame(codec.Begin(document, r.rank, world, port, timeout)))
-            tp = rendezvous.join(config.device_config.device, 0, world, port, timeout, listener, states)
+                begin = codec.Begin(document, r.rank, meeting.host, meeting.port, timeout, r.rank, (r.rank, world))
+                r.send(codec.frame(begin))
+            seat = Seat(0, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+            device = config.device_config.device
+            ranks = rendezvous.join(device, seat, meeting, 0, (0, world), listener, states)
             self._others.joined = True
-        worker = self._others.worker = worker_class(config)(config, tp, compiling)
+        worker = self._others.worker = worker_class(config)(config, ranks, compiling)
         own = worker.count_blocks()
         num_blocks = min([own, *(self._ready(r) for r in self._ranks)])
         self._broadcast(codec.Start(num_blocks))
@@ -206,10 +225,14 @@ class MultiprocExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Start a step on every rank."""
         worker = self.worker
-        message = codec.step_message(plan)
+        known = None
+        if self._known is not None:
+            known = self._known.take()
+            self._known.planned(plan)
+        message = codec.step_message(plan, known)
         try:
             self._broadcast(message)
-            self._in_flight.append(worker.execute(plan))
+            self._in_flight.append(_Step(plan, None if self._defers else worker.execute(plan)))
         except Exception as error:
             raise self._break(error) from error
 
@@ -222,13 +245,22 @@ class MultiprocExecutor:
 
     def collect(self) -> StepResult:
         """The result of the oldest step in flight. Looks after the ranks while it waits."""
-        handle = self._in_flight.popleft()
+        step = self._in_flight.popleft()
         try:
+            handle = self._begun(step)
             while not handle.wait(_DEATH_NOTICE_S):
                 self.check_health()
-            return handle.result()
+            result = handle.result()
         except Exception as error:
             raise self._break(error) from error
+        if self._known is not None:
+            self._known.sampled(step.plan, result)
+        return result
+
+    def _begun(self, step: _Step) -> Handle:
+        if step.handle is None:
+            step.handle = self.worker.execute(step.plan)
+        return step.handle
 
     def _break(self, error: Exception) -> EngineDeadError:
         """Give up: after half a step the ranks cannot be brought together again."""
@@ -269,6 +301,11 @@ class MultiprocExecutor:
         bound = callable_of(worker, method)
         sent, arguments, named = functions.portable(method), functions.portable(args), functions.portable(kwargs or {})
         deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            for step in self._in_flight:  # for which the others wait before they answer
+                self._begun(step)
+        except Exception as broken:
+            raise self._break(broken) from broken
         self._calls += 1
         self._broadcast(codec.Call(self._calls, sent, list(arguments), dict(named)))
         results: list[Any] = []

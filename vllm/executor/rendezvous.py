@@ -1,11 +1,12 @@
-"""Where the ranks of one host meet: a store on the loopback interface, gone with the first rank."""
+"""Where ranks meet: a store that is gone with the first rank, on the loopback interface if all are on one host."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,26 +16,44 @@ import torch.distributed as dist
 from vllm.distributed.one_shot import HiddenStates, without_memory
 from vllm.distributed.one_shot import create as create_one_shot
 from vllm.distributed.parallel_state import TensorParallel
+from vllm.distributed.pipeline import Link, Pipeline
+from vllm.distributed.ranks import Ranks, Seat
 from vllm.model_executor.layers.dtypes import dtype_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _MEETING_S = 60  # every rank is up before the first one waits here
 
 
-def open_listener() -> socket.socket:
-    """A listening socket on a free port of the loopback interface, for the store."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((_HOST, 0))
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where and for how long. timeout: of collective operations, in seconds."""
+
+    host: str
+    port: int
+    timeout: int
+
+    @property
+    def is_local(self) -> bool:
+        return self.host == LOOPBACK
+
+
+def open_listener(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A listening socket for the store, on one interface of this host; port 0: any that is free."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, port))
     listener.listen(128)
     return listener
 
 
 def one_shot_states(config: VllmConfig) -> HiddenStates | None:
     """What `join` may sum by writing into other ranks' memory; None if it must not."""
-    if config.device_config.device != "cuda" or config.parallel_config.disable_custom_all_reduce:
+    parallel = config.parallel_config
+    if config.device_config.device != "cuda" or parallel.disable_custom_all_reduce:
+        return None
+    if parallel.tensor_parallel_size == 1 or parallel.pipeline_parallel_size > 1:
         return None
     model = config.model_config
     return HiddenStates(model.get_hidden_size(), dtype_of(model.dtype))
@@ -47,16 +66,17 @@ def dry_run(world: int, states: HiddenStates | None) -> TensorParallel:
 
 def join(
     device_type: str,
-    rank: int,
-    world: int,
-    port: int,
-    timeout_s: int,
+    seat: Seat,
+    meeting: Meeting,
+    device: int = 0,
+    local: tuple[int, int] = (0, 1),
     listener: socket.socket | None = None,
     one_shot: HiddenStates | None = None,
-) -> TensorParallel:
-    """Become rank `rank` of `world`. The first rank brings the listener that `port` belongs to.
+) -> Ranks:
+    """Become worker `seat.index`. The first one brings the listener that `meeting` is about.
 
-    one_shot: on GPUs, sum a few rows of such states by writing into the other ranks' memory, where that is possible.
+    device, local: see `Ranks`.   one_shot: on GPUs, sum a few rows of such states by writing into the other ranks'
+    memory, where that is possible.
 
     Raises RuntimeError if this process has a default process group already: torch.distributed knows only one.
     """
@@ -65,27 +85,60 @@ def join(
             "torch.distributed is in use in this process already (by another tensor-parallel engine, or by your "
             "program). Shut that down first, or start this engine in a process of its own."
         )
-    timeout = timedelta(seconds=timeout_s)
-    meeting = timedelta(seconds=min(timeout_s, _MEETING_S))
+    timeout = timedelta(seconds=meeting.timeout)
     store = dist.TCPStore(
-        _HOST,
-        port,
-        world,
+        meeting.host,
+        meeting.port,
+        seat.world,
         is_master=listener is not None,
-        timeout=meeting,
+        timeout=timedelta(seconds=min(meeting.timeout, _MEETING_S)),
         wait_for_workers=False,
         # the store closes what it is given
         master_listen_fd=None if listener is None else os.dup(listener.fileno()),
     )
-    with _on_loopback():
+    one_group = seat.pp == 1
+    with _on_loopback() if meeting.is_local else nullcontext():
+        made = None
         if device_type == "cuda":
-            device = torch.device("cuda", rank)
-            torch.cuda.set_device(device)
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
-            made = None if one_shot is None else create_one_shot(rank, world, device, one_shot)
-            return TensorParallel(rank, world, one_shot=made)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    return TensorParallel(rank, world)
+            place = torch.device("cuda", device)
+            torch.cuda.set_device(place)
+            dist.init_process_group(
+                "nccl", store=store, rank=seat.index, world_size=seat.world, timeout=timeout, device_id=place
+            )
+            if one_shot is not None and one_group:
+                made = create_one_shot(seat.index, seat.world, place, one_shot)
+        else:
+            dist.init_process_group("gloo", store=store, rank=seat.index, world_size=seat.world, timeout=timeout)
+        tp = TensorParallel(seat.tp_rank, seat.tp, None if one_group else _sharers(seat, timeout), one_shot=made)
+        pipeline = _linked(seat, timeout, torch.device(device_type, device if device_type == "cuda" else 0))
+    return Ranks(tp, pipeline, seat.index, seat.world, device, local)
+
+
+def _sharers(seat: Seat, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of those that share this worker's layers. All workers make all groups, in one order."""
+    found = None
+    for stage in range(seat.pp):
+        members = seat.sharers(stage)
+        group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
+        if seat.index in members:
+            found = group
+    return found
+
+
+def _linked(seat: Seat, timeout: timedelta, device: torch.device) -> Pipeline:
+    """This worker's stage, connected to its neighbours."""
+    links: dict[int, Link] = {}
+    for stage in range(seat.pp - 1):
+        for before, after in zip(seat.sharers(stage), seat.sharers(stage + 1), strict=True):
+            group = dist.new_group([before, after], timeout=timeout)
+            if seat.index in (before, after):
+                links[stage] = Link(after if seat.index == before else before, group, depth=seat.pp + 1)
+    pipeline = Pipeline(seat.stage, seat.pp, links.get(seat.stage - 1), links.get(seat.stage))
+    # a group's first message sets up its connection, which may wait for the other end: stage by stage, now
+    pipeline.receive(1, 1, torch.float32, device)
+    if pipeline.next is not None:
+        pipeline.send(torch.zeros(1, 1, device=device))
+    return pipeline
 
 
 def leave() -> None:

@@ -53,7 +53,7 @@ class Rank:
             message = self._receive()
             match message:
                 case codec.Step():
-                    self._ready_worker().execute(message.plan)
+                    self._ready_worker().follow(message.plan, message.known)
                 case codec.Call():
                     self._send(self._call(message))
                 case codec.Begin():
@@ -69,14 +69,17 @@ class Rank:
 
     def _begin(self, message: codec.Begin) -> None:
         from vllm.config import VllmConfig
-        from vllm.executor.rendezvous import join, one_shot_states
+        from vllm.distributed.ranks import Seat
+        from vllm.executor.rendezvous import Meeting, join, one_shot_states
         from vllm.model_executor.models.registry import ModelRegistry
 
         ModelRegistry.restore(message.config.pop("registered_models"))
         config = VllmConfig.from_dict(message.config)
-        device, states = config.device_config.device, one_shot_states(config)
-        tp = join(device, message.rank, message.world, message.port, message.timeout, one_shot=states)
-        self._worker = worker_class(config)(config, tp)
+        parallel, device, states = config.parallel_config, config.device_config.device, one_shot_states(config)
+        seat = Seat(message.index, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        meeting = Meeting(message.host, message.port, message.timeout)
+        ranks = join(device, seat, meeting, message.device, message.local, one_shot=states)
+        self._worker = worker_class(config)(config, ranks)
         self._send(codec.Ready(self._worker.count_blocks()))
 
     def _call(self, message: codec.Call) -> codec.Result:

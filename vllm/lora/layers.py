@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -152,9 +152,14 @@ class LoRALayers:
                     (part.size, width),
                 )
 
-    def prepare(self, adapter: Adapter) -> HostAdapter:
-        """This rank's share of an adapter. Raises ValueError if it does not fit the model; may run in any thread."""
+    def prepare(self, adapter: Adapter, is_elsewhere: Callable[[str], bool] = lambda name: False) -> HostAdapter:
+        """This rank's share of an adapter. Raises ValueError if it does not fit the model; may run in any thread.
+
+        is_elsewhere: whether another stage of the pipeline has a layer, which then looks after it.
+        """
         for name, copied in adapter.copies.items():
+            if is_elsewhere(name):
+                continue
             rows = self._targets[name][2][1] if name == "embed" else self._targets[name][2][0]
             if copied[0] != rows:
                 raise ValueError(
@@ -164,6 +169,8 @@ class LoRALayers:
             raise ValueError("The adapter adds tokens to the vocabulary (new_embeddings), which is not supported.")
         pieces: dict[str, dict[int | None, LoRAWeights]] = {}
         for name, weights in adapter.layers.items():
+            if is_elsewhere(name):
+                continue
             target = self._targets.get(name)
             if target is None:
                 raise ValueError(f"The adapter changes {name}, where this model has no layer that can be adapted.")

@@ -50,10 +50,11 @@ class WorkerAdapters:
         assert isinstance(model, DecoderModel)  # as families make them
         # (heads, key/value heads) of each layer, for checkpoints that store q, k and v in one matrix
         self._heads = [block.heads() for block in model.spec.blocks]
+        self._is_elsewhere = model.is_elsewhere
         dtype = model.traits.dtype if lora.lora_dtype in (None, "auto") else dtype_of(lora.lora_dtype)
         self._max_rank = lora.max_lora_rank
         self._layers = LoRALayers(model, lora.max_loras, lora.max_lora_rank, dtype, context.device)
-        self._max_bytes = self._layers.max_file_bytes()
+        self._max_bytes = config.parallel_config.pipeline_parallel_size * self._layers.max_file_bytes()
         self._host: dict[int, HostAdapter] = {}
         self._loading: dict[int, Future[HostAdapter]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -92,7 +93,7 @@ class WorkerAdapters:
         adapter = read_adapter(
             folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes
         )
-        return self._layers.prepare(adapter)
+        return self._layers.prepare(adapter, self._is_elsewhere)
 
     def _canonical(self, tensor: Tensor, layout: WeightLayout, name: str) -> Tensor:
         heads, kv_heads = self._heads[int(name.split(".")[1])]

@@ -122,8 +122,9 @@ def fuse_layers(native: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:
     Known: an attention and a plain or gated feed-forward layer, each after a norm and added to the stream, on one rank,
     with unquantized packed weights of the model's dtype.
     """
-    blocks: list[DecoderBlock] = list(model.blocks)  # type: ignore[arg-type]
-    pairs = zip(model.spec.blocks, blocks, strict=True)
+    specs = [spec for spec, _ in model.own_blocks]
+    blocks: list[DecoderBlock] = [block for _, block in model.own_blocks]  # type: ignore[misc]
+    pairs = zip(specs, blocks, strict=True)
     if blocks and all(computed(spec) == spec and _covers(block, model.dtype) for spec, block in pairs):
         return FusedBlocks(native, blocks)
     return None

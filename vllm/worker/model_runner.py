@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.distributed.pipeline import ONE_STAGE, Pipeline
 from vllm.faults import spoiler_from_env
 from vllm.model_executor.models.traits import Model
 from vllm.ops.logprobs import top_logprobs
@@ -90,11 +91,13 @@ class ModelRunner:
         adapters: WorkerAdapters | None = None,
         pools: Sequence[Sequence[Tensor]] | None = None,
         tier_blocks: int = 0,
+        pipeline: Pipeline = ONE_STAGE,
     ) -> None:
         """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools.
 
         pools: the memories behind `kv_caches` (`kv_memory.CacheMemory`); None: they are all pages of tokens.
         tier_blocks: of a lower tier in host memory.
+        pipeline: this rank's place in it, on the last stage.
         """
         self.model = model
         self.layout = layout
@@ -103,6 +106,7 @@ class ModelRunner:
         self._tier = create_tier(self._pools[0], tier_blocks, context) if tier_blocks else None
         self.context = context
         self.tp = tp
+        self._pipeline = pipeline
         if adapters is not None:
             columns = (*columns, adapters.column)
         self.table = SlotTable(num_slots, max_model_len, layout, context, columns)
@@ -141,8 +145,15 @@ class ModelRunner:
                 return self.finish(plan, self.builder.batch(plan, laid, step), hidden, start)
         features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
         batch = self.builder.build(plan, laid, features)
-        hidden = self.model(batch.step, self.kv_caches)
+        hidden = self._forward(batch.step)
         return self.finish(plan, batch, hidden, start)
+
+    def _forward(self, step: StepInputs) -> Tensor:
+        if self._pipeline.is_first:
+            return self.model(step, self.kv_caches)
+        traits = self.model.traits
+        stream = self._pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
+        return self.model(step, self.kv_caches, stream)
 
     def finish(self, plan: StepPlan, batch: Batch, hidden: Tensor, start: Any) -> Handle:
         """What follows the forward pass: logits, sampling, ids into the slot table, results on their way to the host.

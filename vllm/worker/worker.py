@@ -16,12 +16,14 @@ import torch.nn.functional as F
 
 from vllm import envs, ops
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.distributed.ranks import ALONE, Ranks
 from vllm.logger import init_logger
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, Traits, check_traits
 from vllm.ops import attention_backends
 from vllm.platforms import cuda_early
 from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.known import Known
 from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker import cpu_blocks, kv_memory
@@ -31,6 +33,7 @@ from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheMemory, CacheRequest
 from vllm.worker.model_runner import Handle, ModelRunner
 from vllm.worker.profiler import WorkerProfiler
+from vllm.worker.stage_runner import StageRunner
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _WIDEST_LAYER = 1 << 16  # outputs; a weight with more of them makes logits
+_ANY_NUMBER = 1 << 40  # of blocks, on a rank whose layers keep nothing
 _CPU_HINT = " On the CPU, the cache's size is set by VLLM_CPU_KVCACHE_SPACE (in GiB)."
 
 
@@ -69,12 +73,10 @@ class Restorable(Protocol):
 class Worker:
     """Made in three steps, as ranks must agree on the number of blocks: the model, `count_blocks()`, `start(n)`."""
 
-    def __init__(
-        self, config: VllmConfig, tp: TensorParallel = SINGLE, compiling: Precompilation | None = None
-    ) -> None:
+    def __init__(self, config: VllmConfig, ranks: Ranks = ALONE, compiling: Precompilation | None = None) -> None:
         """compiling: what `compile_ahead` has started, on the first rank."""
         self.config = config
-        self.tp = tp
+        self.ranks, self.tp = ranks, ranks.tp
         self.device = self._open_device()
         self.context: DeviceContext = create_context(self.device)
         ops.setup(self.device.type)
@@ -87,6 +89,7 @@ class Worker:
             chunked=config.scheduler_config.enable_chunked_prefill is not False,
             prefix_caching=config.cache_config.enable_prefix_caching is not False,
             features=frozenset(),
+            stages=ranks.pp.world,
         )
         cache = config.cache_config
         self.layout: KVLayout = layout_of(
@@ -101,7 +104,7 @@ class Worker:
             dtype = kv_memory.cache_dtype("auto", config.model_config.dtype)
             for head_dim in head_sizes(self.model.traits):
                 attention_backends.check(attention, cast(torch.nn.Module, self.model), head_dim, dtype, stored)
-        self.runner: ModelRunner | None = None
+        self.runner: ModelRunner | StageRunner | None = None
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._profiler: WorkerProfiler | None = None
@@ -120,10 +123,10 @@ class Worker:
     def _open_device(self) -> torch.device:
         kind = self.config.device_config.device
         if kind == "cpu":
-            bind_threads(envs.VLLM_CPU_OMP_THREADS_BIND, self.tp.rank, self.tp.world)
+            bind_threads(envs.VLLM_CPU_OMP_THREADS_BIND, *self.ranks.local)
             return torch.device("cpu")
         if kind == "cuda":
-            device = torch.device("cuda", self.tp.rank)
+            device = torch.device("cuda", self.ranks.device)
             torch.cuda.set_device(device)
             return device
         raise RuntimeError(f"Not support device type: {kind}")
@@ -132,7 +135,7 @@ class Worker:
         from vllm.model_executor.model_loader import load_model
 
         try:
-            return load_model(self.config, self.device, self.tp)
+            return load_model(self.config, self.device, self.tp, self.ranks.pp.rank)
         except torch.OutOfMemoryError as error:
             remedy = "tensor_parallel_size or a smaller dtype"
             raise ValueError(self._does_not_fit("The model's weights", remedy)) from error
@@ -164,11 +167,13 @@ class Worker:
             logger.info("Compiling kernels took %.2f s, beside loading", self._compiling.wait())
         if self.device.type == "cuda":
             self.tp.barrier()
+        if not self.layout.page_bytes and any(group.kind is not KVKind.RECURRENT for group in self.layout.groups):
+            return _ANY_NUMBER  # other stages say how many there are
         request = self._request
         if request.override is not None or request.fixed_bytes is not None:
             return kv_memory.count_blocks(self.layout, request, 0, "", bounded=False)
         if self.device.type == "cpu":
-            available, bounded = kv_memory.cpu_available(envs.VLLM_CPU_KVCACHE_SPACE, self.tp.world)
+            available, bounded = kv_memory.cpu_available(envs.VLLM_CPU_KVCACHE_SPACE, self.ranks.local[1])
             return kv_memory.count_blocks(self.layout, request, available, _CPU_HINT, bounded=bounded)
         share = self.config.cache_config.gpu_memory_utilization
         try:
@@ -212,9 +217,10 @@ class Worker:
         """Allocate the cache and become ready for plans."""
         num_states = self.layout.policy.num_states(self.config.scheduler_config.max_num_seqs)
         self.runner = self._make_runner(self._allocate(num_blocks, num_states))
-        if self.device.type == "cuda" and self.config.compilation_config.cudagraph_capture_sizes:
+        graphs = self.config.compilation_config.cudagraph_capture_sizes
+        if self.device.type == "cuda" and graphs and isinstance(self.runner, ModelRunner) and self.ranks.pp.world == 1:
             self._use_graphs(self.runner)
-        if self.tp.is_first:
+        if self.ranks.is_first:
             kv_memory.log_cache(self.device.type, self.layout, self._request, num_blocks)
             if self._tier_blocks:
                 logger.info("Host memory keeps %d further blocks of the KV cache for later.", self._tier_blocks)
@@ -227,8 +233,20 @@ class Worker:
     def _tier_blocks(self) -> int:
         return self.layout.places_in(self.config.kv_offloading_bytes)
 
-    def _make_runner(self, caches: CacheMemory) -> ModelRunner:
+    def _make_runner(self, caches: CacheMemory) -> ModelRunner | StageRunner:
         model, scheduler = self.config.model_config, self.config.scheduler_config
+        if not self.ranks.pp.is_last:
+            return StageRunner(
+                self.model,
+                self.layout,
+                caches.tensors,
+                self.context,
+                self.ranks.pp,
+                num_slots=scheduler.max_num_seqs,
+                max_model_len=model.max_model_len,
+                adapters=self.adapters,
+                pools=caches.pools,
+            )
         return ModelRunner(
             self.model,
             self.layout,
@@ -241,6 +259,7 @@ class Worker:
             adapters=self.adapters,
             pools=caches.pools,
             tier_blocks=self._tier_blocks,
+            pipeline=self.ranks.pp,
         )
 
     def _use_graphs(self, runner: ModelRunner) -> None:
@@ -269,7 +288,7 @@ class Worker:
 
         Nothing may be in flight. Of several ranks nobody knows when all are idle: they capture as they go.
         """
-        if self.tp.world > 1:
+        if self.ranks.world > 1:
             return False
         try:
             with torch.inference_mode():
@@ -290,7 +309,7 @@ class Worker:
         for graphs in (self._graphs, self._mixed_graphs):
             if graphs is not None:
                 graphs.close()
-        if self.runner is not None:
+        if isinstance(self.runner, ModelRunner):
             self.runner.decode_steps = self.runner.mixed_steps = None  # which know the runner: memory is free at once
         self._graphs = self._mixed_graphs = self.runner = None
 
@@ -298,21 +317,34 @@ class Worker:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""
         tokens, requests = self._largest_batch()
         step = dummy_step(tokens, requests, self.layout, self.context)
+        stream, pp = None, self.ranks.pp
+        if not pp.is_first:
+            traits = self.model.traits
+            stream = torch.zeros(tokens, traits.hidden_size, dtype=traits.dtype, device=self.device)
         with torch.inference_mode():
-            hidden = self.model(step, self._allocate(1, 1).tensors)
+            hidden = self.model(step, self._allocate(1, 1).tensors, stream)
+            if not pp.is_last:
+                return
             logits = self.model.logits(hidden[:requests])
             logits.sort(-1)  # stands for what sampling needs at most
 
     def execute(self, plan: StepPlan) -> Handle:
         """Queue one step."""
-        if self.runner is None:
-            raise RuntimeError("The worker has no KV cache yet: call start() first.")
+        if not isinstance(self.runner, ModelRunner):
+            raise RuntimeError("The worker has no KV cache yet, call start() first; or it does not sample.")
         return self.runner.execute(plan)
+
+    def follow(self, plan: StepPlan, known: Known | None) -> None:
+        """Queue one step whose result is nobody's business here. known: see `StageRunner.execute`."""
+        if isinstance(self.runner, StageRunner):
+            self.runner.execute(plan, known)
+        else:
+            self.execute(plan)
 
     def complete(self, step_id: int, masks: RowMasks | None) -> None:
         """Give the last step the masks that it waits for."""
-        if self.runner is None:
-            raise RuntimeError("The worker has no KV cache yet: call start() first.")
+        if not isinstance(self.runner, ModelRunner):
+            raise RuntimeError("The worker has no KV cache yet, call start() first; or it does not sample.")
         self.runner.complete(step_id, masks)
 
     def begin_loading_adapter(self, adapter_id: int, folder: str) -> None:
@@ -336,12 +368,13 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        return self.tp.rank
+        """This worker's number, which is also its place in the results of `collective_rpc`."""
+        return self.ranks.index
 
     @property
     def local_rank(self) -> int:
         """The rank among those of this host."""
-        return self.tp.rank
+        return self.ranks.local[0]
 
     @property
     def vllm_config(self) -> VllmConfig:
@@ -352,7 +385,7 @@ class Worker:
         return self.config.model_config
 
     @property
-    def model_runner(self) -> ModelRunner:
+    def model_runner(self) -> ModelRunner | StageRunner:
         """What executes steps; `model_runner.model` is the model."""
         if self.runner is None:
             raise RuntimeError("The worker has no KV cache yet: call start() first.")
@@ -379,7 +412,7 @@ class Worker:
         if folder is None:
             raise RuntimeError("Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR to a folder for the traces.")
         if self._profiler is None:
-            self._profiler = WorkerProfiler(folder, self.tp.rank)
+            self._profiler = WorkerProfiler(folder, self.ranks.index)
         self._profiler.start()
 
     def stop_profile(self) -> None:

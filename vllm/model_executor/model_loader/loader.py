@@ -46,9 +46,14 @@ _DUMMY_SCALE = 0.02
 
 
 def load_model(
-    vllm_config: VllmConfig, device: torch.device | str, tp: TensorParallel | None = None
+    vllm_config: VllmConfig,
+    device: torch.device | str,
+    tp: TensorParallel | None = None,
+    stage: int = 0,
 ) -> DecoderModel | OutOfTreeModel | TransformersDecoder:
     """The model of `vllm_config`, this rank's weights on `device`, as the engine knows models (`traits.Model`).
+
+    stage: of the pipeline, whose layers are all that is loaded; only families of ours can be divided.
 
     Raises ValueError for an unknown architecture, and for a checkpoint that does not fit the model.
     """
@@ -70,8 +75,9 @@ def load_model(
         chosen = quantization if own is None else own
         model: DecoderModel | OutOfTreeModel
         model = decoder = build_decoder(
-            spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules
-        )
+            spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules,
+            vllm_config.parallel_config.layers_of(stage, len(spec.blocks)),
+        )  # fmt: skip
         started = time.perf_counter()
         if load_format == "dummy":
             size = fill_with_random_numbers(model, device, config.seed or 0)
@@ -144,8 +150,12 @@ def build_decoder(
     tp: TensorParallel,
     quant_config: QuantizationConfig | None = None,
     modules: str | None = None,
+    layers: range | None = None,
 ) -> DecoderModel:
-    """The modules of `spec` without weights; only rotary tables are on `device` yet. modules: `Family.modules`."""
+    """The modules of `spec` without weights; only rotary tables are on `device` yet. modules: `Family.modules`.
+
+    layers: of this pipeline stage, None for all.
+    """
     table = {} if modules is None else importlib.import_module(modules).MODULES
     with torch.device("meta"):
         return DecoderModel(
@@ -156,6 +166,7 @@ def build_decoder(
             tp=tp,
             quant_config=quant_config,
             modules=table,
+            layers=layers,
         )
 
 
@@ -169,7 +180,7 @@ def fill_from_checkpoint(
 ) -> int:
     """Stream a checkpoint's tensors into a model, each to its place, and every weight filled; the bytes they take."""
     filler = WeightFiller(model, device)
-    quantized = None if quantization is None else QuantizedCheckpoint(model, quantization, family, spec)
+    quantized = None if quantization is None else QuantizedCheckpoint(model, quantization, family)
     unexpected: list[str] = []
     for name, tensor, file in tensors:
         if family.is_beyond(name, len(spec.blocks)):
@@ -177,7 +188,9 @@ def fill_from_checkpoint(
         if quantized is not None and quantized.take(name, tensor, file):
             continue
         found = family.resolve(name)
-        if found is not None and model.head.tied and found[0] == "head.weight":
+        if found is not None and model.is_elsewhere(found[0]):
+            continue
+        if found is not None and found[0] == "head.weight" and model.head.tied:
             continue  # a copy of the embedding
         shape = None if found is None else filler.expected_shape(found[0])
         if found is None or shape is None:

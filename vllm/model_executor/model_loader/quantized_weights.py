@@ -25,8 +25,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.models.blocks import Experts
+from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
-from vllm.model_executor.models.spec import Decoder
 
 logger = init_logger(__name__)
 
@@ -48,15 +48,15 @@ class _Module:
 class QuantizedCheckpoint:
     """Takes tensors by their names in the checkpoint; `finish` fills the model with them."""
 
-    def __init__(self, model: nn.Module, quantization: ModelQuantization, family: Family, spec: Decoder) -> None:
+    def __init__(self, model: DecoderModel, quantization: ModelQuantization, family: Family) -> None:
         self._quantization, self._format = quantization, quantization.format
-        self._family, self._spec = family, spec
+        self._family, self._spec, self._is_elsewhere = family, model.spec, model.is_elsewhere
         leaves = sorted({*self._format.leaves, "weight"}, key=len, reverse=True)
         self._suffixes = tuple(f".{leaf}" for leaf in leaves)
         self._ignored = (*(f".{leaf}" for leaf in self._format.ignored), *_CACHE_SCALES)
         self._layers = {path: (layer, method) for path, layer, method in quantized_layers(model)}
         self._experts = dict(quantized_experts(model))
-        self._ties_head = spec.tied and "head" in self._layers
+        self._ties_head = self._spec.tied and "head" in self._layers
         self._kept: set[str] = set()  # containers whose plain tensors are kept too
         for path, (_, method) in self._layers.items():
             self._kept.update([path, *containers_of(path, method.shape)])
@@ -78,6 +78,8 @@ class QuantizedCheckpoint:
             return True  # a copy of the embedding
         if container == "embed" and self._ties_head:
             self._found.setdefault("head", _Module(module, file, resolved[1])).tensors[leaf] = tensor
+        if self._is_elsewhere(resolved[0]):
+            return True
         if not self._keeps(container) and is_plain({leaf: tensor}):
             return False
         found = self._found.setdefault(container, _Module(module, file, resolved[1]))
@@ -145,6 +147,8 @@ class QuantizedCheckpoint:
         resolved = self._family.resolve(name)
         if resolved is None or tensor.dim() != 3 or not is_plain({"weight": tensor}):
             return False
+        if self._is_elsewhere(resolved[0]):
+            return True
         path, _, leaf = resolved[0].rpartition(".")
         parts = {"gate_up": ("gate", "up"), "down": ("down",)}.get(leaf, ())
         if not parts or not self._keeps(f"{path}.0.{parts[0]}"):

@@ -29,6 +29,10 @@ def without_idle_windows(spec: Decoder, max_positions: int) -> Decoder:
     return replace(spec, blocks=tuple(block.within(max_positions) for block in spec.blocks))
 
 
+class Elsewhere(nn.Module):
+    """Stands in the list of blocks for one that another stage of the pipeline has."""
+
+
 class DecoderModel(nn.Module):
     """A decoder-only language model on one rank.
 
@@ -36,6 +40,8 @@ class DecoderModel(nn.Module):
     tables are computed at once, on `device`.
 
     modules: what blocks become, by their specs' class, beside `blocks.MODULES`.
+    layers: those of this pipeline stage, None for all. What stands before the blocks is on the stage of the first one,
+        what stands behind them on the stage of the last one, a table that both use on both.
     """
 
     def __init__(
@@ -48,32 +54,40 @@ class DecoderModel(nn.Module):
         tp: TensorParallel | None = None,
         quant_config: QuantizationConfig | None = None,
         modules: Mapping[type[BlockSpec], BlockModule] | None = None,
+        layers: range | None = None,
     ) -> None:
         super().__init__()
         tp = TensorParallel() if tp is None else tp
         device = torch.device("cpu") if device is None else device
         self.spec = spec = without_idle_windows(spec, max_positions)
         self.dtype, self.tp, self.max_positions = dtype, tp, max_positions
+        self.layers = layers = range(len(spec.blocks)) if layers is None else layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(spec.blocks)
         ctx = BuildContext(dtype, device, tp, max_positions, quant_config)
         width = spec.hidden_size if spec.embed_dim is None else spec.embed_dim
-        self.embed = VocabParallelEmbedding(
-            spec.vocab_size, width, dtype, quant_config=quant_config, prefix="embed", tp=tp
-        )
+        self.embed: VocabParallelEmbedding
+        if self.is_first or (self.is_last and spec.tied):
+            self.embed = VocabParallelEmbedding(
+                spec.vocab_size, width, dtype, quant_config=quant_config, prefix="embed", tp=tp
+            )
         # rounded to the model's dtype, as the multiplication by a tensor of that dtype would
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device="cpu").item()
-        if spec.positions is not None:
-            self.positions = _position_table(spec.positions, spec.hidden_size, max_positions, dtype)
-        self.project_in = self.project_out = None
-        if width != spec.hidden_size:
-            self.project_in = ReplicatedLinear(width, spec.hidden_size, bias=False, params_dtype=dtype, tp=tp)
-            self.project_out = ReplicatedLinear(spec.hidden_size, width, bias=False, params_dtype=dtype, tp=tp)
+        self.project_in = self.project_out = self.embed_norm = self.norm = None
+        if self.is_first:
+            if spec.positions is not None:
+                self.positions = _position_table(spec.positions, spec.hidden_size, max_positions, dtype)
+            if width != spec.hidden_size:
+                self.project_in = ReplicatedLinear(width, spec.hidden_size, bias=False, params_dtype=dtype, tp=tp)
+            if spec.embed_norm is not None:
+                self.embed_norm = build_norm(spec.embed_norm, spec.hidden_size, dtype)
         kv = tuple(block.need(tp.world) for block in spec.blocks)
-        self.embed_norm = None if spec.embed_norm is None else build_norm(spec.embed_norm, spec.hidden_size, dtype)
         self.kv_groups = group_layers(kv)
-        places = kv_places(self.kv_groups, kv)
+        places = kv_places(self.kv_groups, kv, layers)
         table = {**MODULES, **(modules or {})}
         self.blocks = nn.ModuleList(
             table[type(block)](block, spec.hidden_size, places.get(i), ctx, f"blocks.{i}")
+            if i in layers
+            else Elsewhere()
             for i, block in enumerate(spec.blocks)
         )
         self.traits = Traits(
@@ -81,27 +95,77 @@ class DecoderModel(nn.Module):
             dtype,
             spec.vocab_size,
             kv,
-            range(len(spec.blocks)),
+            layers,
             query_heads=tuple(block.heads()[0] // tp.world for block in spec.blocks),
             replayable=True,
             handles=frozenset({"adapters"}),
+            splits=True,
         )
-        # a device's own way to run all blocks at once, with the same result
+        # a device's own way to run all of the rank's blocks at once, with the same result
         self.fused_blocks: FusedBlocks | None = None
-        self.norm = None if spec.norm is None else build_norm(spec.norm, spec.hidden_size, dtype)
-        self.head = ParallelLMHead(
-            spec.vocab_size, width, spec.head_bias, dtype, quant_config=quant_config, prefix="head", tp=tp
-        )
-        if spec.tied:
-            self.head.tie_weights(self.embed)
+        self.head: ParallelLMHead
+        if self.is_last:
+            self.norm = None if spec.norm is None else build_norm(spec.norm, spec.hidden_size, dtype)
+            if width != spec.hidden_size:
+                self.project_out = ReplicatedLinear(spec.hidden_size, width, bias=False, params_dtype=dtype, tp=tp)
+            self.head = ParallelLMHead(
+                spec.vocab_size, width, spec.head_bias, dtype, quant_config=quant_config, prefix="head", tp=tp
+            )
+            if spec.tied:
+                self.head.tie_weights(self.embed)
+                if not (self.is_first or self.head.tied):
+                    del self.embed  # the head has a table of its own
         self.logits_processor = LogitsProcessor(spec.vocab_size, scale=spec.logit_scale, soft_cap=spec.logit_softcap)
 
-    def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
+    @property
+    def own_blocks(self) -> list[tuple[BlockSpec, nn.Module]]:
+        """The blocks of this stage, each with its spec."""
+        return [(self.spec.blocks[i], self.blocks[i]) for i in self.layers]
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a weight, by its canonical name, or a module belongs to other stages of the pipeline only."""
+        part, _, rest = name.partition(".")
+        if part == "blocks":
+            index = rest.partition(".")[0]
+            return index.isdigit() and int(index) < len(self.spec.blocks) and int(index) not in self.layers
+        if part in ("positions", "project_in", "embed_norm"):
+            return not self.is_first
+        if part == "embed":
+            return "embed" not in self._modules
+        return part in ("norm", "project_out", "head") and not self.is_last
+
+    def forward(self, step: StepInputs, kv_caches: Sequence[Tensor], stream: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all tokens' keys and values are written to
         `kv_caches`.
 
         Of the last layer, the other tokens need no more than that: most of it is computed for the wanted rows only.
+
+        stream: [tokens, hidden], what the stage before this one has returned, which may be overwritten; None for the
+        first. A stage that is not the last returns the stream behind its layers, for all tokens.
         """
+        x = self._embedded(step) if stream is None else stream
+        residual: Tensor | None = None
+        rows = step.logits_rows if self.is_last else None
+        if rows is not None and len(rows) == len(x):
+            rows = None  # nothing to save
+        if self.fused_blocks is not None and step.features is None:
+            x, residual = self.fused_blocks(x, step, kv_caches, rows)
+        else:
+            last = len(self.blocks) - 1
+            for i in self.layers:
+                x, residual = self.blocks[i](x, residual, step, kv_caches, rows if i == last else None)
+        if not self.is_last:
+            return x if residual is None else x + residual
+        if not len(x):
+            return x
+        if self.norm is not None:
+            x = add_norm(self.norm, x, residual)[0]
+        elif residual is not None:
+            x = x + residual
+        return x if rows is not None else step.wanted(x)
+
+    def _embedded(self, step: StepInputs) -> Tensor:
+        """What the first block takes in: [tokens, hidden]."""
         x: Tensor = self.embed(step.token_ids, step.view(picked=False))
         late = self.spec.scale_positions
         if self.embed_scale != 1.0 and not late:
@@ -114,23 +178,7 @@ class DecoderModel(nn.Module):
             x = x * self.embed_scale
         if self.embed_norm is not None:
             x = self.embed_norm.norm(x)
-        residual: Tensor | None = None
-        rows = step.logits_rows
-        if rows is not None and len(rows) == len(x):
-            rows = None  # nothing to save
-        if self.fused_blocks is not None and step.features is None:
-            x, residual = self.fused_blocks(x, step, kv_caches, rows)
-        else:
-            last = len(self.blocks) - 1
-            for i, block in enumerate(self.blocks):
-                x, residual = block(x, residual, step, kv_caches, rows if i == last else None)
-        if not len(x):
-            return x
-        if self.norm is not None:
-            x = add_norm(self.norm, x, residual)[0]
-        elif residual is not None:
-            x = x + residual
-        return x if rows is not None else step.wanted(x)
+        return x
 
     def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, hidden], as `forward` gives them -> [rows, vocabulary] fp32, on every rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,14 +78,17 @@ def group_size(counts: Sequence[int]) -> int:
     return min(range(1, max(counts) + 1), key=cost) if counts else 0
 
 
-def kv_places(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None]) -> Mapping[int, KVPlace]:
+def kv_places(
+    groups: Sequence[KVGroup], kv: Sequence[KVNeed | None], layers: Container[int] | None = None
+) -> Mapping[int, KVPlace]:
     """layer -> its place, for layers that keep something; one that reads another's blocks has that one's place.
 
     Layers that are alike share tensors, the j-th of every group those of the others; else each has its own.
+    layers: those of this rank, None for all. Groups are those of the whole model, tensors are counted on the rank.
     """
     alike, places, next_tensor = _alike(groups, kv), {}, 0
     for index, group in enumerate(groups):
-        for turn, layer in enumerate(group.layers):
+        for turn, layer in enumerate(_on(layers, group)):
             first = next_tensor
             if alike:
                 first = turn * len(_need(kv, layer).tensors)
@@ -93,7 +96,20 @@ def kv_places(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None]) -> Mapping
             places[layer] = KVPlace(index, indices[0], tuple(indices[1:]))
             next_tensor = indices[-1] + 1
     shared = {layer: need.same_as for layer, need in enumerate(kv) if need is not None and need.same_as is not None}
+    if layers is not None:
+        shared = {layer: owner for layer, owner in shared.items() if layer in layers}
+        for layer, owner in shared.items():
+            if owner not in layers:
+                raise ValueError(
+                    f"Layer {layer} reads the keys and values of layer {owner}, so both must be in one pipeline stage. "
+                    "Set VLLM_PP_LAYER_PARTITION so that they are, or pipeline_parallel_size=1."
+                )
     return places | {layer: places[owner] for layer, owner in shared.items()}
+
+
+def _on(layers: Container[int] | None, group: KVGroup) -> tuple[int, ...]:
+    """Those of a group's layers that a rank with `layers` has; None: all."""
+    return group.layers if layers is None else tuple(layer for layer in group.layers if layer in layers)
 
 
 def _need(kv: Sequence[KVNeed | None], layer: int) -> KVNeed:
@@ -135,16 +151,23 @@ def layout_of(
 
     alike = _alike(groups, kv)
     align = 1 if alike else _ALIGN
-    pages = [[_packed(sizes(_need(kv, n), block_size), align)[1] for n in g.layers] for g in groups if _paged(g)]
-    page_bytes = tuple(max(row) for row in itertools.zip_longest(*pages, fillvalue=0))
-    places, placed = kv_places(groups, kv), {}
+
+    def pages(groups: Sequence[KVGroup], layers: Container[int] | None = None) -> tuple[int, ...]:
+        """Bytes of a block in each memory, for these layers."""
+        found = [
+            [_packed(sizes(_need(kv, n), block_size * g.units), align)[1] for n in _on(layers, g)]
+            for g in groups
+            if _paged(g)
+        ]
+        return tuple(max(row) for row in itertools.zip_longest(*found, fillvalue=0))
+
+    whole = pages(groups)
+    final = [replace(g, units=_units(g, kv, whole, sizes, block_size)) if _paged(g) else g for g in groups]
+    page_bytes = pages(final, traits.layers)
+    places, placed = kv_places(groups, kv, traits.layers), {}
     state_bytes: list[int] = []
-    final = []
-    for group in groups:
-        if _paged(group):
-            group = replace(group, units=_units(group, kv, page_bytes, sizes, block_size))
-        final.append(group)
-        for turn, layer in enumerate(group.layers):
+    for group in final:
+        for turn, layer in enumerate(_on(traits.layers, group)):
             need, tokens = _need(kv, layer), block_size * group.units
             offsets, size = _packed(sizes(need, tokens), align)
             if not _paged(group):

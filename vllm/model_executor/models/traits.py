@@ -30,6 +30,7 @@ class Traits:
     taps: layers whose output `forward` can hand out beside the last one's.
     replayable: steps of equal sizes launch equal kernels, so that a padded mixed step may be captured and replayed.
     max_encoder_tokens: the most tokens of an encoder that layers of cross attention keep keys of.
+    splits: the model can be a stage of a pipeline: it takes a stream, and returns one if it lacks the last layer.
     """
 
     hidden_size: int
@@ -46,6 +47,7 @@ class Traits:
     taps: tuple[int, ...] = ()
     replayable: bool = False
     max_encoder_tokens: int = 0
+    splits: bool = False
 
 
 class Model(Protocol):
@@ -54,8 +56,11 @@ class Model(Protocol):
     @property
     def traits(self) -> Traits: ...
 
-    def __call__(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
-        """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all keys and values are written."""
+    def __call__(self, step: StepInputs, kv_caches: Sequence[Tensor], stream: Tensor | None = None) -> Tensor:
+        """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all keys and values are written.
+
+        stream: given to a model whose traits say that it `splits`, by the stage before it: [tokens, hidden].
+        """
 
     def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary] fp32, on every rank. view: of the rows, where adapters are used."""
@@ -65,11 +70,18 @@ class Model(Protocol):
     def modules(self) -> Iterator[nn.Module]: ...
 
 
-def check_traits(traits: Traits, *, name: str, chunked: bool, prefix_caching: bool, features: frozenset[str]) -> None:
+def check_traits(
+    traits: Traits, *, name: str, chunked: bool, prefix_caching: bool, features: frozenset[str], stages: int = 1
+) -> None:
     """Raise ValueError if the engine, as it is set up, cannot run a model of these traits.
 
-    name: of the model's architecture.   features: step features that the engine provides.
+    name: of the model's architecture.   features: step features that the engine provides.   stages: of the pipeline.
     """
+    if stages > 1 and not traits.splits:
+        raise ValueError(
+            f"{name} cannot be divided into pipeline stages: it is a class of your own, which computes all its layers. "
+            "Use pipeline_parallel_size=1, and tensor_parallel_size to spread it over devices."
+        )
     if "logits" not in traits.heads:
         raise ValueError(
             f"{name} computes no logits, so it cannot generate text. Its heads: {', '.join(traits.heads)}."

@@ -1,0 +1,141 @@
+"""Pipeline stages in processes of their own: the same answers as one, as many steps in flight, no stage outlives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.workload import answers, engine, preemptions
+from tests.executor.configs import config_for, generate
+from tests.executor.test_multiproc import is_running
+from tests.models.harness import save_random_hf_model
+from tests.models.own_models import NewLlamaForCausalLM
+from tests.models.test_against_hugging_face import CASES
+from tests.tiny_models import save_llama
+from vllm.exceptions import EngineDeadError
+from vllm.executor import create_executor
+from vllm.executor.multiproc import MultiprocExecutor
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.sampling_params import SamplingParams
+from vllm.step.known import KnownTokens
+from vllm.step.plan import SlotInit, StepPlan
+from vllm.step.result import StepResult
+
+LAYERS = {"llama": 7, "gpt2": 3, "gemma2": 7, "mixtral": 4}
+SIZES = [(1, 2), (1, 3), (2, 2)]  # tensor, pipeline
+
+
+def save(family: str, folder: Path) -> Path:
+    config: Any = CASES[family]()
+    config.num_hidden_layers = LAYERS[family]
+    if family == "gemma2":
+        config.layer_types = ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"]
+    setattr(config, "n_inner" if family == "gpt2" else "intermediate_size", 76)  # which two ranks can share
+    if family == "gpt2":
+        config.bos_token_id, config.eos_token_id = 0, 1
+    save_random_hf_model(config, folder)
+    return folder
+
+
+def compare(family: str, folder: Path, tp: int, pp: int, count: int) -> None:
+    save(family, folder)
+    blocks = {"num_gpu_blocks_override": 40 if family == "gemma2" else 24}
+    single = engine(folder, **blocks)
+    expected = answers(single, count)
+    assert preemptions(single) > 0
+    del single
+    divided = engine(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, **blocks)
+    assert answers(divided, count) == expected
+    divided.llm_engine.model_executor.shutdown()
+
+
+@pytest.mark.parametrize(("family", "tp", "pp"), [("gemma2", 1, 3), ("gpt2", 2, 2)])
+def test_stages_give_the_answers_of_one_process(family: str, tp: int, pp: int, tmp_path: Path) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    compare(family, tmp_path, tp, pp, 16)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+def test_all_sizes_give_the_answers_of_one_process(family: str, tp: int, pp: int, tmp_path: Path) -> None:
+    compare(family, tmp_path, tp, pp, 200)
+
+
+def test_a_pipeline_works_on_several_steps_and_ends_with_a_stage(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, num_hidden_layers=3)
+    config = config_for(folder, pipeline_parallel_size=2)
+    executor = create_executor(config)
+    assert isinstance(executor, MultiprocExecutor) and executor.max_in_flight == 2
+    assert executor.collective_rpc("count_blocks", timeout=30) == [executor.num_blocks] * 2
+    pid = executor._ranks[0].process.pid
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"Rank 1 \(pid {pid}\) was killed by signal 9"):
+        generate(executor, config, [[5, 6, 7]], [SamplingParams(temperature=0.0, max_tokens=4)])
+    assert time.monotonic() - started < 5
+    executor.shutdown()
+    assert not is_running(pid)
+
+
+def test_calls_wait_for_the_steps_in_flight(tmp_path: Path) -> None:
+    """Two steps are under way, of which the last stage has begun with none, while its other rank waits for it."""
+    folder = save_llama(tmp_path, num_hidden_layers=2, intermediate_size=76)
+    config = config_for(folder, pipeline_parallel_size=2, tensor_parallel_size=2)
+    executor = create_executor(config)
+    blocks = tuple([1] for _ in executor.kv_layout.groups)
+    for step in range(2):
+        init = SlotInit(str(step), step, [5, 6, 7], 3, 0, blocks, SamplingParams(temperature=0.0), 0, ())
+        executor.submit(_plan(step, [step], [3], [0], new=(init,)))
+    assert executor.collective_rpc("check_health", timeout=30) == [None] * 4
+    results = [executor.collect() for _ in range(2)]
+    assert [result.step_id for result in results] == [0, 1] and results[0].token_ids == results[1].token_ids
+    executor.shutdown()
+
+
+def test_a_users_own_class_cannot_be_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_llama(tmp_path)
+    monkeypatch.setattr(ModelRegistry, "_registered", {"LlamaForCausalLM": NewLlamaForCausalLM})
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be divided into pipeline stages"):
+        create_executor(config_for(folder, pipeline_parallel_size=2))
+
+
+def _plan(
+    step: int, slots: list[int], tokens: list[int], computed: list[int], new: tuple[SlotInit, ...] = ()
+) -> StepPlan:
+    return StepPlan(
+        step, (), new, (), np.array(slots, np.int32), np.array(tokens, np.int32), np.array(computed, np.int32),
+        np.ones(len(slots), bool),
+    )  # fmt: skip
+
+
+def test_tokens_of_requests_that_left_their_slot_are_not_told() -> None:
+    known = KnownTokens()
+    first, second = _plan(0, [0, 1, 2], [4, 1, 7], [0, 5, 0]), _plan(1, [1], [3], [0])
+    known.planned(first)
+    init = SlotInit("new", 1, [1, 2, 3], 3, 0, ([],), SamplingParams(), 0, ())
+    known.planned(_plan(1, [1], [3], [0], new=(init,)))
+    known.sampled(first, StepResult(0, [11, 12, -1], {}, {}, {}, 0.0))
+    known.sampled(second, StepResult(1, [13], {}, {}, {}, 0.0))
+    found = known.take()
+    assert found is not None and known.take() is None
+    assert [found.slots.tolist(), found.positions.tolist(), found.token_ids.tolist()] == [[0, 1], [4, 3], [11, 13]]
+
+
+def test_accepted_drafts_are_told_one_behind_the_other() -> None:
+    known = KnownTokens()
+    plan = _plan(0, [3, 4], [4, 3], [10, 20])
+    object.__setattr__(plan, "drafts", np.array([3, 2], np.int32))
+    known.sampled(plan, StepResult(0, [7, 8, 9, 5], {}, {}, {}, 0.0, counts=[3, 1]))
+    found = known.take()
+    assert found is not None
+    assert [found.slots.tolist(), found.positions.tolist(), found.token_ids.tolist()] == [
+        [3, 3, 3, 4], [11, 12, 13, 21], [7, 8, 9, 5]
+    ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""Where one worker stands among all of them: its share of each layer, its stage, its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.distributed.pipeline import ONE_STAGE, Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Number `index` of `tp * pp` workers, and what that means.
+
+    Worker 0 is the core's own: it has the first share of the last stage, where results come about. The ranks that share
+    layers have consecutive numbers, so that they are on one host where that is possible.
+    """
+
+    index: int
+    tp: int
+    pp: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.world:
+            raise ValueError(f"Worker {self.index} of {self.world}: expected 0 <= index < world.")
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.index % self.tp
+
+    @property
+    def stage(self) -> int:
+        return self.pp - 1 - self.index // self.tp
+
+    def at(self, stage: int) -> int:
+        """The number of the worker with the same share of each layer in another stage."""
+        return (self.pp - 1 - stage) * self.tp + self.tp_rank
+
+    def sharers(self, stage: int) -> list[int]:
+        """The numbers of the workers that share the layers of a stage, by their ranks."""
+        first = (self.pp - 1 - stage) * self.tp
+        return list(range(first, first + self.tp))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One worker among all. index: its number, `world` their count.   device: of the host's devices, its own.
+
+    local: (number, count) among the workers of its host, which share its cores and its memory.
+    """
+
+    tp: TensorParallel = SINGLE
+    pp: Pipeline = ONE_STAGE
+    index: int = 0
+    world: int = 1
+    device: int = 0
+    local: tuple[int, int] = (0, 1)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the core's own worker."""
+        return self.index == 0
+
+
+ALONE = Ranks()

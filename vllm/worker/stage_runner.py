@@ -1,0 +1,80 @@
+"""Runs plans on a pipeline stage before the last: takes the stream in, computes its layers, hands the stream on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.distributed.pipeline import Pipeline
+from vllm.model_executor.models.traits import Model
+from vllm.step.known import Known
+from vllm.step.kv_policy import KVLayout
+from vllm.step.plan import Column, StepPlan, require_known
+from vllm.worker.adapters import WorkerAdapters
+from vllm.worker.device import DeviceContext
+from vllm.worker.input_builder import InputBuilder
+from vllm.worker.slot_table import SlotTable
+from vllm.worker.transfers import run_transfers
+
+# Fields of a plan that are run beyond those without a default. Masks and what is late are the sampling rank's business.
+KNOWN = frozenset({"transfers", "writes", "drafts", "adapters"})
+
+
+class StageRunner:
+    """One rank's share of the layers of a stage. It samples nothing: the host tells it each token."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: KVLayout,
+        kv_caches: list[Tensor],
+        context: DeviceContext,
+        pipeline: Pipeline,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        columns: Sequence[Column] = (),
+        adapters: WorkerAdapters | None = None,
+        pools: Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
+        """pools: see `ModelRunner`."""
+        self._pools = (kv_caches,) if pools is None else pools
+        self.model, self.kv_caches, self.context, self._pipeline = model, kv_caches, context, pipeline
+        if adapters is not None:
+            columns = (*columns, adapters.column)
+        self.table = SlotTable(num_slots, max_model_len, layout, context, columns)
+        if self.table.states is not None:
+            raise NotImplementedError("Drafts of models with recurrent states cannot be verified in a pipeline.")
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.follow(self.table.columns[adapters.column.name].host)
+        self._builder = InputBuilder(self.table, context, np.zeros(num_slots, bool))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, known: Known | None = None) -> None:
+        """Compute a step's tokens. known: tokens that were sampled since the plan before."""
+        require_known(plan, KNOWN, "A pipeline stage")
+        if known is not None:
+            index, ids = self.context.upload(
+                [self.table.token_index(known.slots, known.positions), np.array(known.token_ids)]
+            )
+            self.table.write_tokens(index, ids)
+        if plan.new:
+            self.table.enter(plan.new)
+        if self.adapters is not None:
+            self.adapters.load(plan.adapters)
+        self.table.append_blocks(plan.blocks)
+        if plan.transfers:
+            run_transfers(plan.transfers, self._pools, self.context)
+        if plan.writes:
+            self.table.write(plan.writes)
+        laid = self._builder.lay_out(plan)
+        adapted = self.adapters is not None and self.adapters.used(plan)
+        features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
+        step = self._builder.build(plan, laid, features).step
+        traits = self.model.traits
+        stream = self._pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
+        self._pipeline.send(self.model(step, self.kv_caches, stream))
