@@ -86,8 +86,8 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
     cache = _cache(args, model, device, why)
     if cache.kv_offloading_size and parallel.pipeline_parallel_size > 1:
         raise ValueError(
-            "kv_offloading_size works without a pipeline: its stages have blocks of unlike sizes. Leave it unset, or use "
-            "tensor_parallel_size in place of pipeline_parallel_size."
+            "kv_offloading_size works without a pipeline: its stages have blocks of unlike sizes. Leave it unset, or "
+            "use tensor_parallel_size in place of pipeline_parallel_size."
         )
     scheduler = _scheduler(args, model.max_model_len, platform, usage, why)
     config = VllmConfig(

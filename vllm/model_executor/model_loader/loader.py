@@ -180,7 +180,9 @@ def fill_from_checkpoint(
 ) -> int:
     """Stream a checkpoint's tensors into a model, each to its place, and every weight filled; the bytes they take."""
     filler = WeightFiller(model, device)
-    quantized = None if quantization is None else QuantizedCheckpoint(model, quantization, family)
+    quantized = (
+        None if quantization is None else QuantizedCheckpoint(model, quantization, family, spec, model.is_elsewhere)
+    )
     unexpected: list[str] = []
     for name, tensor, file in tensors:
         if family.is_beyond(name, len(spec.blocks)):

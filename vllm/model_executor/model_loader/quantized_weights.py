@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.models.blocks import Experts
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
+from vllm.model_executor.models.spec import Decoder
 
 logger = init_logger(__name__)
 
@@ -48,9 +49,17 @@ class _Module:
 class QuantizedCheckpoint:
     """Takes tensors by their names in the checkpoint; `finish` fills the model with them."""
 
-    def __init__(self, model: DecoderModel, quantization: ModelQuantization, family: Family) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        quantization: ModelQuantization,
+        family: Family,
+        spec: Decoder,
+        is_elsewhere: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """is_elsewhere: whether a weight, by its canonical name, belongs to other stages of the pipeline."""
         self._quantization, self._format = quantization, quantization.format
-        self._family, self._spec, self._is_elsewhere = family, model.spec, model.is_elsewhere
+        self._family, self._spec, self._is_elsewhere = family, spec, is_elsewhere
         leaves = sorted({*self._format.leaves, "weight"}, key=len, reverse=True)
         self._suffixes = tuple(f".{leaf}" for leaf in leaves)
         self._ignored = (*(f".{leaf}" for leaf in self._format.ignored), *_CACHE_SCALES)
