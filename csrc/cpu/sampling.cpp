@@ -1,4 +1,4 @@
-// What greedy sampling asks of logits: the place of each row's maximum, and whether the row is made of numbers.
+// What greedy sampling asks of logits: the place of each row's maximum, and whether the row is made of numbers; masks of tokens.
 #include <algorithm>
 #include <cmath>
 
@@ -48,6 +48,16 @@ int64_t place_of_max(const float* x, int64_t count, uint8_t* finite) {
     return place < end ? place : block;
 }
 
+// Make the tokens of x impossible whose bits are not set. bits: one per token, the lowest first.
+void mask_row(float* x, int64_t count, const uint32_t* bits) {
+    vi lane;
+    for (int j = 0; j < W; j++) lane[j] = 1 << j;
+    const auto masked = [&](vf v, int64_t i) { return splat_int(int32_t(bits[i / 32] >> (i % 32))) & lane ? v : splat(-INFINITY); };
+    int64_t i = 0;
+    for (; i + W <= count; i += W) store(x + i, masked(load(x + i), i));
+    if (i < count) store_part(x + i, masked(load_part(x + i, count - i), i), count - i);
+}
+
 }  // namespace
 
 // logits: [rows, vocab], rows `stride` apart. ids: [rows], the lowest index of each maximum. finite: null, or [rows], 0 where a row
@@ -71,6 +81,22 @@ VLLM_API int vllm_finite_rows(const float* logits, int64_t rows, int64_t vocab, 
                 const Survey found = survey(logits + row * stride, vocab);
                 finite[row] = usable(found.top, found.sum);
             });
+            return true;
+        });
+    });
+}
+
+// Applies masks in place. finite: null, or [rows], as above, of the logits before. which: [masked], rows, each at most once. bits:
+// [masked, words], at least one bit per token.
+VLLM_API int vllm_mask_rows(float* logits, int64_t rows, int64_t vocab, int64_t stride, const int64_t* which, int64_t masked,
+                            const uint32_t* bits, int64_t words, uint8_t* finite) {
+    return guarded([&] {
+        return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 2, [&](Team& team) {
+            team.share(finite ? rows : 0, 1, [&](int64_t row, int64_t) {
+                const Survey found = survey(logits + row * stride, vocab);
+                finite[row] = usable(found.top, found.sum);
+            });
+            team.share(masked, 1, [&](int64_t i, int64_t) { mask_row(logits + which[i] * stride, vocab, bits + i * words); });
             return true;
         });
     });

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ops import brute_force
 from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.bitmask import apply_bitmask_and_finite
 from vllm.ops.greedy import finite_rows
 from vllm.ops.norm import add_layer_norm, add_rms_norm
 from vllm.ops.rotary import QKNorm, rotate_and_write_kv
@@ -384,6 +385,21 @@ def test_tokens_that_a_model_bars_are_no_damage(native, vocab, data):
     ids, finite = native.greedy_and_finite(logits)
     assert ids[:2].tolist() == [kept, kept]
     assert finite.tolist() == [True, True, False] == finite_rows.reference(logits).tolist()
+
+
+@quick
+@given(rows=st.integers(1, 5), vocab=st.integers(1, 3000), data=st.data())
+def test_masks_are_those_of_the_reference(native, rows, vocab, data):
+    wide = torch.randn(rows, vocab + 3)
+    wide[0, data.draw(st.integers(0, vocab - 1))] = data.draw(st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
+    which = torch.tensor(data.draw(st.permutations(range(rows)))[: data.draw(st.integers(0, rows))], dtype=torch.int64)
+    bits = torch.randint(-(2**31), 2**31, (len(which), (vocab + 31) // 32), dtype=torch.int64).to(torch.int32)
+    expected, plain = wide.clone(), wide.clone()
+    finite = apply_bitmask_and_finite.reference(expected[:, :vocab], which, bits)
+    native.apply_bitmask(plain[:, :vocab], which, bits)
+    assert native.apply_bitmask_and_finite(wide[:, :vocab], which, bits).tolist() == finite.tolist()
+    for found in (wide, plain):  # rows with a gap, which stays as it is
+        assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 
 # ---- helpers

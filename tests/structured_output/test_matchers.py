@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import vllm
+from tests.structured_output.corpus import cases
 from tests.structured_output.driver import spec_of
 from vllm.engine.tokenizer import load_tokenizer
+from vllm.exceptions import VLLMValidationError
 from vllm.structured_output.backends import guidance, xgrammar
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import Grammar, GrammarError, Matcher
@@ -125,9 +127,9 @@ def test_many_rows_are_what_each_is_alone(
             assert matcher.accept(min(allowed(matcher, vocabulary)[0]))
     rows = [2 * i for i in range(12)]
     bits: np.ndarray = np.zeros((24, vocabulary.words), np.uint32)
-    ends = made.backend.fill_all(matchers, bits, rows)
-    assert not bits[1::2].any()
-    for matcher, row, end in zip(matchers, rows, ends, strict=True):
+    filled = made.backend.fill_all(matchers, bits, rows)
+    assert not bits[1::2].any() and not filled.errors
+    for matcher, row, end in zip(matchers, rows, filled.may_end, strict=True):
         alone: np.ndarray = np.zeros(vocabulary.words, np.uint32)
         assert matcher.fill(alone) == end
         assert np.array_equal(alone, bits[row])
@@ -146,13 +148,35 @@ def test_texts_of_one_grammar_do_not_disturb_each_other(
 
 def test_forced_tokens_are_those_the_tokenizer_would_write(compiler: GrammarCompiler) -> None:
     grammar = compiled(compiler, "guidance", regex="The capital of France is (Paris|Rome)")
-    matcher = grammar.start()
-    tokens = matcher.forced()
+    matcher, tokens = grammar.start(), []
+    while (token := matcher.forced()) is not None:
+        tokens.append(token)
+        assert matcher.accept(token)
     expected = load_tokenizer(DEMO).encode("The capital of France is Paris", add_special_tokens=False)
     assert len(tokens) >= 2
     assert tokens == expected[: len(tokens)]
-    for token in tokens:
-        assert matcher.accept(token)
+
+
+def test_a_forced_token_is_the_only_one_of_the_mask(compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+    """Along random texts of the corpus; to ask changes nothing."""
+    forced = 0
+    for i, case in enumerate(cases(8, 60)):
+        try:
+            matcher = compiled(compiler, "guidance", **case.arguments).start()
+        except (VLLMValidationError, GrammarError):
+            continue
+        random_ = random.Random(i)
+        for _ in range(40):
+            token = matcher.forced()
+            tokens, may_end = allowed(matcher, vocabulary)
+            assert matcher.forced() == token
+            if token is not None:
+                forced += 1
+                assert (tokens, may_end) == ({token}, False)
+            if not tokens:
+                break
+            assert matcher.accept(random_.choice(sorted(tokens)))
+    assert forced > 20
 
 
 @pytest.mark.parametrize(

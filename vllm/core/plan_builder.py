@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,9 @@ class PlanBuilder:
             # writes all its keys before any query reads. Blocks that single tokens complete are registered when the
             # result is there.
             self.kv.register_full_blocks(request, min(end, len(request.tokens)))
+            if request.unwritten:
+                self.writes.append(TokenWrite(request.slot, request.unwritten, request.tokens[request.unwritten :]))
+                request.unwritten = 0
         self.requests.append(request)
         self.num_tokens.append(count)
         self.num_computed.append(start)
@@ -112,8 +116,14 @@ class PlanBuilder:
         self.num_computed.append(start)
         self.sample.append(True)
 
-    def build(self, freed: Iterable[int], adapters: tuple[AdapterLoad, ...], plain: bool) -> StepPlan:
-        """The plan. plain: no row can have drafts or be pooled."""
+    def build(
+        self,
+        freed: Iterable[int],
+        adapters: tuple[AdapterLoad, ...],
+        plain: bool,
+        said: Mapping[str, Any] = MappingProxyType({}),
+    ) -> StepPlan:
+        """The plan. plain: no row can have drafts or be pooled, or tokens to be written.   said: other fields of it."""
         return StepPlan(
             step_id=self.step_id,
             freed=tuple(freed),
@@ -126,6 +136,7 @@ class PlanBuilder:
             transfers=resolve(self.transfers) if self.transfers else (),
             adapters=adapters,
             **({} if plain else self._features()),
+            **said,
         )
 
     def _features(self) -> dict[str, Any]:

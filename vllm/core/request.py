@@ -40,6 +40,8 @@ class Request:
     proposal:      drafts behind the last token, known here, to be verified by its next step.
     entered_with:  tokens that it had when it got its slot.
     epoch:         number of its residency: what a step of an earlier one computed says nothing about this one.
+    unwritten:     position of the first of its last tokens which the device does not know, since the host found them;
+                   0: it knows all.
     num_drafted:   drafts among the tokens in flight: so many of `num_computed` may turn out not to be.
     capacity:      length at which a KV group must act next: tokens that the blocks held now have room for, or where a
                    snapshot is due.
@@ -52,7 +54,7 @@ class Request:
         "priority", "lora_id", "lora_key", "columns", "cache_salt", "fork_of", "account", "sequence_number",
         "status", "blocked", "slot", "num_computed", "num_pending", "max_len", "min_len", "reads_cache",
         "capacity", "tables", "starts_from", "num_drafted", "proposal", "epoch", "entered_with", "pooled",
-        "max_pending", "encoder_tokens", "encoder_key", "content_keys",
+        "max_pending", "unwritten", "encoder_tokens", "encoder_key", "content_keys",
          "hashes", "num_registered", "freed_behind_window", "shares_tail",
         "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported", "fetched",
         "num_prompt_logprobs", "num_preemptions",
@@ -94,6 +96,7 @@ class Request:
         self.num_computed = 0
         self.num_pending = 0
         self.num_drafted = 0
+        self.unwritten = 0
         self.proposal: list[int] = []
         self.epoch = self.entered_with = 0
         self.pooled = isinstance(params, PoolingParams)

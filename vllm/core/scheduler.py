@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from vllm.core import results
 from vllm.core.kv_manager import KVManager
@@ -16,6 +17,7 @@ from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import ENDLESS, Request, Status
 from vllm.core.slots import Slots
 from vllm.core.starts import Starts
+from vllm.core.stop import check_stop
 from vllm.core.waiting import WaitingQueue
 from vllm.core.yielding import Yielding
 from vllm.sampling_params import SamplingParams
@@ -262,9 +264,12 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, more: Callable[[list[Request], list[bool]], dict[str, Any]] | None = None) -> StepPlan | None:
         """Plan one step, or None if nothing can be computed now (all done, or every next token depends on steps in
         flight).
+
+        more: given the rows and which of them sample, says what else the plan holds, by its names; it may change
+        nothing here.
         """
         builder = PlanBuilder(self._step_id, self.limits.max_num_batched_tokens, self.kv)
         self.kv.begin_plan()
@@ -285,13 +290,15 @@ class Scheduler:
             if self.kv.tier is not None:
                 if builder.moves.saved and not self._in_flight:  # what is to be saved takes the room that they need
                     self.kv.tier.dropped(builder.moves)
-                    return self.schedule()
+                    return self.schedule(more)
                 self.kv.tier.undo(builder.moves)
             return None
         for request_id in builder.moves.waiting:
             self.block(request_id, _LOADING)
         loads = tuple(load for policy in self._policies for load in policy.loads()) if builder.new else ()
-        plan = builder.build(self._slots.take_freed(), loads, plain=not (self._speculates or self._num_pooled))
+        said = {} if more is None else more(builder.requests, builder.sample)
+        plain = not (self._speculates or self._num_pooled or builder.writes)
+        plan = builder.build(self._slots.take_freed(), loads, plain, said)
         self._step_id += 1
         self._in_flight.append((plan, builder, self._clock()))
         return plan
@@ -464,6 +471,7 @@ class Scheduler:
         request.num_computed = 0
         request.epoch += 1
         request.proposal = []
+        request.unwritten = 0  # who gets a slot again brings all its tokens
         request.fetched = False
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
@@ -495,6 +503,26 @@ class Scheduler:
         self._finish(taken.finished)
         self._observe(built.prompt_tokens, taken.generated, self._clock() - planned_at)
         return taken.outputs
+
+    def extend(self, output: CoreOutput, token_ids: Sequence[int]) -> None:
+        """Tokens that must follow those of a request's newest output, and so were not sampled. They become part of the
+        output, up to where the request ends; its next step computes them together.
+
+        No step of the request may be in flight.
+        """
+        request = self.requests[output.request_id]
+        if request.status is Status.RUNNING and not request.unwritten:
+            request.unwritten = len(request.tokens)
+        before = len(output.new_token_ids)
+        for token in token_ids:
+            request.tokens.append(token)
+            output.new_token_ids.append(token)
+            stop = check_stop(request, token)
+            if stop is not None:
+                output.finish_reason, output.stop_reason = stop
+                self._finish([request])
+                break
+        self._stats.generation_tokens += len(output.new_token_ids) - before
 
     def _trust(self, requests: list[Request]) -> None:
         """A step of all that are suspected went well, and it got one of them further: none is suspected any more."""

@@ -7,7 +7,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +24,18 @@ from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import RowMasks
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import GrammarError
-from vllm.structured_output.requests import GrammarRequests, refusal
+from vllm.structured_output.requests import GrammarRequests, Masks, refusal
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from vllm.config import VllmConfig
     from vllm.config.scheduler import SchedulerConfig
+    from vllm.core.request import Request
     from vllm.engine.tokenizer import Tokenizer
     from vllm.executor.base import Executor
-    from vllm.step.plan import StepPlan
 
 logger = init_logger(__name__)
 
@@ -181,37 +182,66 @@ class EngineCore:
 
     def _submit(self) -> bool:
         """Plan and submit a step; False if there is none to plan now."""
-        plan = self.scheduler.schedule()
+        filling: Future[Masks] | None = None
+        errors: dict[str, str] = {}
+
+        def masks(requests: list[Request], sample: list[bool]) -> dict[str, Any]:
+            """Those of the rows that have a grammar. Rows whose masks come late are only named: where newest tokens are
+            still in flight, or where a thread computes masks beside the forward pass, which is this thread's.
+            """
+            nonlocal filling, errors
+            if self.overlaps:
+                late = [
+                    s and r.num_pending > 1 and r.id in self._grammars for r, s in zip(requests, sample, strict=True)
+                ]
+                found = self._grammars.masks(requests, [s and not x for s, x in zip(sample, late, strict=True)])
+                errors = found.errors
+                return {"masks": _row_masks(found), "late": np.array(late) if any(late) else None}
+            begun = self._grammars.masks_beside(requests, sample)
+            if isinstance(begun, Masks):
+                errors = begun.errors
+                return {"masks": _row_masks(begun)}
+            filling = begun
+            return {"late": np.array(sample)}
+
+        plan = self.scheduler.schedule(masks if self._grammars else None)
         if plan is None:
             return False
         self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
-        if self._grammars:
-            plan = self._with_masks(plan)
-        self._executor.submit(plan)
+        try:
+            self._executor.submit(plan)
+        finally:
+            found = None if filling is None else filling.result()
         self._submitted += 1
-        self._late = None if plan.late is None else (plan.step_id, plan.late)
+        if found is not None:
+            self._executor.complete(plan.step_id, _row_masks(found))
+            errors = found.errors
+        elif plan.late is not None:
+            self._late = (plan.step_id, plan.late)
+        self._refuse(errors)
         self.scheduler.settle()
         return True
-
-    def _with_masks(self, plan: StepPlan) -> StepPlan:
-        """The plan, with the masks of the rows that have a grammar; of those whose newest token is still in flight it
-        only says that they come late.
-        """
-        late = np.array([r.num_pending > 1 and r.id in self._grammars for r in self.scheduler.planned]) & plan.sample
-        masks = self._masks(plan.sample & ~late)
-        return replace(plan, masks=masks, late=late if late.any() else None)
 
     def _complete(self, step_id: int, late: np.ndarray) -> None:
         """Give the newest step the masks that need the tokens just taken in. Requests that have ended get none."""
         self._late = None
-        self._executor.complete(step_id, self._masks(late))
+        masks = self._grammars.masks(self.scheduler.planned, late.tolist())
+        self._executor.complete(step_id, _row_masks(masks))
+        self._refuse(masks.errors)
 
-    def _masks(self, which: np.ndarray) -> RowMasks | None:
-        """The masks of some rows of the newest plan. Those that cannot go on end with the next step."""
-        rows, bits, errors = self._grammars.masks(self.scheduler.planned, which)
+    def _refuse(self, errors: dict[str, str]) -> None:
+        """These requests cannot go on; they end with the next step."""
         for request_id, error in errors.items():
             self._left_over += self._ended(self.scheduler.refuse([request_id], f"Guided decoding failed: {error}"))
-        return RowMasks(rows, bits) if len(rows) else None
+
+    def _jump(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
+        """`outputs`, with the tokens that must follow them: none of these needs a step of its own."""
+        for output in outputs:
+            if output.finish_reason is None and output.new_token_ids and output.request_id in self._grammars:
+                tokens = self._grammars.forced(self.scheduler.requests[output.request_id])
+                if tokens:
+                    self.scheduler.extend(output, tokens)
+        return outputs
 
     def _admit_compiled(self) -> list[CoreOutput]:
         """Queue the requests whose grammars are ready; returns the ends of those that have none."""
@@ -254,7 +284,9 @@ class EngineCore:
                 time.sleep(IDLE_SECONDS)
             return []
         self._submitted -= 1
-        outputs = self._ended(scheduler.apply(executor.collect()))
+        outputs = scheduler.apply(executor.collect())
+        if self._grammars:
+            outputs = self._ended(outputs if self.overlaps else self._jump(outputs))
         if self._late is not None:
             self._complete(*self._late)
         if self._submitted and not scheduler.has_unfinished():
@@ -394,8 +426,12 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the workers and free the model. May be called twice."""
-        self._grammars.compiler.close()
+        self._grammars.close()
         self._executor.shutdown()
+
+
+def _row_masks(masks: Masks) -> RowMasks | None:
+    return RowMasks(masks.rows, masks.bits) if len(masks.rows) else None
 
 
 def grammar_requests(config: VllmConfig) -> GrammarRequests:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from vllm.structured_output.spec import GrammarSpec
-from vllm.structured_output.vocabulary import Vocabulary
+from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
 
 class GrammarError(ValueError):
@@ -36,8 +36,8 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """Whether the text is complete and nothing may follow."""
 
-    def forced(self) -> list[int]:
-        """Tokens that must follow, as the tokenizer would write them; [] if that is not certain."""
+    def forced(self) -> int | None:
+        """The one token that may follow, where the text may not end and the library knows it without a mask."""
 
 
 class Grammar(Protocol):
@@ -47,6 +47,13 @@ class Grammar(Protocol):
 
     def start(self) -> Matcher:
         """A matcher at the beginning of a text."""
+
+
+class Filled(NamedTuple):
+    """What `fill` found of several matchers. may_end: [matchers] bool.   errors: by their places."""
+
+    may_end: np.ndarray
+    errors: dict[int, GrammarError]
 
 
 class Backend(Protocol):
@@ -66,18 +73,33 @@ class Backend(Protocol):
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
         """The grammar itself. Raises GrammarError."""
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
-        """`fill` for several of this back end's matchers, each into its row of `bits` [n, words] uint32."""
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
+        """`fill` for several of this back end's matchers, each into its row of `bits` [n, words] uint32, contiguous."""
 
 
-def fill_one_by_one(matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
+def fill_one_by_one(matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
     """`fill_all` for libraries that have no better way."""
-    found: list[bool | GrammarError] = []
-    for matcher, row in zip(matchers, rows, strict=True):
+    found = Filled(np.zeros(len(matchers), bool), {})
+    for i, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
         try:
-            found.append(matcher.fill(bits[row]))
+            found.may_end[i] = matcher.fill(bits[row])
         except GrammarError as error:
-            found.append(error)
+            found.errors[i] = error
+    return found
+
+
+def take_ends(bits: np.ndarray, rows: Sequence[int], end: int) -> np.ndarray:
+    """Whether the token `end`, by which a library says that a text may end, is set in each of `rows`; it is no more
+    afterwards.
+    """
+    word, bit = end // WORD_BITS, np.uint32(1 << (end % WORD_BITS))
+    column = bits[:, word]
+    if len(rows) == len(bits):
+        found: np.ndarray = (column & bit) != 0
+        column &= ~bit
+        return found if list(rows) == list(range(len(bits))) else found[rows]
+    found = (column[rows] & bit) != 0
+    column[rows] &= ~bit
     return found
 
 

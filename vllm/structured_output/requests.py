@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # A request waits this long for its grammar, of which it may spend most behind the compilations of others.
 WAIT_SECONDS = 30.0
+# Masks: fewer are computed sooner than a thread begins.
+BESIDE_FROM = 8
 
 
 class ReasoningEnd(Protocol):
@@ -52,6 +54,14 @@ class Ready(NamedTuple):
     late: dict[str, str]
 
 
+class Masks(NamedTuple):
+    """rows: [n] int32, of a plan.   bits: [n, words] uint32.   errors: requests that cannot go on, with the reason."""
+
+    rows: np.ndarray
+    bits: np.ndarray
+    errors: dict[str, str]
+
+
 class _Waiting(NamedTuple):
     """A request whose grammar is being compiled."""
 
@@ -61,11 +71,12 @@ class _Waiting(NamedTuple):
 
 
 class _State:
-    """One request. ends_late: it ends only if it can do nothing else; position: of the first token that the matcher has
-    not seen; seen: output tokens that were searched for the end of the reasoning.
+    """One request. ends_late: it ends only if it can do nothing else; jumps: a token that must follow need not be
+    sampled; position: of the first token that the matcher has not seen; seen: output tokens that were searched for the
+    end of the reasoning.
     """
 
-    __slots__ = ("backend", "ends", "ends_late", "matcher", "min_tokens", "position", "reasoning", "seen")
+    __slots__ = ("backend", "ends", "ends_late", "jumps", "matcher", "min_tokens", "position", "reasoning", "seen")
 
     def __init__(self, compiled: Compiled, message: CoreRequest, reasoning: bool) -> None:
         self.backend: Backend = compiled.backend
@@ -74,6 +85,7 @@ class _State:
         self.ends_late = False
         assert isinstance(message.params, SamplingParams)  # a pooled request has no output to be constrained
         self.min_tokens = message.params.min_tokens
+        self.jumps = _jumps(message.params)
         self.position = len(message.prompt_token_ids)
         self.seen = 0
         self.reasoning = reasoning
@@ -148,6 +160,16 @@ class GrammarRequests:
         return len(self._waiting)
 
     @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+    def close(self) -> None:
+        """End the threads and processes."""
+        self.compiler.close()
+        if "_thread" in self.__dict__:
+            self._thread.shutdown()
+
+    @cached_property
     def _reasoning_end(self) -> ReasoningEnd | None:
         return None if self._make_reasoning_end is None else self._make_reasoning_end()
 
@@ -176,40 +198,73 @@ class GrammarRequests:
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 
-    def masks(self, requests: Sequence[Request], sample: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
-        """The masks of a step: rows [n] int32, bits [n, words] uint32, and requests that cannot go on, with the reason.
+    def masks(self, requests: Sequence[Request], sample: Sequence[bool]) -> Masks:
+        """The masks of a step. requests, sample: its rows, and which of them sample a token."""
+        return self._filled(*self._wanting(requests, sample))
 
-        requests, sample: the rows of the step, and which of them sample a token.
-        """
-        found: list[tuple[int, Request, _State]] = []
-        errors: dict[str, str] = {}
-        for row, request in enumerate(requests):
-            state = self._states.get(request.id)
-            if state is None or not sample[row]:
-                continue
-            try:
-                if self._follow(state, request):
-                    found.append((row, request, state))
-            except GrammarError as error:
-                errors[request.id] = str(error)
+    def masks_beside(self, requests: Sequence[Request], sample: Sequence[bool]) -> Future[Masks] | Masks:
+        """The same, computed in a thread if there is enough to do. Until it is done, nothing else may be asked."""
+        wanting, errors = self._wanting(requests, sample)
+        if len(wanting) < BESIDE_FROM:
+            return self._filled(wanting, errors)
+        return self._thread.submit(self._filled, wanting, errors)
+
+    def forced(self, request: Request) -> list[int]:
+        """Tokens that must follow the last one, which now count as seen: the request takes them next."""
+        state = self._states[request.id]
+        found: list[int] = []
+        if not state.jumps:
+            return found
+        try:
+            if not self._follow(state, request):
+                return found
+            while (token := state.matcher.forced()) is not None and token not in state.ends:
+                if not state.matcher.accept(token):
+                    break
+                found.append(token)
+        except GrammarError:
+            pass  # the mask of the next token says so
+        state.position += len(found)
+        return found
+
+    def _wanting(
+        self, requests: Sequence[Request], sample: Sequence[bool]
+    ) -> tuple[list[tuple[int, Request, _State]], dict[str, str]]:
+        """Rows that sample under a grammar, whose matchers have seen all tokens."""
+        states, found, errors = self._states, [], {}
+        for row, (request, samples) in enumerate(zip(requests, sample, strict=True)):
+            if samples and (state := states.get(request.id)) is not None:
+                try:
+                    if self._follow(state, request):
+                        found.append((row, request, state))
+                except GrammarError as error:
+                    errors[request.id] = str(error)
+        return found, errors
+
+    def _filled(self, found: list[tuple[int, Request, _State]], errors: dict[str, str]) -> Masks:
         bits: np.ndarray = np.zeros((len(found), self.compiler.vocabulary.words if found else 0), np.uint32)
-        by_backend: dict[int, list[int]] = {}
+        by_backend: dict[Backend, list[int]] = {}
         for i, (_, _, state) in enumerate(found):
-            by_backend.setdefault(id(state.backend), []).append(i)
-        for members in by_backend.values():
-            backend = found[members[0]][2].backend
-            results = backend.fill_all([found[i][2].matcher for i in members], bits, members)
-            for i, result in zip(members, results, strict=True):
+            by_backend.setdefault(state.backend, []).append(i)
+        for backend, members in by_backend.items():
+            filled = backend.fill_all([found[i][2].matcher for i in members], bits, members)
+            alive = (bits if len(members) == len(bits) else bits[members]).any(1)
+            special = filled.may_end | ~alive
+            for place in {*special.nonzero()[0].tolist(), *filled.errors}:
+                i = members[place]
                 _, request, state = found[i]
-                problem = str(result) if isinstance(result, GrammarError) else _end(state, request, bits[i], result)
+                error = filled.errors.get(place)
+                problem = str(error) if error else _end(state, request, bits[i], bool(filled.may_end[place]))
                 if problem:
                     errors[request.id] = problem
                     bits[i] = 0xFFFFFFFF  # its token will be dropped
-        return np.array([row for row, _, _ in found], np.int32), bits, errors
+        return Masks(np.array([row for row, _, _ in found], np.int32), bits, errors)
 
     def _follow(self, state: _State, request: Request) -> bool:
         """Show the matcher the request's new tokens; False if the grammar has not begun."""
         tokens = request.tokens
+        if state.position == len(tokens):
+            return not state.reasoning
         if state.reasoning:
             assert self._reasoning_end is not None
             output = tokens[request.num_prompt_tokens :]
@@ -224,6 +279,17 @@ class GrammarRequests:
                 raise GrammarError(f"Token {tokens[position]} was sampled although the grammar does not allow it.")
         state.position = len(tokens)
         return True
+
+
+def _jumps(params: SamplingParams) -> bool:
+    """Whether sampling a token that must follow could neither fail nor tell anything."""
+    return (
+        params.logprobs is None
+        and not params.logits_processors
+        and not params.logit_bias
+        and params.allowed_token_ids is None
+        and not params.bad_words_token_ids
+    )
 
 
 def refusal(error: GrammarError) -> str:

@@ -296,7 +296,7 @@ class DecodeGraphs:
 
     def _kind(self, slots: np.ndarray) -> _Kind:
         """How the step of a batch ends."""
-        needs = Needs(int(np.bitwise_or.reduce(self._params.needs[slots])))
+        needs = int(np.bitwise_or.reduce(self._params.needs[slots]))
         if not needs:
             return _Kind.GREEDY
         return _Kind.DRAWN if needs == Needs.DRAW else _Kind.HIDDEN

@@ -76,6 +76,8 @@ class Batch:
         """Masks by rows of the plan as masks by rows of logits. Raises ValueError for a row that does not sample."""
         if masks is None or not len(masks.rows):
             return None
+        if self.tries is None and len(masks.rows) == len(self.sample_rows) == len(self.plan_slots):
+            return masks
         rows = np.asarray(np.searchsorted(self.sample_rows, masks.rows))
         if (self.sample_rows.take(rows, mode="clip") != masks.rows).any():
             raise ValueError("A plan has a mask for a row that does not sample.")

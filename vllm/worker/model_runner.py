@@ -226,6 +226,8 @@ class ModelRunner:
 
     def _recount(self, plan: StepPlan) -> None:
         """Written tokens are part of the output, as far as they are no drafts."""
+        if not self.sampler.counts({write.slot for write in plan.writes}):
+            return
         known = dict(zip(plan.slots.tolist(), _known_lengths(plan).tolist(), strict=True))
         for slot in {write.slot for write in plan.writes}:
             self.sampler.recount(slot, known.get(slot, 0) or int(self.table.known_lengths(np.array([slot]))[0]))

@@ -155,13 +155,14 @@ class SlotTable:
     def write(self, writes: Sequence[TokenWrite]) -> None:
         """Put tokens that the host knows into rows, in order; a row's length becomes at least where they end."""
         self.require_width(max(start + len(ids) for _, start, ids in writes) + 1)
-        where: list[np.ndarray] = [
-            slot * self.width + np.arange(start, start + len(ids), dtype=np.int64) for slot, start, ids in writes
-        ]
-        ids = np.concatenate([np.array(ids, np.int32) for _, _, ids in writes])
         # where a place is written twice, the last write counts: an indexed copy promises no order
-        places, last = np.unique(np.concatenate(where)[::-1], return_index=True)
-        index, values = self._context.upload([places, ids[::-1][last]])
+        placed: dict[int, int] = {}
+        for slot, start, ids in writes:
+            placed.update(enumerate(ids, slot * self.width + start))
+        count = len(placed)
+        index, values = self._context.upload(
+            [np.fromiter(placed, np.int64, count), np.fromiter(placed.values(), np.int32, count)]
+        )
         self.tokens.view(-1).index_copy_(0, index, values)
         for slot, start, written in writes:
             end = start + len(written)

@@ -9,9 +9,8 @@ logger = logging.getLogger(__name__)
 
 def register() -> None:
     """Use the native library if this installation has a build for this processor, else what plain torch offers."""
-    from vllm.ops.cpu import bitmask, library, onednn
+    from vllm.ops.cpu import library, onednn
 
-    bitmask.register()
     path = library.find()
     if path is not None:
         from vllm.ops.cpu.native import NativeKernels

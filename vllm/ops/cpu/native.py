@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
+from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
 from vllm.ops.cpu.packed import PackedGroups, PackedInt8, PackedWeight, WeightMemory, pack, pack_groups, pack_int8
 from vllm.ops.draw import DrawParams, draw, draw_and_finite
@@ -70,6 +71,8 @@ class NativeKernels:
             (greedy, self.greedy),
             (finite_rows, self.finite_rows),
             (greedy_and_finite, self.greedy_and_finite),
+            (apply_bitmask, self.apply_bitmask),
+            (apply_bitmask_and_finite, self.apply_bitmask_and_finite),
             (draw, self.draw),
             (draw_and_finite, self.draw_and_finite),
             (top_logprobs, self.top_logprobs),
@@ -426,6 +429,27 @@ class NativeKernels:
         finite = torch.empty(rows, dtype=torch.bool)
         self.library.vllm_finite_rows(logits.data_ptr(), rows, vocab, logits.stride(0), finite.data_ptr())
         return finite
+
+    def apply_bitmask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        if _rows_cover(logits):
+            self._mask_rows(logits, rows, bits, None)
+        else:
+            apply_bitmask.reference(logits, rows, bits)
+
+    def apply_bitmask_and_finite(self, logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+        if not _rows_cover(logits):
+            known: Tensor = apply_bitmask_and_finite.reference(logits, rows, bits)
+            return known
+        finite = torch.empty(len(logits), dtype=torch.bool)
+        self._mask_rows(logits, rows, bits, finite.data_ptr())
+        return finite
+
+    def _mask_rows(self, logits: Tensor, rows: Tensor, bits: Tensor, finite: int | None) -> None:
+        count, vocab = logits.shape
+        self.library.vllm_mask_rows(
+            logits.data_ptr(), count, vocab, logits.stride(0), rows.data_ptr(), len(rows), bits.data_ptr(),
+            bits.shape[1], finite,
+        )  # fmt: skip
 
 
 def _rows_cover(logits: Tensor) -> bool:

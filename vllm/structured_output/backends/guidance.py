@@ -12,7 +12,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of
+from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, end_of, take_ends
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec, ascii_digits
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -22,6 +22,7 @@ WHITESPACE = r"[ \t]{1,8}|[ \t]{0,2}\r?\n[ \t]{0,40}"
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # nothing may follow, and the text may not end either
 _MAX_THREADS = 8
+_KNOWN_TEXTS, _KNOWN_LENGTH = 4096, 256  # of which the tokens are kept
 _BASE_BYTES = 1 << 16
 _BYTES_PER_CHARACTER = 64  # measured on schemas of many shapes; lexers grow as texts are matched
 _GROUP = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*|\(')  # literals, sets, comments; brackets
@@ -39,9 +40,17 @@ class _Wrapper:
         self.tokens = [b"\xff<[%d]>" % i if token is None else token for i, token in enumerate(vocabulary.tokens)]
         self.special_token_ids = [i for i, token in enumerate(vocabulary.tokens) if token is None]
         self._encode = vocabulary.encode
+        self._known: dict[bytes | str, list[int]] = {}  # texts that must follow are few, and asked for again and again
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+        known = self._known.get(text)
+        if known is None:
+            known = self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+            if len(text) <= _KNOWN_LENGTH:
+                if len(self._known) >= _KNOWN_TEXTS:
+                    self._known.clear()
+                self._known[text] = known
+        return known
 
 
 class GuidanceMatcher:
@@ -53,20 +62,19 @@ class GuidanceMatcher:
 
     def fill(self, row: np.ndarray) -> bool:
         self.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        return self.finish(row)
+        self.check(row)
+        may_end = bool(row[self._word] & self._bit)
+        if may_end:
+            row[self._word] ^= self._bit
+        return may_end
 
-    def finish(self, row: np.ndarray) -> bool:
-        """What `fill` does after the mask was computed."""
+    def check(self, row: np.ndarray) -> None:
+        """After a mask was computed: nothing may follow a dead end. Raises GrammarError for any other error."""
         if self.inner.is_error():
             problem = self.inner.get_error().partition("\n")[0]
             if problem not in _DEAD_ENDS:
                 raise GrammarError(problem)
             row[:] = 0
-            return False
-        may_end = bool(row[self._word] & self._bit)
-        if may_end:
-            row[self._word] ^= self._bit
-        return may_end
 
     def accept(self, token: int) -> bool:
         return self.inner.try_consume_tokens([token]) == 1
@@ -79,8 +87,10 @@ class GuidanceMatcher:
     def is_terminated(self) -> bool:
         return bool(self.inner.is_stopped())
 
-    def forced(self) -> list[int]:
-        return list(self.inner.compute_ff_tokens())
+    def forced(self) -> int | None:
+        # Of a text that must follow, the library's mask has no token but the first that the tokenizer makes of it.
+        tokens = self.inner.compute_ff_tokens()
+        return tokens[0] if tokens else None
 
 
 class GuidanceGrammar:
@@ -115,20 +125,23 @@ class Guidance:
             raise GrammarError(_readable(matcher.get_error()))
         return GuidanceGrammar(matcher, self._end, _BASE_BYTES + _BYTES_PER_CHARACTER * len(spec.text))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
-        if len(matchers) * bits.shape[1] * WORD_BITS >= _PARALLEL_FROM:
-            pairs = [(matcher.inner, row) for matcher, row in zip(matchers, rows, strict=True)]  # type: ignore[attr-defined]
-            self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.strides[0], len(bits))
-            fill = GuidanceMatcher.finish
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
+        known: list[GuidanceMatcher] = list(matchers)  # type: ignore[arg-type]
+        first, stride, size = bits.ctypes.data, bits.strides[0], bits.shape[1] * bits.itemsize
+        if len(known) * size * 8 >= _PARALLEL_FROM:
+            pairs = [(matcher.inner, row) for matcher, row in zip(known, rows, strict=True)]
+            self._executor.unsafe_compute_mask_ptr(pairs, first, stride, len(bits))
         else:
-            fill = GuidanceMatcher.fill
-        found: list[bool | GrammarError] = []
-        for matcher, row in zip(matchers, rows, strict=True):
-            try:
-                found.append(fill(matcher, bits[row]))  # type: ignore[arg-type]
-            except GrammarError as error:
-                found.append(error)
-        return found
+            for matcher, row in zip(known, rows, strict=True):
+                matcher.inner.unsafe_compute_mask_ptr(first + row * stride, size)
+        errors = {}
+        for i, matcher in enumerate(known):
+            if matcher.inner.is_error():
+                try:
+                    matcher.check(bits[rows[i]])
+                except GrammarError as error:
+                    errors[i] = error
+        return Filled(take_ends(bits, rows, self._end), errors)
 
 
 make = Guidance

@@ -17,7 +17,7 @@ from lmformatenforcer import (
     UnionParser,
 )
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of, fill_one_by_one
+from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, end_of, fill_one_by_one
 from vllm.structured_output.spec import CHOICE, JSON, REGEX, GrammarSpec, ascii_digits, unanchored
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -62,8 +62,8 @@ class LmfeMatcher:
     def is_terminated(self) -> bool:
         return self._allowed() == [self._end]
 
-    def forced(self) -> list[int]:
-        return []
+    def forced(self) -> int | None:
+        return None
 
 
 class LmfeGrammar:
@@ -113,7 +113,7 @@ class Lmfe:
             raise GrammarError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
         return LmfeGrammar(parser, self._data, self._end, _BYTES_PER_CHARACTER * len(spec.text) + (1 << 14))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
         return fill_one_by_one(matchers, bits, rows)
 
 

@@ -11,7 +11,7 @@ from outlines_core import Guide, Index
 from outlines_core import Vocabulary as Words
 from outlines_core.json_schema import build_regex_from_schema
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of, fill_one_by_one
+from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, end_of, fill_one_by_one
 from vllm.structured_output.spec import CHOICE, JSON, GrammarSpec, ascii_digits, unanchored
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -51,8 +51,8 @@ class OutlinesMatcher:
             len(tokens) == 1 and tokens[0] // WORD_BITS == self._word and bool(1 << tokens[0] % WORD_BITS & self._bit)
         )
 
-    def forced(self) -> list[int]:
-        return []
+    def forced(self) -> int | None:
+        return None
 
 
 class OutlinesGrammar:
@@ -93,7 +93,7 @@ class Outlines:
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
         return OutlinesGrammar(Index.from_binary(data), self._end, _LOADED_PER_BYTE * len(data))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
         return fill_one_by_one(matchers, bits, rows)
 
 

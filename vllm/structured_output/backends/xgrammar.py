@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher, end_of
+from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, end_of, fill_one_by_one, take_ends
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -34,10 +34,6 @@ class XgrammarMatcher:
 
     def fill(self, row: np.ndarray) -> bool:
         self.inner.fill_next_token_bitmask(_as_tensor(row[None]))
-        return self.finish(row)
-
-    def finish(self, row: np.ndarray) -> bool:
-        """What `fill` does after the mask was computed."""
         may_end = bool(row[self._word] & self._bit)
         if may_end:
             row[self._word] ^= self._bit
@@ -55,8 +51,8 @@ class XgrammarMatcher:
         row: np.ndarray = np.zeros(self._words, np.uint32)
         return self.fill(row) and not row.any()
 
-    def forced(self) -> list[int]:
-        return []  # the library knows the bytes that are forced, not the tokens
+    def forced(self) -> int | None:
+        return None  # the library knows the bytes that are forced, not the tokens
 
 
 class XgrammarGrammar:
@@ -135,12 +131,12 @@ class Xgrammar:
         compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info(spec.kind == JSON))
         return XgrammarGrammar(compiled, self._end, self._words)
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> list[bool | GrammarError]:
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
+        if len(matchers) < _PARALLEL_FROM:
+            return fill_one_by_one(matchers, bits, rows)
         known: list[Any] = list(matchers)
-        if len(known) < _PARALLEL_FROM:
-            return [matcher.fill(bits[row]) for matcher, row in zip(known, rows, strict=True)]
         self._filler.batch_fill_next_token_bitmask([matcher.inner for matcher in known], _as_tensor(bits), list(rows))
-        return [matcher.finish(bits[row]) for matcher, row in zip(known, rows, strict=True)]
+        return Filled(take_ends(bits, rows, self._end), {})
 
 
 make = Xgrammar

@@ -11,14 +11,14 @@ Nothing here looks from one row to another: a row's token and logprobs do not de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.bitmask import apply_bitmask
+from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite
 from vllm.ops.draw import DrawParams, draw_and_finite
 from vllm.ops.greedy import finite_rows, greedy_and_finite
 from vllm.ops.logprobs import top_logprobs
@@ -91,14 +91,17 @@ class Sampler:
         last of these tokens are drafts; what is sampled is then not counted before `accept` says what holds.
         """
         needs = self.params.needs[slots]
-        union = Needs(int(np.bitwise_or.reduce(needs)))
+        union = int(np.bitwise_or.reduce(needs))
         if not union and masks is None:
             return Sampled(*greedy_and_finite(logits))
         wanting = np.flatnonzero(needs & Needs.LOGPROBS) if union & Needs.LOGPROBS else np.zeros(0, np.int64)
-        changes = bool(union & CHANGES) or masks is not None
-        raw = self._raw_logits(logits, wanting, changes)
+        changes = bool(union & CHANGES)
+        raw = self._raw_logits(logits, wanting, changes or masks is not None)
         possible, errors = None, {}
-        if changes:
+        if masks is not None and not changes:
+            finite = apply_bitmask_and_finite(logits, *self._uploaded(logits, masks))
+            token_ids, possible = self._choose(logits, slots, lengths, needs)
+        elif changes:
             finite = finite_rows(logits)  # what is forbidden is infinite afterwards
             logits = logits.contiguous()  # those of a padded head are a slice, which has no flat view
             errors = self._change(logits, slots, lengths, needs, masks, drafted)
@@ -113,6 +116,10 @@ class Sampler:
             self._counts.add(slots[counted], self._pick(token_ids, counted))
         groups = self._logprobs(raw, wanting, token_ids, slots) if raw is not None else ()
         return Sampled(token_ids, finite, possible, groups, errors)
+
+    def counts(self, slots: Iterable[int]) -> bool:
+        """Whether any of these has penalties for which its output is counted."""
+        return any(self.params.needs[slot] & Needs.COUNTS for slot in slots)
 
     def recount(self, slot: int, length: int) -> None:
         """A slot's tokens were changed by the host; count its output again, up to `length` tokens."""
@@ -157,7 +164,7 @@ class Sampler:
             except Exception as error:  # the request's own code: whatever it raises fails this request alone
                 errors[row] = f"A logits processor of the request failed: {type(error).__name__}: {error}"
         if masks is not None:
-            self._apply_masks(logits, masks)
+            apply_bitmask(logits, *self._uploaded(logits, masks))
         rows = np.flatnonzero(needs & Needs.CONSTRAINTS)
         if len(rows):
             items = [params.constraints[s] for s in slots[rows].tolist()]
@@ -176,13 +183,13 @@ class Sampler:
             penalize_output(logits, rows, slots[rows], lengths[rows], params, self._counts, table, context, behind)
         return errors
 
-    def _apply_masks(self, logits: Tensor, masks: RowMasks) -> None:
+    def _uploaded(self, logits: Tensor, masks: RowMasks) -> list[Tensor]:
+        """Rows and bits on the device. Raises ValueError if they do not fit the logits."""
         words = -(-logits.shape[1] // 32)
         if masks.bits.shape != (len(masks.rows), words):
             raise ValueError(f"Masks of shape {masks.bits.shape}, expected ({len(masks.rows)}, {words}).")
         packed = np.ascontiguousarray(masks.bits, np.uint32).view(np.int32)
-        rows, bits = self._context.upload([masks.rows.astype(np.int64), packed])
-        apply_bitmask(logits, rows, bits)
+        return self._context.upload([masks.rows.astype(np.int64), packed])
 
     def _run_processors(self, logits: Tensor, row: int, slot: int, length: int) -> None:
         """The functions want Python lists: on an asynchronous device this row waits for the steps before."""
