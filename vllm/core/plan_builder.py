@@ -22,7 +22,7 @@ class PlanBuilder:
     budget: tokens that may still be added.   room: rows that there may be.
     drafted: row -> drafts that it verifies, epoch of its request.
     inexact: rows whose `num_computed` is an upper bound.
-    moves: to and from the lower tier.
+    moves: to and from the lower tier.   express: a step of newcomers, in which all others wait.
     """
 
     step_id: int
@@ -40,6 +40,7 @@ class PlanBuilder:
     writes: list[TokenWrite] = field(default_factory=list)
     drafted: dict[int, tuple[int, int]] = field(default_factory=dict)
     moves: Moves = field(default_factory=Moves)
+    express: bool = False
     inexact: list[int] = field(default_factory=list)
 
     @property

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from vllm.core import results
+from vllm.core.crowd import Crowd
 from vllm.core.kv_manager import KVManager
 from vllm.core.plan_builder import PlanBuilder
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
@@ -107,6 +108,7 @@ class Scheduler:
         self._watermark = num_blocks // 100
         self.requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(limits.priority, limits.max_num_seqs, limits.account_share)
+        self._crowd = Crowd(self._waiting, limits.max_num_batched_tokens)
         self._blocked: dict[str, Request] = {}
         self._slots = Slots(limits.max_num_seqs, limits.priority, self._waiting, self._policies)
         self._yielding = Yielding(
@@ -283,9 +285,13 @@ class Scheduler:
         else:
             if self._waiting and (self.limits.priority or self._waiting.has_accounts):
                 self._make_way()
-            preempted = self._continue_running(builder)
-            if self._waiting and not preempted and builder.budget > 0:
-                self._admit_waiting(builder)
+            self._crowd.begin(self._clock(), len(self.running), builder.budget)
+            if self._waiting and self._crowd.may_wait:
+                self._admit_waiting(builder, 0)
+            builder.express = bool(builder.requests)
+            preempted = not builder.express and self._continue_running(builder)
+            if self._waiting and not preempted and not builder.express and builder.budget > 0:
+                self._admit_waiting(builder, self._crowd.tokens)
         if not builder.requests and not builder.moves.loaded:
             if self.kv.tier is not None:
                 if builder.moves.saved and not self._in_flight:  # what is to be saved takes the room that they need
@@ -394,14 +400,23 @@ class Scheduler:
             proposed = self.limits.num_drafts if start >= request.entered_with and not request.pooled else 0
         return max(0, min(proposed, request.max_len - total - 1, budget - 1))
 
-    def _admit_waiting(self, builder: PlanBuilder) -> None:
-        """Start waiting requests, each in its turn, while slots, blocks, budget and policies allow."""
-        view = self._view()
+    def _admit_waiting(self, builder: PlanBuilder, tokens: int) -> None:
+        """Start waiting requests, each in its turn, while slots, blocks, budget and policies allow; of the account that
+        crowds the batch until they have `tokens` tokens.
+        """
+        view, crowd = self._view(), self._crowd.account
         while self._slots.free and builder.budget > 0 and not builder.is_full:
             request = self._waiting.take()
             if request is None:
                 break
+            crowds = crowd is not None and request.account == crowd
+            if crowds and tokens <= 0:
+                self._waiting.put_back(request)
+                break
+            before = builder.budget
             verdict = self._admit(builder, request, view)
+            if crowds:
+                tokens -= before - builder.budget
             if verdict is Verdict.SKIP:
                 self._waiting.set_aside(request)
             elif verdict is Verdict.STOP:
@@ -501,7 +516,9 @@ class Scheduler:
         if len(built.requests) > 1 or (taken.generated and len(self.requests) == 1):
             self._trust(built.requests)
         self._finish(taken.finished)
-        self._observe(built.prompt_tokens, taken.generated, self._clock() - planned_at)
+        seconds = self._clock() - planned_at
+        self._crowd.took(seconds, built.express)
+        self._observe(built.prompt_tokens, taken.generated, seconds)
         return taken.outputs
 
     def extend(self, output: CoreOutput, token_ids: Sequence[int]) -> None:

@@ -190,6 +190,15 @@ class WaitingQueue:
         """Slots that an account holds."""
         return self._accounts[account].held if account in self._accounts else 0
 
+    def crowd(self) -> str | None:
+        """The account with the most sequences, if they are more than a quarter of its share of the slots."""
+        name = max(self._accounts, key=self._sequences, default=None)
+        return name if name is not None and self._sequences(name) > max(1, self._most // 4) else None
+
+    def _sequences(self, name: str) -> int:
+        account = self._accounts[name]
+        return account.held + len(account.waiting)
+
     def over_share(self, waiting: Request, promised: int = 0) -> str | None:
         """The account that must give up a slot for `waiting`, if there is one: the one that holds the most, if that is
         more than its share. For the first sequence of another a quarter of it must do.
