@@ -46,7 +46,7 @@ length is refused; the error names the setting that runs it unscaled.
 DeepSeek V2 and V3 run generically, with keys and values in the cache as long as their heads are.
 
 Not supported, with an error that says so: Phi-3-small (block-sparse attention), DeciLM (unlike key/value heads in its
-layers), Jamba and other models with recurrent states, gpt-oss, Llama 4, ChatGLM 1, MiniCPM-S (fatrelu), and models
+layers), Mamba 2 and models built of it, gpt-oss, Llama 4, ChatGLM 1, MiniCPM-S (fatrelu), and models
 that see, hear or encode.
 """
 

@@ -588,8 +588,8 @@ def test_every_derived_value_says_why(make: Any) -> None:
     ("architecture", "fields"),
     [
         ("BartForConditionalGeneration", {"model_type": "bart", "is_encoder_decoder": True, "d_model": 64}),
-        ("MambaForCausalLM", {"model_type": "mamba", "hidden_size": 64}),
-        ("JambaForCausalLM", {"model_type": "jamba"}),
+        ("Mamba2ForCausalLM", {"model_type": "mamba2", "hidden_size": 64}),
+        ("RwkvForCausalLM", {"model_type": "rwkv"}),
     ],
 )
 def test_a_model_that_does_not_exist_here_is_not_supported_whatever_it_lacks(

@@ -66,6 +66,10 @@ CASES: dict[str, Any] = {
         moe_intermediate_size=30,
         shared_expert_intermediate_size=38,
     ),
+    "mamba": lambda: hf.MambaConfig(vocab_size=131, hidden_size=48, num_hidden_layers=2, state_size=5, use_bias=True),
+    "jamba": lambda: hf.JambaConfig(
+        **SIZES, num_key_value_heads=2, num_experts=3, mamba_d_state=7, attn_layer_period=2, attn_layer_offset=1
+    ),
     "transformers-plain": lambda: hf.SmolLM3Config(**SIZES, **NO_PAD, num_key_value_heads=2),
     "transformers-gathered": lambda: hf.Olmo3Config(**SIZES, **NO_PAD, num_key_value_heads=2, sliding_window=7),
     "transformers-moe": lambda: hf.Glm4MoeConfig(

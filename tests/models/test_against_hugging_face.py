@@ -66,6 +66,11 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
 }  # fmt: skip
+STATES = {"vocab_size": 131, "hidden_size": 40, "num_hidden_layers": 3, "state_size": 5, "conv_kernel": 3}
+JAMBA = {
+    **GQA, "num_hidden_layers": 5, "mamba_d_state": 7, "mamba_dt_rank": 5, "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+}  # fmt: skip
 NO_PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 CASES: dict[str, Any] = {
@@ -186,6 +191,22 @@ CASES: dict[str, Any] = {
     ),
     "phimoe-longrope": lambda: hf.PhimoeConfig(
         **GQA, num_local_experts=4, num_experts_per_tok=2, rope_parameters=LONGROPE, sliding_window=9
+    ),
+    "mamba": lambda: hf.MambaConfig(**STATES),
+    "mamba-biased": lambda: hf.MambaConfig(
+        **STATES, expand=3, use_bias=True, use_conv_bias=False, tie_word_embeddings=False, time_step_rank=4
+    ),
+    "falcon_mamba": lambda: hf.FalconMambaConfig(**STATES, mixer_rms_eps=1e-3, tie_word_embeddings=False),
+    "jamba": lambda: hf.JambaConfig(**JAMBA, num_experts=5, num_experts_per_tok=2, expert_layer_offset=0),
+    "jamba-dense": lambda: hf.JambaConfig(
+        **{**JAMBA, "mamba_dt_rank": "auto"},
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_conv=2,
+        mamba_expand=1,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        tie_word_embeddings=True,
     ),
     "dbrx": lambda: hf.DbrxConfig(
         **DBRX,

@@ -33,6 +33,7 @@ class Facts:
     rope_kinds: what the family's configs call a scaling -> its usual name.
     defaults: values of fields that a config.json leaves out, beyond or instead of transformers' class defaults.
     kv_heads: the number of key/value heads, where that takes more than reading it.
+    attention: whether any layer has attention heads.
     """
 
     windows: Windows = Windows.CONFIG
@@ -43,6 +44,7 @@ class Facts:
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     kv_heads: Callable[[HFConfig], int] | None = None
+    attention: bool = True
 
 
 USUAL = Facts()

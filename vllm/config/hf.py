@@ -331,6 +331,8 @@ class HFConfig:
 
     @cached_property
     def num_heads(self) -> int:
+        if not self.facts.attention:
+            return 0
         value: int = self.get_int(*_NAMES["num_heads"], maximum=_MAX_HEADS)
         return value
 
@@ -345,7 +347,9 @@ class HFConfig:
     @cached_property
     def head_dim(self) -> int:
         size: int | None = self.get_int("head_dim", "kv_channels", default=None, maximum=_MAX_WIDTH)
-        return self.hidden_size // self.num_heads if size is None else size
+        if size is None:
+            return self.hidden_size // self.num_heads if self.num_heads else 0
+        return size
 
     @cached_property
     def vocab_size(self) -> int:

@@ -295,7 +295,7 @@ class ModelConfig:
 
     @property
     def is_attention_free(self) -> bool:
-        return False
+        return not self.hf.facts.attention
 
     def get_vocab_size(self) -> int:
         return self.hf.vocab_size
@@ -331,6 +331,8 @@ class ModelConfig:
         """Raise ValueError if the model cannot be divided as `parallel_config` says."""
         parallel_config.layers_of(0, self.hf.num_layers)
         size = parallel_config.tensor_parallel_size
+        if not self.hf.facts.attention:
+            return  # what else is divided says so when it is built
         heads, kv_heads = self.hf.num_heads, self.hf.num_kv_heads
         if heads % size:
             raise ValueError(

@@ -19,6 +19,7 @@ from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions
 from vllm.model_executor.models.traits import Traits
 from vllm.step.inputs import RowView, StepInputs
+from vllm.step.kv_policy import KVKind
 
 # (x, step, kv_caches, rows) -> (x, residual), as the blocks one by one
 FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
@@ -97,7 +98,8 @@ class DecoderModel(nn.Module):
             kv,
             layers,
             query_heads=tuple(block.heads()[0] // tp.world for block in spec.blocks),
-            replayable=True,
+            # graphs of mixed steps do not know what padding means to a state
+            replayable=all(need is None or need.kind is not KVKind.RECURRENT for need in kv),
             handles=frozenset({"adapters"}),
             splits=True,
         )
