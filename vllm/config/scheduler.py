@@ -107,6 +107,7 @@ class SchedulerConfig:
         "1: each token of a stream is an event by itself. By default tokens share one while their reader is behind.",
     )
     max_model_len: int = 8192
+    num_drafts: int = 0  # tokens that a drafter on the device proposes behind each; no setting has one yet
 
     def __post_init__(self) -> None:
         tokens, length = self.max_num_batched_tokens, self.max_model_len

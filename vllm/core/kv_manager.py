@@ -45,6 +45,8 @@ class KVManager:
         self._groups = token_groups(policy)
         self._state = state_group(policy)
         self.states = BlockPool(num_states) if self._state is not None else None
+        # a state cannot be taken back: drafts need a page each
+        self.max_drafts = ENDLESS if self._state is None else policy.states_per_slot - 1
         self.takes_snapshots = self._state is not None and enable_prefix_caching and snapshots
         self._own = [g for g in self._groups if not isinstance(g, CrossGroup)]  # hold the request's own tokens
         self._of_units = [(g.index, g.suffix) for g in self._own if g.units == 1]

@@ -319,12 +319,13 @@ class Scheduler:
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Drafts of the host for the tokens behind the last one of a request, to be verified by its next step, if no
-        other step of it is in flight then. Those past the longest output are dropped; an unknown id is ignored.
+        other step of it is in flight then. Those past the longest output are dropped, and those for which recurrent
+        layers have no page of state; an unknown id is ignored.
         """
         request = self.requests.get(request_id)
         if request is not None:
             self._speculates = True
-            request.proposal = list(token_ids)
+            request.proposal = list(token_ids[: self.kv.max_drafts])
 
     def _plan_suspect(self, builder: PlanBuilder) -> None:
         """Give the next suspect a step of its own; nothing else is in flight meanwhile."""

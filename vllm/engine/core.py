@@ -460,6 +460,7 @@ def scheduler_limits(config: SchedulerConfig, stages: int = 1) -> SchedulerLimit
         chunked_prefill=config.enable_chunked_prefill,
         priority=config.policy == "priority",
         chunk_threshold=config.long_prefill_token_threshold,
+        num_drafts=config.num_drafts,
         max_pending=0 if stages > 1 else None,
         stages=stages,
     )

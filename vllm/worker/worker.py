@@ -93,7 +93,11 @@ class Worker:
         )
         cache = config.cache_config
         self.layout: KVLayout = layout_of(
-            self.model.traits, cache.block_size, cache.cache_dtype, snapshots=self._snapshots()
+            self.model.traits,
+            cache.block_size,
+            cache.cache_dtype,
+            snapshots=self._snapshots(),
+            num_drafts=config.scheduler_config.num_drafts,
         )
         self._fuse()
         self.adapters = None
