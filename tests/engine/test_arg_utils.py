@@ -365,7 +365,7 @@ LATER: list[dict[str, Any]] = [
     {"worker_use_ray": True}, {"kv_transfer_config": {"kv_role": "kv_both"}}, {"kv_events_config": {"a": 1}},
     {"mm_processor_kwargs": {"a": 1}}, {"media_io_kwargs": {"a": {}}}, {"allowed_local_media_path": "/x"},
     {"load_format": "tensorizer"}, {"load_format": "npcache"},
-    {"load_format": "sharded_state"}, {"cpu_offload_gb": 1}, {"enable_prompt_embeds": True}, {"data_parallel_size": 2},
+    {"load_format": "sharded_state"}, {"cpu_offload_gb": 1}, {"enable_prompt_embeds": True}, {"data_parallel_backend": "ray"},
     {"enable_expert_parallel": True}, {"task": "embed"}, {"task": "score"}, {"runner": "pooling"}, {"convert": "embed"},
     {"preemption_mode": "swap"}, {"enable_sleep_mode": True}, {"otlp_traces_endpoint": "http://x"},
     {"collect_detailed_traces": "all"}, {"scheduler_cls": "my.Scheduler"},

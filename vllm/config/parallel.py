@@ -8,9 +8,12 @@ from typing import Any
 from vllm.config.fields import setting
 from vllm.config.kinds import Choice, Flag, Integer, JsonOr, Text
 
-_DP = "Data parallelism"
 _EP = "Expert parallelism"
 _RAY = "The Ray executor"
+
+
+def _copies_are_silent(config: Any) -> str:
+    return "copies of the engine do not talk to each other"
 
 
 def _unknown_backend(value: Any) -> str:
@@ -63,21 +66,33 @@ class ParallelConfig:
     worker_extension_cls: str = setting(
         "", Text(), "Class mixed into the worker, as module.Class: its methods can be called by collective_rpc."
     )
-    data_parallel_size: int = setting(1, Integer(low=1), "Number of engine copies.", flags=("-dp",), later=_DP)
+    data_parallel_size: int = setting(
+        1, Integer(low=1), "Number of engine copies, each with devices of its own.", flags=("-dp",)
+    )
     data_parallel_rank: int | None = setting(
-        None, Integer(low=0, optional=True), "Rank of this engine copy.", flags=("-dpn",), later=_DP
+        None,
+        Integer(low=0, optional=True),
+        "Start this one of the engine copies only; a load balancer of your own stands before all of them.",
+        flags=("-dpn",),
     )
     data_parallel_size_local: int | None = setting(
-        None, Integer(low=0, optional=True), "Engine copies on this node.", flags=("-dpl",), later=_DP
+        None,
+        Integer(low=1, optional=True),
+        "Engine copies of this server. The others are started elsewhere, behind a load balancer of your own.",
+        flags=("-dpl",),
     )
     data_parallel_address: str | None = setting(
-        None, Text(optional=True), "Address of the first engine copy.", flags=("-dpa",), later=_DP
+        None, Text(optional=True), "Address of the first engine copy.", flags=("-dpa",), idle=_copies_are_silent
     )
     data_parallel_rpc_port: int | None = setting(
-        None, Integer(low=0, optional=True), "Port between engine copies.", flags=("-dpp",), later=_DP
+        None, Integer(low=0, optional=True), "Port between engine copies.", flags=("-dpp",), idle=_copies_are_silent
     )
     data_parallel_backend: str = setting(
-        "mp", Choice(values=("mp", "ray")), "What starts the engine copies.", flags=("-dpb",), later=_DP
+        "mp",
+        Choice(values=("mp", "ray")),
+        "What starts the engine copies.",
+        flags=("-dpb",),
+        later={"ray": "Placing engine copies by Ray (data_parallel_backend='ray'; their workers can be Ray's)"},
     )
     enable_expert_parallel: bool = setting(False, Flag(), "Divide experts over devices.", later=_EP)
     enable_eplb: bool = setting(False, Flag(), "Balance the load of experts.", later=_EP + " load balancing")
@@ -98,6 +113,7 @@ class ParallelConfig:
         later="KV cache events",
     )
 
+    replica: int = 0  # which of this server's engine copies a core is
     layer_partition: tuple[int, ...] = ()  # layers of each stage, as VLLM_PP_LAYER_PARTITION says; (): evenly
 
     def __post_init__(self) -> None:
@@ -106,6 +122,16 @@ class ParallelConfig:
             raise ValueError(
                 f"VLLM_PP_LAYER_PARTITION names the layers of {len(self.layer_partition)} stages, but "
                 f"pipeline_parallel_size is {stages}."
+            )
+        if self.data_parallel_rank is not None and self.data_parallel_rank >= self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank={self.data_parallel_rank} must be below data_parallel_size="
+                f"{self.data_parallel_size}."
+            )
+        if (self.data_parallel_size_local or 0) > self.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_size_local={self.data_parallel_size_local} exceeds data_parallel_size="
+                f"{self.data_parallel_size}."
             )
         if self.ray_workers_use_nsight and self.distributed_executor_backend != "ray":
             raise ValueError("Unable to use nsight profiling unless workers run with Ray.")
@@ -119,6 +145,18 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Number of workers."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def local_replicas(self) -> int:
+        """Engine copies behind this server."""
+        if self.data_parallel_rank is not None:
+            return 1
+        return self.data_parallel_size_local or self.data_parallel_size
+
+    @property
+    def first_device(self) -> int:
+        """The first of this host's devices that belongs to this copy of the engine."""
+        return self.replica * self.world_size
 
     def layers_of(self, stage: int, num_layers: int) -> range:
         """The layers of a pipeline stage. Raises ValueError if the stages cannot share so many."""

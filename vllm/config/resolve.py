@@ -155,12 +155,18 @@ def _device(args: dict[str, Any], why: dict[str, str]) -> str:
 
 def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> ParallelConfig:
     size: int = args["tensor_parallel_size"] * args["pipeline_parallel_size"]
-    if platform.is_cuda() and size > platform.device_count():
+    copies = (
+        1 if args["data_parallel_rank"] is not None else args["data_parallel_size_local"] or args["data_parallel_size"]
+    )
+    devices = size * copies
+    if platform.is_cuda() and devices > platform.device_count():
         sizes = f"tensor_parallel_size={args['tensor_parallel_size']}"
         if args["pipeline_parallel_size"] > 1:
             sizes += f" with pipeline_parallel_size={args['pipeline_parallel_size']}"
+        if copies > 1:
+            sizes += f" and {copies} engine copies (data_parallel_size)"
         raise ValueError(
-            f"{sizes} needs {size} CUDA devices, but {platform.device_count()} can be seen. "
+            f"{sizes} needs {devices} CUDA devices, but {platform.device_count()} can be seen. "
             "Check CUDA_VISIBLE_DEVICES, or use a smaller tensor_parallel_size."
         )
     given = args["distributed_executor_backend"]

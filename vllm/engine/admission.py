@@ -39,10 +39,12 @@ class Admission:
     place from others.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.max_sequences = config.max_num_queued_reqs or DEFAULT_SEQUENCES_PER_SLOT * config.max_num_seqs
+    def __init__(self, config: SchedulerConfig, engines: int = 1) -> None:
+        """engines: that share the queue."""
+        slots = engines * config.max_num_seqs
+        self.max_sequences = config.max_num_queued_reqs or DEFAULT_SEQUENCES_PER_SLOT * slots
         self.max_tokens = config.max_num_queued_tokens or DEFAULT_QUEUED_TOKENS
-        self.share = max(1, min(config.max_num_seqs, self.max_sequences // ACCOUNT_SHARE))
+        self.share = max(1, min(slots, self.max_sequences // ACCOUNT_SHARE))
         self.share_of_tokens = max(1, self.max_tokens // ACCOUNT_SHARE)
         self.closed = False
         self._waiting: dict[str, tuple[int, Account | None]] = {}  # id in the core -> prompt tokens, account

@@ -88,13 +88,14 @@ class AsyncLLMEngine:
             model_name=model.served_model_name,
             max_model_len=model.max_model_len,
             cache_info={**_cache_info(vllm_config), "num_gpu_blocks": self._core.info["num_blocks"]},
+            engine=vllm_config.parallel_config.data_parallel_rank or 0,
         )
         self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
         self._loggers: dict[str, Any] = dict(stat_loggers or {})
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
         self._streams: dict[str, RequestStream] = {}
         self._wakeups = Wakeups()
-        self._admission = Admission(vllm_config.scheduler_config)
+        self._admission = Admission(vllm_config.scheduler_config, vllm_config.parallel_config.local_replicas)
         self._accounts: dict[str, Account] = {}  # of what has one, see `ProcessedRequest.account`
         self._account_of: dict[str, str] = {}  # by request
         self._faults = Faults.from_env()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from vllm import envs
@@ -478,8 +479,22 @@ class CoreThread:
 def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
     """A core that is not started yet, as a process or as a thread."""
     stall, health = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S), float(envs.VLLM_HEALTH_TIMEOUT_S)
+    copies = config.parallel_config.local_replicas
     if multiprocessing:
-        return CoreProcess(config.to_dict(), stall, health_seconds=health)
+        if copies == 1:
+            return CoreProcess(config.to_dict(), stall, health_seconds=health)
+        from vllm.engine.fleet import Fleet
+
+        def start(index: int) -> AsyncCoreClient:
+            parallel = replace(config.parallel_config, replica=index)
+            return CoreProcess(replace(config, parallel_config=parallel).to_dict(), stall, health_seconds=health)
+
+        return Fleet(start, copies, config.cache_config.enable_prefix_caching)
+    if copies > 1:
+        raise ValueError(
+            f"data_parallel_size={copies} needs a process for each copy of the engine, which "
+            "--disable-frontend-multiprocessing forbids. Leave out one of the two."
+        )
 
     def make() -> Any:
         from vllm.engine.core import EngineCore

@@ -269,7 +269,8 @@ def _first_frame(connection: socket.socket) -> dict[str, Any]:
 
 def make_core(document: dict[str, Any]) -> EngineCore:
     """The core that the front end's document describes; loads the model."""
-    cuda_early.begin(document["device_config"]["device"])
+    if not document["parallel_config"]["replica"]:  # the first device is another's
+        cuda_early.begin(document["device_config"]["device"])
     from vllm.config import VllmConfig
     from vllm.engine.core import EngineCore
     from vllm.model_executor.models.registry import ModelRegistry

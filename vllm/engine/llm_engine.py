@@ -78,6 +78,7 @@ class LLMEngine:
         vllm_config = _whole_config(vllm_config, parts)
         logger.info("Initializing an LLM engine (v%s) with config: %s", __version__, vllm_config)
         self._lock = threading.RLock()  # held while requests or the core change
+        _refuse_copies(vllm_config.parallel_config)
         _refuse_queue_limits(vllm_config.scheduler_config)
         self.usage_context = usage_context
         self.log_stats = log_stats
@@ -504,6 +505,15 @@ def _whole_config(config: VllmConfig | None, parts: dict[str, Any]) -> VllmConfi
     if parts.get("model_config") is None:
         raise TypeError("LLMEngine needs vllm_config or model_config; LLMEngine.from_engine_args() makes both.")
     return VllmConfig(**{name: part for name, part in parts.items() if name != "input_registry" and part is not None})
+
+
+def _refuse_copies(config: ParallelConfig) -> None:
+    if config.local_replicas > 1:
+        raise ValueError(
+            f"data_parallel_size={config.data_parallel_size}: LLM and LLMEngine run one engine in this process. Start "
+            "one for each copy, with its data_parallel_rank, as examples/offline_inference_data_parallel.py does, or a "
+            "server: vllm serve --data-parallel-size."
+        )
 
 
 def _refuse_queue_limits(scheduler: SchedulerConfig) -> None:

@@ -170,7 +170,8 @@ class MultiprocExecutor:
 
     def _start(self, config: VllmConfig) -> tuple[Worker, int]:
         parallel = config.parallel_config
-        world = parallel.world_size
+        world, first = parallel.world_size, parallel.first_device
+        count = world * parallel.local_replicas
         document = {**config.to_dict(), "registered_models": ModelRegistry.registered()}
         timeout = config.parallel_config.distributed_timeout_seconds or _DEFAULT_TIMEOUT_S
         for rank in range(1, world):
@@ -182,11 +183,12 @@ class MultiprocExecutor:
         with rendezvous.open_listener() as listener:
             meeting = rendezvous.Meeting(rendezvous.LOOPBACK, listener.getsockname()[1], timeout)
             for r in self._ranks:
-                begin = codec.Begin(document, r.rank, meeting.host, meeting.port, timeout, r.rank, (r.rank, world))
-                r.send(codec.frame(begin))
+                place = first + r.rank, (parallel.replica * world + r.rank, count)
+                r.send(codec.frame(codec.Begin(document, r.rank, meeting.host, meeting.port, timeout, *place)))
             seat = Seat(0, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
             device = config.device_config.device
-            ranks = rendezvous.join(device, seat, meeting, 0, (0, world), listener, states)
+            local = (parallel.replica * world, count)
+            ranks = rendezvous.join(device, seat, meeting, first, local, listener, states)
             self._others.joined = True
         worker = self._others.worker = worker_class(config)(config, ranks, compiling)
         own = worker.count_blocks()

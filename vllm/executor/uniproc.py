@@ -9,6 +9,7 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.ranks import Ranks
 from vllm.exceptions import EngineDeadError
 from vllm.executor.calls import callable_of, worker_class
 from vllm.ipc import functions
@@ -25,7 +26,9 @@ class UniprocExecutor:
     """Executes plans with a worker of its own."""
 
     def __init__(self, config: VllmConfig) -> None:
-        worker = worker_class(config)(config, compiling=compile_ahead(config))
+        parallel = config.parallel_config
+        ranks = Ranks(device=parallel.first_device, local=(parallel.replica, parallel.local_replicas))
+        worker = worker_class(config)(config, ranks, compile_ahead(config))
         self._worker: Worker | None = worker
         self.kv_layout = worker.layout
         self.num_blocks = worker.count_blocks()

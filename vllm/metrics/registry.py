@@ -68,6 +68,33 @@ class Histogram:
         return rows
 
 
+class _EngineCounts:
+    """What one engine core has reported."""
+
+    __slots__ = ("generation_tokens", "prompt_tokens", "stats")
+
+    def __init__(self) -> None:
+        self.stats = CoreStats()
+        self.prompt_tokens = self.generation_tokens = 0
+
+
+def _sum(stats: Sequence[CoreStats]) -> CoreStats:
+    """All cores as if they were one."""
+    names = (
+        "num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prefix_cache_queries", "prefix_cache_hits",
+        "num_preemptions",
+    )  # fmt: skip
+    return CoreStats(**{name: sum(getattr(s, name) for s in stats) for name in names})
+
+
+def _usage(stats: CoreStats) -> float:
+    return 1 - stats.kv_blocks_free / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+
+
+def _hit_rate(stats: CoreStats) -> float:
+    return stats.prefix_cache_hits / stats.prefix_cache_queries if stats.prefix_cache_queries else 0.0
+
+
 class EngineMetrics:
     """The counts of one engine; a `prometheus_client` collector.
 
@@ -75,7 +102,8 @@ class EngineMetrics:
     """
 
     def __init__(self, model_name: str, max_model_len: int, cache_info: dict[str, Any], engine: int = 0) -> None:
-        self._labels = {"model_name": model_name, "engine": str(engine)}
+        self._model_name, self._first = model_name, engine
+        self._engines: dict[int, _EngineCounts] = {0: _EngineCounts()}
         self._cache_info = {key: str(value) for key, value in cache_info.items()}
         self.stats = CoreStats()
         self.prompt_tokens = 0
@@ -102,11 +130,17 @@ class EngineMetrics:
 
     def on_step(self, stats: CoreStats) -> None:
         """Take in the core's snapshot after a step."""
-        self.stats = stats
+        counts = self._engines.get(stats.engine)
+        if counts is None:
+            counts = self._engines[stats.engine] = _EngineCounts()
+        counts.stats = stats
+        self.stats = stats if len(self._engines) == 1 else _sum([c.stats for c in self._engines.values()])
         tokens = stats.prompt_tokens + stats.generation_tokens
         if tokens:
             self.prompt_tokens += stats.prompt_tokens
             self.generation_tokens += stats.generation_tokens
+            counts.prompt_tokens += stats.prompt_tokens
+            counts.generation_tokens += stats.generation_tokens
             self.iteration_tokens.observe(tokens / stats.steps, stats.steps)
 
     def on_finished(
@@ -148,15 +182,12 @@ class EngineMetrics:
     @property
     def cache_usage(self) -> float:
         """Share of KV blocks that requests hold, 0 to 1."""
-        total = self.stats.kv_blocks_total
-        return 1 - self.stats.kv_blocks_free / total if total else 0.0
+        return _usage(self.stats)
 
     @property
     def hit_rate(self) -> float:
         """Share of prompt tokens found in the prefix cache, 0 to 1."""
-        return (
-            self.stats.prefix_cache_hits / self.stats.prefix_cache_queries if self.stats.prefix_cache_queries else 0.0
-        )
+        return _hit_rate(self.stats)
 
     # -- Prometheus ----------------------------------------------------------------------------------------------------
 
@@ -164,15 +195,19 @@ class EngineMetrics:
         """All families, for `prometheus_client`'s registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        names, values = list(self._labels), list(self._labels.values())
-        for name, text, value in self._gauges():
-            gauge = GaugeMetricFamily(name, text, labels=names)
-            gauge.add_metric(values, value)
-            yield gauge
-        for name, text, value in self._counters():
-            counter = CounterMetricFamily(name, text, labels=names)
-            counter.add_metric(values, value)
-            yield counter
+        names = ["model_name", "engine"]
+        values = [self._model_name, str(self._first)]
+        tables = [
+            ([self._model_name, str(self._first + index)], *self._of_engine(index, counts))
+            for index, counts in sorted(self._engines.items())
+        ]
+        for kind, which in ((GaugeMetricFamily, 1), (CounterMetricFamily, 2)):
+            families: dict[str, Metric] = {}
+            for labels, *rows in tables:
+                for name, text, value in rows[which - 1]:
+                    family = families.setdefault(name, kind(name, text, labels=names))
+                    family.add_metric(labels, value)  # type: ignore[attr-defined]
+            yield from families.values()
         success = CounterMetricFamily(
             "vllm:request_success", "Count of successfully processed requests.", labels=[*names, "finished_reason"]
         )
@@ -189,28 +224,35 @@ class EngineMetrics:
         info.add_metric([*values, *self._cache_info.values()], 1)
         yield info
 
-    def _gauges(self) -> Iterable[tuple[str, str, float]]:
-        stats = self.stats
+    def _of_engine(
+        self, index: int, counts: _EngineCounts
+    ) -> tuple[list[tuple[str, str, float]], list[tuple[str, str, float]]]:
+        """Gauges and counters of one engine core; what only the front end knows is the first one's."""
+        return list(self._gauges(counts.stats, index == 0)), list(self._counters(counts))
+
+    def _gauges(self, stats: CoreStats, first: bool) -> Iterable[tuple[str, str, float]]:
         yield "vllm:num_requests_running", "Number of requests in model execution batches.", stats.num_running
         yield "vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.num_waiting
         yield "vllm:num_requests_swapped", "Number of requests swapped to CPU.", 0
-        usage = self.cache_usage
+        usage = _usage(stats)
         yield "vllm:gpu_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage
         yield "vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", usage
         yield "vllm:cpu_cache_usage_perc", "Swap space usage. 1 means 100 percent usage.", 0
-        yield "vllm:gpu_prefix_cache_hit_rate", "Prefix cache hit rate over prompt tokens.", self.hit_rate
+        yield "vllm:gpu_prefix_cache_hit_rate", "Prefix cache hit rate over prompt tokens.", _hit_rate(stats)
         yield "vllm:cpu_prefix_cache_hit_rate", "Swap space prefix cache hit rate.", 0
+        if not first:
+            return
         text = "Average {} throughput in tokens/s over the last logging interval."
         yield "vllm:avg_prompt_throughput_toks_per_s", text.format("prefill"), self.prompt_throughput
         yield "vllm:avg_generation_throughput_toks_per_s", text.format("generation"), self.generation_throughput
         yield "vllm:spec_decode_draft_acceptance_rate", "Speculative token acceptance rate.", 0
         yield "vllm:spec_decode_efficiency", "Speculative decoding system efficiency.", 0
 
-    def _counters(self) -> Iterable[tuple[str, str, float]]:
-        stats = self.stats
+    def _counters(self, counts: _EngineCounts) -> Iterable[tuple[str, str, float]]:
+        stats = counts.stats
         yield "vllm:num_preemptions", "Cumulative number of preemptions.", stats.num_preemptions
-        yield "vllm:prompt_tokens", "Number of prefill tokens processed.", self.prompt_tokens
-        yield "vllm:generation_tokens", "Number of generation tokens processed.", self.generation_tokens
+        yield "vllm:prompt_tokens", "Number of prefill tokens processed.", counts.prompt_tokens
+        yield "vllm:generation_tokens", "Number of generation tokens processed.", counts.generation_tokens
         for prefix in ("gpu_", ""):
             yield f"vllm:{prefix}prefix_cache_queries", "Prefix cache queries, in tokens.", stats.prefix_cache_queries
             yield f"vllm:{prefix}prefix_cache_hits", "Prefix cache hits, in tokens.", stats.prefix_cache_hits

@@ -123,3 +123,4 @@ class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     generation_tokens: int = 0  # sampled since the snapshot before
     step_time_s: float = 0.0
     steps: int = 1  # since the snapshot before, if the core counts them
+    engine: int = 0  # which of several cores

@@ -58,7 +58,7 @@ def compile_ahead(config: VllmConfig, tp: TensorParallel = SINGLE) -> Precompila
 
     cuda_early.finish()
     ops.setup("cuda")  # the processes start with what this has imported
-    return start(config, torch.cuda.get_device_capability(tp.rank), tp)
+    return start(config, torch.cuda.get_device_capability(config.parallel_config.first_device), tp)
 
 
 @runtime_checkable

@@ -1,0 +1,290 @@
+"""Several cores behind one client: who gets a request, and that none is lost or answered twice when a core dies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from vllm import SamplingParams
+from vllm.engine import fleet as fleet_module
+from vllm.engine.fleet import PREFIX_UNIT, Fleet, PrefixMemory, prefix_units
+from vllm.exceptions import EngineDeadError
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
+
+
+class Client:
+    """A core without a process: the test says what it answers and when it dies."""
+
+    def __init__(self, index: int, fails: bool = False) -> None:
+        self.index, self.fails = index, fails
+        self.info = {"num_blocks": 1000, "block_size": 16}
+        self.added: list[str] = []
+        self.messages: dict[str, CoreRequest] = {}
+        self.aborted: list[str] = []
+        self.killed = False
+        self.problem: str | None = None
+
+    def launch(self) -> None:
+        if self.fails:
+            raise RuntimeError("no room")
+
+    async def attach(self, on_outputs: Any, on_death: Any) -> None:
+        self.outputs, self.die = on_outputs, on_death
+
+    def add(self, requests: list[CoreRequest]) -> None:
+        self.added += [r.request_id for r in requests]
+        self.messages.update({r.request_id: r for r in requests})
+
+    def abort(self, ids: list[str]) -> None:
+        self.aborted += ids
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        first = self.index == 0
+        return {"list_loras": [1, 2 + self.index], "collective_rpc": [self.index], "reset_prefix_cache": first,
+                "adapter_state": "ready" if first else "cannot"}[method]  # fmt: skip
+
+    def check_health(self) -> None:
+        if self.problem:
+            raise EngineDeadError(self.problem)
+
+    def stall(self) -> str | None:
+        return self.problem
+
+    def excuse(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Bench:
+    """A fleet, the clients that it has made in order, and what has come out."""
+
+    def __init__(self, size: int = 2, fails: frozenset[int] = frozenset()) -> None:
+        self.made: list[Client] = []
+        self.ends: Counter[str] = Counter()
+        self.errors: dict[str, str] = {}
+        self.deaths: list[str] = []
+        self.stats: list[CoreStats] = []
+
+        def make(index: int) -> Client:
+            self.made.append(Client(index, len(self.made) in fails))
+            return self.made[-1]
+
+        self.fleet = Fleet(make, size)
+        self.fleet.launch()
+
+    async def attach(self) -> Bench:
+        await self.fleet.attach(self.take, self.deaths.append)
+        return self
+
+    def take(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
+        self.stats.append(stats)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.ends[output.request_id] += 1
+            if output.error is not None:
+                self.errors[output.request_id] = output.error
+
+
+def request(name: str, tokens: list[int] | int = 8, **more: Any) -> CoreRequest:
+    ids = list(range(tokens)) if isinstance(tokens, int) else tokens
+    return CoreRequest(name, ids, SamplingParams(), 0, **more)
+
+
+def token(name: str, finish: str | None = None) -> CoreOutput:
+    return CoreOutput(name, [5], finish)
+
+
+async def settle(bench: Bench, count: int) -> None:
+    """Until so many clients were made and the last one listens."""
+    for _ in range(400):
+        if len(bench.made) >= count and hasattr(bench.made[count - 1], "outputs"):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{len(bench.made)} clients")
+
+
+async def test_requests_go_where_the_least_is_to_be_done() -> None:
+    bench = await Bench().attach()
+    for i in range(10):
+        bench.fleet.add([request(str(i), [i] * 8)])
+    assert [len(c.added) for c in bench.made] == [5, 5]
+    long, other = bench.made if "8" in bench.made[0].added else bench.made[::-1]
+    for name in list(long.added):
+        long.outputs([token(name, "stop")], CoreStats())
+    bench.fleet.add([request(f"x{i}", [i] * 8) for i in range(4)])
+    assert [name for name in long.added if name.startswith("x")] == [f"x{i}" for i in range(4)]
+    assert not any(name.startswith("x") for name in other.added)
+
+
+async def test_a_prompt_goes_where_its_prefix_is_cached_unless_too_much_waits_there() -> None:
+    bench = await Bench().attach()
+    common = list(range(20 * PREFIX_UNIT))
+    bench.fleet.add([request("first", [*common, 1])])
+    home = next(c for c in bench.made if c.added)
+    home.outputs([token("first", "stop")], CoreStats())
+    for i in range(15):
+        bench.fleet.add([request(str(i), [*common, i + 2])])
+        home.outputs([token(str(i))], CoreStats())  # its prompt is computed, it runs on
+    assert len(home.added) == 16
+    bench.fleet.add([request(f"y{i}", [*common, i + 2]) for i in range(20)])
+    assert 0 < len(next(c for c in bench.made if c is not home).added) < 20
+
+
+async def test_salts_and_adapters_have_prefixes_of_their_own() -> None:
+    ids = list(range(3 * PREFIX_UNIT + 5))
+    plain = prefix_units(request("a", ids))
+    assert len(plain) == 3 and prefix_units(request("b", ids[: 2 * PREFIX_UNIT])) == plain[:2]
+    for other in (request("c", ids, cache_salt="x"), request("d", ids, lora_id=1)):
+        assert not set(prefix_units(other)) & set(plain)
+    memory = PrefixMemory(4)
+    memory.add(plain)
+    memory.add(prefix_units(request("e", ids, cache_salt="x"))[:2])
+    assert memory.match(plain) == 2 * PREFIX_UNIT  # the longest prefix had to go
+
+
+async def test_siblings_stay_together() -> None:
+    bench = await Bench().attach()
+    bench.fleet.add([request("0_r", [1] * 8), *(request(f"{i}_r", [1] * 8, fork_of="0_r") for i in range(1, 6))])
+    assert sorted(len(c.added) for c in bench.made) == [0, 6]
+
+
+async def test_nothing_is_lost_or_doubled_when_a_core_dies() -> None:
+    bench = await Bench().attach()
+    bench.fleet.add([request(str(i), [i] * 8) for i in range(10)])
+    first, second = bench.made
+    begun, fresh = first.added[:2], first.added[2:]
+    first.outputs([token(name) for name in begun], CoreStats(prefix_cache_hits=7))
+    first.die("gone")
+    first.outputs([token(name, "stop") for name in fresh], CoreStats())  # a dead core's last words count for nothing
+    assert set(bench.errors) == set(begun) and "has ended: gone" in bench.errors[begun[0]]
+    assert second.added[5:] == fresh and not bench.deaths
+    second.outputs([token(name, "stop") for name in second.added], CoreStats())
+    assert bench.ends == {str(i): 1 for i in range(10)}
+    await settle(bench, 3)
+    bench.fleet.add([request("new")])
+    third = bench.made[2]
+    assert third.index == 0 and third.added == ["new"]
+    third.outputs([token("new", "stop")], CoreStats(prefix_cache_hits=2))
+    assert bench.stats[-1].prefix_cache_hits == 9 and bench.stats[-1].engine == 0
+    await bench.fleet.stop()
+
+
+async def test_requests_wait_while_no_core_is_left() -> None:
+    bench = await Bench(1).attach()
+    bench.fleet.add([request("a"), request("b")])
+    bench.made[0].die("gone")
+    bench.fleet.add([request("c")])
+    bench.fleet.abort(["b"])
+    with pytest.raises(EngineDeadError, match="being started again"):
+        bench.fleet.check_health()
+    await settle(bench, 2)
+    assert bench.made[1].added == ["a", "c"] and not bench.ends
+    bench.fleet.check_health()
+    await bench.fleet.stop()
+
+
+async def test_a_request_that_kills_cores_is_not_passed_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "RESTART_SECONDS", 0.0)
+    bench = await Bench(3).attach()
+    bench.fleet.add([request("poison")])
+    for turn in range(3):
+        victim = next(c for c in bench.made if "poison" in c.added and not c.killed)
+        victim.killed = True
+        victim.die("crash")
+        await settle(bench, 4 + turn)
+    assert bench.ends == {"poison": 1} and "crash" in bench.errors["poison"]
+    assert sum("poison" in c.added for c in bench.made) == 3
+    await bench.fleet.stop()
+
+
+async def test_siblings_of_a_failed_sequence_do_not_move() -> None:
+    bench = await Bench().attach()
+    take = bench.take
+
+    def abort_siblings(outputs: list[CoreOutput], stats: CoreStats) -> None:
+        take(outputs, stats)
+        if any(output.error for output in outputs):
+            bench.fleet.abort(["1_r"])  # as the front end does
+
+    await bench.fleet.attach(abort_siblings, bench.deaths.append)
+    bench.fleet.add([request("0_r"), request("1_r", fork_of="0_r")])
+    home, other = bench.made if bench.made[0].added else bench.made[::-1]
+    home.outputs([token("0_r")], CoreStats())
+    home.die("gone")
+    assert bench.ends == {"0_r": 1} and not other.added
+    await bench.fleet.stop()
+
+
+async def test_the_fleet_is_dead_when_nothing_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "RESTART_SECONDS", 0.0)
+    bench = await Bench(1, fails=frozenset(range(1, 20))).attach()
+    bench.fleet.add([request("a")])
+    bench.made[0].die("gone")
+    for _ in range(400):
+        if bench.deaths:
+            break
+        await asyncio.sleep(0.005)
+    assert len(bench.deaths) == 1 and "no room" in bench.deaths[0]
+    with pytest.raises(EngineDeadError, match="no room"):
+        bench.fleet.add([request("b")])
+
+
+def test_a_start_that_fails_leaves_no_core() -> None:
+    bench = Bench.__new__(Bench)
+    made: list[Client] = []
+
+    def make(index: int) -> Client:
+        made.append(Client(index, fails=index == 1))
+        return made[-1]
+
+    bench.fleet = Fleet(make, 2)
+    with pytest.raises(RuntimeError, match="no room"):
+        bench.fleet.launch()
+    assert made[0].killed
+
+
+async def test_a_stuck_core_is_given_up_by_itself() -> None:
+    bench = await Bench().attach()
+    bench.fleet.add([request(str(i), [i] * 8) for i in range(4)])
+    stuck, other = bench.made
+    stuck.problem = "no step for 61 s"
+    bench.fleet.check_health()  # one is well
+    assert bench.fleet.stall() is None
+    assert stuck.killed and len(other.added) == 4 and not bench.ends
+    await bench.fleet.stop()
+
+
+async def test_calls_reach_all_cores() -> None:
+    bench = await Bench().attach()
+    assert await bench.fleet.call("collective_rpc", "x") == [0, 1]
+    assert await bench.fleet.call("list_loras") == [1]
+    assert await bench.fleet.call("reset_prefix_cache") is False
+    assert await bench.fleet.call("adapter_state", 1) == "cannot"
+
+
+async def test_twenty_shared_prefixes_are_found_where_they_are() -> None:
+    """With routing by prefix, nearly every prompt meets its prefix; by turns, half of the first ones do not."""
+    bench = await Bench(4).attach()
+    rng = random.Random(0)
+    prefixes = [[rng.randrange(1000) for _ in range(8 * PREFIX_UNIT)] for _ in range(20)]
+    seen: list[set[int]] = [set() for _ in range(4)]
+    hits = 0
+    for i in range(400):
+        which = rng.randrange(20)
+        bench.fleet.add([request(str(i), prefixes[which] + [rng.randrange(1000) for _ in range(20)])])
+        client = next(c for c in bench.made if str(i) in c.added)
+        hits += which in seen[client.index]
+        seen[client.index].add(which)
+        client.outputs([token(str(i))], CoreStats())
+        if i >= 16:
+            done = str(i - 16)
+            next(c for c in bench.made if done in c.added).outputs([token(done, "stop")], CoreStats())
+    assert hits >= 360  # by turns: 400 - 80 or so, the first of each prefix on each core
+    assert min(len(c.added) for c in bench.made) > 40

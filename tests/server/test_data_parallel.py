@@ -1,0 +1,97 @@
+"""Copies of the engine in processes: the same answers, and what clients see when one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.engines import OPTIONS, final, greedy, leftovers, running, settle
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.async_llm_engine import AsyncLLMEngine
+from vllm.exceptions import EngineGenerateError
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def prompts(count: int) -> list[str]:
+    return [f"Number {i} says: Hello, my name is {'Ada ' * (i % 7)}" for i in range(count)]
+
+
+async def while_copies_are_killed(folder: Path, count: int) -> tuple[int, int]:
+    """Answer `count` requests while each of two copies is killed once. (answered, ended with an error)."""
+    before = leftovers()
+    async with running(folder) as engine:
+        want = await asyncio.gather(*(final(engine, p, greedy(12 + i % 9), str(i)) for i, p in enumerate(prompts(40))))
+    async with running(folder, data_parallel_size=2) as engine:
+        fleet: Any = engine._core
+        assert len(fleet._replicas) == 2
+        outcomes: dict[int, Any] = {}
+
+        async def one(i: int) -> None:
+            try:
+                outcomes[i] = await final(engine, prompts(40)[i % 40], greedy(12 + i % 40 % 9), f"r{i}")
+            except EngineGenerateError as error:
+                outcomes[i] = error
+
+        waves, size = [range(first, min(first + 50, count)) for first in range(0, count, 50)], len(range(0, count, 50))
+        for turn, wave in enumerate(waves):
+            tasks = [asyncio.ensure_future(one(i)) for i in wave]
+            if turn in (size // 3, 2 * size // 3):
+                victim = fleet._replicas[turn == size // 3]
+                while not any(held.begun for held in victim.held.values()):
+                    await asyncio.sleep(0)
+                os.kill(victim.client.pid, signal.SIGKILL)
+            await asyncio.gather(*tasks)
+            await settle(lambda: all(r.alive for r in fleet._replicas), 60)
+        errors = 0
+        for i in range(count):
+            outcome = outcomes[i]
+            if isinstance(outcome, EngineGenerateError):
+                errors += 1
+                assert "replica that worked on this request has ended" in str(outcome)
+            else:
+                assert list(outcome.outputs[0].token_ids) == list(want[i % 40].outputs[0].token_ids)
+        assert len(outcomes) == count
+        text = {line.split("}")[0] for family in engine.metrics.collect() for line in map(str, family.samples)}
+        assert any("'engine': '1'" in line for line in text)
+        assert not fleet._owner and not fleet._orphans and engine.get_num_unfinished_requests() == 0
+    assert leftovers() == before
+    return count - errors, errors
+
+
+@pytest.mark.timeout(120)
+async def test_every_request_is_answered_once_while_copies_are_killed(model_folder: Path) -> None:
+    answered, failed = await while_copies_are_killed(model_folder, 100)
+    assert answered + failed == 100 and 0 < failed <= 60
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+async def test_a_thousand_requests_while_copies_are_killed(model_folder: Path) -> None:
+    answered, failed = await while_copies_are_killed(model_folder, 1000)
+    print(f"DP: {answered} of 1000 answered, {failed} ended with an error")
+    assert answered + failed == 1000 and 0 < failed <= 100
+
+
+def test_one_process_cannot_be_several_copies(model_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data_parallel_size=2: LLM and LLMEngine run one engine in this process"):
+        LLM(str(model_folder), data_parallel_size=2)
+    config = AsyncEngineArgs(model=str(model_folder), **{**OPTIONS, "data_parallel_size": 2}).create_engine_config()
+    with pytest.raises(ValueError, match="--disable-frontend-multiprocessing forbids"):
+        AsyncLLMEngine.from_vllm_config(config, disable_frontend_multiprocessing=True)
+
+
+def test_one_of_several_copies_may_be_run_alone(model_folder: Path) -> None:
+    llm = LLM(str(model_folder), data_parallel_size=2, data_parallel_rank=1, dtype="float32", max_model_len=64)
+    assert len(llm.generate("Hello", SamplingParams(max_tokens=3), use_tqdm=False)) == 1
+    with pytest.raises(ValueError, match="data_parallel_rank=2 must be below data_parallel_size=2"):
+        LLM(str(model_folder), data_parallel_size=2, data_parallel_rank=2)

@@ -1,0 +1,391 @@
+"""Several copies of the engine core behind one front end: which copy a request goes to, and what happens when one dies.
+
+A copy (replica) is a core process with its own devices and its own scheduler. No copy knows of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from vllm.engine.adapters import LOADING, READY, UNKNOWN
+from vllm.engine.core_client import AsyncCoreClient, DeathHandler, OutputHandler
+from vllm.exceptions import EngineDeadError
+from vllm.logger import init_logger
+from vllm.step.block_hash import block_hash, root_hash, token_bytes
+from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
+
+logger = init_logger(__name__)
+
+# Prefixes are compared in units of so many tokens: fewer are not worth a detour.
+PREFIX_UNIT = 64
+# A running sequence delays others by about as much as computing so many tokens of a prompt does.
+TOKENS_PER_SEQUENCE = 64
+# A request that was on this many copies when they died is likely to be the reason.
+MOST_MOVES = 2
+# A copy that dies so often without answering anything in between is not started again.
+MOST_FAILURES = 3
+RESTART_SECONDS = 0.5  # before the second attempt in a row; doubled for each further one
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that a copy works on.   units: hashes of its prompt's prefixes.   begun: somebody has seen output."""
+
+    message: CoreRequest
+    units: list[bytes]
+    begun: bool = False
+    moves: int = 0
+
+
+class PrefixMemory:
+    """Which prefixes a copy has been sent and may still have in its cache: as many units as the cache has room for."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._units: OrderedDict[bytes, None] = OrderedDict()
+
+    def match(self, units: Sequence[bytes]) -> int:
+        """Tokens at the head of a prompt with these units that the copy has seen."""
+        count = 0
+        for unit in units:
+            if unit not in self._units:
+                break
+            count += 1
+        return count * PREFIX_UNIT
+
+    def add(self, units: Sequence[bytes]) -> None:
+        """The copy computes a prompt with these units. What was not used for longest goes, longest prefixes first."""
+        known = self._units
+        for unit in reversed(units):
+            known[unit] = None
+            known.move_to_end(unit)
+        while len(known) > self._room:
+            known.popitem(last=False)
+
+    def clear(self) -> None:
+        self._units.clear()
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One copy.   base: what its predecessors have counted.   tokens: of prompts that wait for their first token."""
+
+    index: int
+    client: AsyncCoreClient
+    prefixes: PrefixMemory
+    alive: bool = True
+    held: dict[str, _Held] = field(default_factory=dict)
+    tokens: int = 0
+    stats: CoreStats = field(default_factory=CoreStats)
+    base: CoreStats = field(default_factory=CoreStats)
+    failures: int = 0
+
+    def cost(self, length: int, units: Sequence[bytes]) -> int:
+        """About how many tokens have to be computed before a new prompt is."""
+        return self.tokens + max(0, length - self.prefixes.match(units)) + TOKENS_PER_SEQUENCE * len(self.held)
+
+
+def prefix_units(message: CoreRequest) -> list[bytes]:
+    """What identifies the prefixes of a prompt, one for each whole unit."""
+    parent = root_hash(message.lora_id, message.cache_salt, message.encoder_key)
+    keys = b"".join(key for _, _, key in message.content_keys)
+    units, ids = [], message.prompt_token_ids
+    for start in range(0, len(ids) - PREFIX_UNIT + 1, PREFIX_UNIT):
+        parent = block_hash(parent, token_bytes(ids[start : start + PREFIX_UNIT]), keys)
+        units.append(parent)
+    return units
+
+
+class Fleet:
+    """`AsyncCoreClient` over several cores.
+
+    A request goes where the least has to be computed before it, cached prefixes counted; its siblings follow it. When a
+    copy dies, requests of which nobody has seen any output move to another one, the others end with an error, and the
+    copy is started again. The fleet is dead when no copy is left and none can be started.
+    """
+
+    def __init__(self, make: Callable[[int], AsyncCoreClient], size: int, caches_prefixes: bool = True) -> None:
+        """make: a client of a core that is not started yet, by the copy's number."""
+        self._make, self._size, self._caches = make, size, caches_prefixes
+        self._replicas: list[_Replica] = []
+        self._owner: dict[str, _Replica] = {}
+        self._orphans: dict[str, _Held] = {}  # to be sent as soon as there is a copy again
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_outputs: OutputHandler = lambda outputs, stats: None
+        self._on_death: DeathHandler = lambda reason: None
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._death: str | None = None
+        self._turn = 0
+        self.info: dict[str, Any] = {}
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start all copies at once. Raises what starting the first that failed has raised; then none is left."""
+        clients = [self._make(index) for index in range(self._size)]
+        with ThreadPoolExecutor(self._size, thread_name_prefix="replica") as pool:
+            launches = [pool.submit(client.launch) for client in clients]
+        errors = [error for launch in launches if (error := launch.exception()) is not None]
+        if errors:
+            for client, launch in zip(clients, launches, strict=True):
+                if launch.exception() is None:
+                    client.kill()
+            raise errors[0]
+        self.info = clients[0].info
+        room = self.info.get("num_blocks", 0) * self.info.get("block_size", 0) // PREFIX_UNIT
+        self._replicas = [_Replica(i, client, PrefixMemory(room)) for i, client in enumerate(clients)]
+
+    async def attach(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_outputs, self._on_death = on_outputs, on_death
+        for replica in self._replicas:
+            await self._listen(replica)
+
+    async def _listen(self, replica: _Replica) -> None:
+        client = replica.client
+
+        def take(outputs: list[CoreOutput], stats: CoreStats) -> None:
+            if replica.client is client and replica.alive:
+                self._take(replica, outputs, stats)
+
+        def lose(reason: str) -> None:
+            if replica.client is client:
+                self._lose(replica, reason)
+
+        await client.attach(take, lose)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        for task in self._restarts:
+            task.cancel()
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+        await asyncio.gather(*(replica.client.stop() for replica in self._replicas if replica.alive))
+
+    def kill(self) -> None:
+        self._stopping = True
+        for replica in self._replicas:
+            replica.client.kill()
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError unless a copy lives and makes progress."""
+        problems = []
+        for replica in self._replicas:
+            try:
+                if not replica.alive:
+                    raise EngineDeadError("It has ended, and is being started again.")
+                replica.client.check_health()
+                return
+            except EngineDeadError as error:
+                problems.append(f"replica {replica.index}: {error}")
+        raise EngineDeadError(self._death or "No replica of the engine is well: " + "; ".join(problems))
+
+    def stall(self) -> str | None:
+        """Give up copies that are stuck. The fleet as a whole never is."""
+        for replica in self._replicas:
+            problem = replica.client.stall() if replica.alive else None
+            if problem is not None:
+                replica.client.kill()
+                self._lose(replica, problem)
+        return None
+
+    def excuse(self) -> None:
+        for replica in self._replicas:
+            replica.client.excuse()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, requests: list[CoreRequest]) -> None:
+        """Send requests to copies. Raises EngineDeadError if there will never be one again."""
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+        self._send([_Held(message, prefix_units(message) if self._caches else []) for message in requests])
+
+    def _send(self, requests: Iterable[_Held]) -> None:
+        """Send each request to the copy that suits it best, in as few messages as possible."""
+        parcels: dict[int, list[CoreRequest]] = {}
+        for held in requests:
+            replica = self._choose(held)
+            if replica is None:
+                self._orphans[held.message.request_id] = held
+                continue
+            parcels.setdefault(replica.index, []).append(held.message)
+            replica.held[held.message.request_id] = held
+            replica.tokens += len(held.message.prompt_token_ids)
+            replica.prefixes.add(held.units)
+            self._owner[held.message.request_id] = replica
+        for index, messages in parcels.items():
+            try:
+                self._replicas[index].client.add(messages)
+            except EngineDeadError:
+                continue  # the copy has just ended: `_lose` will look after them
+            except Exception:
+                self.abort([message.request_id for message in messages])
+                raise
+
+    def _send_orphans(self) -> None:
+        orphans, self._orphans = self._orphans, {}
+        self._send(orphans.values())
+
+    def _choose(self, held: _Held) -> _Replica | None:
+        parent = self._owner.get(held.message.fork_of or "")
+        if parent is not None:
+            return parent
+        alive = [replica for replica in self._replicas if replica.alive]
+        if not alive:
+            return None
+        self._turn += 1  # of equals each has its turn
+        length = len(held.message.prompt_token_ids)
+        return min(alive, key=lambda r: (r.cost(length, held.units), (r.index + self._turn) % self._size))
+
+    def abort(self, request_ids: list[str]) -> None:
+        parcels: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            self._orphans.pop(request_id, None)
+            replica = self._owner.get(request_id)
+            if replica is not None:
+                parcels.setdefault(replica.index, []).append(request_id)
+                self._forget(replica, request_id)
+        for index, ids in parcels.items():
+            with contextlib.suppress(EngineDeadError):
+                self._replicas[index].client.abort(ids)
+
+    def _forget(self, replica: _Replica, request_id: str) -> None:
+        held = replica.held.pop(request_id)
+        del self._owner[request_id]
+        if not held.begun:
+            replica.tokens -= len(held.message.prompt_token_ids)
+
+    def _take(self, replica: _Replica, outputs: list[CoreOutput], stats: CoreStats) -> None:
+        """What a step of one copy has brought."""
+        known = []
+        for output in outputs:
+            held = replica.held.get(output.request_id)
+            if held is None:
+                continue  # aborted meanwhile
+            known.append(output)
+            if not held.begun and (output.new_token_ids or output.prompt_logprobs or output.pooled):
+                held.begun = True
+                replica.tokens -= len(held.message.prompt_token_ids)
+            if output.finish_reason is not None:
+                self._forget(replica, output.request_id)
+                replica.failures = 0
+        base = replica.base
+        replica.stats = stats = msgspec.structs.replace(
+            stats,
+            engine=replica.index,
+            prefix_cache_queries=stats.prefix_cache_queries + base.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits + base.prefix_cache_hits,
+            num_preemptions=stats.num_preemptions + base.num_preemptions,
+        )
+        self._on_outputs(known, stats)
+
+    # -- death ---------------------------------------------------------------------------------------------------------
+
+    def _lose(self, replica: _Replica, reason: str) -> None:
+        """A copy has ended: move what nobody has seen anything of, end the rest, start the copy again."""
+        if self._stopping or not replica.alive:
+            return
+        replica.alive = False
+        replica.failures += 1
+        moving: dict[str, _Held] = {}
+        ended = []
+        for request_id, held in replica.held.items():
+            del self._owner[request_id]
+            if not held.begun and held.moves < MOST_MOVES:
+                held.moves += 1
+                moving[request_id] = held
+            else:
+                ended.append(request_id)
+        logger.error(
+            "Replica %d has ended: %s Of its requests %d move to others, %d end with an error.",
+            replica.index, reason, len(moving), len(ended),
+        )  # fmt: skip
+        replica.held.clear()
+        replica.tokens = 0
+        replica.prefixes.clear()
+        replica.base = replica.stats
+        text = f"The engine replica that worked on this request has ended: {reason}"
+        stats = msgspec.structs.replace(
+            replica.stats, num_running=0, num_waiting=0, prompt_tokens=0, generation_tokens=0
+        )
+        replica.stats = stats
+        self._orphans.update(moving)  # of which those are taken out whose siblings have failed
+        self._on_outputs([CoreOutput(i, [], finish_reason="error", error=text) for i in ended], stats)
+        self._send_orphans()
+        assert self._loop is not None
+        task = self._loop.create_task(self._restart(replica, reason), name=f"restart-replica-{replica.index}")
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, replica: _Replica, reason: str) -> None:
+        """Start a copy again, and give it what waits for one."""
+        while replica.failures <= MOST_FAILURES:
+            if replica.failures > 1:
+                await asyncio.sleep(RESTART_SECONDS * 2 ** (replica.failures - 2))
+            client, started = self._make(replica.index), time.monotonic()
+            launch = asyncio.get_running_loop().run_in_executor(None, client.launch)
+            try:
+                await asyncio.shield(launch)
+            except asyncio.CancelledError:  # the engine ends: so must what is being started
+                launch.add_done_callback(partial(_end, client))
+                raise
+            except Exception as error:
+                replica.failures += 1
+                reason = str(error)
+                logger.error("Replica %d could not be started again: %s", replica.index, reason)
+                continue
+            replica.client = client
+            await self._listen(replica)
+            replica.alive = True
+            logger.info("Replica %d is back after %.1f s.", replica.index, time.monotonic() - started)
+            self._send_orphans()
+            return
+        logger.error("Replica %d is given up after %d failures in a row.", replica.index, MOST_FAILURES)
+        if not any(r.alive for r in self._replicas) and len(self._restarts) <= 1 and not self._stopping:
+            self._death = f"All {self._size} replicas have ended, the last one because: {reason}"
+            self._on_death(self._death)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a utility method of every living core; what they answer is joined as the method asks for."""
+        alive = [replica.client for replica in self._replicas if replica.alive]
+        if not alive:
+            raise EngineDeadError(self._death or "No replica of the engine is alive at the moment.")
+        found = await asyncio.gather(*(client.call(method, *args, **kwargs) for client in alive))
+        return _joined(method, found)
+
+
+def _end(client: AsyncCoreClient, launched: asyncio.Future[None]) -> None:
+    if launched.cancelled() or launched.exception() is None:
+        client.kill()
+
+
+def _joined(method: str, found: list[Any]) -> Any:
+    """One answer of all cores: results of all workers, adapters that all have, sums of what is held."""
+    first = found[0]
+    match method:
+        case "collective_rpc":
+            return [value for values in found for value in values]
+        case "list_loras":
+            return sorted(set(first).intersection(*found[1:]))
+        case "idle_report":
+            return {key: sum(values[key] for values in found) for key in first}
+        case "adapter_state":  # bad news first
+            return min(found, key=lambda state: {LOADING: 1, UNKNOWN: 2, READY: 3}.get(state, 0))
+        case "remove_lora":
+            return any(found)
+        case "reset_prefix_cache" | "pin_lora":
+            return all(found)
+    return first
