@@ -61,6 +61,7 @@ def test_each_variable_is_declared_once_with_type_and_help() -> None:
     [
         ("VLLM_PORT", "5000", 5000),
         ("VLLM_CPU_KVCACHE_SPACE", "40", 40),
+        ("VLLM_CPU_KVCACHE_SPACE", "0.5", 0.5),
         ("VLLM_USE_MODELSCOPE", "True", True),
         ("VLLM_NO_USAGE_STATS", "1", True),
         ("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0", False),
@@ -83,7 +84,7 @@ def test_text_becomes_a_typed_value(clean: pytest.MonkeyPatch, name: str, text: 
     [
         ("VLLM_PORT", "http", "VLLM_PORT must be an integer, got 'http'"),
         ("VLLM_PORT", "70000", "VLLM_PORT must be a port number from 0 to 65535, got '70000'"),
-        ("VLLM_CPU_KVCACHE_SPACE", "-1", "VLLM_CPU_KVCACHE_SPACE must be 0 or more, got '-1'"),
+        ("VLLM_CPU_KVCACHE_SPACE", "-1", "VLLM_CPU_KVCACHE_SPACE must be a number of GiB, 0 or more, got '-1'"),
         ("VLLM_MAX_N_SEQUENCES", "0", "VLLM_MAX_N_SEQUENCES must be 1 or more, got '0'"),
         ("VLLM_USE_MODELSCOPE", "maybe", r"VLLM_USE_MODELSCOPE must be 1 or 0 \(or true or false\), got 'maybe'"),
         ("VLLM_LOGGING_LEVEL", "LOUD", "VLLM_LOGGING_LEVEL must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),

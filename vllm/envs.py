@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     VLLM_ATTENTION_BACKEND: str | None
     VLLM_USE_FLASHINFER_SAMPLER: bool
     VLLM_PP_LAYER_PARTITION: str | None
-    VLLM_CPU_KVCACHE_SPACE: int
+    VLLM_CPU_KVCACHE_SPACE: float
     VLLM_CPU_OMP_THREADS_BIND: str
     VLLM_OPENVINO_KVCACHE_SPACE: int
     VLLM_OPENVINO_CPU_KV_CACHE_PRECISION: str | None
@@ -126,6 +126,16 @@ def _integer(name: str, text: str) -> int:
         raise ValueError(f"environment variable {name} must be an integer, got {text!r}") from None
 
 
+def _size(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"environment variable {name} must be a number of GiB, 0 or more, got {text!r}")
+    return int(value) if value.is_integer() else value
+
+
 def _not_negative(name: str, text: str) -> int:
     value = _integer(name, text)
     if value < 0:
@@ -191,7 +201,7 @@ def _do_not_track() -> bool:
     return _flag("DO_NOT_TRACK", os.environ.get("DO_NOT_TRACK", "0"))
 
 
-_AT_INSTALL = "nothing is compiled when this package is installed"
+_AT_INSTALL = "only the native CPU library is compiled when this package is installed"
 _NO_STATS = "usage statistics are never sent"
 _NO_OPENVINO = "there is no OpenVINO backend"
 _NO_TPU = "there is no XLA backend"
@@ -278,7 +288,7 @@ _TABLE = (
     EnvVar("CUDA_VISIBLE_DEVICES", _text, None, "CUDA devices that may be used."),
     EnvVar("VLLM_NCCL_SO_PATH", _text, None, "Path of the NCCL library.", "torch's own NCCL is used"),
     EnvVar("LD_LIBRARY_PATH", _text, None, "Where the system looks for shared libraries."),
-    EnvVar("VLLM_CPU_KVCACHE_SPACE", _not_negative, 0, "KV cache of the CPU backend in GiB; 0 means 4."),
+    EnvVar("VLLM_CPU_KVCACHE_SPACE", _size, 0, "KV cache of the CPU backend in GiB, 0.5 for half a one; 0 means 4."),
     EnvVar("VLLM_CPU_OMP_THREADS_BIND", _text, "all", 'Cores of the CPU backend: "0-31", "0,1"; ranks split by "|".'),
     EnvVar("VLLM_OPENVINO_KVCACHE_SPACE", _not_negative, 0, "OpenVINO KV cache in GiB.", _NO_OPENVINO),
     EnvVar("VLLM_OPENVINO_CPU_KV_CACHE_PRECISION", _text, None, "OpenVINO KV cache type.", _NO_OPENVINO),

@@ -403,7 +403,7 @@ def test_the_engine_cannot_run_in_ray(model: str) -> None:
 
 
 OBSOLETE: list[dict[str, Any]] = [
-    {"use_tqdm_on_load": False}, {"use_v2_block_manager": False}, {"swap_space": 2},
+    {"use_v2_block_manager": False}, {"swap_space": 2},
     {"multi_step_stream_outputs": False}, {"tokenizer_pool_size": 2}, {"tokenizer_pool_type": "x"},
     {"tokenizer_pool_extra_config": {"a": 1}},
     {"max_parallel_loading_workers": 2}, {"disable_cascade_attn": True}, {"show_hidden_metrics_for_version": "0.7"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.safetensors_file import iterate_tensors, read_entries
 
 SIZES: dict[str, Any] = {
@@ -378,3 +380,27 @@ def test_loading_takes_the_weights_and_one_tensor(folder: Path, tmp_path: Path) 
         cwd=Path(__file__).parents[2],
     )
     assert int(run.stdout.split()[-1]) < size + 2 * largest
+
+
+def test_a_terminal_sees_how_far_loading_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Any] = []
+
+    class Bar(contextlib.AbstractContextManager):
+        def __init__(self, **settings: Any) -> None:
+            self.total, self.seen = settings["total"], 0
+            bars.append(self)
+
+        def __exit__(self, *error: object) -> None:
+            return
+
+        def update(self, size: int) -> None:
+            self.seen += size
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    checkpoint = find_checkpoint(folder, "auto")
+    plain = [name for name, _, _ in checkpoint.tensors(progress=True)]
+    assert not bars, "no terminal, no bar"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert [name for name, _, _ in checkpoint.tensors(progress=False)] == plain and not bars
+    assert [name for name, _, _ in checkpoint.tensors(progress=True)] == plain
+    assert 0.9 * bars[0].total < bars[0].seen <= bars[0].total

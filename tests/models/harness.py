@@ -58,7 +58,7 @@ def engine_config(
     )
     return SimpleNamespace(
         model_config=model_config,
-        load_config=SimpleNamespace(load_format=load_format),
+        load_config=SimpleNamespace(load_format=load_format, use_tqdm_on_load=False),
         cache_config=None,
         quant_config=None,
         lora_config=None,

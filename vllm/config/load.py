@@ -36,12 +36,7 @@ class LoadConfig:
     ignore_patterns: str | list[str] | None = setting(
         None, TextList(optional=True), "Files of the repository that are not downloaded. Default: original/**/*."
     )
-    use_tqdm_on_load: bool = setting(
-        True,
-        Flag(),
-        "Show progress while weights are loaded.",
-        obsolete="loading is logged once, when it is done, without a progress bar",
-    )
+    use_tqdm_on_load: bool = setting(True, Flag(), "Show progress on a terminal while weights are loaded.")
     model_loader_extra_config: dict[str, Any] = setting(
         {},
         Json(optional=True),

@@ -114,14 +114,14 @@ def longest_request(layout: KVLayout, request: CacheRequest, blocks: int) -> int
     return low
 
 
-def cpu_available(space_gib: int, ranks: int) -> tuple[int, bool]:
+def cpu_available(space_gib: float, ranks: int) -> tuple[int, bool]:
     """Bytes for the cache in host memory, per rank, and whether to take no more than can be used.
 
     space_gib: VLLM_CPU_KVCACHE_SPACE, per rank as in the guide; 0 for the default: 4 GiB or 40 % of what is free,
     whichever is less, over all ranks.
     """
     if space_gib > 0:
-        return space_gib * GIB, False
+        return int(space_gib * GIB), False
     return min(_CPU_DEFAULT, int(_free_host_memory() * _CPU_SHARE)) // ranks, True
 
 

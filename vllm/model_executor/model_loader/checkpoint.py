@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,8 +30,23 @@ class Checkpoint:
     kind: str
     files: tuple[Path, ...]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, Path]]:
-        """(name, tensor, file). Tensors are views of the mapped files, read when they are used."""
+    def tensors(self, progress: bool = False) -> Iterator[tuple[str, Tensor, Path]]:
+        """(name, tensor, file). Tensors are views of the mapped files, read when they are used.
+
+        progress: show a bar of the bytes behind, on a terminal and once a second has passed.
+        """
+        if not (progress and sys.stderr.isatty()):
+            yield from self._tensors()
+            return
+        from tqdm import tqdm
+
+        size = sum(file.stat().st_size for file in self.files)
+        with tqdm(desc="Loading weights", total=size, unit="B", unit_scale=True, delay=1.0) as bar:
+            for name, tensor, file in self._tensors():
+                yield name, tensor, file
+                bar.update(tensor.nbytes)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor, Path]]:
         if self.kind == "gguf":
             for file in self.files:
                 yield from iterate_gguf(file)

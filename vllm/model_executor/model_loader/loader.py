@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,7 +85,7 @@ def load_model(
                 scale = _DUMMY_SCALE * 3**0.5
                 size += fill_quantized_with_random_numbers(model, quantization, device, config.seed or 0, scale)
         else:
-            tensors = find_checkpoint(Path(config.path), load_format).tensors()
+            tensors = _tensors(vllm_config, load_format, tp)
             size = fill_from_checkpoint(decoder, family, spec, tensors, device, quantization)
     else:
         if config.quantized is not None:
@@ -105,11 +105,15 @@ def _load_generically(
     from vllm.model_executor.model_loader.transformers_weights import load_transformers
 
     started = time.perf_counter()
-    folder = Path(vllm_config.model_config.path)
-    tensors = None if load_format == "dummy" else find_checkpoint(folder, load_format).tensors()
+    tensors = None if load_format == "dummy" else _tensors(vllm_config, load_format, tp)
     model, size = load_transformers(vllm_config, device, tp, tensors)
     _log_loaded(started, size)
     return model
+
+
+def _tensors(vllm_config: VllmConfig, load_format: str, tp: TensorParallel) -> Iterator[tuple[str, Tensor, Path]]:
+    checkpoint = find_checkpoint(Path(vllm_config.model_config.path), load_format)
+    return checkpoint.tensors(progress=vllm_config.load_config.use_tqdm_on_load and tp.is_first)
 
 
 def _log_loaded(started: float, size: int) -> None:
