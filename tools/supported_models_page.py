@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm.config.hf_defaults import architecture_of, model_types
-from vllm.model_executor.models.registry import _FAMILIES, family_of
+from vllm.model_executor.models.registry import _CONVERTED, _FAMILIES, family_of
 
 _HEAD = """# Supported models
 
@@ -18,6 +18,19 @@ transformers, or, where transformers has no such model, against a plain one writ
 (`tests/models/references.py`).
 
 | architecture | public checkpoints | held against | windows |
+|---|---|---|---|
+"""
+_POOLING = """
+## Models that pool
+
+They embed, classify, score or reward ([pooling.md](pooling.md)). The last column says what they pool if neither
+sentence-transformers' files nor `override_pooler_config` say otherwise. Hidden states at every position, and what heads
+make of them, are held in fp32 against transformers (heads of reward models: against their description).
+
+Any decoder of the table above is known by two more names: `...Model` instead of `...ForCausalLM` embeds by its last
+token, `...ForSequenceClassification` classifies by it. With `task` any of them becomes an embedder or a reward model.
+
+| architecture | public checkpoints | made for | pools |
 |---|---|---|---|
 """
 _NOTES = """
@@ -46,8 +59,8 @@ length is refused; the error names the setting that runs it unscaled.
 DeepSeek V2 and V3 run generically, with keys and values in the cache as long as their heads are.
 
 Not supported, with an error that says so: Phi-3-small (block-sparse attention), DeciLM (unlike key/value heads in its
-layers), Mamba 2 and models built of it, gpt-oss, Llama 4, ChatGLM 1, MiniCPM-S (fatrelu), and models
-that see, hear or encode.
+layers), Mamba 2 and models built of it, gpt-oss, Llama 4, ChatGLM 1, MiniCPM-S (fatrelu), MPNet, NomicBERT with
+experts, and models that see or hear.
 """
 
 
@@ -55,17 +68,37 @@ def markdown() -> str:
     """The page."""
     known = {architecture_of(model_type) for model_type in model_types()}
     families: dict[tuple[str, str], list[str]] = {}
+    pooling = {name: entry[2] for name, entry in _FAMILIES.items()}
+    for _, examples in _CONVERTED.values():
+        pooling |= examples
     for architecture, (module, name, _) in _FAMILIES.items():
         families.setdefault((module, name), []).append(architecture)
     rows = []
     for names in families.values():
         family = family_of(names[0])
+        if family is not None and family.pool is not None:
+            continue
         checkpoints = ", ".join(dict.fromkeys(_FAMILIES[name][2] for name in names))
         source = "transformers" if known & set(names) else "its description"
         windows = "" if family is None or family.facts.windows.value == "none" else "if its config has them"
         rows.append((", ".join(f"`{name}`" for name in names), checkpoints, source, windows))
     lines = [f"| {' | '.join(row)} |" for row in sorted(rows, key=lambda row: row[0].lower())]
-    return _HEAD + "\n".join(lines) + "\n" + _NOTES
+    pooled = [_pooling_row(name, checkpoints) for name, checkpoints in sorted(pooling.items(), key=_lower)]
+    return _HEAD + "\n".join(lines) + "\n" + _POOLING + "\n".join(filter(None, pooled)) + "\n" + _NOTES
+
+
+def _lower(item: tuple[str, str]) -> str:
+    return item[0].lower()
+
+
+def _pooling_row(architecture: str, checkpoints: str) -> str:
+    """A line of the second table; nothing for an architecture that generates."""
+    family = family_of(architecture)
+    if family is None or family.facts.pooling is None:
+        return ""
+    pooling = family.facts.pooling
+    how = f"{pooling.type}, normalised" if pooling.normalize else pooling.type
+    return f"| `{architecture}` | {checkpoints} | {pooling.task} | {how} |"
 
 
 if __name__ == "__main__":

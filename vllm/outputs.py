@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.sequence import PromptLogprobs, RequestMetrics, SampleLogprobs
@@ -142,11 +144,30 @@ class RequestOutput:
         )
 
 
-@dataclass
 class PoolingOutput:
-    """The tensor that a pooling model returns."""
+    """The tensor that a pooling model returns. `array` holds the same numbers for numpy, without importing torch."""
 
-    data: torch.Tensor
+    def __init__(self, data: torch.Tensor | np.ndarray) -> None:
+        self._data: Any = data
+
+    @property
+    def data(self) -> torch.Tensor:
+        if isinstance(self._data, np.ndarray):
+            import torch
+
+            self._data = torch.from_numpy(self._data)
+        tensor: torch.Tensor = self._data
+        return tensor
+
+    @property
+    def array(self) -> np.ndarray:
+        found: np.ndarray = self._data if isinstance(self._data, np.ndarray) else self._data.numpy()
+        return found
+
+    @property
+    def embedding(self) -> list[float]:
+        """The numbers, as `encode` returned them in early versions; `embed` returns them today."""
+        return _vector(self, "embedding")
 
     def __repr__(self) -> str:
         return f"PoolingOutput(data={self.data})"
@@ -158,7 +179,10 @@ class PoolingOutput:
 
 
 class PoolingRequestOutput(Generic[Output]):
-    """The result of a pooling request. `outputs` is its data: a `PoolingOutput` or one of the special forms below."""
+    """The result of a pooling request. `outputs` is its data: a `PoolingOutput` or one of the special forms below.
+
+    error: why there is none; None for a result.
+    """
 
     def __init__(
         self,
@@ -167,8 +191,10 @@ class PoolingRequestOutput(Generic[Output]):
         prompt_token_ids: list[int],
         finished: bool,
         num_cached_tokens: int = 0,
+        error: str | None = None,
     ) -> None:
         self.request_id = request_id
+        self.error = error
         self.outputs = outputs
         self.prompt_token_ids = prompt_token_ids
         self.finished = finished
@@ -185,11 +211,19 @@ class PoolingRequestOutput(Generic[Output]):
         )
 
 
+def failure_of(output: RequestOutput | PoolingRequestOutput[Any]) -> Any:
+    """Why the engine could not finish a request, None if it could (or still may)."""
+    if isinstance(output, PoolingRequestOutput):
+        return output.error
+    return next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
+
+
 def _vector(pooled: PoolingOutput, what: str) -> list[float]:
     """The numbers of a pooled vector."""
-    if pooled.data.ndim != 1:
-        raise ValueError(f"pooled_data should be a 1-D {what} vector, got {pooled.data.ndim} dimensions")
-    numbers: list[float] = pooled.data.tolist()
+    data = pooled.array
+    if data.ndim != 1:
+        raise ValueError(f"pooled_data should be a 1-D {what} vector, got {data.ndim} dimensions")
+    numbers: list[float] = data.tolist()
     return numbers
 
 
@@ -255,7 +289,7 @@ class ScoringOutput:
 
     @staticmethod
     def from_base(pooling_output: PoolingOutput) -> ScoringOutput:
-        data = pooling_output.data.squeeze()
+        data = pooling_output.array.squeeze()
         if data.ndim != 0:
             raise ValueError(f"pooled_data should be a scalar score, got shape {tuple(data.shape)}")
         return ScoringOutput(data.item())

@@ -9,13 +9,16 @@ import msgspec
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
-from vllm.validation import INT32_MAX, Check, flag, instance_of, integer, not_yet, plain_data, show
+from vllm.validation import INT32_MAX, Check, flag, instance_of, integer, integer_in, not_yet, plain_data, show
+
+TASKS = ("encode", "embed", "classify", "score", "reward")
 
 
 class MatryoshkaModel(Protocol):
     """What `verify` needs to know about a model (a `ModelConfig`)."""
 
-    served_model_name: Any
+    @property
+    def served_model_name(self) -> Any: ...
 
     @property
     def is_matryoshka(self) -> bool: ...
@@ -33,12 +36,23 @@ def _dimensions(name: str, value: Any) -> int:
     return number
 
 
+def _task(name: str, value: Any) -> str:
+    if value not in TASKS:
+        raise VLLMValidationError(
+            f"{name} must be one of {', '.join(TASKS)}, got {show(value)}.", parameter=name, value=value
+        )
+    return str(value)
+
+
 class PoolingParams(msgspec.Struct, omit_defaults=True, tag="pooling"):
     """Parameters of a pooling request.
 
     dimensions: shorten embeddings to this size, for models trained for it (Matryoshka).
     additional_data: plain data that is handed to the model's pooler.
     use_cross_encoder: the prompt is a pair of texts for a cross encoder.
+    use_activation: False leaves out what the model does last: the normalisation, softmax or sigmoid.
+    task: what the answer is used for; a model that is not made for it refuses.
+    second_from: the position where the second text of a pair begins; the engine finds it.
     """
 
     dimensions: int | None = None
@@ -54,6 +68,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, tag="pooling"):
     late_interaction_params: Any | None = None
     extra_kwargs: dict[str, Any] | None = None
     late_chunking_params: Any | None = None
+    truncate_prompt_tokens: int | None = None
+    second_from: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -98,13 +114,15 @@ _CHECKS: dict[str, Check] = {
     "additional_data": plain_data,
     "use_cross_encoder": flag,
     "output_kind": instance_of(RequestOutputKind),
-    "use_activation": not_yet(None),
+    "use_activation": flag,
     "step_tag_id": not_yet(None),
     "returned_token_ids": not_yet(None),
-    "task": not_yet(None),
+    "task": _task,
     "requires_token_ids": not_yet(False),
     "skip_reading_prefix_cache": not_yet(None),
     "late_interaction_params": not_yet(None),
     "extra_kwargs": not_yet(None),
     "late_chunking_params": not_yet(None),
+    "truncate_prompt_tokens": integer_in(-1, INT32_MAX, "must be -1 or a number of tokens from 1 on"),
+    "second_from": integer_in(0, INT32_MAX),
 }

@@ -367,7 +367,7 @@ LATER: list[dict[str, Any]] = [
     {"load_format": "tensorizer"}, {"load_format": "npcache"},
     {"load_format": "sharded_state"}, {"cpu_offload_gb": 1}, {"enable_prompt_embeds": True},
     {"data_parallel_backend": "ray"},
-    {"enable_expert_parallel": True}, {"task": "embed"}, {"task": "score"}, {"runner": "pooling"}, {"convert": "embed"},
+    {"enable_expert_parallel": True}, {"task": "transcription"}, {"runner": "draft"},
     {"preemption_mode": "swap"}, {"enable_sleep_mode": True}, {"otlp_traces_endpoint": "http://x"},
     {"collect_detailed_traces": "all"}, {"scheduler_cls": "my.Scheduler"},
     {"num_lookahead_slots": 2}, {"calculate_kv_scales": True},
@@ -377,7 +377,7 @@ LATER: list[dict[str, Any]] = [
     {"override_attention_dtype": "float16"}, {"pt_load_map_location": "cuda:0"}, {"kv_cache_dtype": "fp8"},
     {"qlora_adapter_name_or_path": "x", "quantization": "bitsandbytes"},
     {"logprobs_mode": "raw_logits"}, {"offload_params": ["a"]}, {"quantization_config": {"a": 1}},
-    {"override_pooler_config": {"pooling_type": "LAST"}}, {"enable_eplb": True}, {"disable_chunked_mm_input": True},
+    {"enable_eplb": True}, {"disable_chunked_mm_input": True},
 ]  # fmt: skip
 
 

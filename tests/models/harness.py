@@ -55,6 +55,8 @@ def engine_config(
         quantized=quantized,
         model_impl=model_impl,
         trust_remote_code=False,
+        pooling=None,
+        convert_type="none",
     )
     return SimpleNamespace(
         model_config=model_config,

@@ -13,9 +13,10 @@ from tests.worker.toy import BLOCK, DIM, HEADS, VOCAB, Driver, Toy
 from vllm.pooling_params import PoolingParams
 from vllm.step.plan import SlotInit
 from vllm.step.result import Pooled, StepResult
-from vllm.worker.pool import Pooler, PoolingKind
+from vllm.worker.pool import PooledChunk, Pooler, PoolingKind
 
 WIDTH = HEADS * DIM
+TAG = 3  # ends a step
 
 
 def states(model: Toy, prompt: list[int]) -> Tensor:
@@ -51,15 +52,17 @@ def random_prompts(seed: int) -> dict[str, list[int]]:
     return {name: random.integers(0, VOCAB, random.integers(1, 40)).tolist() for name in kinds}
 
 
-def expected(kind: PoolingKind, x: Tensor) -> Tensor:
-    return {PoolingKind.LAST: x[-1], PoolingKind.CLS: x[0], PoolingKind.MEAN: x.mean(0), PoolingKind.ALL: x}[kind]
+def expected(kind: PoolingKind, x: Tensor, prompt: list[int]) -> Tensor:
+    tagged = x[[token == TAG for token in prompt]]
+    by_kind = {PoolingKind.LAST: x[-1], PoolingKind.CLS: x[0], PoolingKind.MEAN: x.mean(0), PoolingKind.ALL: x}
+    return by_kind.get(kind, tagged)
 
 
 @pytest.mark.parametrize("kind", PoolingKind)
 @pytest.mark.parametrize("chunk", [1 << 30, 7, 1])
 def test_vectors_of_prompts_in_chunks_among_rows_that_sample(kind: PoolingKind, chunk: int) -> None:
     prompts = random_prompts(chunk % 100)
-    driver = pooled_driver(Pooler(kind), prompts)
+    driver = pooled_driver(Pooler(kind, step_tag=TAG), prompts)
     alone = pooled_driver(None, {n: p for n, p in prompts.items() if not n.startswith("pooled")})
     want = alone.generate(5)
     found: dict[str, Tensor] = {}
@@ -76,7 +79,7 @@ def test_vectors_of_prompts_in_chunks_among_rows_that_sample(kind: PoolingKind, 
                 generated[name].append(token)
     for name, vector in found.items():
         torch.testing.assert_close(
-            vector, expected(kind, states(driver.runner.model, prompts[name])), atol=1e-4, rtol=0
+            vector, expected(kind, states(driver.runner.model, prompts[name]), prompts[name]), atol=1e-4, rtol=0
         )
     assert {name: tokens[:5] for name, tokens in generated.items()} == want
 
@@ -88,11 +91,22 @@ def test_head_dimensions_and_activations() -> None:
     cases = {
         "normalize": (Pooler(PoolingKind.LAST, normalize=True), last[:4] / last[:4].norm()),
         "head": (Pooler(PoolingKind.LAST, head=lambda x: x @ weight), (last @ weight)[:4]),
-        "softmax": (Pooler(PoolingKind.LAST, softmax=True), last[:4].softmax(-1)),
+        "softmax": (Pooler(PoolingKind.LAST, activation="softmax"), last[:4].softmax(-1)),
     }
     for pooler, want in cases.values():
         _, result = step(pooled_driver(pooler, prompts, dimensions=4), {})
         (news,) = result.news
+        torch.testing.assert_close(torch.from_numpy(np.frombuffer(news.data, np.float32).copy()), want)
+
+
+def test_each_request_has_its_own_wishes() -> None:
+    prompts = {"pooled a": [1, 2, 3], "pooled b": [5, 7], "pooled c": [9]}
+    driver = pooled_driver(Pooler(PoolingKind.MEAN, normalize=True), prompts)
+    wishes = [PoolingParams(dimensions=3), PoolingParams(use_activation=False), PoolingParams()]
+    driver.new = [init._replace(params=wish) for init, wish in zip(driver.new, wishes, strict=True)]
+    _, result = step(driver, {})
+    a, b, c = (states(Toy(), prompt).mean(0) for prompt in prompts.values())
+    for news, want in zip(result.news, [a[:3] / a[:3].norm(), b, c / c.norm()], strict=True):
         torch.testing.assert_close(torch.from_numpy(np.frombuffer(news.data, np.float32).copy()), want)
 
 
@@ -117,6 +131,6 @@ def test_every_token_is_needed_from_the_first_on() -> None:
     pooler = Pooler(PoolingKind.MEAN)
     pooler.enter([init._replace(num_computed=0)])
     with pytest.raises(ValueError, match="where 0 was due"):
-        pooler.add(0, 1, 2, BLOCK, torch.zeros(1, 3))
+        pooler.pool(torch.zeros(1, 3), [PooledChunk(0, 0, 0, 1, 1, 2, BLOCK)])
     with pytest.raises(ValueError, match="no request that is pooled"):
-        pooler.add(1, 0, 2, BLOCK, torch.zeros(1, 3))
+        pooler.pool(torch.zeros(1, 3), [PooledChunk(0, 1, 0, 2, 0, 2, BLOCK)])

@@ -14,6 +14,7 @@ from vllm.config.model import ModelConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
+from vllm.config.pooler import PoolerConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.vllm_config import VllmConfig
@@ -30,6 +31,7 @@ __all__ = [
     "MultiModalConfig",
     "ObservabilityConfig",
     "ParallelConfig",
+    "PoolerConfig",
     "PromptAdapterConfig",
     "SchedulerConfig",
     "SpeculativeConfig",

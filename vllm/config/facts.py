@@ -23,6 +23,24 @@ class Windows(Enum):
 
 
 @dataclass(frozen=True)
+class Pooling:
+    """What an architecture pools, and how, where neither its files nor the user say otherwise.
+
+    task: "embed", "classify" or "reward".   type: "LAST", "CLS", "MEAN", "ALL" or "STEP".
+    normalize: to length 1.   softmax: over what the head gives, even one number; None: as for classes, see
+    `PoolingSettings`.   step_tag: the token whose positions STEP picks, by its id.
+    type_field: a field of the config that says the type, if it is there.
+    """
+
+    task: str
+    type: str
+    normalize: bool = False
+    softmax: bool | None = None
+    step_tag: int | None = None
+    type_field: str = ""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is true of every model of a family.
 
@@ -34,6 +52,9 @@ class Facts:
     defaults: values of fields that a config.json leaves out, beyond or instead of transformers' class defaults.
     kv_heads: the number of key/value heads, where that takes more than reading it.
     attention: whether any layer has attention heads.
+    encoder: every token sees the whole prompt, so that it is computed in one piece and leaves no cache.
+    padding_positions: the first position is that behind the padding token's id; so many fewer can be used.
+    pooling: of an architecture that pools; None for one that generates.
     """
 
     windows: Windows = Windows.CONFIG
@@ -45,6 +66,9 @@ class Facts:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     kv_heads: Callable[[HFConfig], int] | None = None
     attention: bool = True
+    encoder: bool = False
+    padding_positions: bool = False
+    pooling: Pooling | None = None
 
 
 USUAL = Facts()

@@ -29,10 +29,12 @@ _MAX_HEADS = 65_536
 _MAX_WIDTH = 2**24
 _MAX_VOCAB = 2**28
 _MAX_LENGTH = 2**31 - 1
+_MAX_LABELS = 1_000_000
+HEAD_TOKENS = "vllm_head_tokens"  # a field that no file may have
 
 _MISSING = object()
 _NAMES = {  # our word -> the names that model families use for it
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
@@ -448,6 +450,50 @@ class HFConfig:
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise self._wrong("eos_token_id", value, "an integer or a list of integers")
         return tuple(ids)
+
+    @cached_property
+    def pad_token_id(self) -> int:
+        """The padding token; 0 if the file does not say."""
+        value: int = self.get_int("pad_token_id", default=0, minimum=0)
+        return value
+
+    # ---- pooling -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def num_labels(self) -> int:
+        """Classes of a model that classifies; 2 if the file does not say, as in transformers."""
+        names = self.get("id2label", default=None)
+        if names is not None:
+            if not isinstance(names, dict) or not 0 < len(names) <= _MAX_LABELS:
+                raise self._wrong("id2label", names, f"an object with 1 to {_MAX_LABELS} names")
+            return len(names)
+        value: int = self.get_int("num_labels", "_num_labels", default=2, maximum=_MAX_LABELS)
+        return value
+
+    @cached_property
+    def matryoshka_dimensions(self) -> list[int] | None:
+        """Sizes that embeddings may be cut to; None for any."""
+        value = self.get("matryoshka_dimensions", default=None)
+        if value is not None and not (isinstance(value, list) and all(type(size) is int for size in value)):
+            raise self._wrong("matryoshka_dimensions", value, "a list of integers")
+        return value
+
+    @cached_property
+    def is_matryoshka(self) -> bool:
+        """Whether the beginning of an embedding is one, too."""
+        stated: bool = self.get_bool("is_matryoshka", default=False)
+        return stated or bool(self.matryoshka_dimensions)
+
+    @cached_property
+    def sees_whole_prompt(self) -> bool:
+        """Whether no token is hidden from another: encoders, and decoders that were trained to embed like that."""
+        causal = self.get_bool("is_causal", default=True)
+        return self.facts.encoder or not causal or self.get_bool("use_bidirectional_attention", default=False)
+
+    @cached_property
+    def head_tokens(self) -> tuple[int, ...]:
+        """Tokens whose rows of the language model's head score a prompt, as `resolve_pooling` has found them."""
+        return tuple(self.raw.get(HEAD_TOKENS, ()))
 
     # ---- checks --------------------------------------------------------------------------------------------------
 

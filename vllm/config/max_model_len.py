@@ -40,6 +40,8 @@ def _derive(hf: HFConfig, disable_sliding_window: bool) -> tuple[str, int | None
     lengths = {name: hf.get_int(name, default=None) for name in _LENGTH_FIELDS}
     stated = {name: length for name, length in lengths.items() if length is not None}
     key, derived = min(stated.items(), key=lambda item: item[1], default=("", None))
+    if derived is not None and hf.facts.padding_positions:
+        derived -= hf.pad_token_id + 1
     window = hf.sliding_window
     if disable_sliding_window and window is not None and (derived is None or window < derived):
         key, derived = "sliding_window", window

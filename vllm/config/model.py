@@ -13,6 +13,7 @@ from vllm.config.fields import UnsupportedSettingError, on_cpu, setting
 from vllm.config.generation import diff_sampling_params
 from vllm.config.hf import HFConfig
 from vllm.config.kinds import Choice, Flag, Integer, Json, JsonOr, Kind, Number, Text, TextList
+from vllm.config.pooler import PoolingSettings
 from vllm.config.quantization import Quantization
 from vllm.logger import init_logger
 
@@ -33,7 +34,6 @@ ATTENTION_BACKENDS = ("TORCH_SDPA", "TRITON_ATTN", "TRITON", "FLASH_ATTN", "FLAS
 # On the CPU the native kernels have no name: leaving the backend unset chooses them.
 DEVICE_BACKENDS = {"cpu": ("TORCH_SDPA",), "cuda": ("TRITON_ATTN", "TORCH_SDPA", "FLASH_ATTN", "FLASHINFER")}
 _POOLING = ("embedding", "embed", "classify", "score", "reward")
-_POOLER = "Pooling models"
 
 
 class ModelLength(int):
@@ -96,20 +96,20 @@ class ModelConfig:
     task: str = setting(
         "auto",
         Choice(values=("auto", "generate", *_POOLING, "transcription", "draft")),
-        "What the model is used for.",
-        later={name: f"The task '{name}'" for name in (*_POOLING, "transcription", "draft")},
+        "What the model is used for. Default: what its architecture and its files say.",
+        resolved="generate",
+        later={name: f"The task '{name}'" for name in ("transcription", "draft")},
     )
     runner: str = setting(
         "auto",
         Choice(values=("auto", "generate", "pooling", "draft")),
-        "The newer name of task.",
-        later={"pooling": _POOLER, "draft": "Draft models"},
+        "The newer name of task: generate, or pooling of the kind that the model is made for.",
+        later={"draft": "Draft models"},
     )
     convert: str = setting(
         "auto",
         Choice(values=("auto", "none", "embed", "classify", "reward")),
         "Turn a generating model into a pooling model.",
-        later=dict.fromkeys(("embed", "classify", "reward"), _POOLER),
     )
     skip_tokenizer_init: bool = setting(
         False, Flag(), "Load no tokenizer: prompts must be token ids, and outputs are token ids only."
@@ -228,14 +228,12 @@ class ModelConfig:
     override_pooler_config: Any = setting(
         None,
         JsonOr(optional=True, accept=lambda value: hasattr(value, "pooling_type"), expected="a PoolerConfig"),
-        "Settings of the pooler.",
-        later=_POOLER,
+        'How to pool, in place of what the model\'s files say, e.g. {"pooling_type": "MEAN", "normalize": true}.',
     )
     pooler_config: Any = setting(
         None,
         JsonOr(optional=True, accept=lambda value: hasattr(value, "pooling_type"), expected="a PoolerConfig"),
         "The newer name of override_pooler_config.",
-        later=_POOLER,
     )
     override_attention_dtype: str | None = setting(
         None, Text(optional=True), "Type of attention.", later="Another dtype for attention (override_attention_dtype)"
@@ -252,6 +250,8 @@ class ModelConfig:
     quantized: Quantization | None = None
     generation_config: dict[str, Any] = field(default_factory=dict)
     served_model_names: tuple[str, ...] = ()
+    pooling: PoolingSettings | None = None
+    convert_type: str = "none"
 
     # ---- the model's shape ---------------------------------------------------------------------------------------
 
@@ -275,7 +275,20 @@ class ModelConfig:
 
     @property
     def runner_type(self) -> str:
-        return "generate"
+        return "generate" if self.pooling is None else "pooling"
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What requests may ask the model for."""
+        return ("generate",) if self.pooling is None else self.pooling.tasks
+
+    @property
+    def is_matryoshka(self) -> bool:
+        return self.hf.is_matryoshka
+
+    @property
+    def matryoshka_dimensions(self) -> list[int] | None:
+        return self.hf.matryoshka_dimensions
 
     @property
     def use_async_output_proc(self) -> bool:

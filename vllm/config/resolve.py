@@ -30,6 +30,7 @@ from vllm.config.model import CAPTURED, ModelConfig, ModelLength, chosen_attenti
 from vllm.config.model_impl import resolve_model_impl
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig, read_partition
+from vllm.config.pooler import PoolingChoice, resolve_pooling
 from vllm.config.quantization import resolve_quantization
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.settings import (
@@ -48,6 +49,7 @@ logger = init_logger(__name__)
 
 _GIB = 2**30
 _LARGE_DEVICE = 70 * _GIB
+_WHOLE = "in this model every token sees the whole prompt, which is therefore computed in one step."
 _OFFLINE = (UsageContext.LLM_CLASS, UsageContext.OPENAI_BATCH_RUNNER)
 
 
@@ -89,7 +91,12 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
             "kv_offloading_size works without a pipeline: its stages have blocks of unlike sizes. Leave it unset, or "
             "use tensor_parallel_size in place of pipeline_parallel_size."
         )
-    scheduler = _scheduler(args, model.max_model_len, platform, usage, why)
+    if model.pooling is not None and parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            "A model that pools cannot be divided into pipeline stages in this version. Use tensor_parallel_size in "
+            "place of pipeline_parallel_size."
+        )
+    scheduler = _scheduler(args, model.max_model_len, model.hf.sees_whole_prompt, platform, usage, why)
     config = VllmConfig(
         model_config=model,
         cache_config=cache,
@@ -196,6 +203,8 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
     model_impl, hf, reason = resolve_model_impl(args["model_impl"], hf, trust_remote_code=args["trust_remote_code"])
     why["model_impl"] = f"{model_impl!r}: {reason}"
     _check_model_features(args, hf)
+    choice = resolve_pooling(args, hf, path, tokenizer_path)
+    hf = choice.hf
     wanted = args["quantization"]
     if args["load_format"] == "bitsandbytes" and wanted != "bitsandbytes":
         if wanted is not None:
@@ -208,7 +217,10 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         origin = "made of plain weights while they are loaded" if quantized.in_flight else f"{hf.path} says so"
         why["quantization"] = f"{quantized.name!r}: {'set by you' if wanted else origin}"
     max_model_len, reason = resolve_max_model_len(args["max_model_len"], hf, args["disable_sliding_window"])
+    if args["max_model_len"] is None and choice.max_length is not None and choice.max_length < max_model_len:
+        max_model_len, reason = choice.max_length, "max_seq_length of sentence-transformers' files"
     _note(why, "max_model_len", max_model_len, args["max_model_len"] is not None, reason)
+    _note_pooling(why, choice, args)
     captured = args["max_seq_len_to_capture"]
     if isinstance(captured, ModelLength):
         captured = max_model_len
@@ -248,12 +260,26 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
         path=path,
         tokenizer_path=tokenizer_path,
         hf=hf,
+        task="generate" if choice.settings is None else choice.settings.task,
+        pooling=choice.settings,
+        convert_type=choice.convert,
     )
     defaults = config.get_diff_sampling_param()
     why["sampling defaults"] = f"{defaults!r}: generation_config={source!r}"
     if defaults:
         logger.info("Default sampling parameters of this model: %s. To do without: generation_config='vllm'.", defaults)
     return config
+
+
+def _note_pooling(why: dict[str, str], choice: PoolingChoice, args: dict[str, Any]) -> None:
+    """How the model pools, if it does, in the explanation and in the log."""
+    settings = choice.settings
+    if settings is None:
+        return
+    asked = args["task"] != "auto" or args["convert"] not in ("auto", "none")
+    _note(why, "task", settings.task, asked, "from the architecture or sentence-transformers' files")
+    why["pooling"] = f"{settings.type!r}: normalize={settings.normalize}, activation={settings.activation!r}"
+    logger.info("Pooling for %r: %s", settings.task, why["pooling"])
 
 
 def _folders(args: dict[str, Any], why: dict[str, str]) -> tuple[Path, Path]:
@@ -311,6 +337,10 @@ def _cache(args: dict[str, Any], model: ModelConfig, device: str, why: dict[str,
     block_size = 16 if given is None else given
     _note(why, "block_size", block_size, given is not None, "the default")
     kept = args["enable_prefix_caching"]
+    if model.hf.sees_whole_prompt:
+        if kept:
+            raise ValueError(f"enable_prefix_caching=True: {_WHOLE} Leave it unset.")
+        kept = False
     _note(why, "enable_prefix_caching", kept is not False, kept is not None, "on by default, it costs next to nothing")
     dtype = args["kv_cache_dtype"]
     if dtype != "auto" and device != "cuda":
@@ -337,9 +367,18 @@ def step_size(platform: Platform) -> StepSize:
 
 
 def _scheduler(
-    args: dict[str, Any], max_model_len: int, platform: Platform, usage: UsageContext, why: dict[str, str]
+    args: dict[str, Any],
+    max_model_len: int,
+    whole_prompts: bool,
+    platform: Platform,
+    usage: UsageContext,
+    why: dict[str, str],
 ) -> SchedulerConfig:
     chunked = args["enable_chunked_prefill"]
+    if whole_prompts:
+        if chunked:
+            raise ValueError(f"enable_chunked_prefill=True: {_WHOLE} Leave it unset.")
+        chunked = False
     _note(why, "enable_chunked_prefill", chunked is not False, chunked is not None, "on by default")
     size = step_size(platform)
     offline = usage in _OFFLINE
@@ -382,6 +421,7 @@ def _compilation(
         logger.info("compilation_config: nothing is compiled, so %s change nothing.", ", ".join(unused))
     own_attention = model.attention_backend in (None, "TRITON_ATTN")
     use_graphs = device == "cuda" and not model.enforce_eager and given.get("use_cudagraph", True) and own_attention
+    use_graphs = use_graphs and model.pooling is None
     sizes: tuple[int, ...] = ()
     if use_graphs:
         exact = args["cudagraph_capture_sizes"] or given.get("cudagraph_capture_sizes")
@@ -397,6 +437,8 @@ def _compilation(
             reason = f"there are none on {device!r}"
         elif model.enforce_eager:
             reason = "enforce_eager"
+        elif model.pooling is not None:
+            reason = "they are for single tokens, and the model computes prompts only"
         elif not own_attention:
             reason = f"{model.attention_backend} reads lengths on the host"
         why["cudagraph_capture_sizes"] = f"none: {reason}"

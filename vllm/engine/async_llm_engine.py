@@ -21,6 +21,7 @@ from vllm.ipc import functions
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
+from vllm.outputs import failure_of
 from vllm.sampling_params import SamplingParams
 from vllm.step.messages import CoreOutput, CoreStats
 from vllm.usage.usage_lib import UsageContext, record_usage
@@ -229,7 +230,7 @@ class AsyncLLMEngine:
             if output.finished:
                 del streams[output.request_id]
                 self._leave_account(output.request_id)
-                failed = next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
+                failed = failure_of(output)
             if isinstance(failed, Refusal):  # nothing was generated, and there is no answer to begin
                 stream.fail(VLLMValidationError(failed))
                 continue
@@ -444,7 +445,7 @@ class AsyncLLMEngine:
     async def open(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | PoolingParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -479,10 +480,24 @@ class AsyncLLMEngine:
         priority: int = 0,
         *,
         inputs: PromptType | None = None,
+        timeout: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
-        """Pooled hidden states; this version has no pooling models, so it raises ValueError."""
-        raise ValueError("The model generates text; encode() needs a pooling model, which comes later.")
-        yield
+        """The one answer of a pooling request, as soon as it is there. Leaving the generator aborts the request.
+
+        `inputs` is an older name of `prompt`. Raises as `generate` does.
+        """
+        prompt = prompt if inputs is None else inputs
+        if prompt is None or pooling_params is None or request_id is None:
+            raise TypeError("encode() needs a prompt, pooling_params and a request_id.")
+        _ignore_tracing(request_id, trace_headers)
+        stream = await self._open(
+            RequestInput(request_id, prompt, pooling_params, None, lora_request, None, priority), timeout
+        )
+        try:
+            async for output in stream.outputs():
+                yield output  # type: ignore[misc]
+        finally:
+            stream.close()
 
     async def _open(self, request: RequestInput, timeout: float | None) -> RequestStream:
         """Begin a request whose stream fails `timeout` seconds from now."""

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.lora.source import check_adapter
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.step.messages import CoreRequest
 from vllm.structured_output.spec import GrammarSpec, constraint_of
 from vllm.structured_output.support import resolve
@@ -55,6 +55,7 @@ _PROMPT_KEYS = frozenset(
     {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids",
      "token_type_ids", "prompt_embeds"}
 )  # fmt: skip
+_NEUTRAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)  # where a request that is pooled has none
 _priority = integer_in(-(2**31), 2**31 - 1)
 
 
@@ -83,6 +84,7 @@ class ProcessedRequest(NamedTuple):
     `returned` of the children are given to the user; if there are more (best_of), the most likely ones.
     `account` is common to everything that one call of a user asks for, None if that is one sequence.
     `grammar` is what became of the parameters' guided_decoding or structured_outputs, which they keep no more.
+    `pooled` are the parameters of a request that is pooled; `params` are neutral ones then.
     """
 
     request_id: str
@@ -99,6 +101,7 @@ class ProcessedRequest(NamedTuple):
     grammar: GrammarSpec | None = None
     lora_request: LoRARequest | None = None
     lora_folder: str = ""
+    pooled: PoolingParams | None = None
 
 
 class Children(Sequence[CoreRequest]):
@@ -156,6 +159,7 @@ class _Parsed(NamedTuple):
     token_ids: list[int] | None
     cache_salt: str | None
     bounds: tuple[int, int] | None = None  # the smallest and the largest of the ids, where they are known
+    second_from: int | None = None  # the position from which the ids are those of a pair's second text
 
 
 class InputProcessor:
@@ -215,6 +219,28 @@ class InputProcessor:
         self._check_options(request)
         return self._tokenize([request], [self._parse(request.prompt)])[0]
 
+    @property
+    def pad_token_id(self) -> int | None:
+        """The tokenizer's padding token, None without one."""
+        tokenizer = self.tokenizer
+        token = None if tokenizer is None else tokenizer.special_tokens.get("pad_token")
+        return None if tokenizer is None or token is None else tokenizer.token_to_id(token)
+
+    def pair(
+        self, first: str, second: str, add_special_tokens: bool = True, truncate: int | None = None
+    ) -> dict[str, Any]:
+        """The prompt of two texts for a model that scores pairs. Raises as `process` does. May run in any thread."""
+        texts = self.texts
+        if texts is None:
+            raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
+        keep = None if truncate is None else self._kept(truncate)
+        try:
+            ids, second_from = texts.pair(self._lower_case(first), self._lower_case(second), add_special_tokens, keep)
+        except TooManyTokensError as error:
+            raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
+        start = len(ids) if second_from is None else second_from
+        return {"prompt_token_ids": ids, "token_type_ids": [0] * start + [1] * (len(ids) - start)}
+
     def default_params(self) -> SamplingParams:
         """What is used without sampling parameters: the model's recommendation, else the neutral ones."""
         return SamplingParams.from_optional(**self._model.get_diff_sampling_param())
@@ -241,6 +267,11 @@ class InputProcessor:
             )
         content: Mapping[str, Any] = found["content"]
         _refuse_what_needs_other_models(content)
+        types = content.get("token_type_ids")
+        if types is not None and self._model.pooling is None:
+            raise VLLMValidationError(
+                "The prompt has token_type_ids, which only cross-encoder models read.", parameter="token_type_ids"
+            )
         for name in content.keys() - _PROMPT_KEYS:
             _warn_of_key(show(name))
         salt, text = content.get("cache_salt"), content.get("prompt")
@@ -250,7 +281,8 @@ class InputProcessor:
             raise VLLMValidationError(f"prompt must be a string, got {type(text).__name__}.", parameter="prompt")
         if found["type"] == "tokens":
             token_ids, bounds = _plain_ids(content["prompt_token_ids"])
-            return _Parsed(text, token_ids, salt, bounds)
+            second = None if types is None else _second_from(types, len(token_ids))
+            return _Parsed(text, token_ids, salt, bounds, second)
         return _Parsed(text, None, salt)
 
     def _tokenize(self, requests: Sequence[RequestInput], prompts: Sequence[_Parsed]) -> list[list[int]]:
@@ -267,10 +299,16 @@ class InputProcessor:
                 found[i] = self._encode(requests[i], prompts[i].text or "")
         for special, chosen in together.items():
             if chosen and self.tokenizer is not None:
-                encoded = self.tokenizer.encode_batch([prompts[i].text or "" for i in chosen], special)
+                encoded = self.tokenizer.encode_batch(
+                    [self._lower_case(prompts[i].text or "") for i in chosen], special
+                )
                 for i, ids in zip(chosen, encoded, strict=True):
                     found[i] = ids
         return found
+
+    def _lower_case(self, text: str) -> str:
+        pooling = self._model.pooling
+        return text.lower() if pooling is not None and pooling.lower_case else text
 
     def _is_ordinary(self, request: RequestInput, text: str) -> bool:
         """Whether tokenizing the whole text is no more work than the model's context is worth."""
@@ -281,6 +319,9 @@ class InputProcessor:
         kept, texts = _truncation(request.params), self.texts
         assert texts is not None
         try:
+            if isinstance(request.params, PoolingParams) and kept is not None:
+                return texts.pair(self._lower_case(text), None, request.add_special_tokens, self._kept(kept))[0]
+            text = self._lower_case(text)
             return texts.prompt(text, request.add_special_tokens, None if kept is None else self._kept(kept))
         except TooManyTokensError as error:
             raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
@@ -317,9 +358,11 @@ class InputProcessor:
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a string, got {type(request.request_id).__name__}.")
         if isinstance(request.params, PoolingParams):
-            raise ValueError("The model generates text; PoolingParams need a pooling model, which comes later.")
-        if not isinstance(request.params, (SamplingParams, BeamSearchParams)):
+            self._check_pooling(request.params)
+        elif not isinstance(request.params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"params must be SamplingParams, got {type(request.params).__name__}.")
+        elif self._model.pooling is not None:
+            raise ValueError(needs_generation(self._model.convert_type))
         if request.lora_request is not None:
             self.lora_folder(request.lora_request)
         if request.prompt_adapter_request is not None:
@@ -328,6 +371,20 @@ class InputProcessor:
             )
         if _priority("priority", request.priority) != 0 and self._config.scheduler_config.policy != "priority":
             raise ValueError(f"Got priority {request.priority} but Priority scheduling is not enabled.")
+
+    def _check_pooling(self, params: PoolingParams) -> None:
+        """Raise ValueError unless the model pools as these parameters ask."""
+        if self._model.pooling is None:
+            raise ValueError(
+                "The model generates text; PoolingParams need a pooling model. Use task='embed' (or classify, reward) "
+                "to make one of it."
+            )
+        params.__post_init__()  # fields may have been changed since
+        params.verify(self._model)
+        if params.task is not None and params.task not in self._model.pooling.tasks:
+            raise VLLMValidationError(
+                f"The model is for {', '.join(self._model.pooling.tasks)}, not for {params.task!r}.", parameter="task"
+            )
 
     def lora_folder(self, lora_request: LoRARequest) -> str:
         """The folder of a request's adapter, its settings checked; the first time it may be fetched from the Hub.
@@ -447,7 +504,8 @@ class InputProcessor:
         self, request: RequestInput, prompt: _Parsed, token_ids: list[int], checked: dict[int, _Checked]
     ) -> ProcessedRequest:
         """checked: parameters that other requests of the batch have in common with this one, by their identity."""
-        assert not isinstance(request.params, PoolingParams)  # refused by _check_options
+        if isinstance(request.params, PoolingParams):
+            return self._build_pooled(request, request.params, prompt, token_ids)
         given, beams = _sampling_and_beams(request.params)
         if given.truncate_prompt_tokens is not None:
             if prompt.token_ids:
@@ -479,6 +537,33 @@ class InputProcessor:
         )
         return made if beams is not None else made._replace(children=self._children(made))
 
+    def _build_pooled(
+        self, request: RequestInput, params: PoolingParams, prompt: _Parsed, token_ids: list[int]
+    ) -> ProcessedRequest:
+        if params.truncate_prompt_tokens is not None and prompt.token_ids:
+            self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
+            token_ids = token_ids[: self._kept(params.truncate_prompt_tokens)]
+        self._check_prompt(token_ids, prompt)
+        params = params.clone()
+        params.second_from = prompt.second_from
+        params.truncate_prompt_tokens = None
+        made = ProcessedRequest(
+            request_id=request.request_id,
+            prompt=prompt.text,
+            prompt_token_ids=token_ids,
+            params=_NEUTRAL,
+            children=(),
+            returned=1,
+            arrival_time=time.time() if request.arrival_time is None else request.arrival_time,
+            priority=request.priority,
+            cache_salt=prompt.cache_salt,
+            account=request.account,
+            lora_request=request.lora_request,
+            lora_folder="" if request.lora_request is None else self.lora_folder(request.lora_request),
+            pooled=params,
+        )
+        return made._replace(children=[core_request(made, request.request_id, params)])
+
     def _children(self, request: ProcessedRequest) -> Children:
         params, count = request.params, request.params.num_candidates
         seed = (self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed) & _SEED_MASK
@@ -496,7 +581,20 @@ class InputProcessor:
 
 def _truncation(params: object) -> int | None:
     """`truncate_prompt_tokens`, where there is such a parameter."""
-    return params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
+    return params.truncate_prompt_tokens if isinstance(params, SamplingParams | PoolingParams) else None
+
+
+def needs_generation(convert: str) -> str:
+    """Why a model that pools does not generate. convert: what was made of its architecture."""
+    if convert == "none":
+        return (
+            "LLM.generate() is only supported for generative models; this model pools: use encode(), embed(), "
+            "classify() or score()."
+        )
+    return (
+        "Your model supports the 'generate' runner, but is currently initialized for the 'pooling' runner. "
+        "Please initialize vLLM using `--task generate`."
+    )
 
 
 def _after_hook(
@@ -519,21 +617,23 @@ def _too_long(length: str, limit: int) -> VLLMValidationError:
 def core_request(
     request: ProcessedRequest,
     request_id: str,
-    params: SamplingParams,
+    params: SamplingParams | PoolingParams,
     seed: int = 0,
     fork_of: str | None = None,
     token_ids: list[int] | None = None,
 ) -> CoreRequest:
     """The message for one sequence of `request`."""
-    eos = params.eos_token_id
-    stop = params.stop_token_ids or ()
+    eos: int | None = None
+    stop: tuple[int, ...] = ()
+    if isinstance(params, SamplingParams):
+        eos, stop = params.eos_token_id, tuple(params.stop_token_ids or ())
     return CoreRequest(
         request_id=request_id,
         prompt_token_ids=request.prompt_token_ids if token_ids is None else token_ids,
         params=params,
         seed=seed,
         eos_token_id=eos,
-        stop_token_ids=tuple(stop) if eos is None else (eos, *stop),
+        stop_token_ids=stop if eos is None else (eos, *stop),
         arrival_time=request.arrival_time,
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -637,10 +737,18 @@ def _refuse_what_needs_other_models(content: Mapping[str, Any]) -> None:
             raise VLLMValidationError(
                 f"The prompt has {name}, but the model is not multimodal: it takes text only.", parameter=name
             )
-    if content.get("token_type_ids") is not None:
+
+
+def _second_from(types: Any, length: int) -> int | None:
+    """Where the second text begins, for the types of a pair's tokens: zeros, then ones. None for zeros only."""
+    plain = token_list(types)
+    second = plain.index(1) if 1 in plain else length
+    if len(plain) != length or any(plain[:second]) or set(plain[second:]) - {1}:
         raise VLLMValidationError(
-            "The prompt has token_type_ids, which only cross-encoder models read.", parameter="token_type_ids"
+            "token_type_ids must have one entry per token, zeros for the first text and ones for the second behind it.",
+            parameter="token_type_ids",
         )
+    return second if second < length else None
 
 
 def _sampling_and_beams(

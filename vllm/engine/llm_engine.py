@@ -27,12 +27,11 @@ from vllm.config import (
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor, RequestInput, first_step
-from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
-from vllm.outputs import RequestOutput
 from vllm.platforms import cuda_early
 from vllm.usage.usage_lib import UsageContext, record_usage
 from vllm.utils.collector import collector_paused
@@ -209,12 +208,12 @@ class LLMEngine:
             core_ids, _ = self.output_processor.abort(ids)
             self._client.abort(core_ids)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[AnyOutput]:
         """Advance by one step. Returns what became known about any request; finished ones are forgotten."""
         with self._lock:
             return self._step()
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> list[AnyOutput]:
         processed = self.output_processor.process(self._client.step())
         outputs = processed.outputs
         while processed.aborts or processed.follow_ups:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from vllm.engine.beam import Beam, BeamSearch
 from vllm.engine.detokenizer import Detokenizer
@@ -13,13 +15,16 @@ from vllm.engine.tokenizer import Tokenizer
 from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.metrics.registry import EngineMetrics
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.sequence import Logprob, RequestMetrics
 from vllm.step.messages import CoreOutput, CoreRequest
 from vllm.step.result import TokenLogprobs
 
 logger = init_logger(__name__)
+
+
+AnyOutput = RequestOutput | PoolingRequestOutput[Any]
 
 
 class Refusal(str):
@@ -29,7 +34,7 @@ class Refusal(str):
 class Processed(NamedTuple):
     """What to do with a step: outputs for users, ids for the core to abort, requests for it to run next (beams)."""
 
-    outputs: list[RequestOutput]
+    outputs: list[AnyOutput]
     aborts: list[str]
     follow_ups: list[CoreRequest]
 
@@ -252,6 +257,36 @@ class _Request:
         return ranked[: self.message.returned]
 
 
+class _PooledRequest:
+    """A request that is pooled: one prompt, one answer. begun: whether the core has it."""
+
+    __slots__ = ("begun", "first_scheduled", "message", "num_cached_tokens")
+
+    def __init__(self, message: ProcessedRequest) -> None:
+        self.message = message
+        self.begun = False
+        self.first_scheduled: float | None = None
+        self.num_cached_tokens = 0
+
+    def note(self, output: CoreOutput) -> None:
+        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        if output.first_scheduled_time:
+            self.first_scheduled = output.first_scheduled_time
+
+    def answer(self, output: CoreOutput) -> PoolingRequestOutput[Any]:
+        """What the user receives for the last output."""
+        message, pooled = self.message, output.pooled
+        data = error = None
+        if pooled is not None:
+            data = PoolingOutput(np.frombuffer(bytearray(pooled.data), pooled.dtype).reshape(pooled.shape))
+        else:
+            text = output.error or f"The request ended with {output.finish_reason!r} and without an answer."
+            error = Refusal(text) if output.refused else text
+        return PoolingRequestOutput(
+            message.request_id, data, message.prompt_token_ids, True, self.num_cached_tokens, error
+        )
+
+
 class OutputProcessor:
     """Owns every request that a user can see, from `add` to its end. `metrics` counts them, if it is given."""
 
@@ -270,25 +305,29 @@ class OutputProcessor:
         self._requests: dict[str, _Request] = {}
         self._owner: dict[str, tuple[_Request, _Sequence]] = {}  # id in the core -> sequence
         self._beams: dict[str, _Request] = {}  # id in the core -> request searched by beams
+        self._pooled: dict[str, _PooledRequest] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+        return request_id in self._requests or request_id in self._pooled
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._pooled)
 
     @property
     def request_ids(self) -> list[str]:
-        return list(self._requests)
+        return [*self._requests, *self._pooled]
 
     def add(self, message: ProcessedRequest, most: int | None = None) -> list[CoreRequest]:
         """Register a request. Returns what the core has to run for it. Raises ValueError if its id is in use.
 
         most: begin at most so many of its sequences; `more` begins the others.
         """
-        if message.request_id in self._requests:
+        if message.request_id in self:
             raise ValueError(f"Request {message.request_id} already exists.")
+        if message.pooled is not None:
+            self._pooled[message.request_id] = _PooledRequest(message)
+            return [] if most is not None and most < 1 else self.more(message.request_id, most)
         if message.beams is None:
             request = self._requests[message.request_id] = _Request(message, None)
             return self.more(message.request_id, most)
@@ -300,11 +339,15 @@ class OutputProcessor:
 
     def prompt_length(self, request_id: str) -> int:
         """In tokens; 0 for a request that is not known (any more)."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) or self._pooled.get(request_id)
         return 0 if request is None else len(request.message.prompt_token_ids)
 
     def more(self, request_id: str, most: int | None) -> list[CoreRequest]:
         """Begin at most so many further sequences of a request; what the core has to run for them."""
+        pooled = self._pooled.get(request_id)
+        if pooled is not None and not pooled.begun:
+            pooled.begun = True
+            return list(pooled.message.children)
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -314,11 +357,17 @@ class OutputProcessor:
             self._owner[child.request_id] = (request, sequence)
         return begun
 
-    def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[RequestOutput]]:
-        """Forget requests, if known. Returns the ids the core has to abort, and a last output of each."""
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[str], list[AnyOutput]]:
+        """Forget requests, if known. Returns the ids the core has to abort, and a last output of each that generates:
+        half a vector is none.
+        """
         core_ids: list[str] = []
-        outputs = []
+        outputs: list[AnyOutput] = []
         for request_id in request_ids:
+            pooled = self._pooled.pop(request_id, None)
+            if pooled is not None:
+                core_ids.append(request_id)
+                self._count_pooled(pooled, "abort", time.time())
             request = self._requests.get(request_id)
             if request is None:
                 continue
@@ -337,7 +386,7 @@ class OutputProcessor:
     def process(self, core_outputs: Iterable[CoreOutput]) -> Processed:
         """Take in a step."""
         now = time.time()
-        outputs: list[RequestOutput] = []
+        outputs: list[AnyOutput] = []
         aborts: list[str] = []
         follow_ups: list[CoreRequest] = []
         changed: dict[str, _Request] = {}
@@ -346,6 +395,9 @@ class OutputProcessor:
         for core_output in core_outputs:
             found = owner.get(core_output.request_id)
             if found is None:
+                pooled = self._pooled.get(core_output.request_id)
+                if pooled is not None:
+                    outputs += self._process_pooled(pooled, core_output, now)
                 request = self._beams.get(core_output.request_id)
                 if request is not None:
                     try:
@@ -391,6 +443,25 @@ class OutputProcessor:
             if output is not None:
                 outputs.append(output)
         return Processed(outputs, aborts, follow_ups)
+
+    def _process_pooled(self, request: _PooledRequest, output: CoreOutput, now: float) -> list[AnyOutput]:
+        """The answer of a request that is pooled, once it is there."""
+        request.note(output)
+        if output.finish_reason is None:
+            return []
+        del self._pooled[output.request_id]
+        self._count_pooled(request, output.finish_reason, now)
+        return [request.answer(output)]
+
+    def _count_pooled(self, request: _PooledRequest, reason: str, now: float) -> None:
+        if self._metrics is not None:
+            length = len(request.message.prompt_token_ids)
+            arrival = request.message.arrival_time
+            self._metrics.on_finished(
+                reason, prompt_tokens=length, generation_tokens=0, longest_generation=0, n=1, best_of=1,
+                max_tokens=None, arrival=arrival, first_scheduled=request.first_scheduled, first_token=now,
+                finished=now,
+            )  # fmt: skip
 
     def _take_plain(self, request: _Request, sequence: _Sequence, token_ids: list[int], now: float) -> RequestOutput:
         """The output of tokens in the middle of a plain stream; what `process` does otherwise, without the choices.
@@ -480,7 +551,7 @@ class OutputProcessor:
         request: _Request,
         core_output: CoreOutput,
         now: float,
-        outputs: list[RequestOutput],
+        outputs: list[AnyOutput],
         aborts: list[str],
         follow_ups: list[CoreRequest],
     ) -> None:

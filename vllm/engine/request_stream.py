@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from typing import Any, cast
 
 from vllm.logger import init_logger
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput, failure_of
 from vllm.sampling_params import RequestOutputKind
 
 logger = init_logger(__name__)
@@ -75,8 +76,12 @@ class RequestStream:
 
     # -- the engine's side ---------------------------------------------------------------------------------------------
 
-    def put(self, output: RequestOutput) -> None:
-        """Hand over an output; differences are added up, cumulative outputs replace the one before."""
+    def put(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
+        """Hand over an output; differences are added up, cumulative outputs replace the one before.
+
+        Of a request that is pooled it is a `PoolingRequestOutput`, as whoever asked for it knows.
+        """
+        output = cast(RequestOutput, output)
         if self._output is not None and self.kind is RequestOutputKind.DELTA:
             if self._singly and len(self._apart) < MAX_APART:
                 self._apart.append(self._output)
@@ -152,6 +157,6 @@ class RequestStream:
             on_close(self)
 
 
-def is_failed(output: RequestOutput) -> bool:
+def is_failed(output: RequestOutput | PoolingRequestOutput[Any]) -> bool:
     """Whether the engine could not finish this request; its stream then raises why."""
-    return any(completion.finish_reason == "error" for completion in output.outputs)
+    return failure_of(output) is not None

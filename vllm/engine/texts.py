@@ -79,6 +79,33 @@ class Texts:
             size *= 4
         return self.tokenizer.encode(text, special)[-keep:]
 
+    def pair(
+        self, first: str, second: str | None, add_special_tokens: bool = True, keep: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """The token ids of a text, or of two as one prompt, and where the second begins (`Tokenizer.encode_pair`).
+
+        keep: with at most so many tokens, special ones included; what is too much is cut off at the texts' ends, and
+        not looked at. Raises TooManyTokensError as `prompt` does.
+        """
+        texts = []
+        for text in (first, second):
+            if text is not None and keep is not None:
+                text = self._beginning(text, keep)
+            elif text is not None and len(text) > self._limit * PLAUSIBLE_CHARACTERS_PER_TOKEN:
+                self._whole(text, False)
+            texts.append(text)
+        return self.tokenizer.encode_pair(texts[0] or "", texts[1], add_special_tokens, keep)
+
+    def _beginning(self, text: str, keep: int) -> str:
+        """As much of a text as certainly has `keep` tokens, if it has them."""
+        size = keep * _CHARACTERS_PER_KEPT_TOKEN + CUT_CHARACTERS
+        while len(text) > size:
+            part = text[: _word_start(text, size)]
+            if len(self.tokenizer.encode(part, False)) >= keep + CUT_TOKENS:
+                return part
+            size *= 4
+        return text
+
     def bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of bad words, see `SamplingParams.update_from_tokenizer`."""
         return token_ids_of_words(self.tokenizer, words)

@@ -105,6 +105,17 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]: ...
 
     @abstractmethod
+    def encode_pair(
+        self, first: str, second: str | None, add_special_tokens: bool = True, most: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of one text or of two together, and the position from which they are the second's, None if the
+        tokenizer makes no difference.
+
+        most: cut the texts at their ends, the longer one first, until there are at most so many tokens, special ones
+        included.
+        """
+
+    @abstractmethod
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str: ...
@@ -229,6 +240,24 @@ class FastTokenizer(Tokenizer):
                 _check_unicode(text)
             raise
         return [encoding.ids for encoding in found]
+
+    def encode_pair(
+        self, first: str, second: str | None, add_special_tokens: bool = True, most: int | None = None
+    ) -> tuple[list[int], int | None]:
+        texts = [first] if second is None else [first, second]
+        try:
+            parts = self._backend.encode_batch(texts, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):
+            for text in texts:
+                _check_unicode(text)
+            raise
+        if most is not None:
+            special = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            for part, length in zip(parts, _fitting([len(p) for p in parts], max(0, most - special)), strict=True):
+                part.truncate(length)
+        pair = parts[1] if second is not None else None
+        found = self._backend.post_process(parts[0], pair, add_special_tokens)
+        return found.ids, found.type_ids.index(1) if 1 in found.type_ids else None
 
     def decode(
         self,
@@ -360,6 +389,15 @@ class TransformersTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
 
+    def encode_pair(
+        self, first: str, second: str | None, add_special_tokens: bool = True, most: int | None = None
+    ) -> tuple[list[int], int | None]:
+        found = self.hf_tokenizer(
+            first, second, add_special_tokens=add_special_tokens, truncation=most is not None, max_length=most
+        )
+        types = list(found.get("token_type_ids", ()))
+        return list(found["input_ids"]), types.index(1) if second is not None and 1 in types else None
+
     def decode(
         self,
         token_ids: Sequence[int],
@@ -422,6 +460,16 @@ class TransformersTokenizer(Tokenizer):
 
     def _new_stream(self, skip_special_tokens: bool, spaces_between: bool) -> TokenStream:
         return WindowStream(lambda ids: self.decode(ids, skip_special_tokens, spaces_between))
+
+
+def _fitting(lengths: list[int], most: int) -> list[int]:
+    """Lengths of one or two texts, cut to `most` together, the longer one first."""
+    if sum(lengths) <= most:
+        return lengths
+    if len(lengths) == 1:
+        return [most]
+    short = min(*lengths, most // 2)
+    return [short, most - short] if lengths[0] <= lengths[1] else [most - short, short]
 
 
 def load_tokenizer(path: Path, mode: str = "auto", trust_remote_code: bool = False) -> Tokenizer:

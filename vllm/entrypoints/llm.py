@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.config.model import CAPTURED
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.input_processor import RequestInput, listed
+from vllm.engine.input_processor import RequestInput, listed, needs_generation
 from vllm.engine.llm_engine import LLMEngine
+from vllm.entrypoints import pooling
 from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
 from vllm.entrypoints.llm_forms import (
@@ -25,11 +26,18 @@ from vllm.entrypoints.llm_forms import (
     final_only,
     merge_legacy,
     raise_if_failed,
+    tokenization_options,
 )
 from vllm.entrypoints.progress import Progress, ProgressBar
 from vllm.entrypoints.turn import Turn
 from vllm.exceptions import GenerationError
-from vllm.outputs import RequestOutput
+from vllm.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import Counter
@@ -43,12 +51,6 @@ if TYPE_CHECKING:
     from vllm.inputs import PromptType, TextPrompt, TokensPrompt
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest, LLMGuidedOptions
-    from vllm.outputs import (
-        ClassificationRequestOutput,
-        EmbeddingRequestOutput,
-        PoolingRequestOutput,
-        ScoringRequestOutput,
-    )
     from vllm.pooling_params import PoolingParams
     from vllm.prompt_adapter.request import PromptAdapterRequest
     from vllm.v1.metrics.reader import Metric
@@ -148,7 +150,7 @@ class LLM:
         self.request_counter = Counter()
         self._turn = Turn()
         self._queued: list[str] = []  # ids of enqueue(), in order
-        self._finished: dict[str, RequestOutput] = {}  # outputs that nobody has taken yet
+        self._finished: dict[str, Any] = {}  # outputs that nobody has taken yet
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -350,8 +352,15 @@ class LLM:
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
-        """The pooled hidden states of each prompt."""
-        raise _needs_pooling("LLM.encode() is only enabled for pooling models")
+        """What the model makes of each prompt, as a tensor: a vector, scores, or one of either for each token.
+
+        pooling_params: for all prompts, or one per prompt.   pooling_task: what the answers are used for, which the
+        model must be made for.   tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`.
+        """
+        self._require("encode", "LLM.encode() is only enabled for pooling models")
+        found = self._prompts(prompts, prompt_token_ids)
+        params = pooling.params_for(pooling_params, pooling_task)
+        return self._pool(found, params, use_tqdm, lora_request, prompt_adapter_request, tokenization_kwargs)
 
     def embed(
         self,
@@ -363,8 +372,13 @@ class LLM:
         prompt_adapter_request: PromptAdapterRequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding vector of each prompt."""
-        raise _needs_pooling("Embedding API is only enabled for `--task embed`")
+        """An embedding vector of each prompt. Arguments as for `encode`."""
+        self._require("embed", "Embedding API is only enabled for `--task embed`")
+        params = pooling.params_for(pooling_params, "embed")
+        outputs = self._pool(
+            as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, tokenization_kwargs
+        )
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
     def classify(
         self,
@@ -376,8 +390,13 @@ class LLM:
         prompt_adapter_request: PromptAdapterRequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The class probabilities of each prompt."""
-        raise _needs_pooling("Classification API is only enabled for `--task classify`")
+        """The class probabilities of each prompt. Arguments as for `encode`."""
+        self._require("classify", "Classification API is only enabled for `--task classify`")
+        params = pooling.params_for(pooling_params, "classify")
+        outputs = self._pool(
+            as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, tokenization_kwargs
+        )
+        return [ClassificationRequestOutput.from_base(output) for output in outputs]
 
     def score(
         self,
@@ -393,8 +412,31 @@ class LLM:
         tokenization_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """The similarity of pairs of texts."""
-        raise _needs_pooling("Score API is only enabled for `--task embed or --task score`")
+        """The similarity of pairs of texts: of one with one, one with each of several, or several one by one.
+
+        A model that scores pairs reads each pair as one prompt; of a model that embeds it is the cosine of the two
+        vectors.   truncate_prompt_tokens: longest prompt; texts are cut at their ends.   chat_template: with the
+        messages "query" and "document", makes one prompt of a pair, as some rerankers want it.
+        """
+        self._require("score", "Score API is only enabled for `--task embed or --task score`")
+        options = {**(tokenization_kwargs or {})}
+        if truncate_prompt_tokens is not None:
+            options["truncate_prompt_tokens"] = truncate_prompt_tokens
+        firsts, seconds = pooling.pairs(as_list(text_1), as_list(text_2))
+        params = pooling.params_for(pooling_params, "score")
+        settings = self.model_config.pooling
+        assert settings is not None  # which _require has seen to
+        if settings.scores_pairs:
+            engine = self.llm_engine.input_processor
+            prompts = pooling.pair_prompts(engine, firsts, seconds, options, chat_template)
+            outputs = self._pool(prompts, params, use_tqdm, lora_request, prompt_adapter_request)
+            return [ScoringRequestOutput.from_base(output) for output in outputs]
+        if chat_template is not None:
+            raise ValueError("chat_template is for models that score pairs; this one embeds each text by itself.")
+        texts = [*firsts, *seconds]
+        vectors = self._pool(texts, params, use_tqdm, lora_request, prompt_adapter_request, options)
+        pad = self.llm_engine.input_processor.pad_token_id
+        return pooling.similarities(vectors[: len(firsts)], vectors[len(firsts) :], pad)
 
     # -- the engine ----------------------------------------------------------------------------------------------------
 
@@ -421,7 +463,7 @@ class LLM:
     @property
     def supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
-        return ("generate",)
+        return self.model_config.supported_tasks
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of every metric of the server's /metrics. Needs disable_log_stats=False, else ValueError."""
@@ -485,39 +527,64 @@ class LLM:
         tokenization: dict[str, Any] | None,
     ) -> list[str]:
         """Check everything, then queue everything."""
-        if prompt_token_ids is not None:
-            if self.DEPRECATE_LEGACY:
-                warnings.warn(
-                    "prompt_token_ids is deprecated. Pass token ids as prompts: {'prompt_token_ids': ids}.",
-                    DeprecationWarning,
-                    stacklevel=3,
-                )
-            found = merge_legacy(prompts, prompt_token_ids)
-        elif prompts is None:
-            raise ValueError("Either prompts or prompt_token_ids must be provided.")
-        else:
-            found = as_list(prompts)
+        if self.model_config.pooling is not None:
+            raise ValueError(needs_generation(self.model_config.convert_type))
+        found = self._prompts(prompts, prompt_token_ids)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         several = isinstance(sampling_params, Sequence)
         given: list[Any] = list(sampling_params) if several else [sampling_params]  # type: ignore[arg-type]
         if several and len(given) != len(found):
             raise ValueError("The lengths of prompts and params must be the same.")
-        options = dict(tokenization or {})
-        special = options.pop("add_special_tokens", True)
-        truncate = options.pop("truncate_prompt_tokens", None)
-        if options:
-            raise ValueError(
-                f"Unknown tokenization_kwargs: {', '.join(map(str, options))}. "
-                "There are add_special_tokens and truncate_prompt_tokens."
-            )
+        special, truncate = tokenization_options(tokenization)
         params = [final_only(p, guided, truncate) for p in given]
         return self._submit(found, params, lora_request, prompt_adapter_request, priority, special)
+
+    def _prompts(self, prompts: Any, prompt_token_ids: Any) -> list[Any]:
+        """The prompts of a call, which may be of the older form."""
+        if prompt_token_ids is not None:
+            if self.DEPRECATE_LEGACY:
+                warnings.warn(
+                    "prompt_token_ids is deprecated. Pass token ids as prompts: {'prompt_token_ids': ids}.",
+                    DeprecationWarning,
+                    stacklevel=4,
+                )
+            return merge_legacy(prompts, prompt_token_ids)
+        if prompts is None:
+            raise ValueError("Either prompts or prompt_token_ids must be provided.")
+        return as_list(prompts)
+
+    def _require(self, task: str, message: str) -> None:
+        """Raise ValueError unless the model is made for the task."""
+        able = self.model_config.supported_tasks
+        if task not in able:
+            raise ValueError(f"{message}; this model is for: {', '.join(able)}.")
+
+    def _pool(
+        self,
+        prompts: list[Any],
+        params: list[PoolingParams],
+        use_tqdm: ProgressBar,
+        lora_request: Any,
+        prompt_adapter_request: PromptAdapterRequest | None,
+        tokenization: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """The answers to prompts, each of which has its parameters, or all of which have the one there is."""
+        if len(params) not in (1, len(prompts)):
+            raise ValueError("The lengths of prompts and params must be the same.")
+        special, truncate = tokenization_options(tokenization)
+        if truncate is not None:
+            params = [pooling.truncated(given, truncate) for given in params]
+        if not prompts:
+            return []
+        with self._turn:
+            ids = self._submit(prompts, params, lora_request, prompt_adapter_request, None, special)
+            return self._run(ids, use_tqdm)
 
     def _submit(
         self,
         prompts: list[Any],
-        params: Sequence[SamplingParams | BeamSearchParams],
+        params: Sequence[SamplingParams | BeamSearchParams | PoolingParams],
         lora_request: Any = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: list[int] | None = None,
@@ -583,7 +650,7 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return prompts
 
-    def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[Any]:
         """Step until all of these requests have finished; what else finishes meanwhile is kept."""
         engine = self.llm_engine
         missing = {request_id for request_id in ids if request_id not in self._finished}
@@ -610,10 +677,6 @@ class LLM:
         outputs = [self._finished.pop(request_id) for request_id in ids]
         raise_if_failed(outputs)
         return outputs
-
-
-def _needs_pooling(what: str) -> ValueError:
-    return ValueError(f"{what}: it needs a pooling model, which this version cannot run (it generates text only).")
 
 
 def _refuse_processor_options(mm_processor_kwargs: dict[str, Any] | None) -> None:

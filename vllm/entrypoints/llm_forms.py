@@ -11,7 +11,7 @@ from vllm.engine.input_processor import listed
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import validate_chat_template
 from vllm.exceptions import GenerationError
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput, failure_of
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.validation import show
 
@@ -77,6 +77,19 @@ def final_only(
     return params
 
 
+def tokenization_options(given: dict[str, Any] | None) -> tuple[bool, int | None]:
+    """`add_special_tokens` and `truncate_prompt_tokens` of tokenization_kwargs. Raises ValueError for any other."""
+    options = dict(given or {})
+    special = options.pop("add_special_tokens", True)
+    truncate = options.pop("truncate_prompt_tokens", None)
+    if options:
+        raise ValueError(
+            f"Unknown tokenization_kwargs: {', '.join(map(str, options))}. "
+            "There are add_special_tokens and truncate_prompt_tokens."
+        )
+    return special, truncate
+
+
 def check_path_of_template(chat_template: Path | str | None) -> None:
     """Raise, before a model is loaded, for the path of a template's file that does not exist.
 
@@ -96,10 +109,10 @@ def check_chat_options(tools: Any, variables: Any) -> None:
         raise ValueError(f"chat_template_kwargs is for the template's own variables; {name} is none of them.")
 
 
-def raise_if_failed(outputs: list[RequestOutput]) -> None:
+def raise_if_failed(outputs: Sequence[RequestOutput | PoolingRequestOutput[Any]]) -> None:
     """Raise GenerationError, with the first reason, if the engine could not finish one of the requests."""
-    failed = [output for output in outputs for completion in output.outputs if completion.finish_reason == "error"]
+    failed = [output for output in outputs if failure_of(output) is not None]
     if failed:
-        reason = next(c.stop_reason for c in failed[0].outputs if c.finish_reason == "error")
+        reason = failure_of(failed[0])
         more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
         raise GenerationError(f"Request {failed[0].request_id} failed: {reason}{more}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -24,12 +24,15 @@ class Progress:
                 total=total, desc="Processed prompts", dynamic_ncols=True, postfix=speeds(0.0, 0.0)
             )
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
         bar = self._bar
         if bar is None:
             return
-        self._in += len(output.prompt_token_ids or ()) * len(output.outputs)
-        self._out += sum(len(completion.token_ids) for completion in output.outputs)
+        if isinstance(output, RequestOutput):
+            self._in += len(output.prompt_token_ids or ()) * len(output.outputs)
+            self._out += sum(len(completion.token_ids) for completion in output.outputs)
+        else:
+            self._in += len(output.prompt_token_ids)
         elapsed = bar.format_dict["elapsed"] or 1e-9
         bar.postfix = speeds(self._in / elapsed, self._out / elapsed)
         bar.update(1)

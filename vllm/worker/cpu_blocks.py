@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
-from vllm.model_executor.models.blocks import DecoderBlock, FeedForward
+from vllm.model_executor.models.blocks import DecoderBlock, FeedForward, SelfAttention
 from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Mlp, Norm, Rope
 from vllm.ops.cpu import library
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
@@ -55,6 +56,13 @@ class _Call(ctypes.Structure):
     ]
 
 
+def _place(attn: SelfAttention) -> KVPlace:
+    """Where a layer's cache is, which layers that are covered all have."""
+    if attn.place is None:
+        raise ValueError("A layer without a cache cannot be part of the native layers.")
+    return attn.place
+
+
 class FusedBlocks:
     """All layers of a decoder as one native call; the same bits as calling them one by one.
 
@@ -65,9 +73,10 @@ class FusedBlocks:
         self._run = native.vllm_run_blocks
         self._run.restype, self._run.argtypes = _I, [ctypes.POINTER(_Call)]
         self._blocks = tuple(blocks)  # keeps the tensors alive
-        self._tensors = [block.attn.place.tensor for block in blocks]
+        places = [_place(block.attn) for block in blocks]
+        self._tensors = [place.tensor for place in places]
         self._layers = (_Block * len(blocks))(*(_describe(block) for block in blocks))
-        self._groups = (_Group * (1 + max(block.attn.place.group for block in blocks)))()
+        self._groups = (_Group * (1 + max(place.group for place in places)))()
         self._caches: Sequence[Tensor] | None = None
 
     def __call__(
@@ -231,7 +240,7 @@ def _describe(block: DecoderBlock) -> _Block:
         kv_heads=attn.kv_heads,
         head_dim=attn.spec.head_dim,
         window=params.window or 0,
-        group=attn.place.group,
+        group=_place(attn).group,
         scale=params.scale,
         softcap=params.softcap or 0.0,
         gated=gated,

@@ -341,8 +341,8 @@ class InputBuilder:
         for row in np.flatnonzero(pooled).tolist():
             start, total = int(plan.num_computed[row]), int(self._table.num_prompt[plan.slots[row]])
             end = start + int(plan.num_tokens[row])
-            wanted = self._pooler.wanted(start, end, total)
-            pieces.append(int(starts[row]) - start + np.arange(wanted.start, wanted.stop, dtype=np.int64))
+            wanted = self._pooler.wanted(int(plan.slots[row]), start, end, total)
+            pieces.append(int(starts[row]) - start + wanted)
             found.append(PooledRows(row, first, len(wanted), start, end, total))
             first += len(wanted)
         return tuple(found), np.concatenate(pieces)

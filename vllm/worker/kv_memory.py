@@ -16,6 +16,7 @@ from vllm.step.kv_policy import CacheTensor, KVLayout
 logger = init_logger(__name__)
 
 GIB = 1 << 30
+NO_CACHE = 1  # the null block, of no bytes: all there is for a model that keeps nothing
 _CPU_DEFAULT = 4 * GIB
 _CPU_SHARE = 0.4  # of the memory that is free at start, when VLLM_CPU_KVCACHE_SPACE is not set
 _HUGE_PAGE = 2 << 20
@@ -176,6 +177,9 @@ def cuda_available(
 def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blocks: int) -> None:
     """The guide's line, and how many requests of full length fit at once."""
     usable = num_blocks - 1
+    if not layout.groups:
+        logger.info("The model keeps nothing between steps: there is no KV cache")
+        return
     logger.info("# %s blocks: %d", "GPU" if device_type == "cuda" else "CPU", usable)
     needed = blocks_per_request(layout, request.max_model_len, request.max_num_batched_tokens)
     if layout.state_bytes:

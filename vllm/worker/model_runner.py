@@ -16,7 +16,7 @@ from vllm.faults import spoiler_from_env
 from vllm.model_executor.models.traits import Model
 from vllm.ops.logprobs import top_logprobs
 from vllm.pooling_params import PoolingParams
-from vllm.step.inputs import StepInputs
+from vllm.step.inputs import StepFeatures, StepInputs
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import Column, RowMasks, StepPlan, require_known
 from vllm.step.result import StepResult
@@ -24,7 +24,7 @@ from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.device import DeviceContext
 from vllm.worker.host_tier import create_tier
 from vllm.worker.input_builder import Batch, InputBuilder, Laid, within
-from vllm.worker.pool import Pooler
+from vllm.worker.pool import PooledChunk, PooledRun, Pooler
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
 from vllm.worker.step_handle import LateHandle, NothingComputed, PromptLogprobs, Queued, StepHandle
@@ -144,6 +144,9 @@ class ModelRunner:
                 step, hidden = found
                 return self.finish(plan, self.builder.batch(plan, laid, step), hidden, start)
         features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
+        if self._pooler is not None and (types := self._pooler.token_types(plan, laid.positions)) is not None:
+            (token_types,) = self.context.upload([types])
+            features = replace(features or StepFeatures(), token_types=token_types)
         batch = self.builder.build(plan, laid, features)
         hidden = self._forward(batch.step)
         return self.finish(plan, batch, hidden, start)
@@ -306,17 +309,16 @@ class ModelRunner:
         self.tp.broadcast(ids)
         return Sampled(ids, torch.ones_like(ids, dtype=torch.bool))
 
-    def _pool(self, hidden: Tensor, batch: Batch) -> list[tuple[int, Tensor]]:
-        """What pooled rows come to that end with this step, by row of the plan."""
-        found: list[tuple[int, Tensor]] = []
+    def _pool(self, hidden: Tensor, batch: Batch) -> list[PooledRun]:
+        """What pooled rows come to that end with this step."""
         if self._pooler is None:
-            return found
-        for rows in batch.pooled_rows:
-            states = hidden[rows.first : rows.first + rows.count]
-            result = self._pooler.add(int(batch.plan_slots[rows.plan_row]), rows.start, rows.end, rows.total, states)
-            if result is not None:
-                found.append((rows.plan_row, result))
-        return found
+            return []
+        chunks = [
+            PooledChunk(rows.plan_row, int(batch.plan_slots[rows.plan_row]), rows.first, rows.count, rows.start,
+                        rows.end, rows.total)
+            for rows in batch.pooled_rows
+        ]  # fmt: skip
+        return self._pooler.pool(hidden, chunks)
 
     def _prompt_logprobs(self, hidden: Tensor, batch: Batch) -> tuple[list[PromptLogprobs], list[Tensor]]:
         """Logprobs of prompt tokens, a bounded number of logits at a time."""

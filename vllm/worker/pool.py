@@ -1,42 +1,97 @@
-"""Requests that are pooled: from the hidden states of their tokens to one vector (or one per token), chunk by chunk."""
+"""Requests that are pooled: from the hidden states of their tokens to one vector (or one per token).
+
+Prompts that are computed in one step, which most are, are pooled together, without a word from the host; those that
+come chunk by chunk one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.pooling_params import PoolingParams
-from vllm.step.plan import SlotInit
+from vllm.step.plan import SlotInit, StepPlan
+
+_NEVER = np.iinfo(np.int64).max
 
 
 class PoolingKind(Enum):
-    """Which hidden states count: the last token's, the first token's, the mean of all, or each for itself."""
+    """Which hidden states count: the last token's, the first token's, the mean of all, each for itself, or those of the
+    tokens that end a step, each for itself.
+    """
 
     LAST = "LAST"
     CLS = "CLS"
     MEAN = "MEAN"
     ALL = "ALL"
+    STEP = "STEP"
+
+    @property
+    def gives_many(self) -> bool:
+        """Whether the result has a row for each of several tokens."""
+        return self in (PoolingKind.ALL, PoolingKind.STEP)
+
+
+class PooledChunk(NamedTuple):
+    """Tokens `start` to `end` of a prompt of `total`, of which `rows` states stand from row `first` on."""
+
+    plan_row: int
+    slot: int
+    first: int
+    rows: int
+    start: int
+    end: int
+    total: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.end == self.total
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRun:
+    """Results of rows of the plan, in one tensor: fp32 [rows, outputs], or with `lengths` [sum of them, outputs]."""
+
+    plan_rows: list[int]
+    values: Tensor
+    lengths: list[int] | None = None
+
+    def parts(self, found: np.ndarray) -> Iterator[np.ndarray]:
+        """Each row's part of the values, which are on the host."""
+        if self.lengths is None:
+            yield from found
+            return
+        ends: np.ndarray = np.cumsum(self.lengths)
+        yield from np.split(found, ends[:-1])
 
 
 @dataclass(slots=True)
-class _Pooled:
-    """One request: how many of its tokens were seen, and what was kept of them."""
+class _Request:
+    """One request: how many of its tokens were seen, and what was kept of them.
+
+    tags: of STEP, the positions of the tokens that end a step.
+    """
 
     params: PoolingParams
     seen: int = 0
     total: Tensor | None = None  # [hidden] fp32, of MEAN
     parts: list[Tensor] = field(default_factory=list)
+    tags: np.ndarray | None = None
 
 
 class Pooler:
     """How a model pools, and what it has seen of the requests in their slots.
 
-    head: what the model makes of pooled states, [rows, hidden] -> [rows, outputs]; None to leave them as they are.
-    normalize: to length 1, after a cut to the `dimensions` that a request asks for.   softmax: over the head's outputs.
+    head: what the model makes of pooled states, [rows, hidden] -> [rows, outputs], both fp32; None to leave them.
+    normalize: to length 1, after a cut to the `dimensions` that a request asks for.
+    activation: of the outputs: "softmax", "sigmoid" or "none".   step_tag: for STEP, the token that ends a step.
+    takes_types: the model wants to know which text of a pair each token belongs to.
     """
 
     def __init__(
@@ -44,11 +99,18 @@ class Pooler:
         kind: PoolingKind,
         *,
         normalize: bool = False,
-        softmax: bool = False,
+        activation: str = "none",
         head: Callable[[Tensor], Tensor] | None = None,
+        step_tag: int | None = None,
+        takes_types: bool = False,
     ) -> None:
-        self._kind, self._normalize, self._softmax, self._head = kind, normalize, softmax, head
-        self._requests: dict[int, _Pooled] = {}
+        if activation not in ("softmax", "sigmoid", "none"):
+            raise ValueError(f'activation is {activation!r}, expected "softmax", "sigmoid" or "none".')
+        if kind is PoolingKind.STEP and step_tag is None:
+            raise ValueError("Pooling of kind STEP needs the token that ends a step.")
+        self._kind, self._normalize, self._activation, self._head = kind, normalize, activation, head
+        self._step_tag, self._takes_types = step_tag, takes_types
+        self._requests: dict[int, _Request] = {}
 
     def enter(self, new: Sequence[SlotInit]) -> None:
         """Take in the requests among these that are pooled; they begin anew."""
@@ -57,49 +119,132 @@ class Pooler:
             if isinstance(init.params, PoolingParams):
                 if init.num_computed and self._kind is not PoolingKind.LAST:
                     raise ValueError(f"{self._kind.name} pools every token: a request cannot begin behind a prefix.")
-                self._requests[init.slot] = _Pooled(init.params, init.num_computed)
+                request = self._requests[init.slot] = _Request(init.params, init.num_computed)
+                if self._kind is PoolingKind.STEP:
+                    request.tags = np.flatnonzero(np.asarray(init.token_ids) == self._step_tag)
 
     def leave(self, slots: Sequence[int]) -> None:
         """Forget requests that left their slots."""
         for slot in slots:
             self._requests.pop(slot, None)
 
-    def wanted(self, start: int, end: int, total: int) -> range:
-        """Positions, of the tokens `start` to `end` of a prompt of `total`, whose hidden states count."""
-        if self._kind is PoolingKind.LAST:
-            return range(total - 1, end)
-        return range(start, min(end, 1)) if self._kind is PoolingKind.CLS else range(start, end)
+    def token_types(self, plan: StepPlan, positions: np.ndarray) -> np.ndarray | None:
+        """Which text of a pair each token of a plan belongs to, [tokens] int64; None if no request is a pair.
 
-    def add(self, slot: int, start: int, end: int, total: int, hidden: Tensor) -> Tensor | None:
-        """Take in the wanted states of a chunk, in order; what the request comes to if it was its last chunk, fp32.
-
-        hidden: [len(wanted), hidden].   Returns [outputs], for ALL [total, outputs].
+        positions: [tokens], in their sequences.
         """
+        if not self._takes_types:
+            return None
+        requests = [self._requests.get(slot) for slot in plan.slots.tolist()]
+        seconds = [None if request is None else request.params.second_from for request in requests]
+        if all(second is None for second in seconds):
+            return None
+        starts: np.ndarray = np.array([_NEVER if second is None else second for second in seconds], np.int64)
+        types: np.ndarray = (positions >= np.repeat(starts, plan.num_tokens)).astype(np.int64)
+        return types
+
+    def wanted(self, slot: int, start: int, end: int, total: int) -> np.ndarray:
+        """Positions, of the tokens `start` to `end` of a prompt of `total`, whose hidden states count: [n] int64."""
+        if self._kind is PoolingKind.STEP:
+            tags = self._request(slot).tags
+            assert tags is not None
+            chosen: np.ndarray = tags[(tags >= start) & (tags < end)]
+            return chosen
+        first = total - 1 if self._kind is PoolingKind.LAST else start
+        last = min(end, 1) if self._kind is PoolingKind.CLS else end
+        return np.arange(first, last, dtype=np.int64)
+
+    def _request(self, slot: int) -> _Request:
         request = self._requests.get(slot)
         if request is None:
             raise ValueError(f"Slot {slot} holds no request that is pooled.")
-        if start != request.seen:
-            raise ValueError(f"Tokens from {start} on are pooled where {request.seen} was due.")
-        request.seen = end
+        return request
+
+    def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRun]:
+        """The results of the prompts that end with a step. hidden: [rows, hidden] of its wanted tokens.
+
+        The chunks' rows stand in the order of the chunks.
+        """
+        found: list[PooledRun] = []
+        whole: list[PooledChunk] = []
+        for chunk in chunks:
+            if chunk.start != self._request(chunk.slot).seen:
+                seen = self._request(chunk.slot).seen
+                raise ValueError(f"Tokens from {chunk.start} on are pooled where {seen} was due.")
+            if chunk.is_whole:
+                whole.append(chunk)
+                continue
+            found += self._pool_whole(hidden, whole)
+            whole = []
+            result = self._add(chunk, hidden[chunk.first : chunk.first + chunk.rows])
+            if result is not None:
+                found.append(result)
+        return found + self._pool_whole(hidden, whole)
+
+    def _pool_whole(self, hidden: Tensor, chunks: list[PooledChunk]) -> list[PooledRun]:
+        """The results of prompts that were computed in one go and whose states follow each other."""
+        if not chunks:
+            return []
+        for chunk in chunks:
+            self._requests[chunk.slot].seen = chunk.end
+        states = hidden[chunks[0].first : chunks[-1].first + chunks[-1].rows].float()
+        lengths = [chunk.rows for chunk in chunks]
+        if self._kind is PoolingKind.MEAN:
+            states = _means(states, lengths)
+        if self._head is not None:
+            states = self._head(states)
+        rows = [chunk.plan_row for chunk in chunks]
+        wishes = [_wishes(self._requests[chunk.slot].params) for chunk in chunks]
+        if len(set(wishes)) == 1:
+            return [PooledRun(rows, self._finish(states, wishes[0]), lengths if self._kind.gives_many else None)]
+        counts = lengths if self._kind.gives_many else [1] * len(chunks)
+        found = []
+        for row, part, wish in zip(rows, states.split(counts), wishes, strict=True):
+            values = self._finish(part, wish)
+            found.append(PooledRun([row], values, [len(part)] if self._kind.gives_many else None))
+        return found
+
+    def _add(self, chunk: PooledChunk, hidden: Tensor) -> PooledRun | None:
+        """Take in the wanted states of a chunk; what the request comes to if it was its last."""
+        request = self._request(chunk.slot)
+        request.seen = chunk.end
         states = hidden.float()
         if self._kind is PoolingKind.MEAN:
             sums = states.sum(0)
             request.total = sums if request.total is None else request.total + sums
-        elif len(states):
+        else:
             request.parts.append(states)
-        if end < total:
+        if chunk.end < chunk.total:
             return None
-        return self._result(request, total)
-
-    def _result(self, request: _Pooled, total: int) -> Tensor:
-        states = torch.cat(request.parts) if request.total is None else request.total[None] / total
+        states = torch.cat(request.parts) if request.total is None else request.total[None] / chunk.total
         request.total, request.parts = None, []
         if self._head is not None:
-            states = self._head(states).float()
-        if request.params.dimensions is not None:
-            states = states[:, : request.params.dimensions]
+            states = self._head(states)
+        values = self._finish(states, _wishes(request.params))
+        return PooledRun([chunk.plan_row], values, [len(states)] if self._kind.gives_many else None)
+
+    def _finish(self, states: Tensor, wish: tuple[int | None, bool]) -> Tensor:
+        """[rows, outputs] -> [rows, outputs or dimensions]. wish: as `_wishes` says."""
+        dimensions, activates = wish
+        if dimensions is not None:
+            states = states[:, :dimensions]
+        if not activates:
+            return states
         if self._normalize:
             states = torch.nn.functional.normalize(states, dim=-1)
-        if self._softmax:
-            states = states.softmax(-1)
-        return states if self._kind is PoolingKind.ALL else states[0]
+        if self._activation == "softmax":
+            return states.softmax(-1)
+        return states.sigmoid() if self._activation == "sigmoid" else states
+
+
+def _wishes(params: PoolingParams) -> tuple[int | None, bool]:
+    """(Size of the vector, None for all of it; whether to normalise and activate)."""
+    return params.dimensions, params.use_activation is not False
+
+
+def _means(states: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean of each so many rows. Each is summed in order, by itself: it does not depend on the others."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    if states.device.type != "cpu":
+        counts = counts.pin_memory().to(states.device, non_blocking=True)
+    return torch.segment_reduce(states, "mean", lengths=counts, axis=0, unsafe=True)

@@ -15,6 +15,7 @@ from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import Logprobs, News, Pooled, StepResult, TokenLogprobs
 from vllm.worker.device import DeviceContext, Download
 from vllm.worker.input_builder import Batch, within
+from vllm.worker.pool import PooledRun
 from vllm.worker.sample.sampler import Sampled
 
 NOT_FINITE = (
@@ -36,14 +37,14 @@ class Queued:
     """What a step has queued, on the device.
 
     accepted: [plan rows that sample] int64, drafts that hold; None if there were none.   prompt: with the tensors of
-    its parts in `prompt_tensors`.   pooled: results of pooled rows, by row of the plan.
+    its parts in `prompt_tensors`.   pooled: results of pooled rows.
     """
 
     sampled: Sampled
     accepted: Tensor | None
     prompt: list[PromptLogprobs]
     prompt_tensors: list[Tensor]
-    pooled: list[tuple[int, Tensor]]
+    pooled: list[PooledRun]
 
 
 class StepHandle:
@@ -58,7 +59,7 @@ class StepHandle:
         tensors += [t for t in (sampled.possible, queued.accepted) if t is not None]
         tensors += [t for group in sampled.logprobs for t in group.tensors]
         tensors += queued.prompt_tensors
-        self._download: Download = context.download(tensors + [t for _, t in queued.pooled])
+        self._download: Download = context.download(tensors + [run.values for run in queued.pooled])
 
     def wait(self, seconds: float) -> bool:
         """Wait until the step is done, but no longer than that; whether it is."""
@@ -122,12 +123,14 @@ class StepHandle:
     def _pooled(self, arrays: Iterator[np.ndarray], errors: dict[int, str]) -> tuple[News, ...]:
         """The results of pooled rows; those that are no numbers become errors."""
         news: list[News] = []
-        for row, _ in self._queued.pooled:
-            values = next(arrays)
-            if np.isfinite(values).all():
-                news.append(Pooled(row, values.tobytes(), values.shape, values.dtype.name))
-            else:
-                errors[row] = NOT_FINITE.replace("logits", "hidden states")
+        for run in self._queued.pooled:
+            found = next(arrays)
+            fine = bool(np.isfinite(found).all())
+            for row, values in zip(run.plan_rows, run.parts(found), strict=True):
+                if fine or np.isfinite(values).all():
+                    news.append(Pooled(row, values.tobytes(), values.shape, values.dtype.name))
+                else:
+                    errors[row] = NOT_FINITE.replace("logits", "hidden states")
         return tuple(news)
 
     def _errors(self, owners: np.ndarray, finite: np.ndarray, possible: np.ndarray) -> dict[int, str]:

@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.ranks import ALONE, Ranks
 from vllm.logger import init_logger
 from vllm.model_executor.models.kv_groups import layout_of
-from vllm.model_executor.models.traits import Model, Traits, check_traits
+from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
 from vllm.ops import attention_backends
 from vllm.platforms import cuda_early
 from vllm.step.inputs import GroupInputs, StepInputs
@@ -32,6 +32,7 @@ from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheMemory, CacheRequest
 from vllm.worker.model_runner import Handle, ModelRunner
+from vllm.worker.pool import Pooler, PoolingKind
 from vllm.worker.profiler import WorkerProfiler
 from vllm.worker.stage_runner import StageRunner
 
@@ -52,7 +53,7 @@ def compile_ahead(config: VllmConfig, tp: TensorParallel = SINGLE) -> Precompila
     """Start to compile the first rank's kernels in processes of their own, while weights are loaded here. The other
     ranks find what it has compiled.
     """
-    if config.device_config.device != "cuda":
+    if config.device_config.device != "cuda" or config.model_config.pooling is not None:  # no step decodes
         return None
     from vllm.worker.cuda_precompile import start
 
@@ -88,8 +89,9 @@ class Worker:
             name=" or ".join(config.model_config.architectures) or "The model",
             chunked=config.scheduler_config.enable_chunked_prefill is not False,
             prefix_caching=config.cache_config.enable_prefix_caching is not False,
-            features=frozenset(),
+            features=frozenset({"token_types"}),
             stages=ranks.pp.world,
+            pools=config.model_config.pooling is not None,
         )
         cache = config.cache_config
         self.layout: KVLayout = layout_of(
@@ -174,6 +176,8 @@ class Worker:
         if not self.layout.page_bytes and any(group.kind is not KVKind.RECURRENT for group in self.layout.groups):
             return _ANY_NUMBER  # other stages say how many there are
         request = self._request
+        if not self.layout.groups:
+            return kv_memory.NO_CACHE
         if request.override is not None or request.fixed_bytes is not None:
             return kv_memory.count_blocks(self.layout, request, 0, "", bounded=False)
         if self.device.type == "cpu":
@@ -264,6 +268,26 @@ class Worker:
             pools=caches.pools,
             tier_blocks=self._tier_blocks,
             pipeline=self.ranks.pp,
+            pooler=self._pooler(),
+        )
+
+    def _pooler(self) -> Pooler | None:
+        """How the model pools, None for one that generates."""
+        settings = self.config.model_config.pooling
+        if settings is None:
+            return None
+        if settings.labels and "pooled" not in self.model.traits.heads:
+            raise ValueError(
+                "This model has no head for classes: it is a class of your own, or runs through transformers. It can "
+                "embed (task='embed')."
+            )
+        return Pooler(
+            PoolingKind(settings.type),
+            normalize=settings.normalize,
+            activation=settings.activation,
+            head=cast(PoolingModel, self.model).pooled if "pooled" in self.model.traits.heads else None,
+            step_tag=settings.step_tag,
+            takes_types="token_types" in self.model.traits.takes,
         )
 
     def _use_graphs(self, runner: ModelRunner) -> None:
@@ -327,7 +351,7 @@ class Worker:
             stream = torch.zeros(tokens, traits.hidden_size, dtype=traits.dtype, device=self.device)
         with torch.inference_mode():
             hidden = self.model(step, self._allocate(1, 1).tensors, stream)
-            if not pp.is_last:
+            if not pp.is_last or self.config.model_config.pooling is not None:
                 return
             logits = self.model.logits(hidden[:requests])
             logits.sort(-1)  # stands for what sampling needs at most

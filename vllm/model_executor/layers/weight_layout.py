@@ -15,7 +15,7 @@ class WeightLayout(Enum):
     QKV_BY_HEAD: q, k, v of head 0, then of head 1, ... (as many key/value heads as heads).
     QKV_BY_GROUP: for each key/value head its query heads, then k, then v.
     STACKED: the matrices of all experts below each other.   STACKED_TRANSPOSED: the same of transposed matrices.
-    UNIT_ROWS: rows count divided by their length.
+    UNIT_ROWS: rows count divided by their length.   UP_GATE: up | gate.
     """
 
     PLAIN = "plain"
@@ -25,6 +25,7 @@ class WeightLayout(Enum):
     STACKED = "stacked"
     STACKED_TRANSPOSED = "stacked_transposed"
     UNIT_ROWS = "unit_rows"
+    UP_GATE = "up_gate"
 
 
 def stored_shape(shape: tuple[int, ...], layout: WeightLayout) -> tuple[int, ...]:
@@ -55,6 +56,8 @@ def canonical(tensor: Tensor, layout: WeightLayout, heads: int, kv_heads: int, s
         return (tensor.float() / tensor.float().norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(tensor.dtype)
     import torch  # here, so that families can name a layout without it
 
+    if layout is WeightLayout.UP_GATE:
+        return torch.cat(tensor.chunk(2)[::-1])
     groups = kv_heads if layout is WeightLayout.QKV_BY_GROUP else heads
     queries = heads // groups
     # [groups, queries + 2, head_dim, ...]

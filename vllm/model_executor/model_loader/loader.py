@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader.dense_modules import NAMES as DENSE_NAMES
+from vllm.model_executor.model_loader.dense_modules import DenseModule
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.model_loader.quantized_weights import (
     QuantizedCheckpoint,
@@ -31,8 +35,9 @@ from vllm.model_executor.model_loader.quantized_weights import (
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.out_of_tree import OutOfTreeModel, load_out_of_tree
+from vllm.model_executor.models.pooling import converted
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.model_executor.models.spec import Decoder
+from vllm.model_executor.models.spec import Decoder, PoolHead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,13 +75,19 @@ def load_model(
             if quantized is None
             else ModelQuantization(format_of(quantized), family, packs_experts=device.type == "cpu")
         )
-        spec = family.decoder(hf)
+        family = converted(family, config.convert_type)
+        spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)
+        dense: list[DenseModule] = []
+        if config.pooling is not None and pool is not None:
+            dense = [DenseModule.read(config.path / folder) for folder in config.pooling.dense]
+            pool = replace(pool, layers=pool.layers + tuple(module.layer for module in dense))
+            family = replace(family, names=family.names + DENSE_NAMES) if dense else family
         _warn_of_long_factors(hf, config.max_model_len)
         chosen = quantization if own is None else own
         model: DecoderModel | OutOfTreeModel
         model = decoder = build_decoder(
             spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules,
-            vllm_config.parallel_config.layers_of(stage, len(spec.blocks)),
+            vllm_config.parallel_config.layers_of(stage, len(spec.blocks)), pool,
         )  # fmt: skip
         started = time.perf_counter()
         if load_format == "dummy":
@@ -85,7 +96,10 @@ def load_model(
                 scale = _DUMMY_SCALE * 3**0.5
                 size += fill_quantized_with_random_numbers(model, quantization, device, config.seed or 0, scale)
         else:
-            tensors = _tensors(vllm_config, load_format, tp)
+            tensors = itertools.chain(
+                _tensors(vllm_config, load_format, tp),
+                *(module.tensors(i) for i, module in enumerate(dense, len(pool.layers) - len(dense) if pool else 0)),
+            )
             size = fill_from_checkpoint(decoder, family, spec, tensors, device, quantization)
     else:
         if config.quantized is not None:
@@ -155,10 +169,11 @@ def build_decoder(
     quant_config: QuantizationConfig | None = None,
     modules: str | None = None,
     layers: range | None = None,
+    pool: PoolHead | None = None,
 ) -> DecoderModel:
     """The modules of `spec` without weights; only rotary tables are on `device` yet. modules: `Family.modules`.
 
-    layers: of this pipeline stage, None for all.
+    layers: of this pipeline stage, None for all.   pool: the head of a model that pools.
     """
     table = {} if modules is None else importlib.import_module(modules).MODULES
     with torch.device("meta"):
@@ -171,6 +186,7 @@ def build_decoder(
             quant_config=quant_config,
             modules=table,
             layers=layers,
+            pool=pool,
         )
 
 
@@ -188,15 +204,19 @@ def fill_from_checkpoint(
         None if quantization is None else QuantizedCheckpoint(model, quantization, family, spec, model.is_elsewhere)
     )
     unexpected: list[str] = []
+    head = None if model.pool is None else model.pool.spec
+    rows_of = "embed.weight" if spec.tied else "head.weight"  # which a pooling head's may be taken from
     for name, tensor, file in tensors:
         if family.is_beyond(name, len(spec.blocks)):
             continue
+        if head is not None and head.token_rows and (family.resolve(name) or ("",))[0] == rows_of:
+            filler.fill("pool.0.weight", _token_rows(tensor, head))
         if quantized is not None and quantized.take(name, tensor, file):
             continue
         found = family.resolve(name)
         if found is not None and model.is_elsewhere(found[0]):
             continue
-        if found is not None and found[0] == "head.weight" and model.head.tied:
+        if found is not None and found[0] == "head.weight" and not model.pools and model.head.tied:
             continue  # a copy of the embedding
         shape = None if found is None else filler.expected_shape(found[0])
         if found is None or shape is None:
@@ -229,6 +249,14 @@ def fill_from_checkpoint(
             "Do config.json and the weights belong together, and is the download complete?"
         )
     return filler.filled_bytes + quantized_bytes
+
+
+def _token_rows(tensor: Tensor, head: PoolHead) -> Tensor:
+    """The weight of a head that scores tokens, out of [vocabulary, hidden]."""
+    if max(head.token_rows) >= len(tensor):
+        raise ValueError(f"Token {max(head.token_rows)} scores prompts, but the model has {len(tensor)} tokens.")
+    rows = tensor[list(head.token_rows)].float()
+    return rows[1:] - rows[:1] if head.difference else rows
 
 
 def _canonical(tensor: Tensor, layout: WeightLayout, shape: tuple[int, ...], target: str, spec: Decoder) -> Tensor:

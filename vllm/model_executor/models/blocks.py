@@ -32,6 +32,7 @@ from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
+from vllm.ops.encoder_attention import attend_whole
 from vllm.ops.moe import Choice, route, route_by_score, route_sparse
 from vllm.ops.norm import layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
@@ -117,15 +118,29 @@ def _plain_layer_norm(x: Tensor, weight: None, eps: float) -> Tensor:
     return out
 
 
+class NoNorm(nn.Module):
+    """Stands where a block has no norm. With `residual`: their sum, twice."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return x
+        stream = x + residual
+        return stream.clone(), stream  # either may be overwritten
+
+
 class SelfAttention(nn.Module):
-    """Causal self-attention over the paged cache."""
+    """Self-attention: causal over the paged cache, or of whole prompts over themselves (then there is no `place`)."""
 
     cos_sin: Tensor
 
     def __init__(
-        self, spec: Attn, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str, *, reduce: bool
+        self, spec: Attn, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str, *, reduce: bool
     ) -> None:
         super().__init__()
+        if (place is None) == spec.causal:
+            raise ValueError(f"{prefix}: attention has a place in the cache if it is causal, and only then.")
+        if spec.alibi is not None and not spec.causal:
+            raise ValueError(f"{prefix}: ALiBi is not supported where tokens see later ones.")
         self.spec, self.place = spec, place
         self.qkv = QKVParallelLinear(
             hidden_size,
@@ -173,8 +188,11 @@ class SelfAttention(nn.Module):
 
         rows: [rows] int64, the tokens whose output is wanted; None for all.
         """
-        cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
         qkv = self.qkv.project(x, step.view(picked=False))
+        if self.place is None:
+            out = pick(attend_whole(*self._heads(qkv, step), self.params, step).flatten(1), rows)
+            return self.o.project(out, step.view(picked=rows is not None))
+        cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
         rope, p, own = self.spec.rope, self.params, None
         if rope is not None and self.fused:
             q, own = rotate_and_write_kv(
@@ -190,20 +208,26 @@ class SelfAttention(nn.Module):
                 self._rms_qk_norm(),
             )
         else:
-            heads = [self.heads, self.kv_heads, self.kv_heads]
-            q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split(heads, 1)
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm.norm(q), self.k_norm.norm(k)
-            if self.spec.clip_qkv is not None:
-                q, k, v = (t.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for t in (q, k, v))
-            if rope is not None:
-                q = rotate(q, step.positions, self.cos_sin, rope.interleaved)
-                k = rotate(k, step.positions, self.cos_sin, rope.interleaved)
+            q, k, v = self._heads(qkv, step)
             write_kv(k, v, cache, group.slot_mapping, p.k_scale, p.v_scale)
         if rows is not None and not len(rows):
             return x[:0]  # the cache is written, nobody asks for more
         out = pick(attend(q, cache, p, step, group, own).flatten(1), rows)
         return self.o.project(out, step.view(picked=rows is not None))
+
+    def _heads(self, qkv: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the product, normalised and rotated: each [tokens, heads, head_dim]."""
+        rope = self.spec.rope
+        heads = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split(heads, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.norm(q), self.k_norm.norm(k)
+        if self.spec.clip_qkv is not None:
+            q, k, v = (t.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for t in (q, k, v))
+        if rope is not None:
+            q = rotate(q, step.positions, self.cos_sin, rope.interleaved)
+            k = rotate(k, step.positions, self.cos_sin, rope.interleaved)
+        return q, k, v
 
     def _rms_qk_norm(self) -> QKNorm | None:
         """The head norms as the fused operation takes them."""
@@ -245,7 +269,7 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(
             spec.hidden,
             hidden_size,
-            bias=spec.bias,
+            bias=spec.bias or spec.down_bias,
             reduce_results=reduce,
             params_dtype=ctx.dtype,
             quant_config=ctx.quant_config,
@@ -360,8 +384,6 @@ class DecoderBlock(nn.Module):
     def __init__(self, spec: Any, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str) -> None:
         """spec: a `Block`, or one of another class with its fields, whose attention the subclass builds."""
         super().__init__()
-        if place is None:
-            raise ValueError(f"{prefix} has no place in the cache.")
         self.layout: Layout = spec.layout
         self.spec, self.tp, self.scale = spec, ctx.tp, spec.residual_scale
         # two branches that are added anyway need one reduction, not two
@@ -369,9 +391,14 @@ class DecoderBlock(nn.Module):
         self.attn = self.build_attention(hidden_size, place, ctx, f"{prefix}.attn", reduce=reduce)
         ffn = FeedForward if isinstance(spec.ffn, Mlp) else MixtureOfExperts
         self.ffn = ffn(spec.ffn, hidden_size, ctx, f"{prefix}.ffn", reduce=reduce)  # type: ignore[arg-type]
-        self.norms = nn.ModuleList(build_norm(spec.norm, hidden_size, ctx.dtype) for _ in range(spec.layout.num_norms))
+        norms: list[nn.Module] = [build_norm(spec.norm, hidden_size, ctx.dtype) for _ in range(spec.layout.num_norms)]
+        if not spec.attn_norm:
+            norms[0] = NoNorm()
+        self.norms = nn.ModuleList(norms)
 
-    def build_attention(self, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str, *, reduce: bool) -> Any:
+    def build_attention(
+        self, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str, *, reduce: bool
+    ) -> Any:
         """The module of `spec.attn`, called as `SelfAttention` is; a block with other attention makes its own."""
         return SelfAttention(self.spec.attn, hidden_size, place, ctx, prefix, reduce=reduce)
 

@@ -1,4 +1,4 @@
-"""The one decoder: a spec turned into modules, with its forward pass, its logits and the layout of its cache."""
+"""The one decoder (or encoder): a spec turned into modules, with its forward pass, its head and its cache's layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.blocks import MODULES, BlockModule, BuildContext, add_norm, build_norm
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
-from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions
+from vllm.model_executor.models.pool_head import PoolLayers
+from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions, PoolHead
 from vllm.model_executor.models.traits import Traits
 from vllm.step.inputs import RowView, StepInputs
 from vllm.step.kv_policy import KVKind
@@ -35,7 +36,7 @@ class Elsewhere(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """A decoder-only language model on one rank.
+    """A language model on one rank, or with a `pool` head in place of the logits one that pools.
 
     Built with uninitialised weights on torch's default device (the loader builds on "meta" and fills them); rotary
     tables are computed at once, on `device`.
@@ -43,7 +44,10 @@ class DecoderModel(nn.Module):
     modules: what blocks become, by their specs' class, beside `blocks.MODULES`.
     layers: those of this pipeline stage, None for all. What stands before the blocks is on the stage of the first one,
         what stands behind them on the stage of the last one, a table that both use on both.
+    pool: of a model that pools: its head, in place of the one that makes logits, of which there is none then.
     """
+
+    head: ParallelLMHead
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class DecoderModel(nn.Module):
         quant_config: QuantizationConfig | None = None,
         modules: Mapping[type[BlockSpec], BlockModule] | None = None,
         layers: range | None = None,
+        pool: PoolHead | None = None,
     ) -> None:
         super().__init__()
         tp = TensorParallel() if tp is None else tp
@@ -67,7 +72,7 @@ class DecoderModel(nn.Module):
         ctx = BuildContext(dtype, device, tp, max_positions, quant_config)
         width = spec.hidden_size if spec.embed_dim is None else spec.embed_dim
         self.embed: VocabParallelEmbedding
-        if self.is_first or (self.is_last and spec.tied):
+        if self.is_first or (self.is_last and spec.tied and pool is None):
             self.embed = VocabParallelEmbedding(
                 spec.vocab_size, width, dtype, quant_config=quant_config, prefix="embed", tp=tp
             )
@@ -75,6 +80,8 @@ class DecoderModel(nn.Module):
         self.embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device="cpu").item()
         self.project_in = self.project_out = self.embed_norm = self.norm = None
         if self.is_first:
+            if spec.token_types:
+                self.token_types = ShardedParameter.empty((spec.token_types, spec.hidden_size), REPLICATED, 0, 1, dtype)
             if spec.positions is not None:
                 self.positions = _position_table(spec.positions, spec.hidden_size, max_positions, dtype)
             if width != spec.hidden_size:
@@ -91,23 +98,30 @@ class DecoderModel(nn.Module):
             else Elsewhere()
             for i, block in enumerate(spec.blocks)
         )
+        whole = any(block.needs_whole_prompt() for block in spec.blocks)
         self.traits = Traits(
             spec.hidden_size,
             dtype,
             spec.vocab_size,
             kv,
             layers,
+            heads=("logits",) if pool is None else ("pooled",),
+            takes=frozenset({"token_types"} if spec.token_types > 1 else ()),
             query_heads=tuple(block.heads()[0] // tp.world for block in spec.blocks),
             # graphs of mixed steps do not know what padding means to a state
             replayable=all(need is None or need.kind is not KVKind.RECURRENT for need in kv),
             handles=frozenset({"adapters"}),
+            chunkable=not whole,
+            prefix=0 if whole else 1,
             splits=True,
         )
         # a device's own way to run all of the rank's blocks at once, with the same result
         self.fused_blocks: FusedBlocks | None = None
-        self.head: ParallelLMHead
-        if self.is_last:
-            self.norm = None if spec.norm is None else build_norm(spec.norm, spec.hidden_size, dtype)
+        if self.is_last and spec.norm is not None:
+            self.norm = build_norm(spec.norm, spec.hidden_size, dtype)
+        self.pool = PoolLayers(pool, spec.hidden_size) if pool is not None and self.is_last else None
+        self.pools = pool is not None
+        if self.is_last and not self.pools:
             if width != spec.hidden_size:
                 self.project_out = ReplicatedLinear(spec.hidden_size, width, bias=False, params_dtype=dtype, tp=tp)
             self.head = ParallelLMHead(
@@ -130,11 +144,11 @@ class DecoderModel(nn.Module):
         if part == "blocks":
             index = rest.partition(".")[0]
             return index.isdigit() and int(index) < len(self.spec.blocks) and int(index) not in self.layers
-        if part in ("positions", "project_in", "embed_norm"):
+        if part in ("positions", "token_types", "project_in", "embed_norm"):
             return not self.is_first
         if part == "embed":
             return "embed" not in self._modules
-        return part in ("norm", "project_out", "head") and not self.is_last
+        return part in ("norm", "project_out", "head", "pool") and not self.is_last
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor], stream: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all tokens' keys and values are written to
@@ -176,6 +190,9 @@ class DecoderModel(nn.Module):
             x = self.project_in.project(x, step.view(picked=False))
         if self.spec.positions is not None:
             x = x + nn.functional.embedding(step.positions + self.spec.positions.offset, self.positions)
+        if self.spec.token_types:
+            kinds = None if step.features is None else step.features.token_types
+            x = x + (self.token_types[0] if kinds is None else nn.functional.embedding(kinds, self.token_types))
         if self.embed_scale != 1.0 and late:
             x = x * self.embed_scale
         if self.embed_norm is not None:
@@ -187,9 +204,18 @@ class DecoderModel(nn.Module):
 
         view: of these rows, None if none of them uses an adapter.
         """
+        if self.pools:
+            raise ValueError("This model pools: it has no logits.")
         if self.project_out is not None:
             hidden = self.project_out.project(hidden, view)
         out: Tensor = self.logits_processor(self.head, hidden, view=view)
+        return out
+
+    def pooled(self, states: Tensor) -> Tensor:
+        """What the head makes of pooled states: [rows, hidden] fp32 -> [rows, outputs] fp32."""
+        if self.pool is None:
+            raise ValueError("This model generates: it has no head for pooled states.")
+        out: Tensor = self.pool(states)
         return out
 
 

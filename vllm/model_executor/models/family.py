@@ -20,7 +20,7 @@ from vllm.model_executor.layers.weight_layout import WeightLayout
 
 if TYPE_CHECKING:
     from vllm.config.hf import HFConfig
-    from vllm.model_executor.models.spec import Decoder
+    from vllm.model_executor.models.spec import Decoder, PoolHead
 
 _FIELDS = {"i": r"\d+", "e": r"\d+", "p": r"\w+"}
 
@@ -77,6 +77,7 @@ class Family:
         predict several tokens at once), which are left out.
     modules: a module ("package.file"), imported by workers only, whose `MODULES` maps the classes of the family's own
         blocks to the modules they become.
+    pool: of a family that pools: from the config to its head; None for one that generates.
     """
 
     decoder: Callable[[HFConfig], Decoder]
@@ -86,6 +87,7 @@ class Family:
     facts: Facts = USUAL
     modules: str | None = None
     extra_layers: str | None = None
+    pool: Callable[[HFConfig], PoolHead] | None = None
 
     def is_beyond(self, name: str, layers: int) -> bool:
         """Whether a checkpoint's tensor belongs to a layer behind the model's last, and may be left out."""

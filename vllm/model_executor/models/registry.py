@@ -92,11 +92,78 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
 }
 
 
+_ENCODERS: dict[str, tuple[str, str, str]] = {
+    "BertModel": ("encoders", "BERT", "BAAI/bge-base-en-v1.5, sentence-transformers/all-MiniLM-L6-v2"),
+    "BertForMaskedLM": ("encoders", "BERT", "google-bert/bert-base-uncased"),
+    "BertForSequenceClassification": ("encoders", "BERT_CLASSIFIER", "cross-encoder/ms-marco-MiniLM-L6-v2"),
+    "RobertaModel": ("encoders", "ROBERTA", "sentence-transformers/all-roberta-large-v1"),
+    "RobertaForMaskedLM": ("encoders", "ROBERTA", "sentence-transformers/all-roberta-large-v1"),
+    "RobertaForSequenceClassification": ("encoders", "ROBERTA_CLASSIFIER", "cross-encoder/quora-roberta-base"),
+    "XLMRobertaModel": ("encoders", "ROBERTA", "BAAI/bge-m3, intfloat/multilingual-e5-large"),
+    "XLMRobertaForMaskedLM": ("encoders", "ROBERTA", "FacebookAI/xlm-roberta-base"),
+    "XLMRobertaForSequenceClassification": ("encoders", "ROBERTA_CLASSIFIER", "BAAI/bge-reranker-v2-m3"),
+    "CamembertModel": ("encoders", "ROBERTA", "dangvantuan/sentence-camembert-large"),
+    "CamembertForSequenceClassification": ("encoders", "ROBERTA_CLASSIFIER", ""),
+    "DistilBertModel": ("encoders", "DISTILBERT", "sentence-transformers/msmarco-distilbert-base-v4"),
+    "DistilBertForMaskedLM": ("encoders", "DISTILBERT", "distilbert/distilbert-base-uncased"),
+    "DistilBertForSequenceClassification": (
+        "encoders", "DISTILBERT_CLASSIFIER", "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
+    ),
+    "ModernBertModel": ("encoders", "MODERNBERT", "nomic-ai/modernbert-embed-base, Alibaba-NLP/gte-modernbert-base"),
+    "ModernBertForMaskedLM": ("encoders", "MODERNBERT", "answerdotai/ModernBERT-base"),
+    "ModernBertForSequenceClassification": (
+        "encoders", "MODERNBERT_CLASSIFIER", "Alibaba-NLP/gte-reranker-modernbert-base"
+    ),
+    "NomicBertModel": ("encoders", "NOMIC_BERT", "nomic-ai/nomic-embed-text-v1.5"),
+    "GteModel": ("encoders", "GTE", "Snowflake/snowflake-arctic-embed-m-v2.0"),
+    "GteNewModel": ("encoders", "GTE", "Alibaba-NLP/gte-multilingual-base"),
+    "NewModel": ("encoders", "GTE", "Alibaba-NLP/gte-base-en-v1.5, Alibaba-NLP/gte-multilingual-base"),
+    "GteForSequenceClassification": ("encoders", "GTE_CLASSIFIER", ""),
+    "NewForSequenceClassification": ("encoders", "GTE_CLASSIFIER", "Alibaba-NLP/gte-multilingual-reranker-base"),
+    "InternLM2ForRewardModel": ("rewards", "INTERNLM2_REWARD", "internlm/internlm2-7b-reward"),
+    "Qwen2ForRewardModel": ("rewards", "QWEN2_REWARD", "Qwen/Qwen2.5-Math-RM-72B"),
+    "Qwen2ForProcessRewardModel": ("rewards", "QWEN2_PROCESS_REWARD", "Qwen/Qwen2.5-Math-PRM-7B"),
+}  # fmt: skip
+_FAMILIES |= _ENCODERS
+# What a decoder is called without its head, or with one for classes: the end of its name -> (that of the decoder which
+# generates, what is made of it, public checkpoints of the best known).
+_CONVERTED = {
+    "Model": ("embed", {
+        "MistralModel": "intfloat/e5-mistral-7b-instruct", "Qwen2Model": "Alibaba-NLP/gte-Qwen2-7B-instruct",
+        "Gemma2Model": "BAAI/bge-multilingual-gemma2", "Gemma3TextModel": "google/embeddinggemma-300m",
+        "LlamaModel": "samaya-ai/promptriever-llama3.1-8b-instruct-v1",
+    }),
+    "ForSequenceClassification": ("classify", {
+        "Qwen2ForSequenceClassification": "jason9693/Qwen2.5-1.5B-apeach",
+        "LlamaForSequenceClassification": "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2",
+        "Gemma2ForSequenceClassification": "Skywork/Skywork-Reward-Gemma-2-27B-v0.2",
+        "Qwen3ForSequenceClassification": "tomaarsen/Qwen3-Reranker-0.6B-seq-cls",
+    }),
+}  # fmt: skip
+
+
+def _decoder_of(architecture: str) -> tuple[str, str] | None:
+    """(The architecture that generates, what is made of it) of one that is the same decoder without a head, or with
+    one for classes; None for all others.
+    """
+    for end, (convert, _) in _CONVERTED.items():
+        base = architecture.removesuffix(end)
+        for decoder in (f"{base}ForCausalLM", f"{base.removesuffix('Text')}ForCausalLM"):
+            if base != architecture and decoder in _FAMILIES:
+                return decoder, convert
+    return None
+
+
 _FAMILY_MARK = "family "  # before the place of a registered family, where classes and families travel together
 
 
 @functools.cache
 def _built_in(architecture: str) -> Family:
+    made_of = None if architecture in _FAMILIES else _decoder_of(architecture)
+    if made_of is not None:
+        from vllm.model_executor.models.pooling import converted
+
+        return converted(_built_in(made_of[0]), made_of[1])
     module, name, _ = _FAMILIES[architecture]
     family: Family = getattr(importlib.import_module(f"vllm.model_executor.models.families.{module}"), name)
     return family
@@ -107,7 +174,11 @@ def family_of(architecture: str) -> Family | None:
     where = ModelRegistry._families.get(architecture)
     if where is not None:
         return _import_family(architecture, where)
-    return _built_in(architecture) if architecture in _FAMILIES else None
+    return _built_in(architecture) if _is_built_in(architecture) else None
+
+
+def _is_built_in(architecture: str) -> bool:
+    return architecture in _FAMILIES or _decoder_of(architecture) is not None
 
 
 @dataclass
@@ -144,7 +215,8 @@ class Registry:
 
     def get_supported_archs(self) -> set[str]:
         """Every architecture that can be run."""
-        return {*_FAMILIES, *self._registered, *self._families}
+        named = {name for _, examples in _CONVERTED.values() for name in examples}
+        return {*_FAMILIES, *named, *self._registered, *self._families}
 
     def registered(self) -> dict[str, str]:
         """What users registered, as strings that another process can `restore`."""
@@ -165,8 +237,10 @@ class Registry:
 
     def knows(self, architectures: Iterable[str]) -> bool:
         """Whether one of `architectures` is built in or registered."""
-        supported = self.get_supported_archs()
-        return any(name in supported for name in architectures)
+        return any(self._knows(name) for name in architectures)
+
+    def _knows(self, name: str) -> bool:
+        return name in self._registered or name in self._families or _is_built_in(name)
 
     def check(self, architectures: str | Iterable[str]) -> None:
         """Raise ValueError if none of `architectures` is known."""
@@ -189,12 +263,12 @@ class Registry:
     def is_text_generation_model(self, architectures: str | Iterable[str]) -> bool:
         """Whether the model computes logits of a next token."""
         found = self.resolve(architectures)
-        return not isinstance(found, type) or _has(found, "compute_logits")
+        return _has(found, "compute_logits") if isinstance(found, type) else found.pool is None
 
     def is_pooling_model(self, architectures: str | Iterable[str]) -> bool:
         """Whether the model turns a whole input into one answer."""
         found = self.resolve(architectures)
-        return isinstance(found, type) and _has(found, "pooler")
+        return _has(found, "pooler") if isinstance(found, type) else found.pool is not None
 
     is_embedding_model = is_pooling_model
 
@@ -217,7 +291,7 @@ class Registry:
     def _find(self, architectures: str | Iterable[str]) -> str:
         names = [architectures] if isinstance(architectures, str) else list(architectures)
         for name in names:
-            if name in self._registered or name in self._families or name in _FAMILIES:
+            if self._knows(name):
                 return name
         supported = sorted(self.get_supported_archs())
         near = [match for name in names for match in difflib.get_close_matches(name, supported, n=3, cutoff=0.6)]

@@ -1,4 +1,4 @@
-"""What a decoder is, as data: nested frozen specs that a family fills in and `decoder.py` builds."""
+"""What a model is, as data: nested frozen specs that a family fills in and `decoder.py` builds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ __all__ = [
     "Block",
     "BlockSpec",
     "Decoder",
+    "Dense",
     "HeadNorm",
     "Layout",
     "LearnedPositions",
     "Mlp",
     "Moe",
     "Norm",
+    "PoolHead",
     "Rope",
 ]
 
@@ -66,6 +68,8 @@ class Attn:
 
     softcap: scores become softcap * tanh(scores / softcap).   qk_norm: norm of queries and keys before rotation.
     clip_qkv: queries, keys and values are cut to [-clip_qkv, clip_qkv], behind their norm.
+    causal: no token sees later ones. If not, every token sees the whole prompt, which is computed in one step and
+        leaves no cache; a window is then on either side.
     """
 
     heads: int
@@ -81,16 +85,21 @@ class Attn:
     alibi: Alibi | None = None
     qk_norm_over: HeadNorm = HeadNorm.HEAD
     clip_qkv: float | None = None
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated.   hidden: the width between."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated.   hidden: the width between.
+
+    bias: of all products.   down_bias: of the last one alone.
+    """
 
     act: str
     hidden: int
     gated: bool = True
     bias: bool = False
+    down_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,10 @@ class BlockSpec:
         """What the layer keeps for a request on one of `world` tensor-parallel ranks."""
         return None
 
+    def needs_whole_prompt(self) -> bool:
+        """Whether a prompt must be computed in one step, because its tokens see later ones."""
+        return False
+
     def heads(self) -> tuple[int, int]:
         """Query heads and key/value heads of the whole layer, which some checkpoints' fused weights are laid out by."""
         return 0, 0
@@ -166,13 +179,17 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class Block(BlockSpec):
-    """One layer of attention and feed-forward.   residual_scale: of what each branch adds to the stream."""
+    """One layer of attention and feed-forward.   residual_scale: of what each branch adds to the stream.
+
+    attn_norm: whether the attention has a norm before it, where the layout says so.
+    """
 
     attn: Attn
     ffn: Mlp | Moe
     norm: Norm
     layout: Layout = Layout.PRE
     residual_scale: float = 1.0
+    attn_norm: bool = True
 
     def within(self, max_positions: int) -> Block:
         window = self.attn.window
@@ -182,7 +199,12 @@ class Block(BlockSpec):
 
     def need(self, world: int) -> KVNeed | None:
         attn = self.attn
+        if not attn.causal:
+            return None
         return attention_need(max(1, attn.kv_heads // world), attn.head_dim, attn.window)
+
+    def needs_whole_prompt(self) -> bool:
+        return not self.attn.causal
 
     def heads(self) -> tuple[int, int]:
         return self.attn.heads, self.attn.kv_heads
@@ -198,13 +220,14 @@ class LearnedPositions:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A whole decoder-only model.
+    """A whole model of one stack of layers: a decoder, or an encoder, whose attention is not causal.
 
     norm: after the last block.   tied: the head's weight is the embedding's.
     embed_dim: width of embedding and head where it differs from `hidden_size` (projected in and out).
     embed_norm: of what enters the first block.
     unit_head_rows: the head's rows count divided by their length.
     scale_positions: `embed_scale` is of embeddings and positions together.
+    token_types: rows of the table that says which text of a pair a token belongs to; the first is added to all others.
     """
 
     vocab_size: int
@@ -221,3 +244,27 @@ class Decoder:
     embed_norm: Norm | None = None
     unit_head_rows: bool = False
     scale_positions: bool = False
+    token_types: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """norm(act(W x + b)).   outputs: width of the result.   act: Hugging Face's name, or "tanh"; None: none."""
+
+    outputs: int
+    bias: bool = True
+    act: str | None = None
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHead:
+    """What is made of pooled states in place of logits: dense layers, one after the other, in fp32.
+
+    token_rows: the first layer's weight is these tokens' rows of the language model's head.
+    difference: of two such rows, the second minus the first, in place of both.
+    """
+
+    layers: tuple[Dense, ...] = ()
+    token_rows: tuple[int, ...] = ()
+    difference: bool = False

@@ -21,7 +21,8 @@ class Traits:
     hidden_size: width of what `forward` returns.   dtype: of weights and hidden states.   vocab_size: of the logits.
     kv: per layer what it keeps for a request, None for a layer that keeps nothing; () for a model without a cache.
     layers: the model's layers that this rank has.
-    heads: what can be computed from hidden states, by name; "logits" for a model that generates.
+    heads: what can be computed from hidden states, by name; "logits" for a model that generates, "pooled" for one that
+        has a head for pooled states.
     takes: step features, by name, that `forward` reads beyond tokens and positions.
     handles: step features, by name, that `forward` and `logits` honour where they are there.
     query_heads: per layer this rank's, 0 without attention; () if not known, and then prefixes are not read together.
@@ -70,19 +71,34 @@ class Model(Protocol):
     def modules(self) -> Iterator[nn.Module]: ...
 
 
+class PoolingModel(Model, Protocol):
+    """A model whose heads have "pooled"."""
+
+    def pooled(self, states: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, outputs], both fp32: what the head makes of pooled states."""
+
+
 def check_traits(
-    traits: Traits, *, name: str, chunked: bool, prefix_caching: bool, features: frozenset[str], stages: int = 1
+    traits: Traits,
+    *,
+    name: str,
+    chunked: bool,
+    prefix_caching: bool,
+    features: frozenset[str],
+    stages: int = 1,
+    pools: bool = False,
 ) -> None:
     """Raise ValueError if the engine, as it is set up, cannot run a model of these traits.
 
     name: of the model's architecture.   features: step features that the engine provides.   stages: of the pipeline.
+    pools: the model is to pool.
     """
     if stages > 1 and not traits.splits:
         raise ValueError(
             f"{name} cannot be divided into pipeline stages: it is a class of your own, which computes all its layers. "
             "Use pipeline_parallel_size=1, and tensor_parallel_size to spread it over devices."
         )
-    if "logits" not in traits.heads:
+    if not pools and "logits" not in traits.heads:
         raise ValueError(
             f"{name} computes no logits, so it cannot generate text. Its heads: {', '.join(traits.heads)}."
         )

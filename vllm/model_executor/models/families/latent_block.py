@@ -93,7 +93,11 @@ class LatentAttention(nn.Module):
 class LatentLayer(DecoderBlock):
     """A layer with latent attention."""
 
-    def build_attention(self, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str, *, reduce: bool) -> Any:
+    def build_attention(
+        self, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str, *, reduce: bool
+    ) -> Any:
+        if place is None:
+            raise ValueError(f"{prefix} has no place in the cache.")
         return LatentAttention(self.spec.attn, hidden_size, place, ctx, prefix, reduce=reduce)
 
 
