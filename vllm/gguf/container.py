@@ -123,7 +123,7 @@ class _Header:
         return [self.value(item, key, depth + 1) for _ in range(count)]
 
     def _numbers(self, kind: int, count: int, what: str) -> np.ndarray:
-        dtype = np.dtype(_NUMBERS[kind])
+        dtype: np.dtype[Any] = np.dtype(_NUMBERS[kind])
         values = np.frombuffer(self.take(count * dtype.itemsize, what), dtype)
         return values.astype(bool) if kind == _BOOL else values
 

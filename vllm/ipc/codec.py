@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-_DTYPES = {name: np.dtype(name) for name in ("bool", "uint8", "int32", "uint32", "int64", "float32")}
+_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("bool", "uint8", "int32", "uint32", "int64", "float32")}
 
 
 def _encode(value: Any) -> Any:

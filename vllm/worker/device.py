@@ -174,7 +174,7 @@ class CudaContext:
         torch.cuda.synchronize(self.device)
 
 
-_TORCH_DTYPE = {
+_TORCH_DTYPE: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
