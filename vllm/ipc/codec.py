@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("bool", "uint8", "int32", "uint32", "int64", "float32")}
+_NAMES = ("bool", "uint8", "int32", "uint32", "int64", "float32")
+_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NAMES}
 
 
 def _encode(value: Any) -> Any:
