@@ -24,14 +24,8 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops.triton.decode_linear import Tiling
 from vllm.ops.triton.precompile import precompile
 from vllm.ops.triton.wide_linear import WideTiling
-from vllm.worker.decode_program import (
-    MAX_ROWS,
-    DecodeProgram,
-    ProgramWeights,
-    StepTiling,
-    choose_step_tiling,
-    read_weights,
-)
+from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, StepTiling, choose_step_tiling
+from vllm.worker.decode_weights import MlpWeights, ProgramWeights, read_weights
 
 BLOCK = 16
 
@@ -69,11 +63,17 @@ def skinnies(splits: tuple[int, ...]) -> list[Tiling]:
 
 def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
     """Tilings to try for one product."""
-    weight = w.head if name == "head" else getattr(w.layers[0], name)
-    outputs, inputs = weight.shape[0] // (2 if name == "gate_up" else 1), weight.shape[1]
+    layer, gated = w.layers[0], False
+    if name in ("up", "down"):
+        if not isinstance(layer.ffn, MlpWeights):
+            return []
+        part, gated = getattr(layer.ffn, name), name == "up" and layer.ffn.gated
+    else:
+        part = w.head if name == "head" else getattr(layer, name)
+    outputs, inputs = part.weight.shape[0] // (2 if gated else 1), part.weight.shape[1]
     splits = (1, 2, 4) if name in ("o", "down") else (1, 2) if name == "qkv" else (1,)
     tried = [t for t in skinnies(splits) if inputs % (t.depth * t.split) == 0]
-    if name == "gate_up":
+    if gated:
         tried = [t for t in tried if outputs % t.rows == 0 and (2 * t.rows + 16) * t.depth * 2 * t.stages < 200_000]
     if rows == 1:
         tried = vectors() + [t for t in tried if t.stages == 3]
@@ -93,46 +93,53 @@ WIDE = [
         (256, 64, 64, 8, 3),
     )
 ]  # fmt: skip
-FEW = ("gate_up", "down", "o", "qkv", "attention", "head")
+FEW = ("up", "down", "o", "qkv", "attention", "head")
 MANY = ("wide_gate", "wide_head", "attention")
 
 
 class Table:
     """As much of a slot table as the program reads."""
 
-    def __init__(self, rows: int, context: int, device: str) -> None:
+    def __init__(self, rows: int, context: int, groups: int, device: str) -> None:
         blocks = context // BLOCK + 2
         self.tokens = torch.randint(0, 1000, (rows, context + 32), dtype=torch.int32, device=device)
         table = torch.arange(1, rows * blocks + 1, dtype=torch.int32, device=device)
         if device != "meta":
             table = table[torch.randperm(len(table), device=device)]
-        self.tables = [table.view(rows, blocks)]
+        self.tables = [table.view(rows, blocks)] * groups  # with as many tensors as layers, nobody is in the way
 
 
 class Bench:
+    weights: ProgramWeights | None
+
     def __init__(self, folder: str, rows: int, context: int, device: str) -> None:
         hf = HFConfig.load(Path(folder))
         spec = ModelRegistry.resolve(hf.architectures).decoder(hf)
         if device == "meta":
-            spec = replace(spec, blocks=spec.blocks[:1])
+            spec = replace(spec, blocks=tuple(dict.fromkeys(spec.blocks)))
         with torch.device(device):
             model = DecoderModel(spec, dtype=torch.bfloat16, max_positions=context + 64, device=torch.device(device))
         for p in model.parameters():
             p.data.normal_(std=0.02)
         layout = layout_of(model.traits, BLOCK)
-        self.table = Table(rows, context, device)
-        shape = (self.table.tables[0].numel() + 1, 2, layout.kv_heads, BLOCK, layout.head_dim)
-        caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in spec.blocks]
-        self.weights: Any = read_weights(model, caches)
+        self.table = Table(rows, context, len(layout.groups), device)
+        shape = (self.table.tables[0].numel() + 1, *layout.tensors[0].shape)
+        blocks: Any = model.blocks
+        for i, block in enumerate(blocks):
+            block.attn.place = replace(block.attn.place, tensor=i)  # a tensor for each layer, also of several groups
+        self.caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in spec.blocks]
+        self.model, self.weights = model, read_weights(model, self.caches)
         self.rows = rows
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.positions = torch.full((rows,), context, dtype=torch.int32, device=device)
         self.ids = torch.empty(rows, dtype=torch.int32, device=device)
 
-    def program(self, tiling: StepTiling) -> DecodeProgram:
+    def program(self, tiling: StepTiling | None = None) -> DecodeProgram:
+        if self.weights is None:
+            raise ValueError("The fused step does not cover this model.")
         return DecodeProgram(self.weights, self.rows, 4096, self.slots, self.positions, tiling=tiling)
 
-    def milliseconds(self, tiling: StepTiling, reps: int = 9) -> float:
+    def milliseconds(self, tiling: StepTiling | None = None, reps: int = 9) -> float:
         try:
             program = self.program(tiling)
             graph = capture(lambda: program.run(self.table, token_ids=self.ids))
@@ -147,7 +154,10 @@ def changes(name: str, rows: int, w: ProgramWeights) -> list[dict[str, Any]]:
     if name == "attention":
         return ATTENTION
     if name in MANY:
-        outputs = w.layers[0].gate_up.shape[0] // 2 if name == "wide_gate" else 0
+        ffn = w.layers[0].ffn
+        if name == "wide_gate" and not (isinstance(ffn, MlpWeights) and ffn.gated and ffn.up.bias is None):
+            return []
+        outputs = ffn.up.weight.shape[0] // 2 if name == "wide_gate" and isinstance(ffn, MlpWeights) else 0
         fitting = [t for t in WIDE if outputs % t.outputs == 0 and not (outputs and t.outputs > 128)]
         return [{name: t} for t in (None, *fitting)]
     return [{name: t} for t in candidates(name, rows, w)]

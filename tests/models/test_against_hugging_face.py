@@ -22,7 +22,7 @@ from vllm.model_executor.models.registry import family_of
 from vllm.model_executor.models.spec import Attn
 from vllm.ops.cpu import library
 from vllm.worker import cpu_blocks
-from vllm.worker.decode_program import covers
+from vllm.worker.decode_weights import covers
 
 SIZES = {
     "vocab_size": 131,

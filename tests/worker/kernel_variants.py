@@ -31,6 +31,11 @@ CONFIGS = (
      "num_key_value_heads": 2, "head_dim": 64},
     {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_attention_heads": 8,
      "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 1000},
+    {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 2,
+     "head_dim": 256, "sliding_window": 1000, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+     "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"},
+    {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_attention_heads": 8,
+     "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
 )  # fmt: skip
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 

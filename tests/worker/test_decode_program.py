@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +14,19 @@ import torch
 from tests.models.spec_flips import BASES, Flip, build, flips
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
-from vllm.model_executor.models.spec import Decoder
+from vllm.model_executor.models.spec import Attn, Decoder, Layout, Mlp, Moe, Norm, Rope
 from vllm.sampling_params import SamplingParams
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.plan import SlotInit
 from vllm.worker.device import CpuContext
+from vllm.worker.kv_memory import allocate
 from vllm.worker.slot_table import SlotTable
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is not chosen", allow_module_level=True)
 
 from vllm.ops.triton import decode_linear
-from vllm.worker import decode_program
+from vllm.worker import decode_program, decode_weights
 from vllm.worker.decode_program import DecodeProgram, choose_step_tiling, read_weights
 
 BLOCK = 16
@@ -36,7 +38,7 @@ LIMIT = 1e-4  # relative
 def exact_numbers(monkeypatch):
     """The step in fp32, which nobody would run, but which shows differences that bf16 hides."""
     monkeypatch.setattr(decode_linear, "DTYPES", [torch.float32])
-    monkeypatch.setattr(decode_program, "DTYPES", [torch.float32])
+    monkeypatch.setattr(decode_weights, "DTYPES", [torch.float32])
     # What fresh memory holds reaches rows that nobody reads; if it is NaN, the interpreter stops at their maximum.
     monkeypatch.setattr(torch, "empty", torch.zeros)
 
@@ -51,8 +53,8 @@ def setting(model: DecoderModel) -> tuple[SlotTable, list[torch.Tensor], StepInp
         blocks = tuple([next(free) for _ in range(-(-n // BLOCK))] for _ in range(groups))
         table.enter([SlotInit("r", slot, ids, 1, n - 1, blocks, SamplingParams(), 0, ())])
     gen = torch.Generator().manual_seed(1)
-    shape = (100, 2, layout.kv_heads, BLOCK, layout.head_dim)
-    caches = [torch.randn(shape, generator=gen) for _ in range(layout.layers_per_group)]
+    memory = allocate(layout, 100, 1, torch.float32, torch.device("cpu"))
+    caches = [torch.randn(cache.shape, generator=gen) for cache in memory.tensors]
     at, rows = torch.tensor(LENGTHS) - 1, torch.tensor(slots)
     inputs = []
     for blocks in table.tables:
@@ -115,7 +117,37 @@ def with_windows(*windows: int | None) -> Decoder:
     return replace(BASES["plain"], blocks=tuple(blocks))
 
 
+def with_block(**changes: Any) -> Decoder:
+    """The plain decoder with other blocks."""
+    block = replace(BASES["plain"].blocks[0], **changes)
+    return replace(BASES["plain"], blocks=(block, block))
+
+
+_LAYER = Norm("layer", bias=True)
+_GEMMA_ATTN = Attn(2, 1, 64, Rope(64), scale=0.3, softcap=2.0)
+GEMMA = replace(
+    with_block(
+        norm=Norm(offset=1.0), layout=Layout.SANDWICH, ffn=Mlp("gelu_pytorch_tanh", 64), attn=_GEMMA_ATTN,
+    ),
+    norm=Norm(offset=1.0), embed_scale=8.0, logit_softcap=3.0, tied=True,
+)  # fmt: skip
+_PHI_ATTN = Attn(8, 8, 40, Rope(16), qkv_bias=True, out_bias=True)
+PHI = replace(
+    with_block(
+        norm=_LAYER, layout=Layout.PARALLEL_SHARED, ffn=Mlp("gelu_new", 64, gated=False, bias=True), attn=_PHI_ATTN
+    ),
+    norm=_LAYER, head_bias=True,
+)  # fmt: skip
+_EXPERTS = Moe("silu", 64, 5, 2, renormalize=False)
 COVERED = {
+    "sandwich, soft-caps, scaled embedding": GEMMA,
+    "layer norm, parallel, partial rotation, biases": PHI,
+    "experts": with_block(ffn=_EXPERTS),
+    "parallel experts": with_block(ffn=_EXPERTS, layout=Layout.PARALLEL_SHARED),
+    "experts in sandwich": with_block(ffn=_EXPERTS, layout=Layout.SANDWICH, residual_scale=0.4),
+    "gated with biases": with_block(ffn=Mlp("silu", 64, bias=True)),
+    "learned positions": BASES["positions"],
+    "heads of 256": with_block(attn=Attn(2, 1, 256, Rope(256))),
     "plain": BASES["plain"],
     "head norms": BASES["head norms"],
     "yarn": BASES["yarn"],

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worker.toy import Driver, Toy
-from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, Mlp, Norm, Rope
+from vllm.model_executor.models.spec import Alibi, Attn, Block, Decoder, Layout, Mlp, Moe, Norm, Rope
 from vllm.worker.device import CpuContext, Download
 from vllm.worker.model_runner import ModelRunner
 
@@ -74,15 +74,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     linear_ops.linear.register("meta", shape_only)
 
 
-def _decoder(window: int | None = None, softcap: float | None = None, **kind: Any) -> Decoder:
+_MLP = Mlp("silu", 14336)
+
+
+def _decoder(window: int | None = None, alibi: bool = False, ffn: Mlp | Moe = _MLP, **kind: Any) -> Decoder:
     norm = Norm()
+    slopes = Alibi() if alibi else None
     blocks = [
-        Block(
-            Attn(32, 8, 128, Rope(128), window=window if i % 2 else None, softcap=softcap),
-            Mlp("silu", 14336),
-            norm,
-            **kind,
-        )
+        Block(Attn(32, 8, 128, Rope(128), window=window if i % 2 else None, alibi=slopes), ffn, norm, **kind)
         for i in range(4)
     ]
     return Decoder(128256, 4096, tuple(blocks), norm, tied=False)
@@ -133,7 +132,7 @@ def _decode_step(spec: Decoder, rows: int, kind: str, monkeypatch: pytest.Monkey
 
 # of 4 layers: 4 products and an attention each, or 3 by cuBLAS and norms of their own for many rows
 _FEW = {"decode": 4, "embed": 1}
-_MANY = {"cublas": 12, "decode": 4, "embed": 1, "norm": 9}
+_MANY = {"cublas": 12, "decode": 4, "embed": 1, "join": 9}
 _DRAW = {"deliver": 1, "draw": 1, "maxima": 1, "uniform": 1}
 FUSED = {
     (1, "greedy"): {**_FEW, "gemv": 17, "choose": 1},
@@ -161,12 +160,33 @@ def test_kernels_of_a_fused_decode_step(rows: int, kind: str, monkeypatch: pytes
     assert _decode_step(_decoder(window=4096), rows, kind, monkeypatch) == FUSED[rows, kind]
 
 
+_EXPERTS = Moe("silu", 14336, 8, 2)
+# per layer: experts take whole rows; two branches read one norm
+KINDS = {
+    "sandwich": ({"layout": Layout.SANDWICH}, {"gemv": 17, "join": 8}, {"join": 9, "cublas": 12, "wide": 5}),
+    "parallel": ({"layout": Layout.PARALLEL_SHARED}, {"gemv": 17}, {"join": 9, "cublas": 12, "wide": 5}),
+    "experts": (
+        {"ffn": _EXPERTS},
+        {"gemv": 13, "join": 8, "route_and_sort": 4, "grouped": 8},
+        {"join": 9, "cublas": 12, "route_and_sort": 4, "grouped": 8, "wide": 1},
+    ),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", KINDS)
+def test_kernels_of_fused_steps_of_other_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, few, many = KINDS[name]
+    assert _decode_step(_decoder(**kind), 1, "greedy", monkeypatch) == {**_FEW, **few, "choose": 1}
+    assert _decode_step(_decoder(**kind), 256, "greedy", monkeypatch) == {**_FEW, **many, "choose": 1}
+
+
 @interpreted
 @pytest.mark.parametrize("kind", GENERAL)
 def test_kernels_of_a_general_decode_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = _decode_step(_decoder(window=4096, softcap=50.0), 32, kind, monkeypatch)
+    windows = _decode_step(_decoder(window=4096, alibi=True), 32, kind, monkeypatch)
     assert windows == {**GENERAL[kind], "inputs": 2}  # once for each KV group
-    assert _decode_step(_decoder(layout=Layout.SANDWICH), 32, kind, monkeypatch) == {
+    assert _decode_step(_decoder(alibi=True, layout=Layout.SANDWICH), 32, kind, monkeypatch) == {
         **GENERAL[kind], "inputs": 1, "norm": 17
     }  # fmt: skip
 

@@ -1,20 +1,25 @@
 """The kernels of the fused decode step against plain torch."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from vllm.ops import rotary as rotary_ops
-from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.activation import activate, activate_gated
+from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.draw import DrawParams, draw
 from vllm.ops.norm import rms_norm
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
+from vllm.ops.triton.decode_join import Chosen, NormWeights, join_rows
 from vllm.ops.triton.decode_linear import (
     ARGMAX,
+    GATED,
     RESIDUAL,
-    SILU,
     STORE,
+    Folded,
     Product,
     Stream,
     Tiling,
@@ -23,12 +28,12 @@ from vllm.ops.triton.decode_linear import (
 )
 from vllm.ops.triton.decode_step import (
     Drawing,
+    Entrance,
     argmax_tiles,
     choose_tokens,
     draw_tokens,
     elect,
     embed_rows,
-    embed_share,
     gather_inputs,
     nominate,
     normalize_rows,
@@ -43,54 +48,104 @@ TILINGS = [Tiling(True, 4, 64, 4, unroll=2), Tiling(False, 16, 64, 4), Tiling(Fa
 
 def stream(rows, width, outputs):
     return Stream(
-        rows, width, EPS, torch.randn(rows, width), torch.full((8 * 16 * max(outputs, width),), float("nan")),
-        torch.zeros(512, dtype=torch.int32), torch.empty(rows, 512), torch.empty(rows, 512, dtype=torch.int32),
-        torch.empty(rows, 512),
+        rows, width, torch.randn(rows, width), torch.empty(rows, width), torch.empty(rows * 512),
+        torch.full((8 * 16 * max(outputs, width),), float("nan")), torch.zeros(512, dtype=torch.int32),
+        torch.empty(rows, 512), torch.empty(rows, 512, dtype=torch.int32), torch.empty(rows, 512),
     )  # fmt: skip
 
 
-def in_parts(x, tiles):
-    """Sums of squares of x's rows in `tiles` parts, as the product before would leave them."""
-    return torch.stack([p.pow(2).sum(-1) for p in x.chunk(tiles, -1)], -1).contiguous()
+def folded(x, norm, tiles):
+    """x as the product before would leave it: times the norm's weight, its squares summed in `tiles` parts."""
+    squares = torch.stack([p.pow(2).sum(-1) for p in x.chunk(tiles, -1)], -1).contiguous()
+    return Folded(x * norm, squares, tiles, EPS)
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=["vector", "skinny", "split"])
-def test_products_store_and_gate(tiling):
+@pytest.mark.parametrize("act", [None, "gelu_tanh", "relu2"])
+def test_products_store_and_activate(tiling, act):
     rows, width, outputs = 1 if tiling.vector else 5, 128, 64
     x, norm = torch.randn(rows, width), torch.randn(width)
     s = stream(rows, width, outputs)
     w, bias, out = torch.randn(outputs, width), torch.randn(outputs), torch.empty(rows, outputs)
-    run_product(Product(w, bias, STORE, True, tiling), s, x * norm, out, squares_in=(in_parts(x, 4), 4))
-    normed = rms_norm.reference(x, norm, EPS)
-    torch.testing.assert_close(out, F.linear(normed, w, bias), rtol=1e-4, atol=1e-3)
-    if tiling.split == 1:
-        w = torch.randn(2 * outputs, width)
-        run_product(Product(w, None, SILU, True, tiling), s, x * norm, out, squares_in=(in_parts(x, 4), 4))
-        gate, up = F.linear(normed, w).chunk(2, -1)
-        torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-4, atol=1e-3)
-        run_product(Product(w, None, SILU, False, tiling), s, x, out)
-        gate, up = F.linear(x, w).chunk(2, -1)
-        torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-4, atol=1e-3)
-    run_product(Product(w[:outputs], None, STORE, False, tiling), s, x, out)
-    torch.testing.assert_close(out, F.linear(x, w[:outputs]), rtol=1e-4, atol=1e-3)
+    run_product(Product(w, bias, STORE, tiling, act), s, folded(x, norm, 4), out)
+    kind = (lambda y: y) if act is None else functools.partial(activate.reference, kind=act)
+    want = kind(F.linear(rms_norm.reference(x, norm, EPS), w, bias))
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-3)
+    run_product(Product(w, None, STORE, tiling, act), s, x, out)
+    torch.testing.assert_close(out, kind(F.linear(x, w)), rtol=1e-4, atol=1e-3)
     assert not s.arrived.any()
+
+
+@pytest.mark.parametrize("tiling", TILINGS[:2], ids=["vector", "skinny"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+def test_products_gate(tiling, act):
+    rows, width, outputs = 1 if tiling.vector else 5, 128, 64
+    x, norm = torch.randn(rows, width), torch.randn(width)
+    s = stream(rows, width, outputs)
+    w, bias, out = torch.randn(2 * outputs, width), torch.randn(2 * outputs), torch.empty(rows, outputs)
+    run_product(Product(w, bias, GATED, tiling, act), s, folded(x, norm, 4), out)
+    want = activate_gated.reference(F.linear(rms_norm.reference(x, norm, EPS), w, bias), act)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-3)
+    run_product(Product(w, None, GATED, tiling, act), s, x, out)
+    torch.testing.assert_close(out, activate_gated.reference(F.linear(x, w), act), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=["vector", "skinny", "split"])
 def test_product_adds_to_the_stream_and_prepares_the_next_norm(tiling):
     rows, width, inputs = 1 if tiling.vector else 5, 64, 128
-    x, w, norm = torch.randn(rows, inputs), torch.randn(width, inputs), torch.randn(width)
+    x, w, norm, bias = torch.randn(rows, inputs), torch.randn(width, inputs), torch.randn(width), torch.randn(width)
     s = stream(rows, width, width)
-    p = Product(w, None, RESIDUAL, False, tiling)
-    scaled, squares = torch.empty(rows, width), torch.empty(rows, p.tiles)
-    want = s.h + F.linear(x, w)
-    run_product(p, s, x, s.h, None, norm, scaled, squares)
+    p = Product(w, bias, RESIDUAL, tiling, scale=0.5)
+    want = s.h + 0.5 * F.linear(x, w, bias)
+    run_product(p, s, x, s.h, norm)
     torch.testing.assert_close(s.h, want, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(scaled, want * norm, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(s.scaled, want * norm, rtol=1e-4, atol=1e-3)
+    squares = s.squares[: rows * p.tiles].view(rows, p.tiles)
     torch.testing.assert_close(squares.sum(-1), want.pow(2).sum(-1), rtol=1e-4, atol=1e-3)
     out = torch.empty(rows, width)
-    normalize_rows(scaled, squares, p.tiles, EPS, out)
+    normalize_rows(Folded(s.scaled, squares, p.tiles, EPS), out)
     torch.testing.assert_close(out, rms_norm.reference(want, norm, EPS), rtol=1e-4, atol=1e-4)
+    s.scaled.fill_(-1.0)
+    run_product(p, s, x, s.h)  # and without a norm behind it
+    torch.testing.assert_close(s.h, want + 0.5 * F.linear(x, w, bias), rtol=1e-4, atol=1e-3)
+    assert (s.scaled == -1.0).all()
+
+
+NORMS = {
+    "none": None,
+    "rms": NormWeights(torch.randn(48), None, EPS, False),
+    "plain": NormWeights(None, None, EPS, False),
+    "layer": NormWeights(torch.randn(48), torch.randn(48), EPS, True),
+}
+
+
+def normed(x, norm):
+    if norm is None:
+        return x
+    if norm.center:
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return rms_norm.reference(x, norm.weight, norm.eps)
+
+
+@pytest.mark.parametrize("branch", NORMS)
+@pytest.mark.parametrize("after", NORMS)
+def test_a_branch_joins_the_stream_between_two_norms(branch, after):
+    h, y, out = torch.randn(3, 48), torch.randn(3, 48), torch.full((3, 48), -5.0)
+    want = h + 0.3 * normed(y, NORMS[branch])
+    join_rows(h, out, y, None, NORMS[branch], NORMS[after], 0.3)
+    torch.testing.assert_close(h, want)
+    torch.testing.assert_close(out, torch.full_like(h, -5.0) if after == "none" else normed(want, NORMS[after]))
+    join_rows(h, h, None, None, None, NORMS["layer"])  # nothing is added, and the stream itself is normalised
+    torch.testing.assert_close(h, normed(want, NORMS["layer"]))
+
+
+def test_experts_join_the_stream_in_the_order_of_choices():
+    h, out, y, weights = torch.randn(5, 48), torch.empty(5, 48), torch.randn(15, 48), torch.rand(5, 3)
+    home = torch.randperm(15).int()
+    want = h + (y[home.long()].view(5, 3, 48) * weights[:, :, None]).sum(1)
+    join_rows(h, out, y, Chosen(weights, home), None, NORMS["rms"])
+    torch.testing.assert_close(h, want)
+    torch.testing.assert_close(out, normed(want, NORMS["rms"]))
 
 
 @pytest.mark.parametrize("tiling", TILINGS[:2], ids=["vector", "skinny"])
@@ -99,9 +154,9 @@ def test_greedy_token_goes_to_the_slot_table(tiling):
     x, w = torch.randn(rows, width), torch.randn(vocab, width)
     w[99] = w[17]  # a tie: the lower id wins
     x[0] = w[17] * 100
-    p = Product(w, None, ARGMAX, True, tiling)
+    p = Product(w, None, ARGMAX, tiling)
     s = stream(rows, width, vocab)
-    run_product(p, s, x, x, squares_in=(in_parts(x, 2), 2))
+    run_product(p, s, folded(x, torch.ones(width), 2), x)
     tokens, out = torch.zeros(6, 20, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     slots = torch.tensor([4, -1, 2][:rows], dtype=torch.int32)
     positions = torch.tensor([7, 3, 0][:rows], dtype=torch.int32)
@@ -132,11 +187,11 @@ def test_rows_go_on_by_themselves_and_fill_the_ring():
 def test_wide_products_gate_and_find_the_maximum(rows, outputs):
     t = WideTiling(64, 32, 32, 4, 2)
     x, w, out = torch.randn(rows, 128), torch.randn(2 * outputs, 128), torch.full((rows, outputs), float("nan"))
-    gated_product(x, w, out, t)
-    gate, up = F.linear(x, w).chunk(2, -1)
-    torch.testing.assert_close(out, F.silu(gate) * up, rtol=1e-4, atol=1e-3)
+    for act in ("silu", "gelu_tanh"):
+        gated_product(x, w, out, act, t)
+        torch.testing.assert_close(out, activate_gated.reference(F.linear(x, w), act), rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match="not a multiple"):
-        gated_product(x, w[:100], out, t)
+        gated_product(x, w[:100], out, "silu", t)
     vocab = 2 * outputs - 5
     # small whole numbers: products are exact, so that a tie is one however they are summed
     x, w = torch.randint(-9, 10, (rows, 128)).float(), torch.randint(-9, 10, (vocab, 128)).float()
@@ -186,27 +241,32 @@ def test_rows_are_gathered_from_the_slot_table():
     assert blocks[1, 0] == 0
 
 
-def test_embedding_begins_the_stream():
-    embedding, weight = torch.randn(50, 48), torch.randn(48)
+@pytest.mark.parametrize("late", [False, True])
+def test_embedding_begins_the_stream(late):
+    embedding, weight, places = torch.randn(50, 48), torch.randn(48), torch.randn(11, 48)
     tokens = torch.randint(0, 50, (3, 9), dtype=torch.int32)
     slots, positions = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
     h, scaled, squares = torch.empty(2, 48), torch.empty(2, 48), torch.empty(2, 3)
-    embed_rows(slots, positions, tokens, embedding, weight, h, scaled, squares, 3)
+    embed_rows(slots, positions, tokens, Entrance(embedding), h, (weight, scaled, squares, 3))
     want = embedding[[int(tokens[1, 4]), int(tokens[2, 0])]]
     assert torch.equal(h, want)
     torch.testing.assert_close(scaled, want * weight)
     torch.testing.assert_close(squares.sum(-1), want.pow(2).sum(-1))
+    embed_rows(slots, positions, tokens, Entrance(embedding, 0, 7.0, places, 2, late), h)
+    place = places[[6, 2]]
+    torch.testing.assert_close(h, (want + place) * 7.0 if late else want * 7.0 + place)
 
 
 def test_the_ranks_embeddings_add_up():
     embedding = torch.randn(50, 48)
     tokens = torch.tensor([[3, 49, 20], [0, 24, 25]], dtype=torch.int32)
     slots, positions = torch.tensor([0, 1, 1, 0, -1], dtype=torch.int32), torch.tensor([1, 0, 2, 2, 9]).int()
-    parts = torch.full((2, 5, 48), float("nan"))
+    parts, places = torch.full((2, 5, 48), float("nan")), torch.randn(10, 48)
     for rank in range(2):
-        first = 25 * rank
-        embed_share(slots, positions, tokens, embedding[first : first + 25].contiguous(), first, parts[rank])
-    assert torch.equal(parts.sum(0), embedding[[49, 0, 25, 20, 0]])
+        mine = Entrance(embedding[25 * rank : 25 * rank + 25].contiguous(), 25 * rank, 2.0, places)
+        embed_rows(slots, positions, tokens, mine, parts[rank])
+    want = embedding[[49, 0, 25, 20, 0]] * 2.0 + places[[1, 0, 2, 2, 0]]
+    torch.testing.assert_close(parts.sum(0), want)
     assert not parts[1, 1].any() and not parts[0, 0].any()
 
 
@@ -231,33 +291,49 @@ def test_ranks_elect_the_best_token_of_all():
 
 
 @pytest.mark.parametrize(("splits", "early"), [(1, False), (4, False), (1, True), (4, True)])
-@pytest.mark.parametrize(("norm", "window"), [(False, None), (True, None), (True, 1), (False, 70)])
-def test_decode_attention_is_rotation_write_and_attention_in_one(norm, window, splits, early):
-    heads, kv_heads, dim, block = 6, 2, 16, 8
+@pytest.mark.parametrize(
+    ("norm", "window", "dim", "rotated", "interleaved", "softcap"),
+    [
+        (False, None, 16, 16, False, None),
+        (True, None, 16, 16, False, None),
+        (True, 1, 16, 16, True, None),
+        (False, 70, 16, 0, False, 0.5),
+        (True, None, 24, 8, False, None),
+        (False, None, 40, 16, True, 2.0),
+    ],
+)
+def test_decode_attention_is_rotation_write_and_attention_in_one(
+    norm, window, dim, rotated, interleaved, softcap, splits, early
+):
+    heads, kv_heads, block = 6, 2, 8
     lengths = torch.tensor([0 if early else 1, 40, 150])  # tokens in the cache before this step
     slots = torch.tensor([3, 0, 2], dtype=torch.int32)
     table = (torch.randperm(100) + 1)[:80].view(4, 20).to(torch.int32)
     cache = torch.randn(101, 2, kv_heads, block, dim)
-    angle = torch.arange(200)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
+    angle = torch.arange(200)[:, None] * 100.0 ** (-torch.arange(rotated // 2) / max(rotated / 2, 1))
     cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
     qkv = torch.randn(3, (heads + 2 * kv_heads) * dim)
     weights = rotary_ops.QKNorm(torch.randn(dim), torch.randn(dim), EPS, 1.0) if norm else None
 
     want_cache = cache.clone()
     home = table[slots.long(), lengths // block].long() * block + lengths % block
-    rotary = (lengths, cos_sin, False, want_cache, home)
-    q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
+    if rotated:
+        rotary = (lengths, cos_sin, interleaved, want_cache, home)
+        q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
+    else:
+        q, k, v = qkv.view(3, -1, dim).split([heads, kv_heads, kv_heads], 1)
+        write_kv.reference(k, v, want_cache, home)
     starts, lens = torch.arange(4, dtype=torch.int32), (lengths + 1).to(torch.int32)
     group = GroupInputs(home, table[slots.long()])
     step = StepInputs.of(
         lengths, lengths, starts, lens, (group,), logits_rows=lengths, max_seq_len=151,
         host_query_starts=starts.numpy(), host_seq_lens=lens.numpy(),
     )  # fmt: skip
-    want = attend.reference(q, want_cache, AttentionParams(0.25, window), step, group)
+    want = attend.reference(q, want_cache, AttentionParams(0.25, window, softcap), step, group)
 
     a = DecodeAttention(
-        heads, 0.25, cache, cos_sin, None if weights is None else weights.q_weight,
-        None if weights is None else weights.k_weight, EPS, 1.0, group=1, window=window,
+        heads, 0.25, cache, cos_sin if rotated else None, None if weights is None else weights.q_weight,
+        None if weights is None else weights.k_weight, EPS, 1.0, 1, window, softcap, interleaved,
     )  # fmt: skip
     rows = DecodeRows(
         slots, lengths.to(torch.int32), [table[:0], table], torch.empty(3 * heads * splits, dim),
@@ -273,12 +349,12 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(norm, window, s
 @pytest.mark.parametrize("rows", [1, 2, 16, 64])
 @pytest.mark.parametrize("inputs", [64, 320, 896, 1024, 4096, 14336])
 def test_chosen_tilings_divide_the_product(rows, inputs):
-    for mode in (STORE, SILU, RESIDUAL, ARGMAX):
+    for mode in (STORE, GATED, RESIDUAL, ARGMAX):
         for outputs in (64, 896, 4096, 28672, 128256):
             t = choose_tiling(rows, outputs, inputs, mode)
             if not t.vector:
                 assert inputs % (t.depth * t.split) == 0
-            if mode == SILU:
+            if mode == GATED:
                 assert outputs % t.rows == 0
 
 

@@ -25,9 +25,17 @@ def device_plan(work, kv_heads, tile_rows, head_dim, spare=2):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "norm", "splits"), [(6, 2, False, 1), (4, 4, True, 4)])
-def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, splits):
-    dim, block = 16, 32
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "norm", "splits", "dim", "rotated", "interleaved", "cap"),
+    [
+        (6, 2, False, 1, 16, 16, False, None),
+        (4, 4, True, 4, 16, 16, False, None),
+        (4, 2, True, 2, 24, 8, False, 1.5),
+        (2, 2, False, 1, 16, 16, True, None),
+    ],
+)
+def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, splits, dim, rotated, interleaved, cap):
+    block = 32
     a, b = list(range(1, 11)), list(range(30, 38))  # 320 and 256 tokens
     table, cached = block_table([a, b, a, [], b, a, b, a], [1, 40, 33, 100, 7, 450, 1, 64], block)
     ids, position = np.unique(table, return_inverse=True)  # numbered anew, to keep the cache small
@@ -43,7 +51,7 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
 
     cache = torch.randn(len(ids), 2, kv_heads, block, dim)
     lengths = torch.from_numpy(cached).long()
-    angle = torch.arange(1400)[:, None] * 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
+    angle = torch.arange(1400)[:, None] * 100.0 ** (-torch.arange(rotated // 2) / (rotated / 2))
     cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
     rows = len(slots)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
@@ -51,7 +59,7 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     d_table = torch.from_numpy(table)
     want_cache = cache.clone()
     home = d_table.gather(1, lengths[:, None] // block).long()[:, 0] * block + lengths % block
-    rotary = (lengths, cos_sin, False, want_cache, home)
+    rotary = (lengths, cos_sin, interleaved, want_cache, home)
     q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
     starts, lens = torch.arange(rows + 1, dtype=torch.int32), (lengths + 1).to(torch.int32)
     group = GroupInputs(home, d_table)
@@ -59,11 +67,11 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
         lengths, lengths, starts, lens, (group,), logits_rows=lengths, max_seq_len=1400,
         host_query_starts=starts.numpy(), host_seq_lens=lens.numpy(),
     )  # fmt: skip
-    want = attend.reference(q, want_cache, AttentionParams(0.25), step, group)
+    want = attend.reference(q, want_cache, AttentionParams(0.25, softcap=cap), step, group)
 
     attention = DecodeAttention(
         heads, 0.25, cache, cos_sin, None if weights is None else weights.q_weight,
-        None if weights is None else weights.k_weight, EPS, 1.0,
+        None if weights is None else weights.k_weight, EPS, 1.0, softcap=cap, interleaved=interleaved,
     )  # fmt: skip
     padded = rows + 1
     decode_rows = DecodeRows(

@@ -439,6 +439,7 @@ class DecoderBlock(nn.Module):
                 h2 = norm[1](residual) if self.layout is Layout.PARALLEL else pick(h, rows)
                 return scaled(self.tp.all_reduce(self.ffn(h2, view) + self.attn(h, step, kv_caches, rows))), residual
             case Layout.POST:
+                x = x if residual is None else x + residual
                 x, _ = add_norm(norm[0], scaled(self.attn(x, step, kv_caches, rows)), pick(x, rows))
                 x, _ = add_norm(norm[1], scaled(self.ffn(x, view)), x)
                 return x, None

@@ -22,23 +22,44 @@ SHARED_TILE, SHARED_STAGES, SHARED_WARPS = 64, 3, {64: 4, 128: 8}
 
 
 @triton.jit
-def _load_tile(heads_at, v_offset, table, key, live, stride_block, BS: tl.constexpr, D: tl.constexpr):
-    """Keys `key` [TILE] of one head through a block table: both halves of the keys, transposed, and the values."""
-    HALF: tl.constexpr = D // 2
+def _load_tile(
+    heads_at, v_offset, table, key, live, stride_block, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """Keys `key` [TILE] of one head through a block table: both halves of the keys, transposed, and the values. Columns
+    from D on are zeros.
+    """
+    HALF: tl.constexpr = DP // 2
     c = tl.arange(0, HALF)
+    d = tl.arange(0, DP)
     block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
     base = block * stride_block + (key % BS) * D
-    k_a = tl.load(heads_at + base[None, :] + c[:, None], mask=live[None, :], other=0.0)
-    k_b = tl.load(heads_at + base[None, :] + HALF + c[:, None], mask=live[None, :], other=0.0)
-    v = tl.load(heads_at + v_offset + base[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
+    ka_at = heads_at + base[None, :] + c[:, None]
+    v_at = heads_at + v_offset + base[:, None] + d[None, :]
+    k_a = tl.load(ka_at, mask=live[None, :], other=0.0)  # D is more than half of DP
+    if D == DP:
+        k_b = tl.load(ka_at + HALF, mask=live[None, :], other=0.0)
+        v = tl.load(v_at, mask=live[:, None], other=0.0)
+    else:
+        k_b = tl.load(ka_at + HALF, mask=live[None, :] & (HALF + c < D)[:, None], other=0.0)
+        v = tl.load(v_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     return k_a, k_b, v
 
 
 @triton.jit
-def _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2):
+def _capped(s, scale, cap, SOFTCAP: tl.constexpr):
+    """Scores, times log2(e). SOFTCAP: the scale carries no log2(e), and scores end at the cap."""
+    s = s * scale
+    if SOFTCAP:
+        # cap * tanh(s / cap) with tanh(x) = 2 * sigmoid(2 x) - 1
+        s = cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0) * 1.4426950408889634
+    return s
+
+
+@triton.jit
+def _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale, cap, SOFTCAP: tl.constexpr):
     """One tile of keys into the running maximum, sum and result."""
     s = tl.dot(qa, k_a)
-    s = tl.dot(qb, k_b, s) * scale_log2
+    s = _capped(tl.dot(qb, k_b, s), scale, cap, SOFTCAP)
     s = tl.where(live[None, :], s, -float("inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     alpha = tl.exp2(m - m_new)
@@ -48,28 +69,113 @@ def _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2):
     return m_new, z, acc
 
 
+@triton.jit
+def _partner(c, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What column c of a head is rotated with: the other column, the column of the table, and the sine's sign. Columns
+    from ROT on are not rotated.
+    """
+    HALF: tl.constexpr = ROT // 2
+    if INTERLEAVED:
+        other = c ^ 1
+        angle = c // 2
+        sign = tl.where(c % 2 == 0, -1.0, 1.0)
+    else:
+        other = tl.where(c < HALF, c + HALF, c - HALF)
+        angle = tl.where(c < HALF, c, c - HALF)
+        sign = tl.where(c < HALF, -1.0, 1.0)
+    other = tl.where(c < ROT, other, c)
+    if not INTERLEAVED and ROT % 16 == 0:  # which the compiler does not see: eight neighbours stay neighbours
+        other = tl.max_contiguous(tl.multiple_of(other, 8), 8)
+        angle = tl.max_contiguous(tl.multiple_of(angle, 8), 8)
+    return other, angle, sign
+
+
+@triton.jit
+def _norm_weight(weight, c, offset, D: tl.constexpr):
+    return tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32) + offset
+
+
+@triton.jit
+def _angles(
+    cos_sin, position, a, b, keep, ROT: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """What columns a and b are rotated with, and their cosines and signed sines; WIDE: for positions [rows, 1]."""
+    other_a, angle_a, sign_a = _partner(a, ROT, INTERLEAVED)
+    other_b, angle_b, sign_b = _partner(b, ROT, INTERLEAVED)
+    if WIDE:
+        a, b, other_a, other_b = a[None, :], b[None, :], other_a[None, :], other_b[None, :]
+        angle_a, angle_b, sign_a, sign_b = angle_a[None, :], angle_b[None, :], sign_a[None, :], sign_b[None, :]
+    at = cos_sin + position * ROT
+    if HALVES:
+        cos_a = tl.load(at + a, mask=keep, other=1.0)
+        cos_b = cos_a
+        sin_b = tl.load(at + ROT // 2 + a, mask=keep, other=0.0)
+        sin_a = -sin_b
+    elif ROT > 0:
+        cos_a = tl.load(at + angle_a, mask=keep & (a < ROT), other=1.0)
+        cos_b = tl.load(at + angle_b, mask=keep & (b < ROT), other=1.0)
+        sin_a = tl.load(at + ROT // 2 + angle_a, mask=keep & (a < ROT), other=0.0) * sign_a
+        sin_b = tl.load(at + ROT // 2 + angle_b, mask=keep & (b < ROT), other=0.0) * sign_b
+    else:
+        cos_a = tl.full(a.shape, 1.0, tl.float32)
+        cos_b, sin_a, sin_b = cos_a, cos_a, cos_a
+    return other_a, other_b, cos_a, cos_b, sin_a, sin_b
+
+
+@triton.jit
+def _turned(
+    at, a, b, keep, other_a, other_b, cos_a, cos_b, sin_a, sin_b, weight, eps, offset, D: tl.constexpr,
+    DP: tl.constexpr, ROT: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Columns a and b of the heads at `at`, normalised and rotated, in fp32. HALVES: a and b are each other's
+    partners.
+    """
+    keep_b = keep
+    if D < DP:
+        keep_b = keep & (b < D)
+    xa = tl.load(at + a, mask=keep, other=0.0).to(tl.float32)
+    xb = tl.load(at + b, mask=keep_b, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(xa * xa, AXIS, keep_dims=True) + tl.sum(xb * xb, AXIS, keep_dims=True)
+        rstd = tl.rsqrt(squares / D + eps)
+        xa = xa * rstd * _norm_weight(weight, a, offset, D)
+        xb = xb * rstd * _norm_weight(weight, b, offset, D)
+    if HALVES:
+        ya, yb = xb, xa
+    elif ROT > 0:
+        ya = tl.load(at + other_a, mask=keep, other=0.0).to(tl.float32)
+        yb = tl.load(at + other_b, mask=keep_b, other=0.0).to(tl.float32)
+        if NORM:
+            ya = ya * rstd * _norm_weight(weight, other_a, offset, D)
+            yb = yb * rstd * _norm_weight(weight, other_b, offset, D)
+    if ROT > 0:
+        xa, xb = xa * cos_a + ya * sin_a, xb * cos_b + yb * sin_b
+    return xa, xb
+
+
 @triton.jit(
     do_not_specialize=["stride_table", "splits", "tile_rows"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
 )
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
-    eps, offset, scale_log2, v_offset, stride_block, stride_table, splits,
+    eps, offset, scale, cap, v_offset, stride_block, stride_table, splits,
     shared_rows, shared_part, shared_lse, tile_rows,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr,
-    MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, SHARED: tl.constexpr,
-    EARLY: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. D is a power of two; GP: query heads a KV head,
-    padded.
+    """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
+
+    ROT: columns of a head that are rotated.   scale, cap: as `_capped` takes them.
 
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    HALF: tl.constexpr = D // 2
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2)
@@ -92,73 +198,76 @@ def _decode_kernel(
     table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_table
     heads_at = cache + kv_head * (BS * D)
     g = tl.arange(0, GP)
-    d = tl.arange(0, D)
-    c = tl.arange(0, HALF)
+    d = tl.arange(0, DP)
+    a = tl.arange(0, DP // 2)
+    b = DP // 2 + a
     t = tl.arange(0, TILE)
     in_g = g[:, None] < GROUP
-    cos = tl.load(cos_sin + position * D + c)
-    sin = tl.load(cos_sin + position * D + HALF + c)
+    in_d = d < D
+    keep = in_g
+    if D < DP:
+        keep = in_g & in_d[None, :]
+    HALVES: tl.constexpr = (ROT == DP) and not INTERLEAVED
+    all_a = a < D
+    other_a, other_b, cos_a, cos_b, sin_a, sin_b = _angles(
+        cos_sin, position, a, b, all_a, ROT, INTERLEAVED, HALVES, False
+    )
     if EARLY:
         live = lo + t < hi
-        k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D)
+        k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP)
     if PDL:
         gdc_wait()
     if (slot < 0) | (split >= active):
         return
 
     fused = qkv + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
-    q_at = fused + (kv_head * GROUP + g[:, None]) * D + c[None, :]
-    q1 = tl.load(q_at, mask=in_g, other=0.0).to(tl.float32)
-    q2 = tl.load(q_at + HALF, mask=in_g, other=0.0).to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt((tl.sum(q1 * q1, 1) + tl.sum(q2 * q2, 1)) / D + eps)[:, None]
-        q1 = q1 * rstd * (tl.load(q_weight + c).to(tl.float32) + offset)[None, :]
-        q2 = q2 * rstd * (tl.load(q_weight + HALF + c).to(tl.float32) + offset)[None, :]
-    qa = (q1 * cos[None, :] - q2 * sin[None, :]).to(qkv.dtype.element_ty)
-    qb = (q2 * cos[None, :] + q1 * sin[None, :]).to(qkv.dtype.element_ty)
+    q_at = fused + (kv_head * GROUP + g[:, None]) * D
+    q1, q2 = _turned(
+        q_at, a[None, :], b[None, :], in_g, other_a[None, :], other_b[None, :], cos_a[None, :], cos_b[None, :],
+        sin_a[None, :], sin_b[None, :], q_weight, eps, offset, D, DP, ROT, HALVES, NORM, 1,
+    )  # fmt: skip
+    qa = q1.to(qkv.dtype.element_ty)
+    qb = q2.to(qkv.dtype.element_ty)
 
     m = tl.full([GP], -1.0e30, tl.float32)
     z = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, D], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
     if split == active - 1:  # the share that ends with the new token
-        k_at = fused + (HEADS + kv_head) * D + c
-        k1 = tl.load(k_at).to(tl.float32)
-        k2 = tl.load(k_at + HALF).to(tl.float32)
-        v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d)
-        if NORM:
-            k_rstd = tl.rsqrt((tl.sum(k1 * k1, 0) + tl.sum(k2 * k2, 0)) / D + eps)
-            k1 = k1 * k_rstd * (tl.load(k_weight + c).to(tl.float32) + offset)
-            k2 = k2 * k_rstd * (tl.load(k_weight + HALF + c).to(tl.float32) + offset)
-        ka = (k1 * cos - k2 * sin).to(qkv.dtype.element_ty)
-        kb = (k2 * cos + k1 * sin).to(qkv.dtype.element_ty)
+        k1, k2 = _turned(
+            fused + (HEADS + kv_head) * D, a, b, all_a, other_a, other_b, cos_a, cos_b, sin_a, sin_b, k_weight, eps,
+            offset, D, DP, ROT, HALVES, NORM, 0,
+        )  # fmt: skip
+        ka = k1.to(qkv.dtype.element_ty)
+        kb = k2.to(qkv.dtype.element_ty)
+        v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d, mask=in_d, other=0.0)
         home = tl.load(table + position // BS).to(tl.int64) * stride_block + kv_head * (BS * D) + (position % BS) * D
-        tl.store(cache + home + c, ka)
-        tl.store(cache + home + HALF + c, kb)
-        tl.store(cache + v_offset + home + d, v_new)
+        tl.store(cache + home + a, ka)
+        tl.store(cache + home + b, kb, mask=b < D)
+        tl.store(cache + v_offset + home + d, v_new, mask=in_d)
         same = tl.sum(qa.to(tl.float32) * ka.to(tl.float32)[None, :], 1)
         same += tl.sum(qb.to(tl.float32) * kb.to(tl.float32)[None, :], 1)
-        m = same * scale_log2
+        m = _capped(same, scale, cap, SOFTCAP)
         z += 1.0
         acc += v_new.to(tl.float32)[None, :]
     if SHARED:  # noqa: SIM102 (a condition for the compiler)
         if split == 0:
             m, z, acc = merge_parts(
-                m, z, acc, shared_part, shared_lse, shared_rows + row * 4, tile_rows, kv_head, g, KV_HEADS, GROUP, D, D
+                m, z, acc, shared_part, shared_lse, shared_rows + row * 4, tile_rows, kv_head, g, KV_HEADS, GROUP, D, DP
             )
     if EARLY:
-        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2)
+        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale, cap, SOFTCAP)
         lo += TILE
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         live = start + t < hi
-        k_a, k_b, v = _load_tile(heads_at, v_offset, table, start + t, live, stride_block, BS, D)
-        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale_log2)
+        k_a, k_b, v = _load_tile(heads_at, v_offset, table, start + t, live, stride_block, BS, D, DP)
+        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale, cap, SOFTCAP)
     head_out = out + row.to(tl.int64) * (HEADS * D) + kv_head * GROUP * D
     if active == 1:
-        tl.store(head_out + g[:, None] * D + d[None, :], (acc / z[:, None]).to(out.dtype.element_ty), mask=in_g)
+        tl.store(head_out + g[:, None] * D + d[None, :], (acc / z[:, None]).to(out.dtype.element_ty), mask=keep)
         return
     first = (row * KV_HEADS + kv_head) * splits * GROUP
     mine = first + split * GROUP + g
-    tl.store(part + mine[:, None].to(tl.int64) * D + d[None, :], acc / z[:, None], mask=in_g)
+    tl.store(part + mine[:, None].to(tl.int64) * D + d[None, :], acc / z[:, None], mask=keep)
     tl.store(lse + mine, m + tl.log2(z), mask=g < GROUP)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel")
@@ -169,14 +278,14 @@ def _decode_kernel(
     for i in tl.static_range(GROUP):
         peak = tl.full([], -1.0e30, tl.float32)
         total = tl.zeros([], tl.float32)
-        merged = tl.zeros([D], tl.float32)
+        merged = tl.zeros([DP], tl.float32)
         for begin in range(0, active, MERGE):  # as many as there are, not as many as there might be
             here = begin + some
             at = first + here * GROUP + i
             weight = tl.load(lse + at, mask=here < active, other=-float("inf"), cache_modifier=".cg")
             value = tl.load(
                 part + at[:, None].to(tl.int64) * D + d[None, :],
-                mask=here[:, None] < active,
+                mask=(here[:, None] < active) & in_d[None, :],
                 other=0.0,
                 cache_modifier=".cg",
             )
@@ -186,7 +295,7 @@ def _decode_kernel(
             total = total * old + tl.sum(weight, 0)
             merged = merged * old + tl.sum(value * weight[:, None], 0)
             peak = new_peak
-        tl.store(head_out + i * D + d, (merged / total).to(out.dtype.element_ty))
+        tl.store(head_out + i * D + d, (merged / total).to(out.dtype.element_ty), mask=in_d)
 
 
 @triton.jit(
@@ -195,13 +304,13 @@ def _decode_kernel(
 )
 def _shared_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, members, items, part, lse,
-    eps, offset, scale_log2, v_offset, stride_block, stride_table,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    eps, offset, scale, cap, v_offset, stride_block, stride_table,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, items): one item of a `SharedPlan`; its keys are in the cache already."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    HALF: tl.constexpr = D // 2
     kv_head = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
@@ -217,36 +326,37 @@ def _shared_kernel(
     table = table_ptr
     if count > 0:
         table += tl.load(slots_ptr + tl.load(members + first)).to(tl.int64) * stride_table
-    c = tl.arange(0, HALF)
-    keep = ok[:, None]
-    angle = cos_sin + position[:, None] * D + c[None, :]
-    cos = tl.load(angle, mask=keep, other=0.0)
-    sin = tl.load(angle + HALF, mask=keep, other=0.0)
+    d = tl.arange(0, DP)
+    a = tl.arange(0, DP // 2)
+    b = DP // 2 + a
+    rows = ok[:, None]
+    keep = rows & (d < D)[None, :]
+    HALVES: tl.constexpr = (ROT == DP) and not INTERLEAVED
+    other_a, other_b, cos_a, cos_b, sin_a, sin_b = _angles(
+        cos_sin, position[:, None], a, b, rows, ROT, INTERLEAVED, HALVES, True
+    )
     if PDL:
         gdc_wait()
     if count == 0:
         return
     head = kv_head * GROUP + i % GROUP
-    q_at = qkv + row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D + c[None, :]
-    q1 = tl.load(q_at, mask=keep, other=0.0).to(tl.float32)
-    q2 = tl.load(q_at + HALF, mask=keep, other=0.0).to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt((tl.sum(q1 * q1, 1) + tl.sum(q2 * q2, 1)) / D + eps)[:, None]
-        q1 = q1 * rstd * (tl.load(q_weight + c).to(tl.float32) + offset)[None, :]
-        q2 = q2 * rstd * (tl.load(q_weight + HALF + c).to(tl.float32) + offset)[None, :]
-    qa = (q1 * cos - q2 * sin).to(qkv.dtype.element_ty)
-    qb = (q2 * cos + q1 * sin).to(qkv.dtype.element_ty)
-    q = tl.reshape(tl.permute(tl.join(qa, qb), (0, 2, 1)), (BM, D))
+    q_at = qkv + row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D
+    q1, q2 = _turned(
+        q_at, a[None, :], b[None, :], rows, other_a, other_b, cos_a, cos_b, sin_a, sin_b, q_weight, eps, offset, D, DP,
+        ROT, HALVES, NORM, 1,
+    )  # fmt: skip
+    qa = q1.to(qkv.dtype.element_ty)
+    qb = q2.to(qkv.dtype.element_ty)
+    q = tl.reshape(tl.permute(tl.join(qa, qb), (0, 2, 1)), (BM, DP))
 
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
     m, z, acc = walk(
         m, z, acc, q, position, z, cache, v_offset, table, kv_head, lo, hi, lo, hi,
-        scale_log2, 0.0, stride_block, D, D, BS, TILE, 0, False, False, False, STAGES, "tf32",
+        scale, cap, stride_block, D, DP, BS, TILE, 0, SOFTCAP, False, False, STAGES, "tf32",
     )  # fmt: skip
     at = (tl.program_id(1) * KV_HEADS + kv_head).to(tl.int64) * BM + i
-    d = tl.arange(0, D)
     tl.store(part + at[:, None] * D + d[None, :], acc / z[:, None], mask=keep)
     tl.store(lse + at, m + tl.log2(z), mask=ok)
 
@@ -255,19 +365,22 @@ def _shared_kernel(
 class DecodeAttention:
     """What is fixed per layer. cache: [blocks, 2, kv_heads, block_size, head_dim] in the dtype of the activations.
 
-    group: of the layer's block table.   window: keys that each query sees; None for all.
+    cos_sin: [positions, columns of a head that are rotated], None for no rotation; interleaved: as of `ops.rotary`.
+    group: of the layer's block table.   window: keys that each query sees; None for all.   softcap: of the scores.
     """
 
     heads: int
     scale: float
     cache: Tensor
-    cos_sin: Tensor
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    eps: float
-    offset: float
+    cos_sin: Tensor | None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
     group: int = 0
     window: int | None = None
+    softcap: float | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,40 +412,42 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     """qkv: [rows, (heads + 2 * kv_heads) * head_dim] -> out: [rows, heads * head_dim]; the cache receives the new
     token.
     """
-    _, _, kv_heads, block_size, head_dim = a.cache.shape
-    extra = {"launch_pdl": True} if pdl else {}
-    scale = a.scale * 1.4426950408889634
+    kv_heads, extra = a.cache.shape[2], {"launch_pdl": True} if pdl else {}
     shared = rows.shared if a.group == 0 and a.window is None else None
-    table = rows.tables[a.group]
     if shared is not None:
-        _attend_shared(qkv, a, rows, shared, scale, pdl)
+        _attend_shared(qkv, a, rows, shared, pdl)
     before = (rows.slots, rows.part, rows.lse, 0)
     if shared is not None:
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
+    tensors, numbers, const = _arguments(qkv, a, rows, pdl)
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
-        qkv, a.cache, table, rows.slots, rows.positions, a.cos_sin,
-        qkv if a.q_weight is None else a.q_weight, qkv if a.k_weight is None else a.k_weight,
-        out, rows.part, rows.lse, rows.arrived, a.eps, a.offset, scale,
-        a.cache.stride(1), a.cache.stride(0), table.stride(0), rows.splits, *before,
-        HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size,
-        GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile, WINDOW=a.window or 0, MERGE=8,
-        STAGES=rows.stages, NORM=a.q_weight is not None, PDL=pdl, SHARED=shared is not None, EARLY=rows.early,
+        *tensors, qkv if a.k_weight is None else a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
+        rows.splits, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
+        WINDOW=a.window or 0, MERGE=8, STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early, **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 
 
-def _attend_shared(
-    qkv: Tensor, a: DecodeAttention, rows: DecodeRows, shared: SharedPlan, scale_log2: float, pdl: bool
-) -> None:
-    """The parts of every row's result that come from shared keys."""
+def _arguments(qkv: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool) -> tuple[tuple, tuple, dict]:
+    """What both kernels take: tensors, numbers, constants."""
     _, _, kv_heads, block_size, head_dim = a.cache.shape
     table = rows.tables[a.group]
+    scale = a.scale if a.softcap is not None else a.scale * 1.4426950408889634
+    cos_sin, q_weight = (qkv if t is None else t for t in (a.cos_sin, a.q_weight))
+    tensors = (qkv, a.cache, table, rows.slots, rows.positions, cos_sin, q_weight)
+    numbers = (a.eps, a.offset, scale, a.softcap or 0.0, a.cache.stride(1), a.cache.stride(0), table.stride(0))
+    rotated = 0 if a.cos_sin is None else a.cos_sin.shape[1]
+    const = {"HEADS": a.heads, "KV_HEADS": kv_heads, "D": head_dim, "DP": max(16, triton.next_power_of_2(head_dim))}
+    const |= {"ROT": rotated, "INTERLEAVED": a.interleaved, "BS": block_size, "SOFTCAP": a.softcap is not None}
+    return tensors, numbers, {**const, "NORM": a.q_weight is not None, "PDL": pdl}
+
+
+def _attend_shared(qkv: Tensor, a: DecodeAttention, rows: DecodeRows, shared: SharedPlan, pdl: bool) -> None:
+    """The parts of every row's result that come from shared keys."""
+    tensors, numbers, const = _arguments(qkv, a, rows, pdl)
     tile_rows = shared.part.shape[2]
-    _shared_kernel[(kv_heads, shared.items.shape[0])](
-        qkv, a.cache, table, rows.slots, rows.positions, a.cos_sin, qkv if a.q_weight is None else a.q_weight,
-        shared.members, shared.items, shared.part, shared.lse, a.eps, a.offset, scale_log2,
-        a.cache.stride(1), a.cache.stride(0), table.stride(0),
-        HEADS=a.heads, KV_HEADS=kv_heads, D=head_dim, BS=block_size, BM=tile_rows, TILE=SHARED_TILE,
-        STAGES=SHARED_STAGES, NORM=a.q_weight is not None, PDL=pdl, num_warps=SHARED_WARPS.get(tile_rows, 4),
+    _shared_kernel[(a.cache.shape[2], shared.items.shape[0])](
+        *tensors, shared.members, shared.items, shared.part, shared.lse, *numbers, BM=tile_rows, TILE=SHARED_TILE,
+        STAGES=SHARED_STAGES, **const, num_warps=SHARED_WARPS.get(tile_rows, 4),
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

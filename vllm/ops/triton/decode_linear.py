@@ -5,9 +5,9 @@ Reading the weights once is the whole cost, so that nothing else may touch memor
 before a product is split: the kernel that writes the residual stream h also writes h * norm_weight and, per tile of
 outputs, the sum of squares; the next product multiplies by 1 / rms in its epilogue. Epilogues (MODE):
 
-  STORE     out = y
-  SILU      out = silu(gate) * up, where the weight's second half of rows is `up`
-  RESIDUAL  h += y; scaled = h * next norm's weight; squares[row, tile] = sum of h^2 over the tile
+  STORE     out = y, or act(y)
+  GATED     out = act(gate) * up, where the weight's second half of rows is `up`
+  RESIDUAL  h += y * scale; with a next norm: scaled = h * its weight; squares[row, tile] = sum of h^2 over the tile
   ARGMAX    per tile the maximum of y, its index and the sum of y (which tells whether all of them are finite)
 
 With PDL (programmatic dependent launch) a kernel starts while the one before it still runs: it lets its own
@@ -25,14 +25,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
-STORE, SILU, RESIDUAL, ARGMAX = range(4)
-DTYPES = [torch.bfloat16]  # of weights and rows; what is prefetched is counted in numbers of two bytes
+from vllm.ops.triton.activation import KINDS, apply_activation
+
+STORE, GATED, RESIDUAL, ARGMAX = range(4)
+_PROGRAMS = 132  # one for every processor of a large device
+DTYPES = [torch.bfloat16, torch.float16]  # of weights and rows; what is prefetched is counted in numbers of two bytes
 
 
 @triton.jit
 def _prefetch(rows, first, COLUMNS: tl.constexpr, BN: tl.constexpr):
-    """Bring columns [first, first + COLUMNS) of BN rows of a bf16 weight into the L2. One piece a thread, so that each
-    is asked for once.
+    """Bring columns [first, first + COLUMNS) of BN rows of a weight of 16 bits into the L2. One piece a thread, so that
+    each is asked for once.
 
     rows: [BN] pointers to the beginnings of the rows.
     """
@@ -82,10 +85,10 @@ def _inputs(x, k, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles_in"])
 def _gemv_kernel(
-    x, w, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
+    x, w, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, scale,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
-    MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
-    WHOLE: tl.constexpr,
+    MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
+    SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end.
 
@@ -128,18 +131,23 @@ def _gemv_kernel(
         u = tl.sum(up, 1)
     if BIAS:
         y += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+        if MODE == 1:
+            u += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)
+    if ACT >= 0:
+        y = apply_activation(y, ACT)
     if MODE == 0:
         tl.store(out + n, y.to(out.dtype.element_ty), mask=in_n)
     elif MODE == 1:
-        tl.store(out + n, (y * tl.sigmoid(y) * u).to(out.dtype.element_ty), mask=in_n)
+        tl.store(out + n, (y * u).to(out.dtype.element_ty), mask=in_n)
     elif MODE == 2:
-        r = y.to(h.dtype.element_ty).to(tl.float32) + tl.load(h + n, mask=in_n, other=0.0).to(tl.float32)
+        r = y.to(h.dtype.element_ty).to(tl.float32) * scale + tl.load(h + n, mask=in_n, other=0.0).to(tl.float32)
         r = r.to(h.dtype.element_ty)
         tl.store(h + n, r, mask=in_n)
-        f = r.to(tl.float32)
-        g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)
-        tl.store(scaled + n, g.to(scaled.dtype.element_ty), mask=in_n)
-        tl.store(squares_out + pid, tl.sum(f * f, 0))
+        if NEXT:
+            f = r.to(tl.float32)
+            g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)
+            tl.store(scaled + n, g.to(scaled.dtype.element_ty), mask=in_n)
+            tl.store(squares_out + pid, tl.sum(f * f, 0))
     else:
         tl.store(sums + pid, tl.sum(y, 0))
         top, at = tl.max(tl.where(in_n, y, -float("inf")), 0, return_indices=True)
@@ -150,10 +158,9 @@ def _gemv_kernel(
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _skinny_kernel(
     x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
-    sums, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr,
+    sums, scale, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr,
+    NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
@@ -199,24 +206,29 @@ def _skinny_kernel(
         for s in tl.static_range(SPLIT):
             acc += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
     if NORM:
-        scale = _inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
-        acc = acc * scale[None, :]
+        rstd = _inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
+        acc = acc * rstd[None, :]
         if MODE == 1:
-            up = up * scale[None, :]
+            up = up * rstd[None, :]
     if BIAS:
         acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        if MODE == 1:
+            up += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    if ACT >= 0:
+        acc = apply_activation(acc, ACT)
     if MODE == 0:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
     elif MODE == 1:
-        tl.store(out + at, (acc * tl.sigmoid(acc) * up).to(out.dtype.element_ty), mask=keep)
+        tl.store(out + at, (acc * up).to(out.dtype.element_ty), mask=keep)
     elif MODE == 2:
-        r = acc.to(h.dtype.element_ty).to(tl.float32) + tl.load(h + at, mask=keep, other=0.0).to(tl.float32)
+        r = acc.to(h.dtype.element_ty).to(tl.float32) * scale + tl.load(h + at, mask=keep, other=0.0).to(tl.float32)
         r = r.to(h.dtype.element_ty)
         tl.store(h + at, r, mask=keep)
-        f = r.to(tl.float32)
-        g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-        tl.store(scaled + at, g.to(scaled.dtype.element_ty), mask=keep)
-        tl.store(squares_out + m * TILES + pid, tl.sum(f * f, 0), mask=in_m)
+        if NEXT:
+            f = r.to(tl.float32)
+            g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+            tl.store(scaled + at, g.to(scaled.dtype.element_ty), mask=keep)
+            tl.store(squares_out + m * TILES + pid, tl.sum(f * f, 0), mask=in_m)
     else:
         tl.store(sums + m * TILES + pid, tl.sum(acc, 0), mask=in_m)
         top, row = tl.max(tl.where(in_n[:, None], acc, -float("inf")), 0, return_indices=True)
@@ -243,17 +255,21 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a decode step: weight [outputs (2 x outputs for SILU), inputs] bf16, bias [outputs] or None."""
+    """One product of a decode step: weight [outputs (2 x outputs for GATED), inputs], bias [its rows] or None.
+
+    act: of STORE and GATED, as in `ops.activation`.   scale: of what RESIDUAL adds.
+    """
 
     weight: Tensor
     bias: Tensor | None
     mode: int
-    norm: bool  # multiply by 1 / rms of the input, from its sums of squares
     tiling: Tiling
+    act: str | None = None
+    scale: float = 1.0
 
     @property
     def outputs(self) -> int:
-        return self.weight.shape[0] // (2 if self.mode == SILU else 1)
+        return self.weight.shape[0] // (2 if self.mode == GATED else 1)
 
     @property
     def tiles(self) -> int:
@@ -261,17 +277,30 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class Folded:
+    """Rows behind an RMS norm but for its last factor: `scaled` [rows, width], to be divided by their root mean
+    square, whose squares were summed in parts, `squares` [rows, tiles] fp32.
+    """
+
+    scaled: Tensor
+    squares: Tensor
+    tiles: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """The residual stream and what products pass to each other, all static. `rows` is the number of rows computed.
 
-    h, scaled: [rows, hidden] bf16.   squares: two [rows, tiles] fp32 buffers, one per norm of a layer.
+    h, scaled: [rows, width].   squares: [rows, tiles or more] fp32; it and `scaled` are what RESIDUAL leaves.
     part, arrived: for split products.   best, best_at, sums: [rows, tiles] of ARGMAX.
     """
 
     rows: int
     width: int
-    eps: float
     h: Tensor
+    scaled: Tensor
+    squares: Tensor
     part: Tensor
     arrived: Tensor
     best: Tensor
@@ -280,36 +309,32 @@ class Stream:
 
 
 def run_product(
-    p: Product,
-    s: Stream,
-    x: Tensor,
-    out: Tensor,
-    squares_in: tuple[Tensor, int] | None = None,
-    next_weight: Tensor | None = None,
-    scaled: Tensor | None = None,
-    squares_out: Tensor | None = None,
-    pdl: bool = False,
+    p: Product, s: Stream, x: Tensor | Folded, out: Tensor, next_weight: Tensor | None = None, pdl: bool = False
 ) -> None:
-    """Launch one product. squares_in: the sums of squares of x's norm, and in how many parts."""
+    """Launch one product of x [rows, inputs].
+
+    out: [rows, outputs] of STORE and GATED.   next_weight: of the norm that follows a RESIDUAL product; then the
+    stream's `scaled` and `squares` are written, with `p.tiles` parts.
+    """
     t, inputs = p.tiling, p.weight.shape[1]
-    squares, tiles = squares_in if squares_in is not None else (s.best, 1)
-    bias = p.bias if p.bias is not None else x
-    next_weight = x if next_weight is None else next_weight
-    scaled = out if scaled is None else scaled
-    squares_out = s.best if squares_out is None else squares_out
+    folded = x if isinstance(x, Folded) else None
+    rows = folded.scaled if folded is not None else x
+    squares, tiles, eps = (s.squares, 1, 0.0) if folded is None else (folded.squares, folded.tiles, folded.eps)
+    bias, following = (rows if given is None else given for given in (p.bias, next_weight))
     extra = {"launch_pdl": True} if pdl else {}
-    rest = (s.h, next_weight, scaled, squares_out, s.best, s.best_at, s.sums)
-    const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode, "NORM": p.norm}
+    rest = (s.h, following, s.scaled, s.squares, s.best, s.best_at, s.sums, p.scale)
+    const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode}
+    const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": folded is not None, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
     if t.vector:
         _gemv_kernel[(p.tiles,)](
-            x, p.weight, bias, out, squares, tiles, s.eps, *rest,
+            rows, p.weight, bias, out, squares, tiles, eps, *rest,
             UNROLL=t.unroll, SQUARES=triton.next_power_of_2(max(tiles, 2)), WHOLE=_whole(p), **const, **extra,
         )  # fmt: skip
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
     _skinny_kernel[(p.tiles, t.split)](
-        x, p.weight, bias, out, s.part, s.arrived, squares, tiles, s.eps, *rest, s.rows,
+        rows, p.weight, bias, out, s.part, s.arrived, squares, tiles, eps, *rest, s.rows,
         BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, **const, **extra,
     )  # fmt: skip
 
@@ -331,13 +356,15 @@ def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     """The tiling of a product, from whole-step times on an H200 (`benchmarks/h200/tune_decode.py`)."""
     if rows == 1:
         return _vector_tiling(outputs, inputs, mode)
+    if mode == STORE and outputs < 512:  # a router: few programs, which would take long alone
+        return _fitting(Tiling(False, 16, 256, 4, split=8, stages=4), inputs)
     if mode == RESIDUAL and outputs < 2048:  # narrow tiles, or the device is not filled
         return _fitting(Tiling(False, 16, 256, 4, split=2, stages=6 if rows <= 32 else 4, ahead=512), inputs)
     if mode == RESIDUAL:
         return _fitting(Tiling(False, 64, 128, 4, split=2, stages=6, ahead=512), inputs)
     if mode == STORE:
         return _fitting(Tiling(False, 64, 128, 4, stages=6, ahead=256 if inputs <= 2048 else 1024), inputs)
-    if mode == SILU:
+    if mode == GATED:
         small = outputs <= 8192
         if not small and inputs <= 2048:
             return _fitting(Tiling(False, 64, 64, 4, stages=4, ahead=512), inputs)
@@ -355,10 +382,20 @@ def _fitting(t: Tiling, inputs: int) -> Tiling:
 
 
 def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
+    """The usual tiling, with tiles as large but narrower where that makes them divide the inputs, so that no masks are
+    needed; unless too few programs are left for the device.
+    """
+    t = usual = _usual_vector_tiling(outputs, inputs, mode)
+    while inputs % t.depth and t.depth > 256:
+        t = replace(t, rows=t.rows * 2, depth=t.depth // 2, whole=True)
+    return t if inputs % t.depth == 0 and outputs >= t.rows * _PROGRAMS else usual
+
+
+def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     limit = triton.next_power_of_2(inputs)
     if mode == ARGMAX:
         return Tiling(True, 16, min(1024, limit), 8) if inputs <= 2048 else Tiling(True, 32, 256, 8, whole=True)
-    if mode == SILU:
+    if mode == GATED:
         return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
     if mode == RESIDUAL and outputs <= 2048:
         return Tiling(True, 4, min(2048, limit), 8)
@@ -371,6 +408,6 @@ def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
 def supports(weight: Tensor, mode: int) -> bool:
     """Whether a weight [outputs, inputs] can be used: of a known dtype, dense, and widths that the tiles divide."""
     outputs, inputs = weight.shape
-    outputs //= 2 if mode == SILU else 1
+    outputs //= 2 if mode == GATED else 1
     whole = inputs % 64 == 0 and (mode == ARGMAX or outputs % 64 == 0)
     return weight.dtype in DTYPES and weight.is_contiguous() and whole

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm.ops.triton.decode_linear import Folded
 from vllm.ops.triton.draw import draw_rows
 
 _ARGMAX_BLOCK = 4096
@@ -69,42 +70,77 @@ def gather_inputs(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_tokens", "tiles"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["stride_tokens", "tiles", "first_row", "local_rows", "first_position"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
 def _embed_kernel(
-    slots_ptr, positions_ptr, tokens, embedding, weight, h, scaled, squares, stride_tokens, tiles,
-    WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
+    slots_ptr, positions_ptr, tokens, embedding, place, weight, h, scaled, squares, stride_tokens, tiles, first_row,
+    local_rows, first_position, scale, WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PLACES: tl.constexpr,
+    LATE: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): the embedding of a row's token, times the first norm's weight, and its sum of squares (in part
-    0).
+    """Grid (rows,): the embedding of a row's token if this rank has it, else zeros; with NEXT also times the first
+    norm's weight, and its sum of squares (in part 0).
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     live = slot >= 0
-    token = tl.load(
-        tokens + tl.where(live, slot, 0).to(tl.int64) * stride_tokens + tl.load(positions_ptr + row), mask=live, other=0
-    )
+    position = tl.load(positions_ptr + row, mask=live, other=0)
+    token = tl.load(tokens + tl.where(live, slot, 0).to(tl.int64) * stride_tokens + position, mask=live, other=0)
+    token -= first_row
+    mine = (token >= 0) & (token < local_rows)
     c = tl.arange(0, WP)
-    e = tl.load(embedding + token.to(tl.int64) * WIDTH + c, mask=c < WIDTH, other=0.0)
+    in_c = c < tl.where(mine, WIDTH, 0)
+    e = tl.load(embedding + tl.where(mine, token, 0).to(tl.int64) * WIDTH + c, mask=in_c, other=0.0)
+    dtype = h.dtype.element_ty
+    if not LATE:
+        e = (e.to(tl.float32) * scale).to(dtype)
+    if PLACES:
+        at = place + (position + first_position).to(tl.int64) * WIDTH
+        e = (e.to(tl.float32) + tl.load(at + c, mask=in_c, other=0.0).to(tl.float32)).to(dtype)
+    if LATE:
+        e = (e.to(tl.float32) * scale).to(dtype)
     tl.store(h + row * WIDTH + c, e, mask=c < WIDTH)
-    f = e.to(tl.float32)
-    g = f * tl.load(weight + c, mask=c < WIDTH, other=0.0).to(tl.float32)
-    tl.store(scaled + row * WIDTH + c, g.to(scaled.dtype.element_ty), mask=c < WIDTH)
-    t = tl.arange(0, TP)
-    tl.store(squares + row * tiles + t, tl.where(t == 0, tl.sum(f * f, 0), 0.0), mask=t < tiles)
+    if NEXT:
+        f = e.to(tl.float32)
+        g = f * tl.load(weight + c, mask=c < WIDTH, other=0.0).to(tl.float32)
+        tl.store(scaled + row * WIDTH + c, g.to(scaled.dtype.element_ty), mask=c < WIDTH)
+        t = tl.arange(0, TP)
+        tl.store(squares + row * tiles + t, tl.where(t == 0, tl.sum(f * f, 0), 0.0), mask=t < tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """How tokens enter the stream. embedding: [rows, width] of this rank, from `first_row` on; scale: of what is read.
+
+    places: [positions, width] is added, position p's row being p + `first_place`; late: before the scale.
+    """
+
+    embedding: Tensor
+    first_row: int = 0
+    scale: float = 1.0
+    places: Tensor | None = None
+    first_place: int = 0
+    late: bool = False
 
 
 def embed_rows(
-    slots: Tensor, positions: Tensor, tokens: Tensor, embedding: Tensor, weight: Tensor, h: Tensor, scaled: Tensor,
-    squares: Tensor, tiles: int,
+    slots: Tensor, positions: Tensor, tokens: Tensor, entrance: Entrance, h: Tensor,
+    following: tuple[Tensor, Tensor, Tensor, int] | None = None,
 ) -> None:  # fmt: skip
-    """h = embedding[token], scaled = h * weight, squares [rows, tiles]. Launched without PDL: it begins the step."""
-    width = embedding.shape[1]
+    """h = the embedding of each row's token, zeros where another rank has it: the ranks' sum is the embedding.
+
+    following: the weight of the first norm, and what a product takes: scaled = h * weight and squares [rows, tiles].
+    Launched without PDL: it begins the step.
+    """
+    e = entrance
+    rows, width = e.embedding.shape
+    weight, scaled, squares, tiles = (h, h, h, 1) if following is None else following
     _embed_kernel[(slots.shape[0],)](
-        slots, positions, tokens, embedding, weight, h, scaled, squares, tokens.stride(0), tiles,
-        WIDTH=width, WP=triton.next_power_of_2(width), TP=triton.next_power_of_2(tiles), PDL=False, num_warps=8,
+        slots, positions, tokens, e.embedding, h if e.places is None else e.places, weight, h, scaled, squares,
+        tokens.stride(0), tiles, e.first_row, rows, e.first_place, e.scale, WIDTH=width,
+        WP=triton.next_power_of_2(width), TP=triton.next_power_of_2(tiles), PLACES=e.places is not None, LATE=e.late,
+        NEXT=following is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -124,13 +160,13 @@ def _normalize_kernel(
     tl.store(out + row * WIDTH + c, x.to(out.dtype.element_ty), mask=c < WIDTH)
 
 
-def normalize_rows(scaled: Tensor, squares: Tensor, tiles: int, eps: float, out: Tensor, pdl: bool = False) -> None:
-    """out = scaled / rms, rms from the sums of squares [rows, tiles]."""
-    width = scaled.shape[1]
+def normalize_rows(x: Folded, out: Tensor, pdl: bool = False) -> None:
+    """out = x.scaled / rms."""
+    width = x.scaled.shape[1]
     extra = {"launch_pdl": True} if pdl else {}
     _normalize_kernel[(out.shape[0],)](
-        scaled, squares, out, tiles, eps,
-        WIDTH=width, WP=triton.next_power_of_2(width), TP=triton.next_power_of_2(tiles), PDL=pdl, num_warps=4, **extra,
+        x.scaled, x.squares, out, x.tiles, x.eps, WIDTH=width, WP=triton.next_power_of_2(width),
+        TP=triton.next_power_of_2(x.tiles), PDL=pdl, num_warps=4, **extra,
     )  # fmt: skip
 
 
@@ -281,35 +317,6 @@ def draw_tokens(
     _deliver_kernel[(rows,)](
         slots, positions, drawn, sums, tokens, out, positions if turns is None else turns, tokens.stride(0), tiles,
         *_ring(turns, out), TP=triton.next_power_of_2(tiles), num_warps=1,
-    )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["stride_tokens", "first_row", "local_rows"],
-    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
-)
-def _embed_share_kernel(
-    slots_ptr, positions_ptr, tokens, embedding, h, stride_tokens, first_row, local_rows, WIDTH: tl.constexpr,
-    WP: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows,): the embedding of a row's token if it is among this rank's, else zeros."""
-    row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row)
-    at = tl.where(slot >= 0, slot, 0).to(tl.int64) * stride_tokens + tl.load(positions_ptr + row)
-    token = tl.load(tokens + at, mask=slot >= 0, other=0) - first_row
-    mine = (token >= 0) & (token < local_rows)
-    c = tl.arange(0, WP)
-    width = tl.where(mine, WIDTH, 0)
-    e = tl.load(embedding + tl.where(mine, token, 0).to(tl.int64) * WIDTH + c, mask=c < width, other=0.0)
-    tl.store(h + row * WIDTH + c, e, mask=c < WIDTH)
-
-
-def embed_share(slots: Tensor, positions: Tensor, tokens: Tensor, embedding: Tensor, first_row: int, h: Tensor) -> None:
-    """h = embedding[token - first_row] where this rank has the row, else 0; the ranks' sum is the embedding."""
-    rows, width = embedding.shape
-    _embed_share_kernel[(slots.shape[0],)](
-        slots, positions, tokens, embedding, h, tokens.stride(0), first_row, rows,
-        WIDTH=width, WP=triton.next_power_of_2(width), num_warps=8,
     )  # fmt: skip
 
 

@@ -13,12 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops import moe as ops
 from vllm.ops.triton.activation import KINDS, apply_activation
 
 _SORT_BLOCK = 1024
 _SUM_BLOCK = 1024
+_PROGRAMS = 264  # that a product of few rows should be cut into: two for every processor of a large device
+_ROUTED = 2048  # rows times experts that one program routes and sorts
 _GROUP = 16  # tiles of rows that go through the weights together, so that both stay in the cache
 
 
@@ -90,16 +93,72 @@ def _place_kernel(
         tl.store(tiles + 3 * most, tile + own)
 
 
+@triton.jit(do_not_specialize=["stride", "rows", "most"])
+def _route_and_sort_kernel(
+    logits, weights, home, order, tiles, stride, rows, most, E: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
+    TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for up to RP rows: what `_route_kernel`, `_count_kernel` and `_place_kernel` do. A row chooses an
+    expert once, so that a pair's place among its expert's is the number of rows before it that chose it too.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    r = tl.arange(0, RP)
+    e = tl.arange(0, EP)
+    in_r = r < rows
+    valid = in_r[:, None] & (e < E)[None, :]
+    x = tl.load(logits + r.to(tl.int64)[:, None] * stride + e[None, :], mask=valid, other=-float("inf")).to(tl.float32)
+    p = tl.where(valid, tl.exp(x - tl.where(in_r, tl.max(x, 1), 0.0)[:, None]), 0.0)
+    p = tl.where(valid, p / tl.where(in_r, tl.sum(p, 1), 1.0)[:, None], -1.0)
+    chosen = tl.zeros([RP, EP], tl.int32)
+    total = tl.zeros([RP], tl.float32)
+    left = p
+    for _ in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(left, 1), E - 1)  # NaN may be found anywhere
+        total += tl.max(left, 1)
+        hit = e[None, :] == best[:, None]
+        chosen = tl.where(hit & valid, 1, chosen)
+        left = tl.where(hit, -1.0, left)
+    count = tl.sum(chosen, 0)
+    start = tl.cumsum(count, 0) - count
+    place = tl.cumsum(chosen, 0) - chosen + start[None, :]
+    for j in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(p, 1), E - 1)
+        weight = tl.max(p, 1)
+        if RENORMALIZE:
+            weight = weight / total
+        hit = e[None, :] == best[:, None]
+        at = tl.sum(tl.where(hit, place, 0), 1)
+        pair = r * TOP_K + j
+        tl.store(weights + pair, weight, mask=in_r)
+        tl.store(home + pair, at, mask=in_r)
+        tl.store(order + at, pair, mask=in_r)
+        p = tl.where(hit, -1.0, p)
+    own = (count + BM - 1) // BM
+    tile = tl.cumsum(own, 0) - own
+    for i in tl.static_range((RP + BM - 1) // BM):
+        here = own > i
+        tl.store(tiles + tile + i, e, mask=here)
+        tl.store(tiles + most + tile + i, start + i * BM, mask=here)
+        tl.store(tiles + 2 * most + tile + i, start + count, mask=here)
+    tl.store(tiles + 3 * most, tl.sum(own, 0))
+
+
 @triton.jit(do_not_specialize=["most", "group"])
 def _grouped_kernel(
     x, w, out, order, tiles, most, group, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows times one tile of its expert's weight [N (2 x N if GATED), K].
 
     GATED: row r of the product is that of token order[r] // TOP_K, and what is stored is act(gate) * up, each rounded
     to the model's dtype first. Otherwise x is in sorted order already.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     TILES_N: tl.constexpr = (N + BN - 1) // BN
     band = tl.program_id(0) // (group * TILES_N)
     inside = tl.program_id(0) % (group * TILES_N)
@@ -161,28 +220,30 @@ class _Tiling:
     plain: tuple[int, int, int, int]
 
 
+_FEWEST = _Tiling(16, (32, 128, 4, 4), (32, 128, 4, 4))  # where wider tiles are too few for the device
 _FEW = _Tiling(16, (64, 128, 4, 4), (64, 128, 4, 4))
 _SOME = _Tiling(64, (64, 64, 4, 4), (128, 64, 4, 4))
 _MANY = _Tiling(128, (128, 64, 8, 4), (256, 64, 8, 4))
 _EXACT = _Tiling(16, (32, 32, 4, 2), (32, 32, 4, 2))  # fp32, on the ordinary cores
 
 
-def _choose_tiling(pairs: int, experts: int, dtype: torch.dtype) -> _Tiling:
+def _choose_tiling(pairs: int, experts: int, inner: int, dtype: torch.dtype) -> _Tiling:
     if dtype == torch.float32:
         return _EXACT
     each = pairs / experts
-    return _FEW if each <= 16 else _SOME if each <= 64 else _MANY
+    if each <= 16:
+        return _FEWEST if min(pairs, experts) * inner // 64 < _PROGRAMS else _FEW
+    return _SOME if each <= 64 else _MANY
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
     """The pairs sorted by expert, on the device.
 
-    counts: [experts], pairs of each.   order: [pairs], the pair of each row.   home: [pairs], the row of each pair.
+    order: [pairs], the pair of each row.   home: [pairs], the row of each pair.
     tiles: [3 * most + 1], as `_place_kernel` describes them.   most: tiles there can be.
     """
 
-    counts: Tensor
     order: Tensor
     home: Tensor
     tiles: Tensor
@@ -197,18 +258,40 @@ def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> Sorted:
     counts, order, home, tiles = (
         torch.empty(n, dtype=torch.int32, device=experts.device) for n in (num_experts, pairs, pairs, 3 * most + 1)
     )
-    block = min(_SORT_BLOCK, max(16, triton.next_power_of_2(pairs)))
+    block = _SORT_BLOCK if pairs > 128 else 128  # few variants, which are compiled ahead
     _count_kernel[(num_experts,)](experts, counts, pairs, BLOCK=block, num_warps=4)
     _place_kernel[(num_experts,)](
         experts, counts, order, home, tiles, pairs, most, E=num_experts, EP=triton.next_power_of_2(num_experts),
         BM=tile_rows, BLOCK=block, num_warps=4,
     )  # fmt: skip
-    return Sorted(counts, order, home, tiles, most)
+    return Sorted(order, home, tiles, most)
+
+
+def route_and_sort(
+    logits: Tensor, top_k: int, renormalize: bool, tile_rows: int, pdl: bool = False
+) -> tuple[Tensor, Sorted]:
+    """`route` and `sort_pairs`: the weights [rows, top_k], and the sorted pairs; in one kernel for few rows."""
+    rows, num_experts = logits.shape
+    padded, wide = triton.next_power_of_2(rows), triton.next_power_of_2(num_experts)
+    if padded * wide > _ROUTED:
+        weights, experts = route(logits, top_k, renormalize)
+        return weights, sort_pairs(experts, num_experts, tile_rows)
+    pairs = rows * top_k
+    most = pairs // tile_rows + min(num_experts, pairs)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    home, order, tiles = (torch.empty(n, dtype=torch.int32, device=logits.device) for n in (pairs, pairs, 3 * most + 1))
+    _route_and_sort_kernel[(1,)](
+        logits, weights, home, order, tiles, logits.stride(0), rows, most, E=num_experts, EP=wide, RP=padded,
+        TOP_K=top_k, RENORMALIZE=renormalize, BM=tile_rows, PDL=pdl, num_warps=min(16, max(1, padded * wide // 256)),
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return weights, Sorted(order, home, tiles, most)
 
 
 def _grouped(
-    x: Tensor, w: Tensor, s: Sorted, out: Tensor, rows: int, cut: tuple[int, int, int, int], top_k: int, kind: int
-) -> None:
+    x: Tensor, w: Tensor, s: Sorted, out: Tensor, rows: int, cut: tuple[int, int, int, int], top_k: int, kind: int,
+    pdl: bool = False,
+) -> None:  # fmt: skip
     """One grouped product; kind: of the activation between gate and up, below 0 for a plain product."""
     bn, bk, warps, stages = cut
     group = min(_GROUP, triton.next_power_of_2(s.most))
@@ -216,7 +299,7 @@ def _grouped(
     _grouped_kernel[grid](
         x, w, out, s.order, s.tiles, s.most, group, N=out.shape[1], K=w.shape[2], TOP_K=top_k, BM=rows, BN=bn,
         BK=min(bk, max(16, triton.next_power_of_2(w.shape[2]))), STAGES=stages, GATED=kind >= 0, KIND=max(kind, 0),
-        num_warps=warps, num_stages=stages,
+        PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -240,17 +323,45 @@ def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, dow
     tokens, top_k = experts.shape
     if not tokens:
         return torch.empty_like(x)
-    hidden, inter = down.shape[1:]
-    cut = _choose_tiling(tokens * top_k, len(gate_up), x.dtype)
+    cut = _choose_tiling(tokens * top_k, len(gate_up), down.shape[2], x.dtype)
     s = sort_pairs(experts, len(gate_up), cut.rows)
-    h, outputs = x.new_empty(tokens * top_k, inter), x.new_empty(tokens * top_k, hidden)
-    _grouped(x.contiguous(), gate_up, s, h, cut.rows, cut.gated, top_k, KINDS[act])
-    _grouped(h, down, s, outputs, cut.rows, cut.plain, top_k, -1)
-    out = x.new_empty(tokens, hidden)
+    outputs = _apply(x.contiguous(), s, cut, gate_up, down, top_k, act, pdl=False)
+    return sum_chosen(outputs, weights.contiguous(), s.home)
+
+
+def _apply(
+    x: Tensor, s: Sorted, cut: _Tiling, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool
+) -> Tensor:
+    """[pairs, hidden]: the outputs of the experts, in sorted order."""
+    pairs = len(x) * top_k
+    h, outputs = x.new_empty(pairs, down.shape[2]), x.new_empty(pairs, down.shape[1])
+    _grouped(x, gate_up, s, h, cut.rows, cut.gated, top_k, KINDS[act], pdl)
+    _grouped(h, down, s, outputs, cut.rows, cut.plain, top_k, -1, pdl)
+    return outputs
+
+
+def sum_chosen(outputs: Tensor, weights: Tensor, home: Tensor) -> Tensor:
+    """Each token's outputs times their weights, added up. outputs, home: as `routed_mlp` gives them."""
+    (tokens, top_k), hidden = weights.shape, outputs.shape[1]
+    out = outputs.new_empty(tokens, hidden)
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-        outputs, weights.contiguous(), s.home, out, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
+        outputs, weights, home, out, H=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK, num_warps=4
     )
     return out
+
+
+def routed_mlp(
+    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, act: str,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`route` and `expert_mlp` but for the last sum: (outputs [tokens * top_k, hidden], weights [tokens, top_k] fp32,
+    home [tokens * top_k], the row of `outputs` that belongs to each choice of each token).
+
+    All tensors contiguous; pdl: as in `decode_linear`.
+    """
+    cut = _choose_tiling(len(x) * top_k, len(gate_up), down.shape[2], x.dtype)
+    weights, s = route_and_sort(router_logits, top_k, renormalize, cut.rows, pdl)
+    return _apply(x, s, cut, gate_up, down, top_k, act, pdl), weights, s.home
 
 
 def register(device_type: str) -> None:

@@ -1,5 +1,5 @@
 """Triton products of a decode step for more rows than `decode_linear` takes, where something after them can be folded
-in: SiLU(gate) * up, and the first half of an argmax over the vocabulary.
+in: act(gate) * up, and the first half of an argmax over the vocabulary.
 
 Everywhere else cuBLAS multiplies faster. Both operands come through TMA; grid (tiles of outputs, tiles of rows), rows
 first, so that programs that run together read the same weights.
@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vllm.ops.triton.activation import KINDS, apply_activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,9 @@ class WideTiling:
 @triton.jit(do_not_specialize=["M", "tiles"])
 def _wide_kernel(
     x, w, out, best, best_at, sums, M, tiles, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs. x: [M, K], w: [N or 2 N, K], both as descriptors. GATED: out = silu(x gate^T) * (x up^T)
+    """One tile of outputs. x: [M, K], w: [N or 2 N, K], both as descriptors. GATED: out = act(x gate^T) * (x up^T)
     with the weight's first N rows as gate; else per row and tile the maximum, its index and the sum."""
     if PDL:
         gdc_launch_dependents()
@@ -51,7 +53,7 @@ def _wide_kernel(
     m = first + tl.arange(0, BM)
     n = tile * BN + tl.arange(0, BN)
     if GATED:
-        y = (acc * tl.sigmoid(acc) * up).to(out.dtype.element_ty)
+        y = (apply_activation(acc, ACT) * up).to(out.dtype.element_ty)
         tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=(m < M)[:, None] & (n < N)[None, :])
     else:
         here = (n < N)[None, :]
@@ -64,7 +66,7 @@ def _wide_kernel(
 
 def _launch(
     x: Tensor, weight: Tensor, t: WideTiling, outputs: int, out: Tensor, best: Tensor, best_at: Tensor, sums: Tensor,
-    gated: bool, pdl: bool,
+    act: str | None, pdl: bool,
 ) -> int:  # fmt: skip
     rows, inputs = x.shape
     tiles = triton.cdiv(outputs, t.outputs)
@@ -72,18 +74,20 @@ def _launch(
         TensorDescriptor(x, [rows, inputs], [inputs, 1], [t.rows, t.depth]),
         TensorDescriptor(weight, list(weight.shape), [inputs, 1], [t.outputs, t.depth]),
         out, best, best_at, sums, rows, tiles, N=outputs, K=inputs, BM=t.rows, BN=t.outputs, BK=t.depth,
-        STAGES=t.stages, GATED=gated, PDL=pdl, num_warps=t.warps, **({"launch_pdl": True} if pdl else {}),
+        STAGES=t.stages, GATED=act is not None, ACT=-1 if act is None else KINDS[act], PDL=pdl, num_warps=t.warps,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return tiles
 
 
-def gated_product(x: Tensor, weight: Tensor, out: Tensor, t: WideTiling, pdl: bool = False) -> None:
-    """out [rows, n] = silu(x @ gate^T) * (x @ up^T). x: [rows, inputs]; weight: [2 n, inputs], gate first; n is a
-    multiple of the tile's outputs. All contiguous, of one dtype; sums and activation are fp32."""
+def gated_product(x: Tensor, weight: Tensor, out: Tensor, act: str, t: WideTiling, pdl: bool = False) -> None:
+    """out [rows, n] = act(x @ gate^T) * (x @ up^T), act as in `ops.activation`. x: [rows, inputs]; weight: [2 n,
+    inputs], gate first; n is a multiple of the tile's outputs. All contiguous, of one dtype; sums and activation are
+    fp32."""
     outputs = weight.shape[0] // 2
     if outputs % t.outputs:
         raise ValueError(f"{outputs} outputs are not a multiple of the tile's {t.outputs}.")
-    _launch(x, weight, t, outputs, out, out, out, out, True, pdl)
+    _launch(x, weight, t, outputs, out, out, out, out, act, pdl)
 
 
 def argmax_product(
@@ -93,7 +97,7 @@ def argmax_product(
 
     x: [rows, inputs]; weight: [vocab, inputs].   best, sums: fp32, best_at: int32, room for rows * tiles.
     """
-    return _launch(x, weight, t, weight.shape[0], best, best, best_at, sums, False, pdl)
+    return _launch(x, weight, t, weight.shape[0], best, best, best_at, sums, None, pdl)
 
 
 def choose_wide_gate(rows: int, outputs: int, inputs: int) -> WideTiling | None:

@@ -1,0 +1,292 @@
+"""Which decoders the fused decode step computes, and all that it reads of one: weights, norms, attention's constants.
+
+What is covered is said by equality: a spec is rebuilt from the fields that the step reads, and covered if the result
+equals it, so that a field which nobody here knows refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vllm.distributed.parallel_state import TensorParallel
+from vllm.model_executor.layers.activation import ACTIVATIONS
+from vllm.model_executor.layers.expert_method import UnquantizedExpertMethod
+from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.spec import (
+    Attn,
+    Block,
+    BlockSpec,
+    Decoder,
+    Layout,
+    LearnedPositions,
+    Mlp,
+    Moe,
+    Norm,
+    Rope,
+)
+from vllm.model_executor.models.traits import Model
+from vllm.ops.triton.decode_attention import DecodeAttention
+from vllm.ops.triton.decode_join import NormWeights
+from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, supports
+from vllm.ops.triton.decode_step import Entrance
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """weight: [out, in].   bias: [out], None for none, also where another rank adds it."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """up: gate and up in one if `gated`.   act: as in `ops.activation`."""
+
+    up: Linear
+    down: Linear
+    act: str
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """router: [experts, hidden]; gate_up, down: as `ops.moe.expert_mlp` takes them."""
+
+    router: Linear
+    gate_up: Tensor
+    down: Tensor
+    top_k: int
+    renormalize: bool
+    act: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. norms: as many as its layout has.   scale: of what a branch adds to the stream."""
+
+    qkv: Linear
+    o: Linear
+    ffn: MlpWeights | MoeWeights
+    norms: tuple[NormWeights, ...]
+    layout: Layout
+    scale: float
+    attention: DecodeAttention
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramWeights:
+    """All that the fused step reads of a model.
+
+    entrance, head: of this rank's rows, which begin at `first_row`.   head_rows: of every rank, padding included.
+    logit_scale, logit_softcap: of logits that are drawn from; the most likely token is the same without.
+    """
+
+    layers: tuple[LayerWeights, ...]
+    entrance: Entrance
+    head: Linear
+    norm: NormWeights
+    vocab_size: int
+    first_row: int
+    head_rows: int
+    logit_scale: float
+    logit_softcap: float | None
+    tp: TensorParallel
+
+
+def _norm_computed(norm: Norm) -> Norm:
+    return Norm(norm.kind, norm.eps, norm.offset, weight=norm.weight, bias=norm.bias)
+
+
+def _rope_computed(rope: Rope | None) -> Rope | None:
+    # theta and scaling through the table
+    return None if rope is None else Rope(rope.dim, rope.theta, interleaved=rope.interleaved, scaling=rope.scaling)
+
+
+def _attn_computed(attn: Attn) -> Attn:
+    norm = attn.qk_norm  # of each head, by kernels that know this kind
+    return Attn(
+        attn.heads,
+        attn.kv_heads,
+        attn.head_dim,
+        _rope_computed(attn.rope),
+        scale=attn.scale,
+        window=attn.window,
+        softcap=attn.softcap,
+        qk_norm=None if norm is None else Norm("rms", norm.eps, norm.offset),
+        qkv_bias=attn.qkv_bias,
+        out_bias=attn.out_bias,
+    )
+
+
+def _ffn_computed(ffn: Mlp | Moe) -> Mlp | Moe:
+    if type(ffn) is Mlp:
+        return Mlp(ffn.act, ffn.hidden, gated=ffn.gated, bias=ffn.bias)
+    return Moe(ffn.act, ffn.hidden, ffn.experts, ffn.top_k, renormalize=ffn.renormalize)  # type: ignore[union-attr]
+
+
+def _block_computed(block: BlockSpec) -> Block | None:
+    """What the step computes of a layer: the spec rebuilt from the fields that are read, all others at their default.
+
+    None for a layer of another kind.
+    """
+    if type(block) is not Block or type(block.attn) is not Attn or type(block.ffn) not in (Mlp, Moe):
+        return None
+    if block.attn.rope is not None and type(block.attn.rope) is not Rope:
+        return None
+    return Block(
+        _attn_computed(block.attn),
+        _ffn_computed(block.ffn),
+        _norm_computed(block.norm),
+        layout=block.layout,
+        residual_scale=block.residual_scale,
+    )
+
+
+def computed(spec: Decoder) -> Decoder | None:
+    """What the fused step computes of a decoder: `spec` again if it reads every field that is not at its default.
+
+    None for layers of another kind. A field that is not named here is taken for its default, so that one which is
+    added to a spec refuses the step, instead of being ignored by it.
+    """
+    blocks = tuple(_block_computed(block) for block in spec.blocks)
+    if spec.norm is None or None in blocks:
+        return None
+    known = tuple(block for block in blocks if block is not None)
+    places = spec.positions
+    return Decoder(
+        spec.vocab_size,
+        spec.hidden_size,
+        known,
+        _norm_computed(spec.norm),
+        spec.tied,
+        embed_scale=spec.embed_scale,
+        positions=None if places is None else LearnedPositions(places.rows, places.offset),
+        head_bias=spec.head_bias,
+        logit_scale=spec.logit_scale,
+        logit_softcap=spec.logit_softcap,
+        unit_head_rows=spec.unit_head_rows,  # through the weights
+        scale_positions=spec.scale_positions,
+    )
+
+
+def _sizes(block: Block) -> tuple[Any, ...]:
+    """What all layers must have in common: buffers and tilings are made for the first, and serve all."""
+    attn, ffn = block.attn, block.ffn
+    shape = (ffn.gated,) if isinstance(ffn, Mlp) else (ffn.experts, ffn.top_k)
+    return attn.heads, attn.kv_heads, attn.head_dim, type(ffn), ffn.hidden, *shape
+
+
+def covers(spec: Decoder) -> bool:
+    """Whether the fused step computes what a decoder of this spec does."""
+    blocks = [block for block in spec.blocks if isinstance(block, Block)]
+    if not blocks or computed(spec) != spec:
+        return False
+    if len({_sizes(block) for block in blocks}) > 1 or spec.logit_scale <= 0.0:  # the largest would become the least
+        return False
+    attn = blocks[0].attn
+    heads_fit = attn.head_dim % 8 == 0 and attn.head_dim <= 256 and attn.heads // attn.kv_heads <= 16
+    return heads_fit and all(block.ffn.act in ACTIVATIONS for block in blocks)
+
+
+def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None:
+    """The weights of a model that the fused step can run, else None."""
+    if not isinstance(model, DecoderModel) or model.dtype not in DTYPES:
+        return None
+    spec, tp = model.spec, model.tp
+    same = all(cache.dtype == model.dtype for cache in kv_caches)
+    if spec.norm is None or not covers(spec) or not same or not (model.head.plain and model.embed.plain):
+        return None
+    if not supports(model.head.weight.data, ARGMAX):
+        return None
+    head_rows = len(model.head.weight.data)
+    if spec.vocab_size <= (tp.world - 1) * head_rows:  # the last rank has padding only
+        return None
+    blocks: Iterable[Any] = model.blocks
+    layers = [_layer(block, kv_caches) for block in blocks]
+    known = tuple(layer for layer in layers if layer is not None)
+    if len(known) < len(layers):
+        return None
+    first_row = tp.rank * head_rows
+    mine = slice(0, spec.vocab_size - first_row)
+    bias = None if model.head.bias is None else model.head.bias.data[mine]
+    places, first_place = None, 0
+    if spec.positions is not None:
+        places, first_place = model.positions.data, spec.positions.offset
+    return ProgramWeights(
+        known,
+        Entrance(model.embed.weight.data, first_row, model.embed_scale, places, first_place, spec.scale_positions),
+        Linear(model.head.weight.data[mine], bias),
+        _norm_weights(model.norm, spec.norm),
+        spec.vocab_size,
+        first_row,
+        head_rows,
+        spec.logit_scale,
+        spec.logit_softcap,
+        tp,
+    )
+
+
+def _layer(block: Any, kv_caches: list[Tensor]) -> LayerWeights | None:
+    attn, spec = block.attn, block.attn.spec
+    qkv, o, ffn = _plain(attn.qkv, STORE), _plain(attn.o, RESIDUAL), _ffn(block.ffn)
+    if qkv is None or o is None or ffn is None:
+        return None
+    head_norm = spec.qk_norm
+    norms = tuple(_norm_weights(norm, block.spec.norm) for norm in block.norms)
+    attention = DecodeAttention(
+        heads=attn.heads,
+        scale=attn.params.scale,
+        cache=kv_caches[attn.place.tensor],
+        cos_sin=None if spec.rope is None else attn.cos_sin,
+        q_weight=None if head_norm is None else attn.q_norm.weight.data,
+        k_weight=None if head_norm is None else attn.k_norm.weight.data,
+        eps=0.0 if head_norm is None else head_norm.eps,
+        offset=0.0 if head_norm is None else head_norm.offset,
+        group=attn.place.group,
+        window=attn.params.window,
+        softcap=spec.softcap,
+        interleaved=spec.rope is not None and spec.rope.interleaved,
+    )
+    return LayerWeights(qkv, o, ffn, norms, block.layout, block.scale, attention)
+
+
+def _ffn(ffn: Any) -> MlpWeights | MoeWeights | None:
+    spec = ffn.spec
+    if isinstance(spec, Mlp):
+        up = _plain(ffn.gate_up, GATED) if spec.gated else _plain(ffn.up, STORE)
+        down = _plain(ffn.down, RESIDUAL)
+        return None if up is None or down is None else MlpWeights(up, down, ffn.act, spec.gated)
+    experts, router = ffn.experts, ffn.router
+    if type(experts.method) is not UnquantizedExpertMethod or type(router.method) is not UnquantizedLinearMethod:
+        return None
+    gate_up, down = experts.gate_up.data, experts.down.data
+    if gate_up.dtype not in DTYPES or not (gate_up.is_contiguous() and down.is_contiguous()):
+        return None
+    act = experts.shape.act
+    return MoeWeights(Linear(router.weight.data), gate_up, down, spec.top_k, spec.renormalize, act)
+
+
+def _plain(linear: Any, mode: int) -> Linear | None:
+    """The linear layer's weight and the bias that this rank adds, if they are ones that the kernels can read."""
+    if not isinstance(linear.method, UnquantizedLinearMethod) or linear.packed is not None or linear.skip_bias_add:
+        return None
+    if not supports(linear.weight.data, mode):
+        return None
+    mine = linear.bias is not None and (mode != RESIDUAL or linear.tp.is_first)
+    return Linear(linear.weight.data, linear.bias.data if mine else None)
+
+
+def _norm_weights(norm: Any, spec: Norm) -> NormWeights:
+    """The factor is kept in fp32 if an offset is added, to lose nothing."""
+    center = spec.kind == "layer"
+    weight = None if norm.weight is None else norm.weight.data
+    if weight is not None and norm.offset != 0.0:
+        weight = weight.float() + norm.offset
+    bias = None if not center or norm.bias is None else norm.bias.data
+    return NormWeights(weight, bias, norm.variance_epsilon, center)
