@@ -19,7 +19,9 @@ def register(device_type: str = "cuda") -> None:
         norm,
         quantized,
         rotary,
+        ssm,
     )
 
-    for family in (activation, attention, bitmask, draw, latent_attention, linear, moe, norm, quantized, rotary):
+    families = (activation, attention, bitmask, draw, latent_attention, linear, moe, norm, quantized, rotary, ssm)
+    for family in families:
         family.register(device_type)

@@ -1,0 +1,116 @@
+"""Kernels of selective state spaces against the torch references, and these against a loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm.ops import ssm as ops
+from vllm.ops.triton import ssm as kernels
+from vllm.step.inputs import GroupInputs, StepInputs
+
+PAGES = 24
+
+
+def batch(counts, drafts=None, first_column=True, seed=0):
+    """A step of requests with so many tokens; each has pages of its own, and padding page 0."""
+    counts = np.array(counts, np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    most = 1 + max(drafts, default=0) if drafts is not None else 1
+    order = 1 + np.random.default_rng(seed).permutation(PAGES - 1)[: len(counts) * most].reshape(len(counts), most)
+    table = torch.from_numpy(order.astype(np.int32))
+    table[torch.from_numpy(counts == 0)] = 0
+    first = None if first_column else table[:, most - 1].long()
+    group = GroupInputs(torch.empty(0), table, None, first, None if drafts is None else torch.tensor(drafts))
+    tokens = int(starts[-1])
+    step = StepInputs.of(
+        torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64), torch.from_numpy(starts),
+        torch.from_numpy(counts), (group,), host_query_starts=starts, host_seq_lens=counts,
+    )  # fmt: skip
+    return step, group
+
+
+BATCHES = [
+    ([1, 1, 1], None, True),
+    ([1, 5, 1, 17], None, True),
+    ([2, 1, 0, 0], None, True),
+    ([4, 1, 3, 8], [3, 0, 1, 2], True),
+    ([4, 1, 3, 3], [3, 0, 2, 2], False),
+]
+
+
+def conv_loop(x, weight, bias, states, step, group):
+    """Token by token."""
+    out = torch.empty_like(x)
+    before = states.clone()
+    for r, (begin, end) in enumerate(zip(step.host_query_starts, step.host_query_starts[1:], strict=False)):
+        seen = list(before[int(group.states()[r])])
+        drafts = 0 if group.drafts is None else int(group.drafts[r])
+        for t in range(begin, end):
+            seen.append(x[t])
+            mixed = sum(weight[:, j] * seen[len(seen) - weight.shape[1] + j] for j in range(weight.shape[1]))
+            out[t] = F.silu(mixed if bias is None else mixed + bias)
+            if (kept := t - (end - 1 - drafts)) >= 0:
+                states[int(group.block_table[r, kept])] = torch.stack(seen[1 - weight.shape[1] :])
+    return out
+
+
+def scan_loop(u, dt, dt_bias, a, b, c, d, gate, states, step, group):
+    out = torch.empty_like(u)
+    before = states.clone()
+    for r, (begin, end) in enumerate(zip(step.host_query_starts, step.host_query_starts[1:], strict=False)):
+        h = before[int(group.states()[r])]
+        drafts = 0 if group.drafts is None else int(group.drafts[r])
+        for t in range(begin, end):
+            delta = F.softplus(dt[t] + dt_bias)[:, None]
+            h = (delta * a).exp() * h + delta * b[t] * u[t][:, None]
+            out[t] = (h @ c[t] + d * u[t]) * F.silu(gate[t])
+            if (kept := t - (end - 1 - drafts)) >= 0:
+                states[int(group.block_table[r, kept])] = h
+    return out
+
+
+@pytest.mark.parametrize(("counts", "drafts", "first_column"), BATCHES)
+@pytest.mark.parametrize(("width", "bias"), [(4, True), (2, False)])
+def test_convolutions(counts, drafts, first_column, width, bias):
+    step, group = batch(counts, drafts, first_column)
+    wider = torch.randn(sum(counts), 150)
+    args = wider[:, :40], torch.randn(40, width), torch.randn(40) if bias else None
+    states = torch.randn(PAGES, width - 1, 40)
+    want, got, loop = states.clone(), states.clone(), states.clone()
+    outs = [f(*args, s, step, group) for f, s in (
+        (ops.causal_conv.reference, want), (kernels.causal_conv, got), (conv_loop, loop))]  # fmt: skip
+    for out, after in ((outs[1], got), (outs[2], loop)):
+        torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(after[1:], want[1:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("counts", "drafts", "first_column"), BATCHES)
+def test_scans(counts, drafts, first_column):
+    numbers = 5
+    step, group = batch(counts, drafts, first_column)
+    tokens = sum(counts)
+    wider = torch.randn(tokens, 150)
+    u, dt, gate = torch.randn(tokens, 40), torch.randn(tokens, 40) * 4, wider[:, 75:115]
+    mixed = torch.randn(tokens, 2 * numbers)
+    a, d, bias = -torch.rand(40, numbers) * 3, torch.randn(40), torch.randn(40)
+    states = torch.randn(PAGES, 40, numbers)
+    want, got, loop = states.clone(), states.clone(), states.clone()
+    outs = [f(u, dt, bias, a, mixed[:, :numbers], mixed[:, numbers:], d, gate, s, step, group) for f, s in (
+        (ops.selective_scan.reference, want), (kernels.selective_scan, got), (scan_loop, loop))]  # fmt: skip
+    for out, after in ((outs[1], got), (outs[2], loop)):
+        torch.testing.assert_close(out, outs[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after[1:], want[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_is_computed_in_full():
+    step, group = batch([1, 9])
+    x, weight, states = torch.randn(10, 64).bfloat16(), torch.randn(64, 4).bfloat16(), torch.randn(PAGES, 3, 64)
+    other = states.clone()
+    got = kernels.causal_conv(x, weight, None, states, step, group)
+    want = ops.causal_conv.reference(x.float(), weight.float(), None, other, step, group)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+    assert torch.equal(states[1:], other[1:])
