@@ -33,6 +33,7 @@ from vllm.model_executor.models.spec import (
     Moe,
     Norm,
     Rope,
+    Temperature,
 )
 
 POSITIONS = 64
@@ -56,6 +57,7 @@ BASES = {
     "grouped experts": _decoder(
         ffn=Moe("silu", 64, 8, 2, score="sigmoid", scale=1.5, choice_bias=True, groups=4, top_groups=2, group_best=2)
     ),
+    "temperature": _decoder(replace(_ATTN, temperature=Temperature(2, 0.9))),
     "alibi": _decoder(replace(_ATTN, alibi=Alibi())),
     "positions": _decoder(replace(_ATTN, rope=None), positions=LearnedPositions(POSITIONS)),
     "linear": _decoder(replace(_ATTN, rope=Rope(64, scaling=LinearScaling(4.0)))),
@@ -102,6 +104,12 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Attn, "qk_norm_over"): (HeadNorm.EACH, HeadNorm.ALL),
     (Attn, "clip_qkv"): (0.1,),
     (Attn, "causal"): (False,),
+    (Attn, "sinks"): (True,),
+    (Attn, "chunk"): (3,),
+    (Attn, "norm_after_rope"): (True,),
+    (Attn, "temperature"): (Temperature(2, 0.9),),
+    (Temperature, "floor"): (8,),
+    (Temperature, "scale"): (0.1,),
     (Alibi, "largest_exponent"): (1.0,),
     (Alibi, "factor"): (9.0,),
     (Mlp, "act"): ("swish", "gelu", "relu"),
@@ -109,6 +117,7 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Mlp, "gated"): (False,),
     (Mlp, "bias"): (True,),
     (Mlp, "down_bias"): (True,),
+    (Mlp, "limit"): (0.1,),
     (Moe, "act"): ("gelu",),
     (Moe, "hidden"): (128,),
     (Moe, "experts"): (8,),
@@ -117,6 +126,9 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Moe, "jitter"): (0.01,),
     (Moe, "shared"): (None, Mlp("gelu", 64)),
     (Moe, "shared_gate"): (True,),
+    (Moe, "bias"): (True,),
+    (Moe, "limit"): (0.3,),
+    (Moe, "weigh_inputs"): (True,),
     (Moe, "score"): ("softmax",),
     (Moe, "scale"): (4.0,),
     (Moe, "choice_bias"): (False,),
@@ -234,7 +246,7 @@ def flips() -> Iterator[Flip]:
     """Every field's other values: in the last block alone, in all blocks, and in the decoder itself."""
     for (kind, field), values in VALUES.items():
         for name, base in BASES.items():
-            usual = "head norms" if field == "qk_norm_over" else "plain"
+            usual = "head norms" if field in ("qk_norm_over", "norm_after_rope") else "plain"
             if not _contains(base, kind) or (name != usual and kind in (Decoder, Block, Attn, Mlp, Rope)):
                 continue
             if kind is Moe and (name == "grouped experts") != (field in _GROUPED):

@@ -252,6 +252,16 @@ CASES: dict[str, Any] = {
         rope_interleave=False,
         tie_word_embeddings=True,
     ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **{**GQA, "num_hidden_layers": 4, "intermediate_size": 30},
+        head_dim=12,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        attention_bias=True,
+        swiglu_limit=0.6,
+        rope_parameters={**YARN, "mscale": None, "mscale_all_dim": None, "truncate": False},
+    ),
     "minicpm3": lambda: hf.MiniCPM3Config(
         **{k: v for k, v in LATENT.items() if "experts" not in k and "moe" not in k},
         scale_emb=3,
@@ -393,7 +403,7 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
         check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])
 
 
-@pytest.mark.parametrize("case", ["deepseek_v2-lite", "deepseek_v3", "minicpm3"])
+@pytest.mark.parametrize("case", ["deepseek_v2-lite", "deepseek_v3", "minicpm3", "gpt_oss"])
 def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
     reference = save_random_hf_model(CASES[case](), tmp_path)
     prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 38)]

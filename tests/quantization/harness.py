@@ -36,6 +36,7 @@ CONFIGS = {
     "mixtral": hf.MixtralConfig,
     "gpt_neox": hf.GPTNeoXConfig,
     "deepseek_v3": hf.DeepseekV3Config,
+    "gpt_oss": hf.GptOssConfig,
 }
 PROMPT = torch.arange(3, 40)
 

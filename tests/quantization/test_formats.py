@@ -290,6 +290,42 @@ def test_experts_are_multiplied_as_they_are_stored(stacked: bool, tmp_path: Path
     assert (ours.float() - expected).norm() / expected.norm() < 0.15  # random experts: a router's tie goes either way
 
 
+def test_experts_of_four_bit_floats_as_gpt_oss_is_published(tmp_path: Path) -> None:
+    """Blocks of 32, by the OCP microscaling formats: sign, two bits of exponent, one of mantissa; a power of two."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+    reference, state = plain_model(
+        tmp_path, "gpt_oss", **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, attention_bias=True,
+        swiglu_limit=1.5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    stored, numbers = dict(state), dict(state)
+    for name in [n for n in state if n.endswith("experts.gate_up_proj") or n.endswith("experts.down_proj")]:
+        experts, k, n = state[name].shape
+        codes = torch.randint(0, 16, (experts, n, k))
+        scales = torch.randint(123, 127, (experts, n, k // 32))
+        exponent, mantissa = codes // 2 % 4, codes % 2
+        size = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+        values = torch.where(codes < 8, size, -size) * 2.0 ** (scales - 127).repeat_interleave(32, -1)
+        numbers[name] = values.transpose(1, 2).contiguous()
+        del stored[name]
+        pairs = codes.view(experts, n, k // 32, 16, 2)
+        stored[f"{name}_blocks"] = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
+        stored[f"{name}_scales"] = scales.to(torch.uint8)
+    reference.load_state_dict(numbers)
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    assert_same_logits(tmp_path, reference, 1e-5)
+    stored[f"{name}_scales"][1, 2, 0] = 255
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts\.(gate_up|down)_proj: a scale is no number"):
+        load_model(engine_config(tmp_path, max_model_len=64), "cpu")
+    del stored[f"{name}_scales"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="'_scales' is missing"):
+        load_model(engine_config(tmp_path, max_model_len=64), "cpu")
+
+
 @pytest.mark.parametrize("q_rank", [None, 96])
 def test_latent_attention_and_its_experts_in_blocks_of_8_bits(q_rank: int | None, tmp_path: Path) -> None:
     """As DeepSeek 3 is published; and layers behind the last, which predict further tokens, are left out."""

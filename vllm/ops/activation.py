@@ -13,6 +13,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
@@ -20,12 +21,17 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @op
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Elementwise `kind`: silu | gelu | gelu_tanh | relu | relu2. x: [..., dim]."""
+    """Elementwise `kind`: silu | gelu | gelu_tanh | quick_gelu | relu | relu2. x: [..., dim]."""
     return _ACTIVATIONS[kind](x)
 
 
 @op
-def activate_gated(x: Tensor, kind: str) -> Tensor:
-    """activate(gate) * up, where x = [gate | up] along the last dimension. x: [..., 2 * dim] -> [..., dim]."""
+def activate_gated(x: Tensor, kind: str, limit: float | None = None) -> Tensor:
+    """activate(gate) * up, where x = [gate | up] along the last dimension. x: [..., 2 * dim] -> [..., dim].
+
+    limit: gate is at most that and up within it on either side, and 1 is added to up (gpt-oss, Phi-3-small).
+    """
     gate, up = x.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
     return _ACTIVATIONS[kind](gate) * up

@@ -16,8 +16,24 @@ from vllm.step.inputs import GroupInputs, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
+class SparseBlocks:
+    """Queries see the keys of the last `local` blocks of `block` tokens, their own included, and of every block kb of
+    which (kb + head + 1) % stride is 0.   heads: [heads] int32, the numbers of this rank's heads in that sum.
+    """
+
+    block: int
+    local: int
+    stride: int
+    heads: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What is fixed per layer. `window`: tokens each query sees, itself included. `alibi_slopes`: [heads] fp32."""
+    """What is fixed per layer. `window`: tokens each query sees, itself included. `alibi_slopes`: [heads] fp32.
+
+    sinks: [heads], a further score of each head in the softmax, whose value is zero.
+    chunk: queries see keys of their own `chunk` tokens only, which begin at multiples of it.
+    """
 
     scale: float
     window: int | None = None
@@ -25,6 +41,18 @@ class AttentionParams:
     alibi_slopes: Tensor | None = None
     k_scale: float = 1.0  # fp8 cache: stored = value / scale
     v_scale: float = 1.0
+    sinks: Tensor | None = None
+    chunk: int | None = None
+    sparse: SparseBlocks | None = None
+
+    @property
+    def is_unusual(self) -> str | None:
+        """What of it libraries and some of our kernels do not know, in words; None if nothing."""
+        if self.sinks is not None:
+            return "attention sinks"
+        if self.chunk is not None:
+            return "attention within chunks"
+        return None if self.sparse is None else "block-sparse attention"
 
 
 OwnKV = tuple[Tensor, Tensor]  # keys and values of a step's tokens, in the model's dtype: [tokens, kv_heads, head_dim]
@@ -259,16 +287,19 @@ def _attend_single(q: Tensor, kv_cache: Tensor, params: AttentionParams, table: 
     # [requests, kv_heads, keys, head_dim]
     k = kv_cache[:, 0][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.k_scale
     v = kv_cache[:, 1][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.v_scale
-    distance = seq_lens[:, None] - 1 - torch.arange(k.shape[2], device=q.device)  # [requests, keys]
-    hidden = distance < 0
-    if params.window is not None:
-        hidden = hidden | (distance >= params.window)
+    q_pos, k_pos = seq_lens[:, None] - 1, torch.arange(k.shape[2], device=q.device)[None]
+    distance = q_pos - k_pos  # [requests, keys]
+    hidden = _out_of_reach(q_pos, k_pos, params)
     # unwritten cache may hold anything, NaN included, and 0 * NaN is NaN
     v = v.masked_fill(hidden[:, None, :, None], 0.0)
     scores = torch.matmul(q.float().view(requests, kv_heads, -1, head_dim), k.transpose(2, 3))
     scores = scores.view(requests, heads, 1, -1) * params.scale
     scores = _cap_and_bias(scores, params, -distance[:, None, None])
-    probs = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+    if params.sparse is not None:
+        left_out = _left_out(q_pos[:, None, :, None], k_pos, params.sparse, params.sparse.heads[:, None, None])
+        scores = scores.masked_fill(left_out, float("-inf"))
+    probs = _softmax(scores, params)
     out = torch.matmul(probs.view(requests, kv_heads, -1, probs.shape[-1]), v)
     return out.view(requests, heads, head_dim).to(q.dtype)
 
@@ -278,6 +309,8 @@ def _attend_request(q: Tensor, kv_cache: Tensor, params: AttentionParams, table:
     m, heads, head_dim = q.shape
     kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
     first = 0 if params.window is None else max(0, seq_len - m - params.window + 1) // block_size
+    if params.chunk is not None:
+        first = max(first, (seq_len - m) // params.chunk * params.chunk // block_size)
     table = table[first : -(-seq_len // block_size)].long()
     keys = seq_len - first * block_size
     # [kv_heads, keys, head_dim]
@@ -289,12 +322,37 @@ def _attend_request(q: Tensor, kv_cache: Tensor, params: AttentionParams, table:
     k_pos = torch.arange(first * block_size, seq_len, device=q.device)[None]
     scores = torch.matmul(rows, k.transpose(1, 2)).view(heads, m, -1) * params.scale
     scores = _cap_and_bias(scores, params, k_pos - q_pos)
+    scores = scores.masked_fill(_out_of_reach(q_pos, k_pos, params), float("-inf"))
+    if params.sparse is not None:
+        left_out = _left_out(q_pos, k_pos, params.sparse, params.sparse.heads[:, None, None])
+        scores = scores.masked_fill(left_out, float("-inf"))
+    probs = _softmax(scores, params)
+    out = torch.matmul(probs.view(kv_heads, -1, keys), v).view(heads, m, head_dim)
+    return out.transpose(0, 1).to(q.dtype)
+
+
+def _out_of_reach(q_pos: Tensor, k_pos: Tensor, params: AttentionParams) -> Tensor:
+    """Whether a query's window, or chunk, or the order of tokens hides a key; what stands there need not be finite."""
     hidden = k_pos > q_pos
     if params.window is not None:
         hidden = hidden | (q_pos - k_pos >= params.window)
-    probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    out = torch.matmul(probs.view(kv_heads, -1, keys), v).view(heads, m, head_dim)
-    return out.transpose(0, 1).to(q.dtype)
+    if params.chunk is not None:
+        hidden = hidden | (k_pos < q_pos // params.chunk * params.chunk)
+    return hidden
+
+
+def _left_out(q_pos: Tensor, k_pos: Tensor, sparse: SparseBlocks, heads: Tensor) -> Tensor:
+    """Whether a head skips a key."""
+    k_block = k_pos // sparse.block
+    return (q_pos // sparse.block - k_block >= sparse.local) & ((k_block + heads + 1) % sparse.stride != 0)
+
+
+def _softmax(scores: Tensor, params: AttentionParams) -> Tensor:
+    """scores: [..., heads, m, keys]."""
+    if params.sinks is None:
+        return scores.softmax(-1)
+    sinks = params.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 def _cap_and_bias(scores: Tensor, params: AttentionParams, offset: Tensor) -> Tensor:

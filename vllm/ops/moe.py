@@ -82,8 +82,31 @@ def route_sparse(router_logits: Tensor, top_k: int, jitter: float) -> tuple[Tens
     return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertExtras:
+    """What some experts have beyond their weights.
+
+    gate_up_bias: [experts, 2 * inter].   down_bias: [experts, hidden].   limit: as of `activate_gated`.
+    """
+
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float | None = None
+
+
+NO_EXTRAS = ExpertExtras()
+
+
 @op
-def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
+def expert_mlp(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    act: str,
+    extras: ExpertExtras = NO_EXTRAS,
+) -> Tensor:
     """Each token's weighted sum of its experts' outputs, down(act(gate x) * up x).
 
     x: [tokens, hidden]; weights, experts: [tokens, top_k] as `route` gives them; gate_up: [experts, 2 * inter, hidden],
@@ -93,8 +116,11 @@ def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, dow
     outputs = []
     for expert, rows in enumerate(x[tokens].split(counts.tolist())):
         if len(rows):
-            h = activate_gated(rows @ gate_up[expert].T, act)
-            outputs.append(h @ down[expert].T)
+            h = rows @ gate_up[expert].T
+            if extras.gate_up_bias is not None:
+                h = h + extras.gate_up_bias[expert]
+            y = activate_gated(h, act, extras.limit) @ down[expert].T
+            outputs.append(y if extras.down_bias is None else y + extras.down_bias[expert])
     return _weighted_sum(x, torch.cat(outputs) if outputs else x[:0], weights, order, tokens)
 
 

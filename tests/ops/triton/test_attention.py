@@ -47,6 +47,25 @@ def test_every_grouping_of_heads(heads, kv_heads):
     check(batch, ops.AttentionParams(scale=0.3))
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"sinks": torch.tensor([2.0, -1.0, 0.5, 4.0])},
+        {"sinks": torch.tensor([2.0, -1.0, 0.5, 4.0]), "window": 9},
+        {"chunk": 12},
+        {"sparse": ops.SparseBlocks(8, 2, 3, torch.tensor([5, 2, 0, 7], dtype=torch.int32))},
+    ],
+    ids=["sinks", "sinks and window", "chunk", "sparse"],
+)
+def test_what_only_some_families_have(params):
+    """In decode (the long one in splits), for prompts, and for a chunk behind a cached prefix."""
+    batch = make_batch(
+        [1, 1, 40, 2, 19], [300, 13, 90, 24, 19], heads=4, kv_heads=2, head_dim=16, block_size=8,
+        window=params.get("window"),
+    )  # fmt: skip
+    check(batch, ops.AttentionParams(scale=0.25, **params), 1e-5)
+
+
 @pytest.mark.parametrize("head_dim", [24, 80, 256])
 def test_odd_and_large_head_sizes(head_dim):
     batch = make_batch([1, 9], [35, 20], heads=2, kv_heads=1, head_dim=head_dim, block_size=32)
@@ -144,6 +163,8 @@ def test_long_queries_with_windows_and_soft_caps(cached, softcap, window):
     batch.group = replace(batch.group, plan=gather_plan(own, lens))
     assert can_gather(batch.q, batch.cache, ops.AttentionParams(0.25, window, softcap), batch.group.plan)
     check(batch, ops.AttentionParams(0.25, window, softcap))
+    if window in (None, 64):
+        check(batch, ops.AttentionParams(0.25, window, softcap, sinks=torch.tensor([3.0, -1.0])))
 
 
 @pytest.mark.parametrize("head_dim", [72, 80, 96, 128, 256])

@@ -20,6 +20,39 @@ def test_routing_matches_the_reference(experts, top_k, renormalize):
     torch.testing.assert_close(got[0], want[0])
 
 
+@pytest.mark.parametrize(
+    ("experts", "choice", "biased"),
+    [
+        (8, ops.Choice(2, scale=3.0), False),
+        (9, ops.Choice(4, renormalize=False, scale=1.5, groups=3, top_groups=2), False),
+        (24, ops.Choice(5, "sigmoid", scale=2.5, groups=4, top_groups=2, group_best=2), True),
+        (10, ops.Choice(3, "sigmoid"), True),
+        (64, ops.Choice(6, renormalize=False), False),
+    ],
+)
+def test_routing_by_score_matches_the_reference(experts, choice, biased):
+    logits, bias = torch.randn(19, experts), torch.randn(experts) / 4 if biased else None
+    got, want = (f(logits, bias, choice) for f in (kernels.route_by_score, ops.route_by_score.reference))
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[0], want[0])
+
+
+def test_damaged_scores_choose_experts_that_exist():
+    choice = ops.Choice(3, "sigmoid", groups=2, top_groups=1, group_best=2)
+    chosen = kernels.route_by_score(torch.full((2, 8), float("nan")), None, choice)[1]
+    assert ((chosen >= 0) & (chosen < 8)).all()
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_biases_and_limits_match_the_reference(tokens):
+    x, gate_up, down = (torch.randn(*shape) for shape in ((tokens, 33), (5, 42, 33), (5, 33, 21)))
+    weights, chosen = ops.route.reference(torch.randn(tokens, 5), 2, True)
+    biases = torch.randn(5, 42), torch.randn(5, 33)
+    for extras in (ops.ExpertExtras(*biases, 0.7), ops.ExpertExtras(biases[0], None, 2.0), ops.ExpertExtras(limit=1.0)):
+        args = (x, weights, chosen, gate_up, down, "quick_gelu", extras)
+        assert error(kernels.expert_mlp(*args), ops.expert_mlp.reference(*args)) < 1e-5
+
+
 def test_of_equal_experts_the_lowest_are_taken():
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0] * 5])
     assert kernels.route(logits, 2, True)[1].tolist() == [[1, 2], [0, 1]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, whole
-from vllm.ops.moe import expert_mlp
+from vllm.ops.moe import NO_EXTRAS, ExpertExtras, expert_mlp
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.blocks import Experts
@@ -21,12 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """`experts` gated MLPs from `hidden` features over `inner` back to `hidden`; act: as in `ops.activation`."""
+    """`experts` gated MLPs from `hidden` features over `inner` back to `hidden`; act: as in `ops.activation`.
+
+    bias: of every product.   limit: as of `activate_gated`.
+    """
 
     experts: int
     hidden: int
     inner: int
     act: str
+    bias: bool = False
+    limit: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts have nothing beside their weights."""
+        return not self.bias and self.limit is None
 
 
 class ExpertMethod(ABC):
@@ -68,7 +78,10 @@ class ExpertMethod(ABC):
 
 
 class UnquantizedExpertMethod(ExpertMethod):
-    """gate_up: [experts, 2 * inner / world, hidden], gate rows first.   down: [experts, hidden, inner / world]."""
+    """gate_up: [experts, 2 * inner / world, hidden], gate rows first.   down: [experts, hidden, inner / world].
+
+    gate_up_bias: [experts, 2 * inner / world].   down_bias: [experts, hidden], which the first rank adds.
+    """
 
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden
@@ -76,7 +89,17 @@ class UnquantizedExpertMethod(ExpertMethod):
         layer.gate_up = ShardedParameter.empty((n, 2 * inner, hidden), gate_up, tp.rank, tp.world, dtype)
         down = ShardSpec(2, (whole(inner),), stack=1)
         layer.down = ShardedParameter.empty((n, hidden, inner), down, tp.rank, tp.world, dtype)
+        if shape.bias:
+            biases = ShardSpec(1, (whole(inner, "gate_bias"), whole(inner, "up_bias")), stack=1)
+            layer.gate_up_bias = ShardedParameter.empty((n, 2 * inner), biases, tp.rank, tp.world, dtype)
+            layer.down_bias = ShardedParameter.empty((n, hidden), ShardSpec(stack=1), 0, 1, dtype)
 
     def compute(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        out: Tensor = expert_mlp(x, weights, experts, layer.gate_up, layer.down, layer.shape.act)
+        shape, extras = layer.shape, NO_EXTRAS
+        if not shape.is_plain:
+            extras = ExpertExtras(limit=shape.limit)
+            if shape.bias:
+                down_bias = layer.down_bias if layer.tp.is_first else None
+                extras = ExpertExtras(layer.gate_up_bias, down_bias, shape.limit)
+        out: Tensor = expert_mlp(x, weights, experts, layer.gate_up, layer.down, shape.act, extras)
         return out

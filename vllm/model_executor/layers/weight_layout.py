@@ -16,6 +16,8 @@ class WeightLayout(Enum):
     QKV_BY_GROUP: for each key/value head its query heads, then k, then v.
     STACKED: the matrices of all experts below each other.   STACKED_TRANSPOSED: the same of transposed matrices.
     UNIT_ROWS: rows count divided by their length.   UP_GATE: up | gate.
+    EXPERTS_TRANSPOSED: each expert's matrix as [in, out].   EXPERTS_PAIRS: rows of each one's gate and up alternate.
+    EXPERTS_TRANSPOSED_PAIRS: both.   PAIRS: rows of an MLP's gate and up alternate.
     """
 
     PLAIN = "plain"
@@ -26,6 +28,10 @@ class WeightLayout(Enum):
     STACKED_TRANSPOSED = "stacked_transposed"
     UNIT_ROWS = "unit_rows"
     UP_GATE = "up_gate"
+    EXPERTS_TRANSPOSED = "experts_transposed"
+    EXPERTS_PAIRS = "experts_pairs"
+    EXPERTS_TRANSPOSED_PAIRS = "experts_transposed_pairs"
+    PAIRS = "pairs"
 
 
 def stored_shape(shape: tuple[int, ...], layout: WeightLayout) -> tuple[int, ...]:
@@ -37,6 +43,8 @@ def stored_shape(shape: tuple[int, ...], layout: WeightLayout) -> tuple[int, ...
             return shape[0] * shape[1], *shape[2:]
         case WeightLayout.STACKED_TRANSPOSED:
             return shape[0] * shape[2], shape[1]
+        case WeightLayout.EXPERTS_TRANSPOSED | WeightLayout.EXPERTS_TRANSPOSED_PAIRS:
+            return shape[0], shape[2], shape[1]
     return shape
 
 
@@ -58,6 +66,14 @@ def canonical(tensor: Tensor, layout: WeightLayout, heads: int, kv_heads: int, s
 
     if layout is WeightLayout.UP_GATE:
         return torch.cat(tensor.chunk(2)[::-1])
+    if layout is WeightLayout.PAIRS:
+        return torch.cat([tensor[::2], tensor[1::2]])
+    if layout in (WeightLayout.EXPERTS_TRANSPOSED, WeightLayout.EXPERTS_TRANSPOSED_PAIRS):
+        tensor = tensor.transpose(1, 2)
+    if layout is WeightLayout.EXPERTS_TRANSPOSED:
+        return tensor
+    if layout in (WeightLayout.EXPERTS_PAIRS, WeightLayout.EXPERTS_TRANSPOSED_PAIRS):
+        return torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1)
     groups = kv_heads if layout is WeightLayout.QKV_BY_GROUP else heads
     queries = heads // groups
     # [groups, queries + 2, head_dim, ...]

@@ -100,6 +100,10 @@ class WeightFiller:
         target = self._targets.get(canonical)
         return None if target is None else part_shape(target.slot.parameter, target.part, target.expert)
 
+    def dtype_of(self, canonical: str) -> torch.dtype:
+        """The dtype of the weight that `canonical` fills."""
+        return self._targets[canonical].slot.parameter.dtype
+
     def fill(self, canonical: str, tensor: Tensor) -> None:
         """Write a full tensor in canonical layout. Raises ValueError if it is there already, or does not fit."""
         target = self._targets[canonical]

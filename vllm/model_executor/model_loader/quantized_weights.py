@@ -70,10 +70,20 @@ class QuantizedCheckpoint:
         for path, (_, method) in self._layers.items():
             self._kept.update([path, *containers_of(path, method.shape)])
         self._found: dict[str, _Module] = {}
+        self._stacks: dict[str, _Module] = {}  # of all experts of a layer
         self._has_cache_scales = False
 
     def take(self, name: str, tensor: Tensor, file: Path) -> bool:
         """Keep a tensor (a view of a file) if it is quantized or belongs to a quantized layer."""
+        end = next((end for end in self._format.stacks if name.endswith(end)), None)
+        if end is not None:
+            stack = name.removesuffix(end)
+            resolved = self._family.resolve(stack)
+            if resolved is None or self._is_elsewhere(resolved[0]):
+                return resolved is not None
+            found = self._stacks.setdefault(resolved[0], _Module(stack, file, resolved[1]))
+            found.tensors[end] = tensor
+            return True
         suffix = next((suffix for suffix in self._suffixes if name.endswith(suffix)), None)
         if suffix is None:
             self._has_cache_scales = self._has_cache_scales or name.endswith(_CACHE_SCALES)
@@ -124,6 +134,12 @@ class QuantizedCheckpoint:
             packed_size = sum(tensor.numel() * tensor.element_size() for tensor in module.tensors.values())
             dense, packed = dense + weight.numel() * weight.element_size(), packed + packed_size
             filler.fill(f"{container}.weight", weight)
+        for target in list(self._stacks):
+            module = self._stacks.pop(target)
+            weight = self._stack(target, module, filler, device)
+            packed_size = sum(tensor.numel() * tensor.element_size() for tensor in module.tensors.values())
+            dense, packed = dense + weight.numel() * weight.element_size(), packed + packed_size
+            filler.fill(target, weight)
         if self._has_cache_scales:
             logger.warning(
                 "The checkpoint has scales for a KV cache of 8-bit floats, which are not used: in such a cache every "
@@ -208,6 +224,19 @@ class QuantizedCheckpoint:
         if module.layout in (WeightLayout.PLAIN, WeightLayout.TRANSPOSED):
             return None
         return canonical(torch.arange(rows), module.layout, *self._spec.blocks[int(path.split(".")[1])].heads())
+
+    def _stack(self, target: str, module: _Module, filler: WeightFiller, device: torch.device) -> Tensor:
+        """The numbers of all experts' matrices, in canonical layout."""
+        shape = filler.expected_shape(target)
+        if shape is None or len(shape) != 3:
+            raise ValueError(f"{module.file}: the model has no experts {module.name}.")
+        try:
+            weight = self._format.read_stack(module.tensors, shape, filler.dtype_of(target), device)
+        except ValueError as error:
+            raise ValueError(f"{module.file}: {module.name}: {error}.") from None
+        # stored as [experts, out, in] whatever plain checkpoints do
+        pairs = module.layout in (WeightLayout.EXPERTS_PAIRS, WeightLayout.EXPERTS_TRANSPOSED_PAIRS)
+        return canonical(weight, WeightLayout.EXPERTS_PAIRS, 0, 0) if pairs else weight
 
     def _plain(self, container: str, module: _Module, filler: WeightFiller) -> Tensor:
         """The numbers of a projection that no layer takes as it is."""

@@ -7,7 +7,7 @@ addition before them, rotation together with the cache write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.linear_method import Fp32OutputMethod, QuantizationConfig, UnquantizedLinearMethod
 from vllm.model_executor.layers.rope_table import rope_table
-from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter, ShardSpec
+from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops.activation import activate, activate_gated
@@ -132,6 +132,7 @@ class SelfAttention(nn.Module):
     """Self-attention: causal over the paged cache, or of whole prompts over themselves (then there is no `place`)."""
 
     cos_sin: Tensor
+    growth: Tensor
 
     def __init__(
         self, spec: Attn, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str, *, reduce: bool
@@ -170,7 +171,17 @@ class SelfAttention(nn.Module):
         if spec.alibi is not None:
             slopes = alibi_slopes(spec.heads, spec.alibi.largest_exponent) * spec.alibi.factor
             slopes = slopes.tensor_split(ctx.tp.world)[ctx.tp.rank].to(ctx.device)
-        self.params = AttentionParams(scale=scale, window=spec.window, softcap=spec.softcap, alibi_slopes=slopes)
+        self.params = AttentionParams(
+            scale=scale, window=spec.window, softcap=spec.softcap, alibi_slopes=slopes, chunk=spec.chunk
+        )
+        self.sinks = None
+        if spec.sinks:
+            cut = ShardSpec(0, (Part(spec.heads, spec.heads),))
+            self.sinks = ShardedParameter.empty((spec.heads,), cut, ctx.tp.rank, ctx.tp.world, ctx.dtype)
+        if spec.temperature is not None:
+            positions = torch.arange(ctx.max_positions, dtype=torch.float32, device="cpu")
+            growth = torch.log1p(((positions + 1) / spec.temperature.floor).floor()) * spec.temperature.scale + 1
+            self.register_buffer("growth", growth.to(ctx.device), persistent=False)
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
             first_head = ctx.tp.rank * self.heads
@@ -179,7 +190,9 @@ class SelfAttention(nn.Module):
             self.k_norm = _head_norm(spec, spec.kv_heads, first_kv_head, self.kv_heads, ctx)
         # what one operation does, from the product to the cache
         plain_norm = self.q_norm is None or isinstance(self.q_norm, RMSNorm)
-        self.fused = spec.rope is not None and plain_norm and spec.clip_qkv is None
+        unusual = spec.clip_qkv is not None or spec.temperature is not None
+        unusual = unusual or (spec.qk_norm is not None and (spec.norm_after_rope or not spec.qk_norm.weight))
+        self.fused = spec.rope is not None and plain_norm and not unusual
         if spec.rope is not None:
             self.register_buffer("cos_sin", ctx.table(spec.rope), persistent=False)
 
@@ -212,6 +225,8 @@ class SelfAttention(nn.Module):
             write_kv(k, v, cache, group.slot_mapping, p.k_scale, p.v_scale)
         if rows is not None and not len(rows):
             return x[:0]  # the cache is written, nobody asks for more
+        if self.sinks is not None:
+            p = replace(p, sinks=self.sinks)
         out = pick(attend(q, cache, p, step, group, own).flatten(1), rows)
         return self.o.project(out, step.view(picked=rows is not None))
 
@@ -220,13 +235,18 @@ class SelfAttention(nn.Module):
         rope = self.spec.rope
         heads = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = qkv.view(len(qkv), -1, self.spec.head_dim).split(heads, 1)
-        if self.q_norm is not None and self.k_norm is not None:
+        late = self.spec.norm_after_rope
+        if self.q_norm is not None and self.k_norm is not None and not late:
             q, k = self.q_norm.norm(q), self.k_norm.norm(k)
         if self.spec.clip_qkv is not None:
             q, k, v = (t.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for t in (q, k, v))
         if rope is not None:
             q = rotate(q, step.positions, self.cos_sin, rope.interleaved)
             k = rotate(k, step.positions, self.cos_sin, rope.interleaved)
+        if self.q_norm is not None and self.k_norm is not None and late:
+            q, k = self.q_norm.norm(q), self.k_norm.norm(k)
+        if self.spec.temperature is not None:
+            q = (q * self.growth[step.positions][:, None, None]).to(q.dtype)
         return q, k, v
 
     def _rms_qk_norm(self) -> QKNorm | None:
@@ -280,7 +300,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
         if self.spec.gated:
-            return self.down.project(activate_gated(self.gate_up.project(x, view), self.act), view)
+            return self.down.project(activate_gated(self.gate_up.project(x, view), self.act, self.spec.limit), view)
         return self.down.project(activate(self.up.project(x, view), self.act), view)
 
 
@@ -292,6 +312,8 @@ class Experts(nn.Module):
 
     gate_up: ShardedParameter
     down: ShardedParameter
+    gate_up_bias: ShardedParameter  # where the shape has biases
+    down_bias: ShardedParameter
 
     def __init__(self, shape: ExpertShape, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
         super().__init__()
@@ -338,7 +360,7 @@ class MixtureOfExperts(nn.Module):
         self.router = ReplicatedLinear(
             hidden_size,
             spec.experts,
-            bias=False,
+            bias=spec.bias,
             params_dtype=ctx.dtype,
             linear_method=UnquantizedLinearMethod() if plain else Fp32OutputMethod(),
             prefix=f"{prefix}.router",
@@ -355,7 +377,7 @@ class MixtureOfExperts(nn.Module):
                     hidden_size, 1, bias=False, params_dtype=ctx.dtype, prefix=f"{prefix}.shared_gate", tp=ctx.tp
                 )
             reduce = False  # the sum of both is reduced once
-        shape = ExpertShape(spec.experts, hidden_size, spec.hidden, activation_kind(spec.act))
+        shape = ExpertShape(spec.experts, hidden_size, spec.hidden, activation_kind(spec.act), spec.bias, spec.limit)
         self.experts = Experts(shape, ctx, f"{prefix}.experts", reduce=reduce)
 
     def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
@@ -367,7 +389,12 @@ class MixtureOfExperts(nn.Module):
             weights, chosen = route(logits, self.spec.top_k, self.spec.renormalize)
         else:
             weights, chosen = route_sparse(logits, self.spec.top_k, self.spec.jitter)
-        out: Tensor = self.experts(x, weights, chosen)
+        if self.spec.weigh_inputs:
+            rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+            found = self.experts(rows, torch.ones_like(weights).view(-1, 1), chosen.view(-1, 1))
+            out: Tensor = found.unflatten(0, weights.shape).sum(1)
+        else:
+            out = self.experts(x, weights, chosen)
         if self.shared is None:
             return out
         shared = self.shared(x, view)

@@ -65,6 +65,7 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
         "deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1, moonshotai/Moonlight-16B-A3B-Instruct",
     ),
     "MiniCPM3ForCausalLM": ("deepseek", "MINICPM3", "openbmb/MiniCPM3-4B"),
+    "GptOssForCausalLM": ("gpt_oss", "GPT_OSS", "openai/gpt-oss-20b, openai/gpt-oss-120b"),
     "AquilaModel": ("remote", "PLAIN", "BAAI/Aquila-7B"),
     "AquilaForCausalLM": ("remote", "PLAIN", "BAAI/AquilaChat2-7B"),
     "XverseForCausalLM": ("remote", "PLAIN", "xverse/XVERSE-7B-Chat"),

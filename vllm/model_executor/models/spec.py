@@ -23,6 +23,7 @@ __all__ = [
     "Norm",
     "PoolHead",
     "Rope",
+    "Temperature",
 ]
 
 
@@ -63,6 +64,14 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries at position p are multiplied by 1 + scale * ln(1 + floor((p + 1) / floor))."""
+
+    floor: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Attn:
     """scale: of q k; head_dim ** -0.5 by default.   window: tokens that each query sees, itself included; None: all.
 
@@ -70,6 +79,9 @@ class Attn:
     clip_qkv: queries, keys and values are cut to [-clip_qkv, clip_qkv], behind their norm.
     causal: no token sees later ones. If not, every token sees the whole prompt, which is computed in one step and
         leaves no cache; a window is then on either side.
+    sinks: each head has a learned score of its own in the softmax, of a key whose value is zero.
+    chunk: queries see the keys of their own `chunk` tokens only, which begin at multiples of it.
+    norm_after_rope: `qk_norm` comes behind the rotation.   temperature: queries grow with their position.
     """
 
     heads: int
@@ -86,6 +98,10 @@ class Attn:
     qk_norm_over: HeadNorm = HeadNorm.HEAD
     clip_qkv: float | None = None
     causal: bool = True
+    sinks: bool = False
+    chunk: int | None = None
+    norm_after_rope: bool = False
+    temperature: Temperature | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,7 @@ class Mlp:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated.   hidden: the width between.
 
     bias: of all products.   down_bias: of the last one alone.
+    limit: down(act(min(gate(x), limit)) * (1 + up(x))), up(x) cut to [-limit, limit].
     """
 
     act: str
@@ -100,6 +117,7 @@ class Mlp:
     gated: bool = True
     bias: bool = False
     down_bias: bool = False
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +128,8 @@ class Moe:
     choice_bias: the experts with the best score plus a learned bias of their own are chosen; weights are without it.
     groups: experts stand in so many equal groups, of which only the `top_groups` best are chosen from; a group is as
     good as the sum of its `group_best` best experts.
+    bias: of the router and of every product of the experts.   limit: as of `Mlp`.
+    weigh_inputs: weights multiply what experts read, not what they return.
 
     jitter: experts are chosen one after the other, each weighted by a softmax over those whose logit is within 2 *
     jitter of the best one's, relative to its own size (SparseMixer, arXiv 2409.12136).
@@ -130,6 +150,9 @@ class Moe:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
+    bias: bool = False
+    limit: float | None = None
+    weigh_inputs: bool = False
 
 
 class Layout(Enum):
@@ -192,16 +215,20 @@ class Block(BlockSpec):
     attn_norm: bool = True
 
     def within(self, max_positions: int) -> Block:
-        window = self.attn.window
-        if window is None or window < max_positions:
+        attn = self.attn
+        window = attn.window if attn.window is not None and attn.window < max_positions else None
+        chunk = attn.chunk if attn.chunk is not None and attn.chunk < max_positions else None
+        if (window, chunk) == (attn.window, attn.chunk):
             return self
-        return replace(self, attn=replace(self.attn, window=None))
+        return replace(self, attn=replace(attn, window=window, chunk=chunk))
 
     def need(self, world: int) -> KVNeed | None:
         attn = self.attn
         if not attn.causal:
             return None
-        return attention_need(max(1, attn.kv_heads // world), attn.head_dim, attn.window)
+        return attention_need(
+            max(1, attn.kv_heads // world), attn.head_dim, attn.chunk if attn.window is None else attn.window
+        )
 
     def needs_whole_prompt(self) -> bool:
         return not self.attn.causal

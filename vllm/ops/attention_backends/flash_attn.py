@@ -28,6 +28,8 @@ class FlashAttention:
             return f"flash-attn reads a cache of the model's dtype only, not {_short(wanted.cache_dtype)}"
         if wanted.head_dim > 256 or wanted.head_dim % 8:
             return f"flash-attn takes head sizes that 8 divides, up to 256, not {wanted.head_dim}"
+        if wanted.params.is_unusual:
+            return f"flash-attn is not used for {wanted.params.is_unusual}"
         return None
 
     def plan(self, batch: HostBatch) -> Planned | None:

@@ -51,6 +51,8 @@ class FlashInfer:
             return f"flashinfer takes heads of 64, 128 and 256, not {wanted.head_dim}"
         if wanted.params.alibi_slopes is not None:
             return "flashinfer takes no ALiBi slopes of a model's own"
+        if wanted.params.is_unusual:
+            return f"flashinfer is not used for {wanted.params.is_unusual}"
         return None
 
     def plan(self, batch: HostBatch) -> Planned | None:

@@ -256,10 +256,10 @@ class NativeKernels:
             self._activate(out.data_ptr(), x.data_ptr(), x.numel() // dim, dim, dim, 0, code, DTYPE_CODES[x.dtype])
         return out
 
-    def activate_gated(self, x: Tensor, kind: str) -> Tensor:
+    def activate_gated(self, x: Tensor, kind: str, limit: float | None = None) -> Tensor:
         code = ACTIVATION_CODES.get(kind)
-        if code is None or not x.is_contiguous() or x.dtype not in DTYPE_CODES:
-            return activate_gated.reference(x, kind)
+        if code is None or limit is not None or not x.is_contiguous() or x.dtype not in DTYPE_CODES:
+            return activate_gated.reference(x, kind, limit)
         width = x.shape[-1]
         dim = width // 2
         out = x.new_empty(*x.shape[:-1], dim)
@@ -338,7 +338,9 @@ class NativeKernels:
         own: OwnKV | None = None,
     ) -> Tensor:
         code, cache_code = DTYPE_CODES.get(q.dtype), DTYPE_CODES.get(kv_cache.dtype)
-        if code is None or cache_code is None or not _heads_packed(q) or group.block_table.stride(-1) != 1:
+        if code is None or cache_code is None or params.is_unusual or not _heads_packed(q):
+            return attend.reference(q, kv_cache, params, step, group)
+        if group.block_table.stride(-1) != 1:
             return attend.reference(q, kv_cache, params, step, group)
         state = self._step_call
         call = state.call

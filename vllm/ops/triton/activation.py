@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllm.ops import activation as ops
 
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "quick_gelu": 5}
 _BLOCK = 1024
 
 
@@ -24,10 +24,25 @@ def apply_activation(x, KIND: tl.constexpr):
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == 3:
         x = tl.maximum(x, 0.0)
+    elif KIND == 5:
+        x = x * tl.sigmoid(1.702 * x)
     else:
         x = tl.maximum(x, 0.0)
         x = x * x
     return x
+
+
+@triton.jit
+def gated(gate, up, limit, KIND: tl.constexpr, LIMITED: tl.constexpr):
+    """activation(gate) * up, both of the model's dtype; the activation is rounded before it meets `up`, as in two
+    operations.
+    """
+    dtype = up.dtype
+    gate = gate.to(tl.float32)
+    if LIMITED:
+        gate = tl.minimum(gate, limit)
+        up = (tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit) + 1.0).to(dtype)
+    return apply_activation(gate, KIND).to(dtype) * up
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -38,16 +53,15 @@ def _activate_kernel(x_ptr, out_ptr, size, KIND: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _gated_kernel(x_ptr, out_ptr, stride, DIM: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, blocks): activation(gate) is rounded to the model's dtype before it meets `up`, as in two
-    operations.
-    """
+def _gated_kernel(
+    x_ptr, out_ptr, stride, limit, DIM: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (rows, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x_ptr + row * stride + i, mask=i < DIM, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row * stride + i, mask=i < DIM, other=0.0)
     up = tl.load(x_ptr + row * stride + DIM + i, mask=i < DIM, other=0.0)
-    y = apply_activation(gate, KIND).to(out_ptr.dtype.element_ty) * up
-    tl.store(out_ptr + row * DIM + i, y, mask=i < DIM)
+    tl.store(out_ptr + row * DIM + i, gated(gate, up, limit, KIND, LIMITED), mask=i < DIM)
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
@@ -62,17 +76,20 @@ def activate(x: Tensor, kind: str) -> Tensor:
     return out
 
 
-def activate_gated(x: Tensor, kind: str) -> Tensor:
+def activate_gated(x: Tensor, kind: str, limit: float | None = None) -> Tensor:
     """`vllm.ops.activation.activate_gated` for CUDA."""
     if kind not in KINDS:
-        return ops.activate_gated.reference(x, kind)
+        return ops.activate_gated.reference(x, kind, limit)
     dim = x.shape[-1] // 2
     x = x.contiguous()
     out = x.new_empty((*x.shape[:-1], dim))
     rows = x.numel() // (2 * dim)
     if rows:
         grid = (rows, triton.cdiv(dim, _BLOCK))
-        _gated_kernel[grid](x, out, 2 * dim, DIM=dim, KIND=KINDS[kind], BLOCK=_BLOCK, num_warps=4)
+        _gated_kernel[grid](
+            x, out, 2 * dim, limit or 0.0, DIM=dim, KIND=KINDS[kind], LIMITED=limit is not None, BLOCK=_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 

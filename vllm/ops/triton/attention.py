@@ -30,11 +30,13 @@ def walk(
     qk_scale, cap, stride_block,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr = 0, SPARSE: tl.constexpr = 0, LOCAL: tl.constexpr = 0,
+    STRIDE: tl.constexpr = 1, number=0,
 ):  # fmt: skip
     """Online softmax (m: maximum, z: normaliser) over keys [lo, hi), lo a multiple of TILE.
 
-    MASKED: keys outside [first, last) are not read.
+    MASKED: keys outside [first, last) are not read.   SPARSE, LOCAL, STRIDE: of `SparseBlocks`, 0 without; number: its
+    head's, of each row.
     """
     d = tl.arange(0, DP)
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
@@ -66,6 +68,12 @@ def walk(
             seen = live[None, :] & (k_pos[None, :] <= q_pos[:, None])
             if WINDOW > 0:
                 seen = seen & (q_pos[:, None] - k_pos[None, :] < WINDOW)
+            if CHUNK > 0:
+                seen = seen & (k_pos[None, :] >= (q_pos // CHUNK * CHUNK)[:, None])
+            if SPARSE > 0:
+                k_block = k_pos // SPARSE
+                near = (q_pos // SPARSE)[:, None] - k_block[None, :] < LOCAL
+                seen = seen & (near | ((k_block[None, :] + number[:, None] + 1) % STRIDE == 0))
             s = tl.where(seen, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         alpha = tl.exp2(m - m_new)
@@ -146,12 +154,13 @@ def _shared_kernel(
 
 @triton.jit(do_not_specialize=["max_query", "requests", "stride_table", "splits", "tile_rows"])
 def _attend_kernel(
-    q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, out_ptr, part_ptr, lse_ptr,
+    q_ptr, cache, table_ptr, starts_ptr, lens_ptr, slopes_ptr, sinks_ptr, numbers_ptr, out_ptr, part_ptr, lse_ptr,
     shared_rows, shared_part, shared_lse, tile_rows, max_query,
     requests, splits, qk_scale, cap, v_scale, v_offset, stride_block, stride_table, stride_q, stride_qh, stride_o,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SMALL: tl.constexpr,
-    MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    CHUNK: tl.constexpr, SPARSE: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens.
@@ -201,12 +210,17 @@ def _attend_kernel(
     slope = tl.zeros([BM], tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=ok, other=0.0) * 1.4426950408889634
+    number = head
+    if SPARSE > 0:
+        number = tl.load(numbers_ptr + head, mask=ok, other=0)
 
     first_pos = seq_len - query_len + tile_token
     last = tl.minimum(first_pos + BQ, seq_len)  # one past the last key that any row sees
     first = 0
     if WINDOW > 0:
         first = tl.maximum(first_pos - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = tl.maximum(first, first_pos // CHUNK * CHUNK)
     if SHARED:
         first = tl.load(shared_rows + r * 4)
     lo = first // TILE * TILE
@@ -218,18 +232,22 @@ def _attend_kernel(
 
     m = tl.full([BM], -1.0e30, tl.float32)  # finite, so that a row without a visible key stays free of NaN
     z = tl.zeros([BM], tl.float32)
+    if SINKS:  # noqa: SIM102 (a condition for the compiler)
+        if split == 0:
+            m = tl.load(sinks_ptr + head, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
+            z += 1.0
     acc = tl.zeros([BM, DP], tl.float32)
     table = table_ptr + r.to(tl.int64) * stride_table
-    bare = lo  # with a window every tile is masked
-    if WINDOW == 0:
+    bare = lo  # where not all keys before a query are seen every tile is masked
+    if (WINDOW == 0) & (CHUNK == 0) & (SPARSE == 0):
         bare += tl.maximum(tl.minimum(hi, first_pos + 1) - lo, 0) // TILE * TILE
     m, z, acc = walk(
         m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, bare, first, last, qk_scale, cap, stride_block,
-        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, False, STAGES, PRECISION,
+        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, False, STAGES, PRECISION, CHUNK, SPARSE, LOCAL, STRIDE, number,
     )  # fmt: skip
     m, z, acc = walk(
         m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, bare, hi, first, last, qk_scale, cap, stride_block,
-        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION,
+        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION, CHUNK, SPARSE, LOCAL, STRIDE, number,
     )  # fmt: skip
 
     if SHARED:  # noqa: SIM102 (a condition for the compiler)
@@ -327,11 +345,30 @@ def _common(q: Tensor, kv_cache: Tensor, params: AttentionParams) -> dict:
         "D": head_dim,
         "DP": max(16, triton.next_power_of_2(head_dim)),
         "BS": kv_cache.shape[3],
-        "WINDOW": params.window or 0,
         "SOFTCAP": params.softcap is not None,
         "ALIBI": params.alibi_slopes is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
+
+
+def _reach(params: AttentionParams) -> dict:
+    """Constants that only some layers need."""
+    sparse = params.sparse
+    return {
+        "WINDOW": params.window or 0,
+        "SINKS": params.sinks is not None,
+        "CHUNK": params.chunk or 0,
+        "SPARSE": 0 if sparse is None else sparse.block,
+        "LOCAL": 0 if sparse is None else sparse.local,
+        "STRIDE": 1 if sparse is None else sparse.stride,
+    }
+
+
+def _per_head(params: AttentionParams, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Slopes, sinks and numbers of heads; `other` for what there is not."""
+    numbers = None if params.sparse is None else params.sparse.heads
+    slopes, sinks = params.alibi_slopes, params.sinks
+    return tuple(other if x is None else x for x in (slopes, sinks, numbers))  # type: ignore[return-value]
 
 
 def _arguments(
@@ -361,12 +398,11 @@ def _launch_long(
     rows = max(rows, triton.next_power_of_2(const["GROUP"]))
     tokens_per_tile = rows // const["GROUP"]
     tiles = q.shape[0] // tokens_per_tile + step.seq_lens.shape[0]
-    slopes = params.alibi_slopes if params.alibi_slopes is not None else out
     _attend_kernel[(tiles, const["KV_HEADS"])](
-        q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, out, out,
+        q, kv_cache, group.block_table, step.query_starts, step.seq_lens, *_per_head(params, out), out, out, out,
         step.seq_lens, out, out, 0, longest, *_arguments(q, kv_cache, params, step, group),
         BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLIT=False, SMALL=False, MIN_QUERY=short + 1,
-        SHARED=False, STAGES=2, num_warps=4, **const,
+        SHARED=False, STAGES=2, num_warps=4, **const, **_reach(params),
     )  # fmt: skip
 
 
@@ -376,24 +412,25 @@ def _launch_short(
     const = _common(q, kv_cache, params)
     heads, head_dim, requests = q.shape[1], q.shape[2], step.seq_lens.shape[0]
     rows = max(16, triton.next_power_of_2(const["GROUP"]))
-    shared = group.plan if isinstance(group.plan, SharedPlan) and params.window is None else None
-    splits = choose_splits(requests * const["KV_HEADS"], step.max_seq_len, params.window)
+    whole = params.window is None and params.chunk is None and params.sparse is None
+    shared = group.plan if isinstance(group.plan, SharedPlan) and whole else None
+    splits = choose_splits(requests * const["KV_HEADS"], step.max_seq_len, params.window or params.chunk)
     if splits > 1:
         part = torch.empty((requests * short, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((requests * short, heads, splits, 2), dtype=torch.float32, device=q.device)
     else:
         part = lse = out
-    slopes = params.alibi_slopes if params.alibi_slopes is not None else out
+    per_head = _per_head(params, out)
     wide = const["DP"] > 128 or q.dtype == torch.float32 or rows > 32
     before: tuple[Tensor, Tensor, Tensor, int] = (step.seq_lens, out, out, 0)
     if shared is not None:
-        _launch_shared(q, kv_cache, params, step, group, slopes, shared)
+        _launch_shared(q, kv_cache, params, step, group, per_head[0], shared)
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     _attend_kernel[(const["KV_HEADS"], splits, requests)](
-        q, kv_cache, group.block_table, step.query_starts, step.seq_lens, slopes, out, part, lse,
+        q, kv_cache, group.block_table, step.query_starts, step.seq_lens, *per_head, out, part, lse,
         *before, short, *_arguments(q, kv_cache, params, step, group, splits),
         BM=rows, BQ=short, TILE=32, SPLIT=splits > 1, SMALL=True, MIN_QUERY=1, SHARED=shared is not None, STAGES=2,
-        num_warps=4 if wide else 1, **const,
+        num_warps=4 if wide else 1, **const, **_reach(params),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(requests * short, heads)](
@@ -408,7 +445,6 @@ def _launch_shared(
 ) -> None:  # fmt: skip
     """What every request's result has from keys that it shares, as parts for the small tile to merge."""
     const = _common(q, kv_cache, params)
-    del const["WINDOW"]
     _, _, scale, cap, _, v_offset, stride_block, stride_table, stride_q, stride_qh, _ = _arguments(
         q, kv_cache, params, step, group
     )

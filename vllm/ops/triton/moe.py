@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops import moe as ops
-from vllm.ops.triton.activation import KINDS, apply_activation
+from vllm.ops.moe import NO_EXTRAS, Choice, ExpertExtras
+from vllm.ops.triton.activation import KINDS, gated
 
 _SORT_BLOCK = 1024
 _SUM_BLOCK = 1024
@@ -47,6 +48,61 @@ def _route_kernel(
         tl.store(weights + token * TOP_K + j, weight)
         tl.store(experts + token * TOP_K + j, best.to(tl.int64))
         p = tl.where(e == best, -1.0, p)
+
+
+@triton.jit
+def _score_kernel(
+    logits, bias, weights, experts, stride, scale, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr,
+    SP: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, TOP_K: tl.constexpr, KP: tl.constexpr,
+    SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,): `route_by_score` of G groups of S experts; of equal ones the lowest."""
+    token = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, GP)[:, None]
+    j = tl.arange(0, SP)[None, :]
+    e = g * S + j
+    real = (g < G) & (j < S)
+    x = tl.load(logits + token * stride + e, mask=real, other=-float("inf")).to(tl.float32)
+    if SIGMOID:
+        score = tl.sigmoid(x)
+    else:
+        score = tl.exp(x - tl.max(tl.max(x, 1), 0))
+        score = score / tl.sum(tl.sum(tl.where(real, score, 0.0), 1), 0)
+    rank = score
+    if BIAS:
+        rank += tl.load(bias + e, mask=real, other=0.0)
+    rank = tl.where(rank == rank, rank, -3.0e38)  # NaN, so that experts are chosen that exist
+    rank = tl.where(real, rank, -float("inf"))
+    if G > 1:
+        left = rank
+        worth = tl.zeros([GP], tl.float32)
+        for _ in tl.static_range(GROUP_BEST):
+            worth += tl.max(left, 1)
+            left = tl.where(j == tl.argmax(left, 1)[:, None], -float("inf"), left)
+        groups = tl.arange(0, GP)
+        worth = tl.where(groups < G, worth, -float("inf"))
+        kept = groups < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            best = tl.argmax(worth, 0)
+            kept = kept | (groups == best)
+            worth = tl.where(groups == best, -float("inf"), worth)
+        rank = tl.where(kept[:, None], rank, -float("inf"))
+    t = tl.arange(0, KP)
+    chosen = tl.zeros([KP], tl.float32)
+    names = tl.zeros([KP], tl.int64)
+    for k in tl.static_range(TOP_K):
+        best_group = tl.argmax(tl.max(rank, 1), 0)
+        row = tl.max(tl.where(g == best_group, rank, -float("inf")), 0)
+        best = best_group * S + tl.argmax(row, 0)
+        best = tl.minimum(best, G * S - 1)  # NaN may be found anywhere
+        weight = tl.sum(tl.sum(tl.where((e == best) & real, score, 0.0), 1), 0)
+        chosen = tl.where(t == k, weight, chosen)
+        names = tl.where(t == k, best.to(tl.int64), names)
+        rank = tl.where((e == best) & real, -float("inf"), rank)
+    if RENORMALIZE:
+        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    tl.store(weights + token * TOP_K + t, chosen * scale, mask=t < TOP_K)
+    tl.store(experts + token * TOP_K + t, names, mask=t < TOP_K)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -147,9 +203,9 @@ def _route_and_sort_kernel(
 
 @triton.jit(do_not_specialize=["most", "group"])
 def _grouped_kernel(
-    x, w, out, order, tiles, most, group, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, bias, out, order, tiles, most, group, limit, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows times one tile of its expert's weight [N (2 x N if GATED), K].
 
@@ -192,9 +248,14 @@ def _grouped_kernel(
             c = tl.load(w_rows + N * K + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
             up = tl.dot(a, c, up, input_precision="ieee")
     dtype = out.dtype.element_ty
+    if BIAS:
+        own = bias + expert * (N * (2 if GATED else 1)) + n
+        acc += tl.load(own, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(own + N, mask=in_n, other=0.0).to(tl.float32)[None, :]
     y = acc.to(dtype)
     if GATED:
-        y = apply_activation(y.to(tl.float32), KIND).to(dtype) * up.to(dtype)
+        y = gated(y, up.to(dtype), limit, KIND, LIMITED)
     tl.store(out + row[:, None].to(tl.int64) * N + n[None, :], y, mask=in_m[:, None] & in_n[None, :])
 
 
@@ -289,17 +350,19 @@ def route_and_sort(
 
 
 def _grouped(
-    x: Tensor, w: Tensor, s: Sorted, out: Tensor, rows: int, cut: tuple[int, int, int, int], top_k: int, kind: int,
-    pdl: bool = False,
+    x: Tensor, w: Tensor, bias: Tensor | None, s: Sorted, out: Tensor, rows: int, cut: tuple[int, int, int, int],
+    top_k: int, kind: int, limit: float | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """One grouped product; kind: of the activation between gate and up, below 0 for a plain product."""
     bn, bk, warps, stages = cut
     group = min(_GROUP, triton.next_power_of_2(s.most))
     grid = (triton.cdiv(s.most, group) * group * triton.cdiv(out.shape[1], bn),)
     _grouped_kernel[grid](
-        x, w, out, s.order, s.tiles, s.most, group, N=out.shape[1], K=w.shape[2], TOP_K=top_k, BM=rows, BN=bn,
+        x, w, out if bias is None else bias, out, s.order, s.tiles, s.most, group, limit or 0.0,
+        N=out.shape[1], K=w.shape[2], TOP_K=top_k, BM=rows, BN=bn,
         BK=min(bk, max(16, triton.next_power_of_2(w.shape[2]))), STAGES=stages, GATED=kind >= 0, KIND=max(kind, 0),
-        PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+        BIAS=bias is not None, LIMITED=limit is not None, PDL=pdl, num_warps=warps, num_stages=stages,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -316,27 +379,48 @@ def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     return weights, experts
 
 
-def expert_mlp(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
+def route_by_score(router_logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    """`vllm.ops.moe.route_by_score` for CUDA; of equal experts it takes the lowest."""
+    tokens, num_experts = router_logits.shape
+    weights = torch.empty(tokens, choice.top_k, dtype=torch.float32, device=router_logits.device)
+    experts = torch.empty(tokens, choice.top_k, dtype=torch.int64, device=router_logits.device)
+    if tokens:
+        size = num_experts // choice.groups
+        _score_kernel[(tokens,)](
+            router_logits, router_logits if bias is None else bias, weights, experts, router_logits.stride(0),
+            choice.scale, G=choice.groups, GP=triton.next_power_of_2(choice.groups), S=size,
+            SP=triton.next_power_of_2(size), TOP_GROUPS=choice.top_groups, GROUP_BEST=choice.group_best,
+            TOP_K=choice.top_k, KP=triton.next_power_of_2(choice.top_k), SIGMOID=choice.score == "sigmoid",
+            BIAS=bias is not None, RENORMALIZE=choice.renormalize, num_warps=1,
+        )  # fmt: skip
+    return weights, experts
+
+
+def expert_mlp(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str,
+    extras: ExpertExtras = NO_EXTRAS,
+) -> Tensor:  # fmt: skip
     """`vllm.ops.moe.expert_mlp` for CUDA."""
     if act not in KINDS or not gate_up.is_contiguous() or not down.is_contiguous():
-        return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act)
+        return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act, extras)
     tokens, top_k = experts.shape
     if not tokens:
         return torch.empty_like(x)
     cut = _choose_tiling(tokens * top_k, len(gate_up), down.shape[2], x.dtype)
     s = sort_pairs(experts, len(gate_up), cut.rows)
-    outputs = _apply(x.contiguous(), s, cut, gate_up, down, top_k, act, pdl=False)
+    outputs = _apply(x.contiguous(), s, cut, gate_up, down, top_k, act, extras, pdl=False)
     return sum_chosen(outputs, weights.contiguous(), s.home)
 
 
 def _apply(
-    x: Tensor, s: Sorted, cut: _Tiling, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool
-) -> Tensor:
+    x: Tensor, s: Sorted, cut: _Tiling, gate_up: Tensor, down: Tensor, top_k: int, act: str, extras: ExpertExtras,
+    pdl: bool,
+) -> Tensor:  # fmt: skip
     """[pairs, hidden]: the outputs of the experts, in sorted order."""
     pairs = len(x) * top_k
     h, outputs = x.new_empty(pairs, down.shape[2]), x.new_empty(pairs, down.shape[1])
-    _grouped(x, gate_up, s, h, cut.rows, cut.gated, top_k, KINDS[act], pdl)
-    _grouped(h, down, s, outputs, cut.rows, cut.plain, top_k, -1, pdl)
+    _grouped(x, gate_up, extras.gate_up_bias, s, h, cut.rows, cut.gated, top_k, KINDS[act], extras.limit, pdl)
+    _grouped(h, down, extras.down_bias, s, outputs, cut.rows, cut.plain, top_k, -1, None, pdl)
     return outputs
 
 
@@ -361,9 +445,10 @@ def routed_mlp(
     """
     cut = _choose_tiling(len(x) * top_k, len(gate_up), down.shape[2], x.dtype)
     weights, s = route_and_sort(router_logits, top_k, renormalize, cut.rows, pdl)
-    return _apply(x, s, cut, gate_up, down, top_k, act, pdl), weights, s.home
+    return _apply(x, s, cut, gate_up, down, top_k, act, NO_EXTRAS, pdl), weights, s.home
 
 
 def register(device_type: str) -> None:
     ops.route.register(device_type, route)
+    ops.route_by_score.register(device_type, route_by_score)
     ops.expert_mlp.register(device_type, expert_mlp)

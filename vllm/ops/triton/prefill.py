@@ -107,10 +107,10 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["requests", "fresh"])
 def _prefill_kernel(
-    q_desc, k_desc, v_desc, out_ptr, starts_ptr, lens_ptr, places, requests, fresh, inner, outer, stride_o,
+    q_desc, k_desc, v_desc, out_ptr, sinks_ptr, starts_ptr, lens_ptr, places, requests, fresh, inner, outer, stride_o,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FAST: tl.constexpr,
+    FAST: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, heads), heavy tiles first. Requests without gathered keys are left alone.
 
@@ -148,6 +148,9 @@ def _prefill_kernel(
     n = tl.arange(0, TILE)
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
+    if SINKS:
+        m = tl.zeros([BM], tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        z += 1.0
     acc = tl.zeros([BM, DP], tl.float32)
     bare = (prefix + first + 1) // TILE * TILE  # keys below this are as early as any row's
     end = tl.minimum(first + BM, query_len)
@@ -184,7 +187,8 @@ def can_gather(q: Tensor, kv_cache: Tensor, params: AttentionParams, plan: Gathe
     aligned = q.stride(-1) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0
     fits = q.shape[2] % 8 == 0 and 64 <= q.shape[2] <= 256 and q.dtype in (torch.bfloat16, torch.float16)
     stored = kv_cache.dtype == q.dtype or kv_cache.dtype.itemsize == 1
-    return plan is not None and params.alibi_slopes is None and aligned and fits and stored
+    usual = params.alibi_slopes is None and params.chunk is None and params.sparse is None
+    return plan is not None and usual and aligned and fits and stored
 
 
 def attend_gathered(
@@ -206,7 +210,7 @@ def attend_gathered(
     keys, values = own if own is not None and fresh else _gather(q, kv_cache, params, group, plan)
     window = params.window if params.window is not None and step.max_seq_len > params.window else None
     softcap = params.softcap
-    if plan.runs and window is None and softcap is None:
+    if plan.runs and window is None and softcap is None and params.sinks is None:
         return _attend_runs(q, keys, values, params.scale, plan, out, fresh)
     k, v = (x.as_strided((x.shape[0], kv_heads * head_dim), (x.stride(0), 1)) for x in (keys, values))
     padded = triton.next_power_of_2(head_dim)
@@ -218,9 +222,11 @@ def attend_gathered(
         TensorDescriptor(fused, list(fused.shape), list(fused.stride()), [rows, padded]),
         TensorDescriptor(k, list(k.shape), list(k.stride()), [tile, padded]),
         TensorDescriptor(v, list(v.shape), list(v.stride()), [tile, padded]),
-        out, step.query_starts, step.seq_lens, plan.requests, requests, int(fresh), inner, outer, heads * head_dim,
+        out, out if params.sinks is None else params.sinks, step.query_starts, step.seq_lens, plan.requests, requests,
+        int(fresh), inner, outer, heads * head_dim,
         HEADS=heads, KV_HEADS=kv_heads, D=head_dim, DP=padded, BM=rows, TILE=tile, STAGES=stages, SHARED=plan.shared,
-        WINDOW=window or 0, SOFTCAP=softcap is not None, FAST=q.device.type != "cpu", num_warps=warps,
+        WINDOW=window or 0, SOFTCAP=softcap is not None, FAST=q.device.type != "cpu",
+        SINKS=params.sinks is not None, num_warps=warps,
     )  # fmt: skip
     return out
 

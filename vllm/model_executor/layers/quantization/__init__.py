@@ -29,6 +29,7 @@ _FORMATS = {
     "aqlm": ("codebooks", "Aqlm"),
     "experts_int8": ("in_flight", "ExpertsInt8"),
     "deepspeedfp": ("in_flight", "DeepSpeedFp"),
+    "mxfp4": ("mxfp4", "Mxfp4"),
     "auto-round": ("auto_round", "AutoRound"),
 }
 

@@ -44,11 +44,13 @@ class Format(ABC):
     """A quantization format with the settings of one checkpoint.
 
     leaves: the last parts of the names of its tensors, besides "weight".   ignored: those that nobody needs.
+    stacks: the ends of names of tensors that hold the matrices of all experts, where it stores such.
     """
 
     name: str
     leaves: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
 
     @abstractmethod
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -61,6 +63,13 @@ class Format(ABC):
     def experts_reader(self, names: Sequence[str]) -> Reader | None:
         """The same for a projection of an expert."""
         return self.reader(names)
+
+    def read_stack(self, tensors: Tensors, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The matrices of all experts, of `shape` [experts, out, in], on `device`. tensors: by the end of their names.
+
+        Raises ValueError that says what is wrong with them.
+        """
+        raise ValueError(f"{self.name} does not store the matrices of all experts together")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ class ModelQuantization(QuantizationConfig):
     def get_expert_method(self, layer: nn.Module, prefix: str) -> ExpertMethod | None:
         """The method of the experts called `prefix`."""
         readers = [self.reader_of(f"{prefix}.0.{name}", expert=True) for name in EXPERT_PARTS]
-        return QuantizedExpertMethod(self.format.name) if self._packs_experts and any(readers) else None
+        plain = layer.shape.is_plain  # type: ignore[union-attr]
+        return QuantizedExpertMethod(self.format.name) if self._packs_experts and plain and any(readers) else None
 
     def get_head_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
         """The method of the output head called `prefix`."""
