@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.server.http_server import MODEL, Answer, Server, sse_events
-from vllm.entrypoints.openai.routes import LATER_ROUTES, POOLING_ROUTES
+from vllm.entrypoints.openai import pooling
+from vllm.entrypoints.openai.routes import LATER_ROUTES, OTHER_MODELS_ROUTES
 
 USER = [{"role": "user", "content": "Hi"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -134,14 +135,17 @@ def envelope(answer: Answer, status: int) -> dict[str, Any]:
 AUDIO = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\x00\xff\r\n--b--\r\n'
 
 
-@pytest.mark.parametrize("path", [*POOLING_ROUTES, *LATER_ROUTES])
+UNSUPPORTED = {**OTHER_MODELS_ROUTES, **{path: route.name for path, route in pooling.ROUTES.items()}}
+
+
+@pytest.mark.parametrize("path", [*UNSUPPORTED, *LATER_ROUTES])
 def test_routes_of_later_features_say_so(server: Server, path: str) -> None:
     """Whatever is sent to them: JSON, a file, nothing, nonsense."""
     bodies = [({"model": MODEL, "input": "x"}, "application/json"), (AUDIO, "multipart/form-data; boundary=b")]
     for body, kind in (*bodies, (b"", "application/json"), (b"\xff{", "text/plain")):
         error = envelope(server.post(path, body, headers={"content-type": kind}), 400)
-        if path in POOLING_ROUTES:
-            assert error["message"] == f"The model does not support {POOLING_ROUTES[path]}"
+        if path in UNSUPPORTED:
+            assert error["message"] == f"The model does not support {UNSUPPORTED[path]}"
         else:
             assert error["message"] == f"{LATER_ROUTES[path]} is not available in this version of the server."
             assert error["type"] == "NotImplementedError"

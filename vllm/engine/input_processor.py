@@ -226,6 +226,14 @@ class InputProcessor:
         token = None if tokenizer is None else tokenizer.special_tokens.get("pad_token")
         return None if tokenizer is None or token is None else tokenizer.token_to_id(token)
 
+    def pooled_ids(self, text: str, add_special_tokens: bool, truncate: int | None) -> list[int]:
+        """The token ids of a text that is pooled, cut at its end. Raises TooManyTokensError. May run in any thread."""
+        assert self.texts is not None
+        keep = None if truncate is None else self._kept(truncate)
+        if keep is None:
+            return self.texts.prompt(self._lower_case(text), add_special_tokens)
+        return self.texts.pair(self._lower_case(text), None, add_special_tokens, keep)[0]
+
     def pair(
         self, first: str, second: str, add_special_tokens: bool = True, truncate: int | None = None
     ) -> dict[str, Any]:

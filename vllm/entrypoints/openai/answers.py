@@ -36,7 +36,7 @@ async def encode(answer: dict[str, Any]) -> bytes:
 
 def _pieces(value: Any, name: str = "") -> Iterator[bytes]:
     """Lists in slices, objects key by key if there are lists in them, so that no piece is large."""
-    if isinstance(value, list) and name == "choices":
+    if isinstance(value, list) and name in ("choices", "data"):
         yield from _joined((_pieces(item) for item in value), b"[", b"]")
     elif isinstance(value, list) and len(value) > ITEMS_PER_PIECE:
         yield from _joined((_slice(value, i) for i in range(0, len(value), ITEMS_PER_PIECE)), b"[", b"]")

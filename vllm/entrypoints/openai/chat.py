@@ -128,6 +128,7 @@ async def prompt_of(context: ServerContext, request: ChatCompletionRequest, keep
 async def prepare(context: ServerContext, request: ChatCompletionRequest, request_id: str | None) -> Chat:
     """Check everything that can be checked before the engine is asked."""
     model = context.check_model(request.model)
+    context.require_generation("Chat Completions API")
     check_tool_choice(context.parsing, request)
     request.refuse_later_features()
     check_sizes(request, context.limits)

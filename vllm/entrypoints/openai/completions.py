@@ -51,6 +51,7 @@ class Completion:
 async def prepare(context: ServerContext, request: CompletionRequest, request_id: str | None) -> Completion:
     """Check everything that can be checked before the engine is asked."""
     model = context.check_model(request.model)
+    context.require_generation("Completions API")
     if request.suffix is not None:
         raise bad_request("suffix is not currently supported", "suffix")
     request.refuse_later_features()

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
 
 logger = init_logger(__name__)
 
@@ -92,6 +91,11 @@ class ServerContext:
         if name and name not in self.served_names:
             raise not_found(f"The model `{name[:MAX_SHOWN_NAME]}` does not exist.", "model")
         return self.served_names[0]
+
+    def require_generation(self, name: str) -> None:
+        """Raise a 400 if the model pools. name: of the API that was asked."""
+        if self.engine.vllm_config.model_config.pooling is not None:
+            raise bad_request(f"The model does not support {name}")
 
     def cached_tokens(self, outputs: Iterable[RequestOutput | None]) -> int | None:
         """Prompt tokens found in the cache, if the operator wants them shown."""
@@ -174,7 +178,7 @@ class Prompt:
 
     engine: AsyncLLMEngine
     item: dict[str, Any]
-    params: SamplingParams
+    params: Any  # SamplingParams or PoolingParams
     request_id: str
     priority: int
     timeout: float | None

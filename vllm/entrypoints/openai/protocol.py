@@ -95,7 +95,7 @@ def checked(model: type[_Model], data: dict[str, Any], size: int = 0) -> _Model:
 FORMS = {
     "prompt": "a text, a list of token ids, or a list of texts or of lists of token ids",
     "stop": "a text or a list of texts",
-    "input": "a text or a list of messages",
+    "input": "a text, or a list of messages, texts, token ids or lists of token ids",
     "early_stopping": 'true, false or "never"',
 }
 
@@ -358,6 +358,84 @@ def _check_tool_choice(data: dict[str, Any]) -> None:
         raise bad_request(
             "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
         )
+
+
+class _Pooling(_Request):
+    """What all routes of models that pool share."""
+
+    model: str | None = None
+    user: str | None = None
+    priority: int = 0
+    truncate_prompt_tokens: int | None = None
+    request_id: Annotated[str, Field(max_length=128)] | None = None
+    additional_data: Any = None
+    mm_processor_kwargs: Any = None
+
+    def refuse_later_features(self) -> None:
+        """Raise for parameters of features that this version does not have."""
+        for name in ("additional_data", "mm_processor_kwargs"):
+            if getattr(self, name) is not None:
+                raise bad_request(f"{name} is not available in this version.", name)
+
+
+class _OfInputs(_Pooling):
+    """Texts, token ids, or a conversation."""
+
+    input: str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]] | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None  # True for `input`; templates of conversations write them
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_chat(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("continue_final_message") and data.get("add_generation_prompt"):
+            raise bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        return data
+
+
+class EmbeddingRequest(_OfInputs):
+    """POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class PoolingRequest(EmbeddingRequest):
+    """POST /pooling."""
+
+    task: str | None = None
+    use_activation: bool | None = None
+
+
+class ClassifyRequest(_OfInputs):
+    """POST /classify."""
+
+    use_activation: bool | None = None
+
+
+class ScoreRequest(_Pooling):
+    """POST /score."""
+
+    text_1: str | ListOf[str]
+    text_2: str | ListOf[str]
+
+
+class RerankDocument(_Request):
+    """A document in the form of an object."""
+
+    text: str
+
+
+class RerankRequest(_Pooling):
+    """POST /rerank. top_n: 0 for all documents."""
+
+    query: str
+    documents: ListOf[str | RerankDocument]
+    top_n: int = 0
 
 
 class LoadLoRAAdapterRequest(_Request):

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from vllm import envs
-from vllm.entrypoints.openai import chat, completions, messages, responses
+from vllm.entrypoints.openai import chat, completions, messages, pooling, responses
 from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.answers import encode
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
@@ -61,15 +61,7 @@ MAX_FIELD_NAME = 256
 _WRONG_TYPE = "Unsupported Media Type: Only 'application/json' is allowed"
 
 # Routes of the API whose feature this version does not have: path -> (name, whether it is the model that cannot).
-POOLING_ROUTES = {
-    "/v1/embeddings": "Embeddings API",
-    "/pooling": "Pooling API",
-    "/score": "Score API",
-    "/v1/score": "Score API",
-    "/rerank": "Rerank (Score) API",
-    "/v1/rerank": "Rerank (Score) API",
-    "/v2/rerank": "Rerank (Score) API",
-    "/classify": "Classification API",
+OTHER_MODELS_ROUTES = {
     "/v1/audio/transcriptions": "Transcriptions API",
     "/v1/audio/translations": "Translations API",
 }
@@ -487,9 +479,24 @@ async def server_info(request: Request) -> Response:
     return JSONResponse({"vllm_config": settings, "uptime": time.time() - context_of(request).created})
 
 
-def _pooling_route(name: str) -> Callable[[], Awaitable[Response]]:
+def _other_models_route(name: str) -> Callable[[], Awaitable[Response]]:
     async def route() -> Response:
         raise bad_request(f"The model does not support {name}")
+
+    return route
+
+
+def _pooling_route(path: str) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        context = context_of(request)
+        found = pooling.find(context, path)
+        body = await read(request, found.request)
+        try:
+            body.refuse_later_features()
+            work = await found.prepare(context, body, request.headers.get("x-request-id"))
+        except Exception as error:
+            raise as_api_error(error) from error
+        return await answer(request, lambda: work(context))
 
     return route
 
@@ -526,7 +533,16 @@ def _later_route(name: str) -> Callable[[], Awaitable[Response]]:
     return route
 
 
-for _path, _name in POOLING_ROUTES.items():
-    router.add_api_route(_path, _pooling_route(_name), methods=["POST"], name=_path)
+for _path in pooling.ROUTES:
+    router.add_api_route(
+        _path,
+        _pooling_route(_path),
+        methods=["POST"],
+        name=_path,
+        openapi_extra=_schema(pooling.ROUTES[_path].request),
+        responses={**BODY_ERRORS, **_errors(500, 504)},
+    )
+for _path, _name in OTHER_MODELS_ROUTES.items():
+    router.add_api_route(_path, _other_models_route(_name), methods=["POST"], name=_path)
 for _path, _name in LATER_ROUTES.items():
     router.add_api_route(_path, _later_route(_name), methods=["POST"], name=_path)

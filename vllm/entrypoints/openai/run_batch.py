@@ -107,7 +107,7 @@ async def _answer(context: ServerContext, url: Any, body: Any) -> dict[str, Any]
 
 
 async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
-    from vllm.entrypoints.openai import chat, completions
+    from vllm.entrypoints.openai import chat, completions, pooling
     from vllm.entrypoints.openai.errors import bad_request
     from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, checked
 
@@ -123,7 +123,14 @@ async def _ask(context: ServerContext, url: Any, body: Any) -> dict[str, Any]:
         request = checked(CompletionRequest, body)
         context.log_unknown_fields(request.model_extra or ())
         return await completions.complete(context, await completions.prepare(context, request, None))
-    raise bad_request("url must be /v1/chat/completions or /v1/completions in this version.")
+    if isinstance(url, str) and url in pooling.ROUTES:
+        route = pooling.find(context, url)
+        pooled = checked(route.request, body)
+        context.log_unknown_fields(pooled.model_extra or ())
+        pooled.refuse_later_features()
+        return await (await route.prepare(context, pooled, None))(context)
+    known = ", ".join(("/v1/chat/completions", "/v1/completions", *pooling.ROUTES))
+    raise bad_request(f"url must be one of {known}.")
 
 
 async def run(

@@ -18,6 +18,7 @@ class RequestLimits:
     """Bounds of what one request may ask for. Checked before any work."""
 
     max_prompts: int = 1024
+    max_inputs: int = 2048  # texts that are pooled; clients send no more at once
     max_sequences: int = 16384  # prompts times n
     max_beam_width: int = 64  # a step of a beam search sorts all beams at once
     max_messages: int = 2048

@@ -1,0 +1,336 @@
+"""The routes of models that pool: embeddings, pooling, classify, score and rerank; whole answers, never streams."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm.engine.texts import TooManyTokensError
+from vllm.entrypoints.openai import chat
+from vllm.entrypoints.openai.completions import usage_of
+from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id, no_tokenizer
+from vllm.entrypoints.openai.errors import bad_request
+from vllm.entrypoints.openai.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    _Pooling,
+)
+from vllm.entrypoints.pooling import pairs, similarities
+from vllm.outputs import PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+
+Answer = Callable[[ServerContext], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A checked request: its prompts, and what it is answered under; nothing of it has begun."""
+
+    id: str
+    model: str
+    created: int
+    prompts: list[Prompt]
+
+    async def outputs(self) -> list[PoolingRequestOutput[Any]]:
+        """The answers to its prompts, in order. Leaving it aborts what still runs."""
+        found: list[Any] = [None] * len(self.prompts)
+        async for i, output in merge([prompt.generate() for prompt in self.prompts]):
+            found[i] = output
+        if any(output is None for output in found):
+            raise bad_request("The request was aborted.")
+        return found
+
+    def body(self, data: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+        """The usual body of an answer."""
+        return {
+            "id": self.id, "object": "list", "created": self.created, "model": self.model, "data": data,
+            "usage": usage_of(tokens, 0),
+        }  # fmt: skip
+
+
+def _tokens_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> int:
+    return sum(len(output.prompt_token_ids) for output in outputs)
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def _truncation(request: _Pooling) -> int | None:
+    kept = request.truncate_prompt_tokens
+    if kept is not None and kept != -1 and kept < 1:
+        raise bad_request(f"truncate_prompt_tokens must be -1 or at least 1, got {kept}.", "truncate_prompt_tokens")
+    return kept
+
+
+def _check_count(context: ServerContext, count: int, field: str) -> None:
+    if not count:
+        raise bad_request(f"{field} must not be empty.", field)
+    if count > context.limits.max_inputs:
+        raise bad_request(f"At most {context.limits.max_inputs} texts may be sent, got {count}.", field)
+
+
+async def _token_ids(
+    context: ServerContext, request: _Pooling, texts: Sequence[str], special: bool, field: str
+) -> list[list[int]]:
+    """The token ids of texts, cut at their ends as the request asks."""
+    processor = context.engine.input_processor
+    if processor.tokenizer is None:
+        raise no_tokenizer()
+    kept = _truncation(request)
+    try:
+        return await context.in_lane(
+            sum(map(len, texts)), lambda: [processor.pooled_ids(text, special, kept) for text in texts]
+        )
+    except TooManyTokensError as error:
+        raise bad_request(
+            f"This model's maximum context length is {context.max_model_len} tokens. However, you requested "
+            f"{error.at_least} or more tokens in the input. Please reduce the length of the input.",
+            field,
+        ) from None
+
+
+def _begin(
+    context: ServerContext, request: _Pooling, items: list[dict[str, Any]], params: PoolingParams, prefix: str,
+    header_id: str | None,
+) -> Pooled:  # fmt: skip
+    """The request with these prompts, once the queue has room for all of them."""
+    model = context.check_model(request.model)
+    for item in items:
+        length = len(item["prompt_token_ids"])
+        if length > context.max_model_len:
+            raise bad_request(
+                f"This model's maximum context length is {context.max_model_len} tokens. However, you requested "
+                f"{length} tokens in the input. Please reduce the length of the input.",
+                "input",
+            )
+    context.engine.check_admission(len(items), sum(len(item["prompt_token_ids"]) for item in items))
+    shown, name = new_id(prefix, request.request_id or header_id)
+    prompts = []
+    for i, item in enumerate(items):
+        context.log_request(f"{name}-{i}", item.get("prompt"), item["prompt_token_ids"], params)
+        prompts.append(
+            Prompt(
+                context.engine,
+                item,
+                params,
+                f"{name}-{i}",
+                request.priority,
+                context.request_timeout,
+                account=name if len(items) > 1 else None,
+                lora_request=context.adapter(request.model),
+            )
+        )
+    return Pooled(shown, model, int(time.time()), prompts)
+
+
+async def _inputs(
+    context: ServerContext, request: EmbeddingRequest | PoolingRequest | ClassifyRequest
+) -> list[dict[str, Any]]:
+    """The prompts of a request with `input` or `messages`."""
+    request.refuse_later_features()
+    given = request.input
+    messages = getattr(request, "messages", None)
+    if (given is None) == (messages is None):
+        raise bad_request("Give either `input` or `messages`.", "input")
+    special = request.add_special_tokens
+    if messages is not None:
+        texts = [await chat.render(context, request, None)]
+        ids = await _token_ids(context, request, texts, bool(special), "messages")
+        return [{"prompt": texts[0], "prompt_token_ids": ids[0]}]
+    one = isinstance(given, str) or (isinstance(given, list) and bool(given) and isinstance(given[0], int))
+    inputs: list[Any] = [given] if one else list(given or ())
+    _check_count(context, len(inputs), "input")
+    texts = [text for text in inputs if isinstance(text, str)]
+    encoded = iter(await _token_ids(context, request, texts, special is not False, "input") if texts else ())
+    items: list[dict[str, Any]] = []
+    for item in inputs:
+        if isinstance(item, str):
+            items.append({"prompt": item, "prompt_token_ids": next(encoded)})
+        else:
+            items.append({"prompt_token_ids": _cut(context, item, _truncation(request))})
+    return items
+
+
+def _cut(context: ServerContext, ids: list[int], kept: int | None) -> list[int]:
+    """Token ids that a client sends, cut at their end."""
+    if not ids:
+        raise bad_request("A prompt of token ids must not be empty.", "input")
+    if kept is None:
+        return ids
+    context.engine.input_processor.check_token_ids(ids)  # also those that are cut off
+    return ids[: context.max_model_len if kept == -1 else min(kept, context.max_model_len)]
+
+
+# ---- embeddings, pooling, classify -----------------------------------------------------------------------------------
+
+
+async def embed(context: ServerContext, request: EmbeddingRequest, header_id: str | None) -> Answer:
+    """POST /v1/embeddings."""
+    params = PoolingParams(dimensions=request.dimensions, task="embed")
+    params.verify(context.engine.vllm_config.model_config)
+    work = _begin(context, request, await _inputs(context, request), params, "embd", header_id)
+
+    async def answer(context: ServerContext) -> dict[str, Any]:
+        outputs = await work.outputs()
+        data = [
+            {"index": i, "object": "embedding", "embedding": _numbers(output.outputs.array, request.encoding_format)}
+            for i, output in enumerate(outputs)
+        ]
+        return work.body(data, _tokens_of(outputs))
+
+    return answer
+
+
+async def pool(context: ServerContext, request: PoolingRequest, header_id: str | None) -> Answer:
+    """POST /pooling."""
+    params = PoolingParams(dimensions=request.dimensions, task=request.task, use_activation=request.use_activation)
+    params.verify(context.engine.vllm_config.model_config)
+    work = _begin(context, request, await _inputs(context, request), params, "pool", header_id)
+
+    async def answer(context: ServerContext) -> dict[str, Any]:
+        outputs = await work.outputs()
+        data = [
+            {"index": i, "object": "pooling", "data": _numbers(output.outputs.array, request.encoding_format)}
+            for i, output in enumerate(outputs)
+        ]
+        return work.body(data, _tokens_of(outputs))
+
+    return answer
+
+
+async def classify(context: ServerContext, request: ClassifyRequest, header_id: str | None) -> Answer:
+    """POST /classify: the probability of each class, and the name of the likeliest."""
+    params = PoolingParams(task="classify", use_activation=request.use_activation)
+    work = _begin(context, request, await _inputs(context, request), params, "classify", header_id)
+    names = context.engine.vllm_config.model_config.hf.get("id2label", default={})
+
+    async def answer(context: ServerContext) -> dict[str, Any]:
+        outputs = await work.outputs()
+        data = []
+        for i, output in enumerate(outputs):
+            found = output.outputs.array
+            best = int(found.argmax())
+            label = names.get(str(best), names.get(best))
+            data.append({"index": i, "label": label, "probs": found.tolist(), "num_classes": len(found)})
+        return work.body(data, _tokens_of(outputs))
+
+    return answer
+
+
+def _numbers(array: np.ndarray, form: str) -> Any:
+    """An array as lists, or as base64 of its float32 numbers, little-endian."""
+    if form == "base64":
+        return base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
+    return array.tolist()
+
+
+# ---- score and rerank ------------------------------------------------------------------------------------------------
+
+
+async def _scores(
+    context: ServerContext, request: _Pooling, firsts: list[str], seconds: list[str], prefix: str,
+    header_id: str | None,
+) -> tuple[Pooled, Callable[[], Awaitable[tuple[list[float], int]]]]:  # fmt: skip
+    """A request that scores pairs, and what waits for their scores and the number of their tokens."""
+    _check_count(context, max(len(firsts), len(seconds)), "text_2")
+    pairs(firsts, seconds)
+    processor = context.engine.input_processor
+    settings = context.engine.vllm_config.model_config.pooling
+    if processor.tokenizer is None:
+        raise no_tokenizer()
+    params = PoolingParams(task="score")
+    kept = _truncation(request)
+    if settings is not None and settings.scores_pairs:
+        both = firsts * len(seconds) if len(firsts) == 1 else firsts
+        size = sum(map(len, both)) + sum(map(len, seconds))
+        items = await context.in_lane(
+            size, lambda: [processor.pair(a, b, truncate=kept) for a, b in zip(both, seconds, strict=True)]
+        )
+        work = _begin(context, request, items, params, prefix, header_id)
+
+        async def of_pairs() -> tuple[list[float], int]:
+            outputs = await work.outputs()
+            return [float(output.outputs.array.squeeze()) for output in outputs], _tokens_of(outputs)
+
+        return work, of_pairs
+    texts = [*firsts, *seconds]
+    ids = await _token_ids(context, request, texts, True, "text_2")
+    items = [{"prompt": text, "prompt_token_ids": found} for text, found in zip(texts, ids, strict=True)]
+    work = _begin(context, request, items, params, prefix, header_id)
+
+    async def of_vectors() -> tuple[list[float], int]:
+        outputs = await work.outputs()
+        found = similarities(outputs[: len(firsts)], outputs[len(firsts) :], None)
+        return [output.outputs.score for output in found], _tokens_of(outputs)
+
+    return work, of_vectors
+
+
+async def score(context: ServerContext, request: ScoreRequest, header_id: str | None) -> Answer:
+    """POST /score: of one text with one or several, or of several with as many."""
+    firsts = [request.text_1] if isinstance(request.text_1, str) else list(request.text_1)
+    seconds = [request.text_2] if isinstance(request.text_2, str) else list(request.text_2)
+    work, scores = await _scores(context, request, firsts, seconds, "embd", header_id)
+
+    async def answer(context: ServerContext) -> dict[str, Any]:
+        found, tokens = await scores()
+        return work.body([{"index": i, "object": "score", "score": s} for i, s in enumerate(found)], tokens)
+
+    return answer
+
+
+async def rerank(context: ServerContext, request: RerankRequest, header_id: str | None) -> Answer:
+    """POST /rerank: documents by their score for a query, the best first."""
+    if request.top_n < 0:
+        raise bad_request(f"top_n must be 0 (all) or more, got {request.top_n}.", "top_n")
+    documents = [text if isinstance(text, str) else text.text for text in request.documents]
+    work, scores = await _scores(context, request, [request.query], documents, "rerank", header_id)
+
+    async def answer(context: ServerContext) -> dict[str, Any]:
+        found, tokens = await scores()
+        order = sorted(range(len(found)), key=lambda i: (-found[i], i))[: request.top_n or None]
+        results = [{"index": i, "document": {"text": documents[i]}, "relevance_score": found[i]} for i in order]
+        return {"id": work.id, "model": work.model, "usage": {"total_tokens": tokens}, "results": results}
+
+    return answer
+
+
+class Route(NamedTuple):
+    """request: the model of its body.   prepare: checks everything that can be checked before the engine is asked, and
+    returns what waits for the answer.   task, name: what the model must be made for, and what that API is called.
+    """
+
+    request: type[_Pooling]
+    prepare: Callable[[ServerContext, Any, str | None], Awaitable[Answer]]
+    task: str
+    name: str
+
+
+_SCORE = Route(ScoreRequest, score, "score", "Score API")
+_RERANK = Route(RerankRequest, rerank, "score", "Rerank (Score) API")
+ROUTES = {
+    "/v1/embeddings": Route(EmbeddingRequest, embed, "embed", "Embeddings API"),
+    "/pooling": Route(PoolingRequest, pool, "encode", "Pooling API"),
+    "/classify": Route(ClassifyRequest, classify, "classify", "Classification API"),
+    "/score": _SCORE,
+    "/v1/score": _SCORE,
+    "/rerank": _RERANK,
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
+}
+
+
+def find(context: ServerContext, path: str) -> Route:
+    """The route at a path. Raises a 400 unless the model is made for it."""
+    route = ROUTES[path]
+    if route.task not in context.engine.vllm_config.model_config.supported_tasks:
+        raise bad_request(f"The model does not support {route.name}")
+    return route
