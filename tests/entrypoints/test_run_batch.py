@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_encoders import save_bert
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai import run_batch
 from vllm.entrypoints.openai.protocol import CompletionRequest, checked
@@ -96,6 +97,7 @@ def test_good_and_bad_lines_each_get_their_answer(tmp_path: Path):
             7,
             "other-model",
             "embed",
+            "route",
             "hot",
             "typed",
             "long",
@@ -202,3 +204,25 @@ def test_metrics_are_served_while_a_batch_runs() -> None:
             serve_metrics(engine, "127.0.0.1", port)
     finally:
         stop()
+
+
+def test_embeddings_and_scores_of_a_batch(tmp_path: Path):
+    save_bert(tmp_path / "model")
+    texts = ["The capital of France", "Hello"]
+    lines = [
+        {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": {"input": texts}},
+        {"custom_id": "s", "method": "POST", "url": "/v1/score", "body": {"text_1": texts[0], "text_2": texts}},
+        {"custom_id": "g", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    model = str(tmp_path / "model")
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--model", model, "--dtype", "float32"]) == 0
+    embedded, scored, refused = (json.loads(text) for text in target.read_text().splitlines())
+    with LLM(model, dtype="float32") as llm:
+        wanted = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+        scores = [output.outputs.score for output in llm.score(texts[0], texts, use_tqdm=False)]
+    found = embedded["response"]["body"]["data"]
+    assert [item["embedding"] for item in found] == [pytest.approx(vector, abs=1e-6) for vector in wanted]
+    assert [item["score"] for item in scored["response"]["body"]["data"]] == pytest.approx(scores, abs=1e-5)
+    assert refused["error"] == "The model does not support Completions API"
