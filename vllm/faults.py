@@ -17,7 +17,7 @@ import time
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm import envs
 from vllm.logger import init_logger
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vllm.executor.base import Executor
+    from vllm.model_executor.models.traits import Model
     from vllm.step.plan import SlotInit, StepPlan
 
 logger = init_logger(__name__)
@@ -83,12 +84,16 @@ class Faults:
 
     @property
     def spoils_logits(self) -> bool:
-        """Whether some step's logits are to be changed, which a captured step would not see."""
+        """Whether some step's logits are to be changed."""
         return any(point in LOGITS_POINTS for point, _ in self.steps)
 
     def around(self, executor: Executor) -> Executor:
         """The executor, with the faults of steps and of sampling around it; itself if there are none."""
         return FaultyExecutor(executor, self) if self else executor
+
+    def around_model(self, model: Model) -> Model:
+        """The model, with the faults of logits around it; itself if there are none."""
+        return cast("Model", SpoiledModel(model, self)) if self.spoils_logits else model
 
     def before_forward(self) -> None:
         """Raise or sleep if this step is the one."""
@@ -125,12 +130,6 @@ class Faults:
         return any(name == "sampler.raise" and part in request_id for name, part, _ in self.requests)
 
 
-def spoiler_from_env() -> Faults | None:
-    """The faults of this process if logits are to be changed; a runner with them captures nothing, so that they act."""
-    faults = Faults.from_env()
-    return faults if faults.spoils_logits else None
-
-
 @lru_cache(maxsize=8)
 def _announce(text: str) -> None:
     """Once per process, however many parts of it read the variable."""
@@ -140,6 +139,28 @@ def _announce(text: str) -> None:
 def broken_processor(token_ids: Any, logits: Any) -> Any:
     """A logits processor that raises, so that a sampler fault takes the way of a user's own faulty processor."""
     raise InjectedFault("the sampler failed for this request (injected)")
+
+
+class SpoiledModel:
+    """A model whose logits are no numbers in some steps, wherever they go from there. Its steps are not alike, which
+    its traits say, so that none is captured, and nobody computes its logits from its weights.
+    """
+
+    def __init__(self, model: Model, faults: Faults) -> None:
+        self._model, self._faults = model, faults
+        self.traits = replace(model.traits, replayable=False, capturable=False, decoder=None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return self._model(*inputs)
+
+    def logits(self, *inputs: Any) -> Tensor:
+        """The model's, changed if this step is the one."""
+        logits = self._model.logits(*inputs)
+        self._faults.spoil(logits)
+        return logits
 
 
 class FaultyExecutor:

@@ -106,6 +106,7 @@ class Table:
         table = torch.arange(1, rows * blocks + 1, dtype=torch.int32, device=device)
         if device != "meta":
             table = table[torch.randperm(len(table), device=device)]
+        self.device_lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tables = [table.view(rows, blocks)] * groups  # with as many tensors as layers, nobody is in the way
 
 

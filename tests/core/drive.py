@@ -46,19 +46,24 @@ class Workload:
             policies.append(PartialPrefillPolicy(2, 1, 20))
         if rng.random() < 0.1:
             policies.append(DelayPolicy(0.5, clock=self._clock))
-        layout: Any = getattr(KVLayout, "alike", KVLayout)(groups, 4, 1, 8, 2)  # as the tree under test has it
+        block_size = rng.choice([4, 4, 2, 8])
+        layout: Any = getattr(KVLayout, "alike", KVLayout)(groups, block_size, 1, 8, 2)  # as the tree under test has it
+        most = -(-LONGEST // block_size) * len(groups)  # blocks of one request
+        blocks = rng.randrange(most + 3 * len(groups), 3 * most)
         self.scheduler = Scheduler(
             limits,
             getattr(layout, "policy", layout),
-            rng.randrange(18 * len(groups), 45 * len(groups)),
+            blocks,
             enable_prefix_caching=rng.random() < 0.8,
             policies=policies,
             clock=self._clock,
         )
         self.depth = rng.choice([1, 1, 2, 3])
         self.arrivals = rng.choice([0.1, 0.3, 0.6])
-        # Of whole steps. A suspect that could not start lost its place by priority in the earlier core.
-        self.failures = 0.0 if policies or priority else rng.choice([0.0, 0.02])
+        # A suspect that could not start lost its place by priority in the earlier core: there, everybody can.
+        suspects_start = blocks > limits.max_num_seqs * (most + len(groups))
+        self.failures = rng.choice([0.0, 0.02]) if suspects_start or not (policies or priority) else 0.0  # of steps
+        self.ends = rng.choice([0.0, 0.0, 0.005])  # of steps that fail for all
         self.errors = rng.choice([0.0, 0.0, 0.01])  # of rows
         self.common = [rng.randrange(VOCAB) for _ in range(40)]
         self.names = itertools.count()
@@ -135,6 +140,10 @@ class Workload:
             for slot in plan.freed:
                 self.in_slot.pop(slot, None)
             self.in_slot.update((new.slot, new.request_id) for new in plan.new)
+            if self.rng.random() < self.ends:
+                self.flying.clear()
+                yield self._outputs(self.scheduler.fail_all("everything failed"))
+                return
             if self.rng.random() < self.failures:
                 self.flying.clear()
                 yield self._outputs(self.scheduler.isolate("a step failed"))

@@ -309,8 +309,33 @@ class Simulation:
             self.record(self.scheduler.apply(self.device.collect()))
         return True
 
+    def check_reason(self) -> None:
+        """Fail if nothing is planned or in flight, for no reason, which would be: every request is blocked, or forked
+        from one that does not start, or queues behind such a fork in its account.
+        """
+        if self.scheduler.num_in_flight:
+            return
+        waiting = dict(self.scheduler.requests)
+        held = {r.id for r in waiting.values() if r.blocked}
+        while held:
+            waiting = {name: r for name, r in waiting.items() if name not in held}
+            reasons = set(self.scheduler.requests) - set(waiting)
+            forks = [r for r in waiting.values() if r.fork_of in reasons]
+            accounts = {r.account for r in forks} - {None}
+            held = {r.id for r in forks} | {r.id for r in waiting.values() if r.account in accounts}
+        assert not waiting, f"nothing is planned, for no reason: {list(waiting.values())}"
+
     def run(self, check: bool = True) -> None:
+        """Run until nobody is left. Preempted or not, somebody must get on: when as many tokens were computed in vain
+        as all requests have, work is done over and over again.
+        """
+        told = sum(map(len, self.output.values())) + len(self.finished)
+        quiet, longest = 0, 0
         while self.scheduler.has_unfinished() or self.device.results:
+            longest = max(longest, sum(len(r.tokens) for r in self.scheduler.requests.values()))
             assert self.step(), "stuck: unfinished requests, but nothing to plan"
+            before, told = told, sum(map(len, self.output.values())) + len(self.finished)
+            quiet = quiet + 1 if told == before else 0
+            assert quiet <= longest + 2 * self.depth, f"nobody gets on: {list(self.scheduler.requests.values())}"
             if check:
                 self.scheduler.check_invariants()

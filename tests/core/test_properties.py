@@ -87,7 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.sim.step()
+            if not self.sim.step():
+                self.sim.check_reason()
             self.sim.scheduler.check_invariants()
 
     @precondition(lambda self: self.sim.scheduler.requests)

@@ -75,6 +75,8 @@ def test_made_up_steps_fill_a_graph_and_reach_past_no_row(room: int, longest: in
 class Padded:
     """What a graph computes, without one."""
 
+    handles: frozenset[str] = frozenset()
+
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.steps = 0

@@ -122,11 +122,13 @@ def _decode_step(spec: Decoder, rows: int, kind: str, monkeypatch: pytest.Monkey
         if kind != "hidden":
             logits = model.logits(logits)
         if drawing is not None:
-            draw_tokens(logits, slots, positions, drawing, table.tokens, ids)
+            draw_tokens(logits, slots, positions, drawing, table.tokens, table.device_lengths, ids)
         elif kind == "greedy":
             best = torch.empty(rows, 64, device=META)
             tiles = argmax_tiles(logits, best, torch.empty(rows, 64, dtype=torch.int32, device=META), best)
-            choose_tokens(slots, positions, best, ids, best, tiles, 128256, table.tokens, ids)
+            choose_tokens(
+                slots, positions, best, ids, best, tiles, 128256, table.tokens, table.device_lengths, ids
+            )  # fmt: skip
         return dict(sorted(count.items()))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -10,7 +13,7 @@ from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Traits
 from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.sampling_params import SamplingParams
-from vllm.step.inputs import StepInputs
+from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_need import attention_need
 from vllm.step.plan import BlockAppend, Column, SlotInit, StepPlan, Transfer
 from vllm.worker.device import CpuContext
@@ -20,11 +23,30 @@ from vllm.worker.pool import Pooler
 VOCAB, HEADS, DIM, BLOCK = 97, 2, 8, 4
 
 
+def attend_as_recorded(
+    q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInputs, group: GroupInputs
+) -> Tensor:
+    """`attend` by what stands in the step's tensors alone: what the host knows is that of when it was recorded."""
+    out = torch.zeros_like(q)
+    starts = step.query_starts.tolist()
+    for r, length in enumerate(step.seq_lens.tolist()):
+        first, end = starts[r], starts[r + 1]
+        blocks = kv_cache[group.block_table[r, : -(-length // BLOCK)].long()]  # [blocks, 2, heads, block, dim]
+        k, v = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        scores = q[first:end].transpose(0, 1) @ k.transpose(1, 2) * params.scale
+        distance = torch.arange(length - (end - first), length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (params.window or length))
+        out[first:end] = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
 class Toy(nn.Module):
     """Two layers of attention over token and position embeddings; the last one has a window in its own KV group."""
 
-    def __init__(self, vocab: int = VOCAB, window: int = 6) -> None:
+    def __init__(self, vocab: int = VOCAB, window: int = 6, attend: Callable[..., Tensor] = attend) -> None:
+        """attend: one that reads lengths on the device, if steps are to be recorded."""
         super().__init__()
+        self.attend = attend
         generator = torch.Generator().manual_seed(0)
         width = HEADS * DIM
         self.embed = torch.randn(vocab, width, generator=generator)
@@ -43,7 +65,7 @@ class Toy(nn.Module):
             group = step.groups[layer]
             write_kv(k, v, kv_caches[0], group.slot_mapping)
             params = AttentionParams(scale=DIM**-0.5, window=self.windows[layer])
-            x = x + attend(q, kv_caches[0], params, step, group).flatten(1)
+            x = x + self.attend(q, kv_caches[0], params, step, group).flatten(1)
         for token in self.poison:
             x[step.token_ids == token] = float("nan")
         return step.wanted(x)
@@ -74,6 +96,49 @@ class Ahead(CpuContext):
     """The host's memory, taken for a device that runs behind."""
 
     is_async = True
+
+
+class _Recorded:
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.replay = run
+
+    def reset(self) -> None:
+        del self.replay
+
+
+class _Passed:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class Recording(Ahead):
+    """The host's memory, taken for a device that records what is queued. Counts the replays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = self.replayed = 0
+
+    def pinned(self, *shape: int) -> Tensor:
+        return torch.full(shape, -7, dtype=torch.int32)
+
+    def event(self) -> _Passed:
+        return _Passed()
+
+    def new_pool(self) -> None:
+        return None
+
+    def record(self, run: Callable[[], Any], pool: Any) -> _Recorded:
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            run()
+
+        return _Recorded(replay)
 
 
 class Driver:

@@ -28,7 +28,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.step.known import KnownTokens
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
-from vllm.worker.model_runner import Handle
+from vllm.worker.step_handle import Handle
 from vllm.worker.worker import Worker, compile_ahead
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from vllm.executor.calls import callable_of, worker_class
 from vllm.ipc import functions
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
-from vllm.worker.model_runner import Handle
+from vllm.worker.step_handle import Handle
 from vllm.worker.worker import Worker, compile_ahead
 
 if TYPE_CHECKING:

@@ -149,12 +149,21 @@ class StepPlan:
 _NEUTRAL = tuple((field.name, field.default) for field in fields(StepPlan) if field.default is not MISSING)
 
 
+def used_fields(plan: StepPlan) -> frozenset[str]:
+    """The fields, of those that are neutral by default, that the plan uses."""
+    used = []
+    for name, neutral in _NEUTRAL:
+        value = getattr(plan, name)
+        if value is not neutral and (neutral is None or value != neutral):
+            used.append(name)
+    return frozenset(used)
+
+
 def require_known(plan: StepPlan, known: Collection[str], who: str) -> None:
     """Raise NotImplementedError, by name, if the plan uses a field that is neutral by default and not in `known`.
 
     who: the one that cannot do it, for the message.
     """
-    for name, neutral in _NEUTRAL:
-        value = getattr(plan, name)
-        if value is not neutral and (neutral is None or value != neutral) and name not in known:
+    for name in used_fields(plan):
+        if name not in known:
             raise NotImplementedError(f"{who} cannot run a plan with {name!r}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,16 @@ from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.models.blocks import DecoderBlock, FeedForward, SelfAttention
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Mlp, Norm, Rope
+from vllm.model_executor.models.traits import Model
 from vllm.ops.cpu import library
 from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
 from vllm.ops.cpu.packed import PackedWeight
 from vllm.step.inputs import StepInputs
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.decoder import DecoderModel
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -111,18 +115,19 @@ class FusedBlocks:
         return out[:wanted], stream
 
 
-def fuse(model: object) -> None:
+def fuse(model: Model) -> None:
     """Run the layers of a decoder as one native call, with the same result, if the library is there and knows all they
     do. Called after loading.
     """
     path = library.find()
-    if path is None or not isinstance(model, DecoderModel):
+    if path is None or model.traits.decoder is None:
         return
     try:
         loaded = library.load(path)
     except (OSError, RuntimeError):
         return  # registering the kernels has said why
-    model.fused_blocks = fuse_layers(loaded, model)
+    decoder = cast("DecoderModel", model)
+    decoder.fused_blocks = fuse_layers(loaded, decoder)
 
 
 def fuse_layers(native: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:

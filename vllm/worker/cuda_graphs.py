@@ -1,9 +1,13 @@
-"""Replays whole decode steps as CUDA graphs: batches in which every request computes one token and samples the next.
+"""Replays whole decode steps as recorded graphs: batches in which every request computes its last token, and drafts
+behind it, and samples what follows.
 
 A graph covers all from the slot table back to it: inputs gathered on the device, forward pass, and the choice of the
-tokens, greedy or drawn. Its last kernel writes the ids into the host's memory and moves each row on to its next
-position: while a batch stays together, the host launches graphs and uploads nothing. Where rows want more (penalties,
-logprobs), a graph ends with the hidden states.
+tokens, greedy or drawn, of which as many are kept as drafts allow. Its last kernel writes the ids into the host's
+memory, the slots' lengths, and moves each row on to its next position: while a batch stays together, the host launches
+graphs and uploads nothing.
+What masks allow may be known late: such a step is two graphs, the forward pass and the end, and the masks are uploaded
+in between; rows without one are not held up. Where rows want more (penalties, logprobs), a graph ends with the hidden
+states, and the sampler goes on.
 Batches are padded up to one of a few sizes; a size gets its graph in an idle moment, or else when it has been used a
 few times, and all graphs share one memory pool. The usual model runs the fused program (`decode_program`), every other
 its own forward pass.
@@ -11,34 +15,48 @@ its own forward pass.
 
 from __future__ import annotations
 
-import enum
-import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.exceptions import NO_TOKEN_POSSIBLE
 from vllm.logger import init_logger
 from vllm.ops.shared_prefix import SharedPlan
-from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
+from vllm.ops.triton.decode_step import (
+    ARGMAX_BLOCK,
+    IMPOSSIBLE,
+    NOTHING,
+    Drawing,
+    argmax_tiles,
+    choose_tokens,
+    draw_tokens,
+    gather_inputs,
+    mask_logits,
+    resume_rows,
+    verify_tokens,
+)
 from vllm.step.inputs import GroupInputs, StepInputs
-from vllm.step.plan import StepPlan
+from vllm.step.kv_policy import KVKind, KVLayout
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 from vllm.step.rng import stream_start
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
-from vllm.worker.device import passed
+from vllm.worker.device import Event, RecordingContext, Replay, passed
 from vllm.worker.input_builder import Batch
 from vllm.worker.prefix_sharing import Heads, PrefixSharing
 from vllm.worker.sample.params import Needs, ParamsTable
+from vllm.worker.step_handle import NOT_FINITE, Handle, LateHandle
+from vllm.worker.step_kind import ANY_NEED, StepKind
 
 if TYPE_CHECKING:
     from vllm.ops.triton.precompile import Precompilation
-    from vllm.worker.model_runner import Handle, ModelRunner
+    from vllm.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
 
@@ -48,17 +66,60 @@ _EAGER_USES = 3  # so often a step runs before it is captured: sizes that batche
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
 
 
-class _Kind(enum.Enum):
-    """How a step ends."""
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a step ends, and which steps may end so: those that have no other needs and features.
 
-    GREEDY = enum.auto()  # with the most likely tokens
-    DRAWN = enum.auto()  # with tokens drawn by temperature, min_p, top_k and top_p
-    HIDDEN = enum.auto()  # with hidden states, for the sampler
+    uniform: rows may compute several tokens, all as many.   alone: on one rank only.
+    """
+
+    name: str
+    needs: int
+    features: frozenset[str]
+    uniform: bool = False
+    alone: bool = False
+
+    def covers(self, kind: StepKind, ranks: int) -> bool:
+        fits = kind.within(self.needs, self.features)
+        return fits and (kind.query == 1 or (self.uniform and kind.query > 1)) and (ranks == 1 or not self.alone)
+
+
+_PLAIN = _Ending("plain", Needs.DRAW, frozenset({"exact"}))  # with one token a row
+# with those that drafts allow
+_VERIFIED = _Ending("verified", Needs.DRAW, frozenset({"exact", "drafts"}), uniform=True)
+# with hidden states, from which another graph goes on when the masks are there
+_MASKED = _Ending("masked", Needs.DRAW, frozenset({"masks", "late"}), alone=True)
+_HIDDEN = _Ending("hidden", ANY_NEED, frozenset({"masks", "late"}))  # with hidden states, for the sampler
+_ENDINGS = (_PLAIN, _VERIFIED, _MASKED, _HIDDEN)  # what comes first is preferred
+
+
+class _Key(NamedTuple):
+    """One graph: rows, tokens of each, how it ends, whether tokens are drawn, how long sequences may be, whether a
+    prefix is shared.
+    """
+
+    size: int
+    query: int
+    ending: str
+    drawn: bool
+    span: int
+    shared: bool
 
 
 def buffer_width(sizes: Sequence[int]) -> int:
     """Columns of the buffers that steps of these sizes share: their rows begin at multiples of 16 bytes."""
     return -(-sizes[-1] // 4) * 4
+
+
+def graphs_know(layout: KVLayout) -> bool:
+    """Whether the steps of a model with such a cache can be graphs: they read the block tables of attention over the
+    request's own tokens, in blocks of one size, and the first page of recurrent states.
+    """
+    known = (KVKind.FULL, KVKind.SLIDING, KVKind.RECURRENT)
+    recurrent = any(group.kind is KVKind.RECURRENT for group in layout.groups)
+    if recurrent and layout.policy.states_per_slot > 1:  # the device says which page is true
+        return False
+    return all(group.kind in known and (group.units == 1 or group.kind is KVKind.RECURRENT) for group in layout.groups)
 
 
 @dataclass(slots=True)
@@ -68,15 +129,16 @@ class _Entry:
     run: Callable[[], None]
     step: StepInputs | None
     keep: tuple[Any, ...]  # what must live as long as the graph
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Replay | None = None
     uses: int = 0
 
 
 class ReplayHandle:
     """A replayed step whose ids are on their way to the host."""
 
-    def __init__(self, plan: StepPlan, ids: Tensor, done: torch.cuda.Event, begun: float, not_finite: str) -> None:
-        self._plan, self._ids, self._done, self._begun, self._not_finite = plan, ids, done, begun, not_finite
+    def __init__(self, plan: StepPlan, ids: Tensor, query: int, done: Event, begun: float) -> None:
+        """ids: [rows * query or more] int32, of each row its tokens and then NOTHING."""
+        self._plan, self._ids, self._query, self._done, self._begun = plan, ids, query, done, begun
 
     def wait(self, seconds: float) -> bool:
         """Wait until the step is done, but no longer than that; whether it is."""
@@ -85,32 +147,62 @@ class ReplayHandle:
     def result(self) -> StepResult:
         """The sampled ids, once they are here."""
         self._done.synchronize()
-        token_ids = self._ids[: len(self._plan.slots)].tolist()
-        errors = {i: self._not_finite for i, token in enumerate(token_ids) if token < 0} if min(token_ids) < 0 else {}
+        rows = len(self._plan.slots)
+        token_ids = self._ids[: rows * self._query].tolist()
+        if self._query > 1 or self._plan.drafts is not None:
+            return self._with_counts(token_ids)
+        errors: dict[int, str] = {}
+        if min(token_ids) < 0:
+            errors = {i: _MESSAGES[token] for i, token in enumerate(token_ids) if token < 0}
+            token_ids = [max(token, -1) for token in token_ids]
+        return StepResult(self._plan.step_id, token_ids, {}, {}, errors, time.perf_counter() - self._begun)
+
+    def _with_counts(self, ids: list[int]) -> StepResult:
+        found: list[int] = []
+        counts: list[int] = []
+        errors: dict[int, str] = {}
+        for row in range(len(self._plan.slots)):
+            own = [token for token in ids[row * self._query : (row + 1) * self._query] if token != NOTHING]
+            if own[-1] < 0:
+                errors[row] = _MESSAGES[own[-1]]
+                own = []
+            found += own
+            counts.append(len(own))
         seconds = time.perf_counter() - self._begun
-        return StepResult(self._plan.step_id, token_ids, {}, {}, errors, seconds)
+        return StepResult(self._plan.step_id, found, {}, {}, errors, seconds, counts=counts)
+
+
+_MESSAGES = {-1: NOT_FINITE, IMPOSSIBLE: NO_TOKEN_POSSIBLE}
 
 
 class _Inputs:
     """What stands in the static inputs on the device, as far as the host can tell."""
 
-    def __init__(self, device: Tensor) -> None:
-        """device: [3, largest size] int32: slots (-1 for padding), positions, turns."""
+    def __init__(self, device: Tensor, context: RecordingContext) -> None:
+        """device: [4, largest size] int32: slots (-1 for padding), positions, turns, drafts."""
         self._device = device
-        self._uploads = [torch.empty(device.shape, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._uploads = [context.pinned(*device.shape) for _ in range(_RING)]
         self._arrays = [t.numpy() for t in self._uploads]
-        self._known: tuple[np.ndarray, np.ndarray, int] | None = None  # slots, positions, turn
+        self._known: tuple[np.ndarray, np.ndarray, int] | None = None  # slots, positions, turn, where no row has drafts
         self._next: tuple[np.ndarray, np.ndarray, int] | None = None
 
-    def require(self, slots: np.ndarray, positions: np.ndarray, turn: int, size: int) -> None:
-        """Upload a step's inputs, unless they are there."""
+    def require(
+        self, slots: np.ndarray, positions: np.ndarray, turn: int, size: int, drafts: np.ndarray | None = None
+    ) -> None:
+        """Upload a step's inputs, unless they are there. positions: below 0 where only the device knows."""
         known, self._known = self._known, None  # whatever the step does to them, or whether it fails
-        self._next = slots.copy(), positions + 1, (turn + 1) % _RING
-        if known is not None and known[2] == turn and all(map(np.array_equal, known[:2], (slots, positions))):
+        certain = drafts is None and int(positions.min()) >= 0
+        self._next = (slots.copy(), positions + 1, (turn + 1) % _RING) if certain else None
+        if (
+            certain
+            and known is not None
+            and known[2] == turn
+            and all(map(np.array_equal, known[:2], (slots, positions)))
+        ):
             return
         host, rows = self._arrays[turn], len(slots)
         host[0, :rows], host[0, rows:size] = slots, -1
-        host[1, :rows], host[2, :rows] = positions, turn
+        host[1, :rows], host[2, :rows], host[3, :rows] = positions, turn, 0 if drafts is None else drafts
         self._device.copy_(self._uploads[turn], non_blocking=True)
 
     def clear(self) -> None:
@@ -123,13 +215,44 @@ class _Inputs:
         self._known = self._next
 
 
+class _MaskInputs:
+    """The masks of a step at fixed addresses on the device."""
+
+    def __init__(self, largest: int, vocab: int, context: RecordingContext) -> None:
+        """largest: rows."""
+        self._context, self._largest, self._words = context, largest, -(-vocab // 32)
+        self._device = torch.full((largest * (1 + self._words),), -1, dtype=torch.int32, device=context.device)
+
+    def index(self, size: int) -> Tensor:
+        """[size] which of the masks is a row's, -1 for none."""
+        return self._device[:size]
+
+    @property
+    def bits(self) -> Tensor:
+        """[masks, words]"""
+        return self._device[self._largest :].view(self._largest, self._words)
+
+    def upload(self, masks: RowMasks | None) -> None:
+        """Put the masks of the next step there. Raises ValueError for masks of another vocabulary."""
+        count = 0 if masks is None else len(masks.rows)
+        sent = self._context.pinned(self._largest + count * self._words)
+        host = sent.numpy()
+        host[: self._largest] = -1
+        if masks is not None and count:
+            if masks.bits.shape != (count, self._words):
+                raise ValueError(f"Masks of shape {masks.bits.shape}, expected ({count}, {self._words}).")
+            host[masks.rows] = np.arange(count)
+            host[self._largest :] = np.ascontiguousarray(masks.bits, np.uint32).view(np.int32).reshape(-1)
+        self._device[: len(sent)].copy_(sent, non_blocking=True)
+
+
 class _DrawingInputs:
     """The rows' sampling parameters at fixed addresses on the device, uploaded when they have changed."""
 
-    def __init__(self, largest: int, device: torch.device) -> None:
+    def __init__(self, largest: int, context: RecordingContext) -> None:
         """largest: rows, an even number."""
-        self._device = torch.zeros((6, largest), dtype=torch.int32, device=device)
-        self._uploads = [torch.empty((6, largest), dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._device = torch.zeros((6, largest), dtype=torch.int32, device=context.device)
+        self._uploads = [context.pinned(6, largest) for _ in range(_RING)]
         self._there: np.ndarray = np.zeros((6, 0), np.int32)
 
     def rows(self, size: int) -> Drawing:
@@ -139,7 +262,7 @@ class _DrawingInputs:
         return Drawing(temperature, min_p, self._device[3, :size], top_p, starts)
 
     def require(self, params: ParamsTable, slots: np.ndarray, turn: int, size: int) -> None:
-        """Upload the parameters of some slots, unless they are there. Of padding nothing is drawn."""
+        """Upload the parameters of some slots, one for each row, unless they are there. Of padding nothing is drawn."""
         rows = len(slots)
         wanted: np.ndarray = np.zeros((6, size), np.int32)
         for i, values in enumerate((params.temperature, params.min_p, params.top_p)):
@@ -156,21 +279,15 @@ class _DrawingInputs:
         self._there = wanted
 
 
-@functools.cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One per device and process: cuBLAS keeps a workspace for every stream that it has ever seen."""
-    return torch.cuda.Stream(device)
-
-
 class DecodeGraphs:
     """The decode steps of one runner."""
 
     def __init__(
         self,
         runner: ModelRunner,
+        context: RecordingContext,
         sizes: Sequence[int],
         max_seq_len: int,
-        not_finite: str,
         compiling: Precompilation | None = None,
     ) -> None:
         """sizes: batch sizes that get a graph, ascending. max_seq_len: longer sequences are left to the eager path.
@@ -178,27 +295,24 @@ class DecodeGraphs:
         compiling: where the kernels of these steps may still be under way.
         """
         self._compiling = compiling
-        self._runner, self._max_seq_len, self._not_finite = runner, max_seq_len, not_finite
+        self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
         self._table, self._params = runner.table, runner.sampler.params
         self._sizes = list(sizes)
         self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
         self._sharing = self._prefix_sharing()
-        self._graphs: dict[tuple[int, _Kind, int, bool], _Entry] = {}  # by size, kind, span, shared prefix
+        self._graphs: dict[_Key, _Entry] = {}
         self._width = self._table.width
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = capture_stream(runner.context.device)
-        device, largest = runner.context.device, buffer_width(self._sizes)
-        # slots, positions, and the vector of `_ids` that a row's id goes to: a step's upload is one copy
-        self._inputs = torch.full((3, largest), -1, dtype=torch.int32, device=device)
-        self._there = _Inputs(self._inputs)
-        self._drawing = _DrawingInputs(largest, device)
+        self._pool = context.new_pool()
+        device, largest = context.device, buffer_width(self._sizes)
+        # slots, positions, the vector of `_ids` that a row's ids go to, drafts: a step's upload is one copy
+        self._inputs = torch.full((4, largest), -1, dtype=torch.int32, device=device)
+        self._there = _Inputs(self._inputs, context)
+        self._drawing = _DrawingInputs(largest, context)
+        self._masks: _MaskInputs | None = None
         self._hidden: Tensor | None = None
-        self._ids = torch.empty((_RING, largest), dtype=torch.int32, pin_memory=True)
-        self._events = [torch.cuda.Event() for _ in range(_RING)]
+        self._ids = context.pinned(_RING, largest)
+        self._events = [context.event() for _ in range(_RING)]
         self._turn = 0
-        with torch.cuda.stream(self._stream):  # its cuBLAS workspace must not come to lie in a graph's memory
-            one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-            torch.mm(one, one)
 
     def close(self) -> None:
         """Destroy the graphs, without waiting for the device."""
@@ -207,16 +321,22 @@ class DecodeGraphs:
                 entry.graph.reset()
         self._graphs.clear()
 
-    def accepts(self, plan: StepPlan) -> bool:
-        """Whether the plan is a uniform decode batch that a graph covers."""
+    def accepts(self, plan: StepPlan, kind: StepKind) -> bool:
+        """Whether the plan is a decode batch that a graph covers."""
         rows = len(plan.slots)
-        if rows == 0 or rows > self._sizes[-1] or (rows > self._sizes[0] and self._still_compiling()):
+        if self._ending(kind) is None or self._size(rows, kind.query) is None:
             return False
-        if int(plan.num_tokens.max()) != 1 or not plan.sample.all():
+        if rows > self._sizes[0] and self._still_compiling():
             return False
-        if int(plan.num_computed.max()) + 1 > self._max_seq_len:
-            return False
-        return not self._params.wants_prompt[plan.slots].any()
+        # what pads behind drafts must have room in the slot table, too
+        return int(plan.num_computed.max()) + kind.query <= min(self._max_seq_len, self._table.max_width - 1)
+
+    def _ending(self, kind: StepKind) -> _Ending | None:
+        return next((e for e in _ENDINGS if e.covers(kind, self._runner.tp.world)), None)
+
+    def _size(self, rows: int, query: int) -> int | None:
+        """The size of a graph for so many rows of so many tokens."""
+        return next((s for s in self._sizes if s >= rows and s * query <= self._sizes[-1]), None)
 
     def _still_compiling(self) -> bool:
         """Whether kernels of larger batches are under way: nobody waits for them, there are others.
@@ -238,16 +358,16 @@ class DecodeGraphs:
         sizes = self._sizes[:1] if first else self._sizes[::-1]
         spans = SPANS[:1] if first else SPANS[:_READY_SPANS]
         spans = spans[: 1 + sum(span < min(self._width, self._max_seq_len) for span in spans)]
-        wanted = itertools.product(spans, sizes, (_Kind.GREEDY, _Kind.DRAWN))
-        missing = ((size, kind, span, False) for span, size, kind in wanted)
+        wanted = itertools.product(spans, sizes, (False, True))
+        missing = (_Key(size, 1, _PLAIN.name, drawn, span, False) for span, size, drawn in wanted)
         key = next((k for k in missing if k not in self._graphs or self._graphs[k].graph is None), None)
         if key is None:
             return False
         entry = self._graphs.get(key)
         if entry is None:
-            entry = self._graphs[key] = self._prepare(*key)
+            entry = self._graphs[key] = self._prepare(key)
         self._there.clear()
-        self._drawing.require(self._params, np.zeros(0, np.int32), self._turn, key[0])
+        self._drawing.require(self._params, np.zeros(0, np.int32), self._turn, key.size)
         if entry.uses:
             self._capture(entry)
         else:
@@ -255,31 +375,50 @@ class DecodeGraphs:
             entry.uses += 1
         return True
 
-    def execute(self, plan: StepPlan) -> Handle:
+    def execute(self, plan: StepPlan, kind: StepKind) -> Handle:
         """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step
-        handle.
+        handle, which may wait for masks.
         """
         begun = time.perf_counter()
-        rows = len(plan.slots)
-        longest = int(plan.num_computed.max()) + 1
-        self._table.require_width(longest + 1)
+        ending, size, query = self._ending(kind), self._size(len(plan.slots), kind.query), kind.query
+        if ending is None or size is None:
+            raise ValueError(f"No graph covers {kind}.")
+        longest = int(plan.num_computed.max()) + query
+        self._require_width(longest + 1)
+        drawn, turn = bool(kind.needs) and ending is not _HIDDEN, self._turn
+        self._turn = (turn + 1) % _RING
+        positions = plan.num_computed if plan.exact is None else np.where(plan.exact, plan.num_computed, -1)
+        self._there.require(plan.slots, positions, turn, size, plan.drafts if ending is _VERIFIED else None)
+        if plan.exact is not None:
+            resume_rows(self._inputs[0, :size], self._inputs[1, :size], self._table.device_lengths)
+        if drawn:
+            slots = plan.slots if query == 1 else np.repeat(plan.slots, query)
+            self._drawing.require(self._params, slots, turn, size * query)
+        span = next((s for s in SPANS if s >= longest), self._width)
+        shared = False
+        if self._sharing is not None and query == 1 and plan.exact is None:
+            shared = self._sharing.find(plan.slots, plan.num_computed, size)
+        if ending is _MASKED or ending is _HIDDEN:
+            entry = self._use(_Key(size, 1, _HIDDEN.name, False, span, shared))
+            if ending is _HIDDEN:
+                return self._sample(plan, size, entry)
+            return self._masked(plan, _Key(size, 1, _MASKED.name, drawn, 0, False), turn, begun)
+        self._use(_Key(size, query, ending.name, drawn, span, shared))
+        return self._delivered(plan, query, turn, begun)
+
+    def _require_width(self, tokens: int) -> None:
+        """Make room in the slot table."""
+        self._table.require_width(tokens)
         if self._table.width != self._width:  # the table moved to other memory
             self._graphs.clear()
-            self._pool = torch.cuda.graph_pool_handle()  # the old pool ends with its last graph
+            self._pool = self._context.new_pool()  # the old pool ends with its last graph
             self._width = self._table.width
-        masked = plan.masks is not None or plan.late is not None
-        kind = _Kind.HIDDEN if masked else self._kind(plan.slots)
-        size = next(s for s in self._sizes if s >= rows)
-        turn = self._turn
-        self._turn = (turn + 1) % _RING
-        self._there.require(plan.slots, plan.num_computed, turn, size)
-        if kind is _Kind.DRAWN:
-            self._drawing.require(self._params, plan.slots, turn, size)
-        span = next((s for s in SPANS if s >= longest), self._width)
-        shared = self._sharing is not None and self._sharing.find(plan.slots, plan.num_computed, size)
-        entry = self._graphs.get((size, kind, span, shared))
+
+    def _use(self, key: _Key) -> _Entry:
+        """Queue a step, by its graph if it has one or is worth one."""
+        entry = self._graphs.get(key)
         if entry is None:
-            entry = self._graphs[size, kind, span, shared] = self._prepare(size, kind, span, shared)
+            entry = self._graphs[key] = self._prepare(key)
         entry.uses += 1
         if entry.graph is None and entry.uses > _EAGER_USES:
             self._capture(entry)
@@ -287,28 +426,43 @@ class DecodeGraphs:
             entry.run()
         else:
             entry.graph.replay()
-        if kind is not _Kind.HIDDEN:
-            self._there.advance()
-            done = self._events[turn]
-            done.record()
-            return ReplayHandle(plan, self._ids[turn], done, begun, self._not_finite)
-        return self._sample(plan, size, entry)
+        return entry
 
-    def _kind(self, slots: np.ndarray) -> _Kind:
-        """How the step of a batch ends."""
-        needs = int(np.bitwise_or.reduce(self._params.needs[slots]))
-        if not needs:
-            return _Kind.GREEDY
-        return _Kind.DRAWN if needs == Needs.DRAW else _Kind.HIDDEN
+    def _delivered(self, plan: StepPlan, query: int, turn: int, begun: float) -> ReplayHandle:
+        """The ids of what was queued last are under way."""
+        self._there.advance()
+        done = self._events[turn]
+        done.record()
+        return ReplayHandle(plan, self._ids[turn], query, done, begun)
+
+    def _masked(self, plan: StepPlan, key: _Key, turn: int, begun: float) -> Handle:
+        """The end of a step whose forward pass was queued, once there are its masks."""
+        if self._masks is None:
+            self._masks = _MaskInputs(buffer_width(self._sizes), self._params.vocab_size, self._context)
+        inputs = self._masks
+
+        def rest(masks: RowMasks | None) -> Handle:
+            inputs.upload(masks)
+            self._use(key)
+            return self._delivered(plan, 1, turn, begun)
+
+        return rest(plan.masks) if plan.late is None else LateHandle(plan, rest)
 
     def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Handle:
         """Logits and sampling of a batch whose hidden states a graph has computed."""
         rows = len(plan.slots)
-        step = entry.step if entry.step is not None else self._static_step(size, 1)[0]
+        step = entry.step if entry.step is not None else self._static_step(size, 1, 1)[0]
         batch = Batch(step, plan.slots, np.arange(rows), plan.slots, plan.num_computed + 1, ())
+        return self._runner.finish(plan, batch, self._hidden_states(rows), self._context.mark())
+
+    def _hidden_states(self, rows: int) -> Tensor:
+        """[rows, hidden] where graphs that end with hidden states leave them."""
         if self._hidden is None:
-            raise RuntimeError("A graph without hidden states cannot be sampled from.")
-        return self._runner.finish(plan, batch, self._hidden[:rows], self._runner.context.mark())
+            traits = self._runner.model.traits
+            self._hidden = torch.empty(
+                self._sizes[-1], traits.hidden_size, dtype=traits.dtype, device=self._context.device
+            )
+        return self._hidden[:rows]
 
     def _prefix_sharing(self) -> PrefixSharing | None:
         """What finds common prefixes in batches, by the first KV group; None if the model has no use for it."""
@@ -318,124 +472,126 @@ class DecodeGraphs:
             return None
         return PrefixSharing(self._table, 0, heads, self._sizes[-1], runner.context)
 
-    def _prepare(self, size: int, kind: _Kind, span: int, shared: bool) -> _Entry:
-        """The step of one size and kind, not captured yet."""
-        if kind is _Kind.HIDDEN and self._hidden is None:
-            self._hidden = self._hidden_buffer()
-        plan = self._sharing.plan(size) if shared and self._sharing is not None else None
-        if self._weights is not None:
-            return _Entry(*self._fused(size, kind, span, plan))
-        return _Entry(*self._general(size, kind, span, plan))
+    def _prepare(self, key: _Key) -> _Entry:
+        """The step of one kind, not captured yet."""
+        if key.ending == _MASKED.name:
+            return self._finish(key)
+        plan = self._sharing.plan(key.size) if key.shared and self._sharing is not None else None
+        if self._weights is not None and key.query == 1:
+            return self._fused(key, self._weights, plan)
+        return self._general(key, plan)
 
     def _capture(self, entry: _Entry) -> None:
         """Capture a step that has run before, so that its kernels exist."""
         start = time.perf_counter()
-        graph = torch.cuda.CUDAGraph()
-        main = torch.cuda.current_stream()
-        self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                entry.run()
-            finally:
-                graph.capture_end()
-        main.wait_stream(self._stream)
-        entry.graph = graph
+        entry.graph = self._context.record(entry.run, self._pool)
         logger.debug("Captured a decode step in %.3f s.", time.perf_counter() - start)
 
-    def _hidden_buffer(self) -> Tensor:
-        """[largest size, hidden] for hidden states that leave a graph."""
-        traits, device = self._runner.model.traits, self._runner.context.device
-        return torch.empty(self._sizes[-1], traits.hidden_size, dtype=traits.dtype, device=device)
-
-    def _fused(
-        self, size: int, kind: _Kind, span: int, shared: SharedPlan | None
-    ) -> tuple[Callable[[], None], StepInputs | None, tuple[Any, ...]]:
-        if self._weights is None:
-            raise RuntimeError("This model has no fused step.")
+    def _fused(self, key: _Key, weights: ProgramWeights, shared: SharedPlan | None) -> _Entry:
+        size = key.size
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
-        program = DecodeProgram(self._weights, size, span, slots, positions, shared=shared)
+        program = DecodeProgram(weights, size, key.span, slots, positions, shared=shared)
         outputs: dict[str, Any] = {"token_ids": self._ids, "turns": self._inputs[2, :size]}
-        if kind is _Kind.DRAWN:
+        if key.ending == _HIDDEN.name:
+            outputs = {"hidden": self._hidden_states(size)}
+        elif key.drawn:
             outputs["drawing"] = self._drawing.rows(size)
-        elif kind is _Kind.HIDDEN:
-            outputs = {"hidden": None if self._hidden is None else self._hidden[:size]}
-        return lambda: program.run(self._table, **outputs), None, (program,)
+        return _Entry(lambda: program.run(self._table, **outputs), None, (program,))
 
-    def _general(
-        self, size: int, kind: _Kind, span: int, plan: SharedPlan | None
-    ) -> tuple[Callable[[], None], StepInputs, tuple[Any, ...]]:
+    def _general(self, key: _Key, plan: SharedPlan | None) -> _Entry:
         """The model's own forward pass over static inputs."""
-        runner, table = self._runner, self._table
-        model = runner.model
-        step, fill = self._static_step(size, span, plan)
-        vocab = self._params.vocab_size
-        tiles = -(-vocab // 4096)
-        device = runner.context.device
-        best, sums = (torch.empty(size, tiles, dtype=torch.float32, device=device) for _ in range(2))
-        best_at = torch.empty(size, tiles, dtype=torch.int32, device=device)
-        slots, positions, turns = (self._inputs[i, :size] for i in range(3))
-        drawing = self._drawing.rows(size)
+        runner, table, size = self._runner, self._table, key.size
+        step, fill = self._static_step(size, key.span, key.query, plan)
+        slots, positions, turns, drafts = (self._inputs[i, :size] for i in range(4))
+        drawing = self._drawing.rows(size * key.query) if key.drawn else None
+        hidden_out = self._hidden_states(size) if key.ending == _HIDDEN.name else None
 
         def run() -> None:
             fill()
-            hidden = model(step, runner.kv_caches)
-            if self._hidden is not None and kind is _Kind.HIDDEN:
-                self._hidden[:size].copy_(hidden)
-                return
-            if kind is _Kind.DRAWN:
-                draw_tokens(model.logits(hidden), slots, positions, drawing, table.tokens, self._ids, turns)
-                return
-            count = argmax_tiles(model.logits(hidden), best, best_at, sums)
-            choose_tokens(slots, positions, best, best_at, sums, count, vocab, table.tokens, self._ids, turns)
+            hidden = runner.model(step, runner.kv_caches)
+            if hidden_out is not None:
+                hidden_out.copy_(hidden)
+            elif key.ending == _VERIFIED.name:
+                verify_tokens(
+                    runner.model.logits(hidden), slots, positions, drafts, table.tokens, table.device_lengths,
+                    self._ids, turns, places=step.positions, drawing=drawing,
+                )  # fmt: skip
+            else:
+                self._choose(runner.model.logits(hidden), drawing, None)
 
-        return run, step, (step, best, best_at, sums)
+        return _Entry(run, step, (step,))
+
+    def _finish(self, key: _Key) -> _Entry:
+        """What follows the forward pass: the tokens that masks allow, out of the hidden states."""
+        hidden, masks = self._hidden_states(key.size), self._masks
+        if masks is None:
+            raise RuntimeError("A step with masks ends before it has room for them.")
+        drawing = self._drawing.rows(key.size) if key.drawn else None
+        index, bits = masks.index(key.size), masks.bits
+
+        def run() -> None:
+            logits = self._runner.model.logits(hidden)
+            self._choose(logits, drawing, mask_logits(logits, index, bits))
+
+        return _Entry(run, None, (masks,))
+
+    def _choose(self, logits: Tensor, drawing: Drawing | None, unmasked: Tensor | None) -> None:
+        """Deliver a token for each row of logits. unmasked: sums of what was there before masks."""
+        size, table, device = len(logits), self._table, self._context.device
+        slots, positions, turns = (self._inputs[i, :size] for i in range(3))
+        if drawing is not None:
+            draw_tokens(
+                logits, slots, positions, drawing, table.tokens, table.device_lengths, self._ids, turns, unmasked
+            )
+            return
+        pieces = -(-self._params.vocab_size // ARGMAX_BLOCK)
+        best, sums = (torch.empty(size, pieces, dtype=torch.float32, device=device) for _ in range(2))
+        best_at = torch.empty(size, pieces, dtype=torch.int32, device=device)
+        tiles = argmax_tiles(logits, best, best_at, sums)
+        choose_tokens(
+            slots, positions, best, best_at, sums if unmasked is None else unmasked, tiles, self._params.vocab_size,
+            table.tokens, table.device_lengths, self._ids, turns, masked=unmasked is not None,
+        )  # fmt: skip
 
     def _static_step(
-        self, size: int, span: int, plan: SharedPlan | None = None
+        self, size: int, span: int, query: int, plan: SharedPlan | None = None
     ) -> tuple[StepInputs, Callable[[], None]]:
         """Inputs of a step at fixed addresses, and the function that queues the kernels which fill them.
 
-        span: no sequence is longer.   plan: for common keys of the first group.
+        span: no sequence is longer.   query: tokens of each row.   plan: for common keys of the first group.
         """
-        table, device = self._table, self._runner.context.device
-        starts: np.ndarray = np.arange(size + 1, dtype=np.int32)
+        table, device = self._table, self._context.device
+        tokens = size * query
         int64, int32 = torch.int64, torch.int32
         columns = -(-span // table.block_size)
         groups = tuple(
             GroupInputs(
-                slot_mapping=torch.zeros(size, dtype=int64, device=device),
+                slot_mapping=torch.zeros(tokens, dtype=int64, device=device),
                 block_table=torch.zeros(size, columns, dtype=int32, device=device),
                 plan=plan if g == 0 else None,
             )
             for g in range(len(table.tables))
         )
         step = StepInputs.of(
-            token_ids=torch.zeros(size, dtype=int64, device=device),
-            positions=torch.zeros(size, dtype=int64, device=device),
-            query_starts=torch.arange(size + 1, dtype=int32, device=device),
-            seq_lens=torch.ones(size, dtype=int32, device=device),
+            token_ids=torch.zeros(tokens, dtype=int64, device=device),
+            positions=torch.zeros(tokens, dtype=int64, device=device),
+            query_starts=torch.arange(0, tokens + 1, query, dtype=int32, device=device),
+            seq_lens=torch.full((size,), query, dtype=int32, device=device),
             groups=groups,
-            max_query_len=1,
+            max_query_len=query,
             max_seq_len=span,
-            host_query_starts=starts,
+            host_query_starts=np.arange(0, tokens + 1, query, dtype=np.int32),
             host_seq_lens=np.full(size, span, np.int32),
         )
         shared = (step.token_ids, step.positions, step.seq_lens)
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+        drafts = self._inputs[3, :size] if query > 1 else None
 
         def fill() -> None:
             for g, (group, blocks) in enumerate(zip(groups, table.tables, strict=True)):
                 gather_inputs(
-                    slots,
-                    positions,
-                    table.tokens,
-                    blocks,
-                    shared,
-                    group.slot_mapping,
-                    group.block_table,
-                    table.block_size,
-                    g == 0,
-                )
+                    slots, positions, table.tokens, blocks, shared, group.slot_mapping, group.block_table,
+                    table.block_size, g == 0, drafts,
+                )  # fmt: skip
 
         return step, fill

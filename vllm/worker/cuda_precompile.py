@@ -22,7 +22,7 @@ from vllm.model_executor.models.traits import Model
 from vllm.ops.attention import plan_gathering
 from vllm.ops.draw import DrawParams
 from vllm.ops.shared_prefix import SharedPlan
-from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs
+from vllm.ops.triton.decode_step import Drawing, argmax_tiles, choose_tokens, draw_tokens, gather_inputs, mask_logits
 from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.step.inputs import GroupInputs, StepInputs
@@ -65,6 +65,7 @@ class _Table:
     def __init__(self, slots: int, layout: KVLayout) -> None:
         self.block_size = layout.block_size
         self.tokens = torch.empty(slots, _TABLE_WIDTH, dtype=torch.int32, device=META)
+        self.device_lengths = torch.empty(slots, dtype=torch.int32, device=META)
         columns = _TABLE_WIDTH // layout.block_size + 1
         self.tables = [torch.empty(slots, columns, dtype=torch.int32, device=META) for _ in layout.groups]
 
@@ -114,7 +115,14 @@ class DryRun:
         draw(logits, DrawParams(one, one, torch.empty(2, dtype=torch.int32, device=META), one, one, none, none))
         ids, starts = torch.empty(2, dtype=torch.int32, device=META), torch.empty(2, dtype=torch.int64, device=META)
         tokens = torch.empty(2, _TABLE_WIDTH, dtype=torch.int32, device=META)
-        draw_tokens(logits, ids, ids, Drawing(one, one, ids, one, starts), tokens, ids)
+        drawing = Drawing(one, one, ids, one, starts)
+        draw_tokens(logits, ids, ids, drawing, tokens, ids, ids)
+        bits = torch.empty(2, -(-logits.shape[1] // 32), dtype=torch.int32, device=META)
+        unmasked = mask_logits(logits, ids, bits)
+        draw_tokens(logits, ids, ids, drawing, tokens, ids, ids, unmasked=unmasked)
+        best, best_at = torch.empty_like(unmasked), torch.empty_like(unmasked, dtype=torch.int32)
+        tiles = argmax_tiles(logits, best, best_at, best)
+        choose_tokens(ids, ids, best, best_at, unmasked, tiles, logits.shape[1], tokens, ids, ids, masked=True)
 
     def _decode(self, model: Model, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
         if not sizes:
@@ -148,7 +156,9 @@ class DryRun:
             logits = model.logits(model(step, caches))
             best = torch.empty(size, 64, device=META)
             tiles = argmax_tiles(logits, best, torch.empty(size, 64, dtype=torch.int32, device=META), best)
-            choose_tokens(slots, positions, best, ids, best, tiles, logits.shape[1], table.tokens, ids)
+            choose_tokens(
+                slots, positions, best, ids, best, tiles, logits.shape[1], table.tokens, table.device_lengths, ids
+            )
 
 
 def shared_plan(heads: Heads, rows: int) -> SharedPlan:

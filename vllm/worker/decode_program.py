@@ -223,9 +223,12 @@ class DecodeProgram:
         if token_ids is None:
             return
         if drawing is None:
-            self._choose(x, table.tokens, token_ids, turns)
+            self._choose(x, table, token_ids, turns)
         elif hidden is not None:
-            draw_tokens(self._logits(hidden), self._slots, self._positions, drawing, table.tokens, token_ids, turns)
+            draw_tokens(
+                self._logits(hidden), self._slots, self._positions, drawing, table.tokens, table.device_lengths,
+                token_ids, turns,
+            )  # fmt: skip
 
     def _walk(self, table: SlotTable) -> Tensor | Folded:
         """All layers; returns the rows behind the last norm."""
@@ -362,7 +365,7 @@ class DecodeProgram:
         join_rows(h, out, y, chosen, branch, after, scale, pdl=self._pdl)
         return h if after is None else out
 
-    def _choose(self, x: Tensor | Folded, tokens: Tensor, token_ids: Tensor, turns: Tensor | None) -> None:
+    def _choose(self, x: Tensor | Folded, table: SlotTable, token_ids: Tensor, turns: Tensor | None) -> None:
         """The most likely token of every row; of several ranks each names the best of its part of the vocabulary."""
         w, s, wide, pdl = self.weights, self._stream, self._tiling.wide_head, False
         if self._few:
@@ -374,15 +377,13 @@ class DecodeProgram:
             tiles = argmax_product(x, w.head.weight, s.best, s.best_at, s.sums, wide, pdl=self._pdl)
         else:
             tiles = argmax_tiles(linear(x, w.head.weight, w.head.bias, torch.float32), s.best, s.best_at, s.sums)
-        slots, positions = self._slots, self._positions
+        slots, positions, written = self._slots, self._positions, (table.tokens, table.device_lengths, token_ids, turns)
         if self._alone:
-            choose_tokens(
-                slots, positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, tokens, token_ids, turns, pdl=pdl
-            )
+            choose_tokens(slots, positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, *written, pdl=pdl)
             return
         nominate(s.best, s.best_at, s.sums, tiles, w.first_row, self._nominees)
         nominees = w.tp.all_gather(self._nominees, 0)
-        elect(slots, positions, nominees, w.tp.world, w.vocab_size, tokens, token_ids, turns)
+        elect(slots, positions, nominees, w.tp.world, w.vocab_size, *written)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] fp32, of all ranks."""

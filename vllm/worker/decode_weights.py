@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import ACTIVATIONS
 from vllm.model_executor.layers.expert_method import UnquantizedExpertMethod
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.spec import (
     Attn,
     Block,
@@ -34,6 +33,9 @@ from vllm.ops.triton.decode_attention import DecodeAttention
 from vllm.ops.triton.decode_join import NormWeights
 from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, supports
 from vllm.ops.triton.decode_step import Entrance
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,11 @@ def covers(spec: Decoder) -> bool:
 
 def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None:
     """The weights of a model that the fused step can run, else None."""
-    if not isinstance(model, DecoderModel) or model.dtype not in DTYPES:
+    spec = model.traits.decoder
+    if spec is None or len(model.traits.layers) < len(spec.blocks) or model.traits.dtype not in DTYPES:
         return None
-    spec, tp = model.spec, model.tp
+    model = cast("DecoderModel", model)
+    tp = model.tp
     same = all(cache.dtype == model.dtype for cache in kv_caches)
     if spec.norm is None or not covers(spec) or not same or not (model.head.plain and model.embed.plain):
         return None

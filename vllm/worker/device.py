@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,41 @@ class DeviceContext(Protocol):
         """Wait until the device is idle."""
 
 
+class Replay(Protocol):
+    """A recorded piece of work."""
+
+    def replay(self) -> None:
+        """Queue it again."""
+
+    def reset(self) -> None:
+        """Forget it, without waiting for the device."""
+
+
+class Event(Protocol):
+    """A point in the device's queue of work, at one place of memory that can be used again."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class RecordingContext(DeviceContext, Protocol):
+    """A device that can record what is queued, and do it again at the cost of one launch."""
+
+    def pinned(self, *shape: int) -> Tensor:
+        """int32 numbers in host memory, which the device reads and writes."""
+
+    def event(self) -> Event: ...
+
+    def new_pool(self) -> Any:
+        """Memory that recorded pieces share; it ends with the last of them."""
+
+    def record(self, run: Callable[[], Any], pool: Any) -> Replay:
+        """Record what `run` queues, whose kernels have been used before. Nothing is computed."""
+
+
 class _Here:
     """Tensors in host memory: nothing to wait for."""
 
@@ -83,7 +119,7 @@ class CpuContext:
         return
 
 
-def passed(event: torch.cuda.Event, seconds: float) -> bool:
+def passed(event: Event, seconds: float) -> bool:
     """Wait until the device has passed an event, but no longer than that; whether it has."""
     deadline = time.monotonic() + seconds
     while not event.query():
@@ -162,6 +198,32 @@ class CudaContext:
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _Pinned(tensors)
 
+    def pinned(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, pin_memory=True)
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def new_pool(self) -> Any:
+        stream = _recording_stream(self.device)
+        with torch.cuda.stream(stream):  # its cuBLAS workspace must not come to lie in a graph's memory
+            one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
+            torch.mm(one, one)
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Any], pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        main, stream = torch.cuda.current_stream(), _recording_stream(self.device)
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        main.wait_stream(stream)
+        return graph
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -172,6 +234,12 @@ class CudaContext:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One per device and process: cuBLAS keeps a workspace for every stream that it has ever seen."""
+    return torch.cuda.Stream(device)
 
 
 _TORCH_DTYPE: dict[np.dtype[Any], torch.dtype] = {

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm.logger import init_logger
 from vllm.step.inputs import StepInputs
-from vllm.worker.cuda_graphs import capture_stream
-from vllm.worker.device import CudaContext
+from vllm.worker.device import CudaContext, Replay
 from vllm.worker.input_builder import Laid
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ class _Entry:
     device: list[Tensor] = field(default_factory=list)
     step: StepInputs | None = None
     hidden: Tensor | None = None
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Replay | None = None
 
 
 def step_sizes(parameters: int) -> tuple[int, ...]:
@@ -79,11 +77,14 @@ def _at_least(sizes: tuple[int, ...], wanted: int) -> int:
 class MixedGraphs:
     """The graphs of one runner's model, which must be `replayable`, on this package's own attention kernels."""
 
+    # prompts whose logprobs are wanted in this step are refused by `forward`, which sees which these are
+    handles = frozenset({"masks", "late", "exact", "prompt_logprobs"})
+
     def __init__(self, runner: ModelRunner, context: CudaContext, max_seq_len: int) -> None:
         """max_seq_len: longer sequences are left to the eager path."""
         self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
         self._entries: dict[tuple[int, int, int], _Entry] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = context.new_pool()
         self._width = runner.table.width
         self._sizes = step_sizes(sum(p.numel() for p in runner.model.parameters()))
 
@@ -110,7 +111,7 @@ class MixedGraphs:
             return None
         if self._runner.table.width != self._width:  # the table moved to other memory
             self.close()
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool = self._context.new_pool()
             self._width = self._runner.table.width
         entry = self._entries.get(key)
         if entry is None:
@@ -159,17 +160,11 @@ class MixedGraphs:
     def _capture(self, entry: _Entry, key: tuple[int, int, int], laid: Laid) -> None:
         """Capture the padded step for the next time."""
         begun = time.perf_counter()
-        graph = torch.cuda.CUDAGraph()
-        stream, main = capture_stream(self._context.device), torch.cuda.current_stream()
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                entry.step, entry.hidden = self._run(_shape(key, laid), entry.device, key[2])
-            finally:
-                graph.capture_end()
-        main.wait_stream(stream)
-        entry.graph = graph
+
+        def run() -> None:
+            entry.step, entry.hidden = self._run(_shape(key, laid), entry.device, key[2])
+
+        entry.graph = self._context.record(run, self._pool)
         logger.debug("Captured a step of %s in %.3f s.", key, time.perf_counter() - begun)
 
     def _run(self, shape: Laid, device: list[Tensor], context: int) -> tuple[StepInputs, Tensor]:

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.pipeline import ONE_STAGE, Pipeline
-from vllm.faults import spoiler_from_env
 from vllm.model_executor.models.traits import Model
 from vllm.ops.logprobs import top_logprobs
 from vllm.pooling_params import PoolingParams
 from vllm.step.inputs import StepFeatures, StepInputs
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import Column, RowMasks, StepPlan, require_known
-from vllm.step.result import StepResult
 from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.device import DeviceContext
 from vllm.worker.host_tier import create_tier
@@ -27,7 +25,8 @@ from vllm.worker.input_builder import Batch, InputBuilder, Laid, within
 from vllm.worker.pool import PooledChunk, PooledRun, Pooler
 from vllm.worker.sample.sampler import Sampled, Sampler
 from vllm.worker.slot_table import SlotTable
-from vllm.worker.step_handle import LateHandle, NothingComputed, PromptLogprobs, Queued, StepHandle
+from vllm.worker.step_handle import Handle, LateHandle, NothingComputed, PromptLogprobs, Queued, StepHandle
+from vllm.worker.step_kind import ANY_NEED, StepKind
 from vllm.worker.transfers import run_transfers
 
 # Fields of a plan that are run beyond those without a default.
@@ -35,26 +34,23 @@ KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "p
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
 
 
-class Handle(Protocol):
-    """A step that has been queued."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the step is done, but no longer than that; whether it is."""
-
-    def result(self) -> StepResult:
-        """Wait for the step."""
-
-
 class DecodeSteps(Protocol):
-    """A faster way through some steps; slot table and sampler have taken in the plan's news before it is asked."""
+    """A faster way through some steps; slot table and sampler have taken in the plan's news before it is asked.
 
-    def accepts(self, plan: StepPlan) -> bool: ...
+    Rows that are not exact need not be settled before: their lengths on the device are true.
+    """
 
-    def execute(self, plan: StepPlan) -> Handle: ...
+    def accepts(self, plan: StepPlan, kind: StepKind) -> bool: ...
+
+    def execute(self, plan: StepPlan, kind: StepKind) -> Handle:
+        """Queue a plan that was accepted; a `LateHandle` waits for masks."""
 
 
 class MixedSteps(Protocol):
-    """A faster way through the forward pass of some steps."""
+    """A faster way through the forward pass of some steps. handles: the features that they may have."""
+
+    @property
+    def handles(self) -> frozenset[str]: ...
 
     def forward(self, laid: Laid) -> tuple[StepInputs, Tensor] | None:
         """The step's inputs, and what the model gives for its first rows of logits; None for steps not covered."""
@@ -118,7 +114,6 @@ class ModelRunner:
         self._pooler = pooler
         self.decode_steps: DecodeSteps | None = None
         self.mixed_steps: MixedSteps | None = None
-        self._spoiler = spoiler_from_env()
         self._late: LateHandle | None = None  # a step that waits for masks, the last one
 
     @torch.inference_mode()
@@ -130,15 +125,19 @@ class ModelRunner:
         self._take_in(plan)
         if not len(plan.slots):
             return NothingComputed(plan.step_id)
-        plan = self._settled(plan)
         adapted = self.adapters is not None and self.adapters.used(plan)
-        # graphs handle no features yet, nor states of which the device says which is true
-        plain = not adapted and self._spoiler is None and self.table.states is None
-        if plain and self.decode_steps is not None and self.decode_steps.accepts(plan):
-            return self.decode_steps.execute(plan)
+        kind = StepKind.of(plan, self.sampler.params, adapted)
+        if self.decode_steps is not None and self.decode_steps.accepts(plan, kind):
+            self._note_lengths(plan)
+            handle = self.decode_steps.execute(plan, kind)
+            if isinstance(handle, LateHandle):
+                self._late = handle
+            return handle
+        plan = self._settled(plan)
+        self._note_lengths(plan)
         laid = self.builder.lay_out(plan)
         start = self.context.mark()
-        if plain and self.mixed_steps is not None and plan.drafts is None and plan.pooled is None:
+        if self.mixed_steps is not None and kind.within(ANY_NEED, self.mixed_steps.handles):
             found = self.mixed_steps.forward(laid)
             if found is not None:
                 step, hidden = found
@@ -166,8 +165,6 @@ class ModelRunner:
         """
         logits = self._logits(hidden, batch)
         end = self.context.mark()
-        if self._spoiler is not None and logits is not None:
-            self._spoiler.spoil(logits)
 
         def rest(masks: RowMasks | None) -> StepHandle:
             return self._finish(plan, batch, hidden, logits, masks, lambda: self.context.seconds(start, end))
@@ -237,7 +234,7 @@ class ModelRunner:
 
     def _settled(self, plan: StepPlan) -> StepPlan:
         """The plan with every row's `num_computed` as it is: rows that are not exact take it from their length, which
-        may mean to wait for the device. Then the host notes the lengths that it knows without the device.
+        may mean to wait for the device.
         """
         if plan.exact is not None:
             rows = np.flatnonzero(~plan.exact)
@@ -246,9 +243,17 @@ class ModelRunner:
             if (computed > plan.num_computed).any():
                 raise ValueError("A row of the plan is further than the plan allows for.")
             plan = replace(plan, num_computed=computed, exact=None)
-        lengths = self.table.lengths
-        lengths[plan.slots] = np.maximum(lengths[plan.slots], plan.num_computed + plan.num_tokens + plan.sample)
         return plan
+
+    def _note_lengths(self, plan: StepPlan) -> None:
+        """The host notes the lengths that it knows without the device, and of which it does not."""
+        slots, lengths = plan.slots, self.table.lengths
+        lengths[slots] = np.maximum(lengths[slots], plan.num_computed + plan.num_tokens + plan.sample)
+        if self.context.is_async:
+            if plan.drafts is not None:
+                lengths[slots[plan.drafts > 0]] = -1
+            if plan.exact is not None:
+                lengths[slots[~plan.exact]] = -1
 
     def _accept(self, token_ids: Tensor, batch: Batch, tries: np.ndarray) -> Tensor:
         """How many drafts of each row that samples hold: as many as were sampled one after the other. Every token that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,16 @@ NOT_FINITE = (
     "The model's logits are not finite (NaN or Inf) for this request. The weights may be damaged, or the dtype too "
     "narrow for this model: try dtype='bfloat16' or 'float32'."
 )
+
+
+class Handle(Protocol):
+    """A step that has been queued."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the step is done, but no longer than that; whether it is."""
+
+    def result(self) -> StepResult:
+        """Wait for the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +190,11 @@ class NothingComputed:
 class LateHandle:
     """A step whose forward pass has been queued, and which waits for masks before it goes on."""
 
-    def __init__(self, plan: StepPlan, rest: Callable[[RowMasks | None], StepHandle]) -> None:
+    def __init__(self, plan: StepPlan, rest: Callable[[RowMasks | None], Handle]) -> None:
         """rest: queues what follows, given the masks of all rows."""
         self.step_id = plan.step_id
         self._plan, self._rest = plan, rest
-        self._handle: StepHandle | None = None
+        self._handle: Handle | None = None
 
     @property
     def is_complete(self) -> bool:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from vllm import envs, ops
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.ranks import ALONE, Ranks
+from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
@@ -31,10 +32,11 @@ from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheMemory, CacheRequest
-from vllm.worker.model_runner import Handle, ModelRunner
+from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pool import Pooler, PoolingKind
 from vllm.worker.profiler import WorkerProfiler
 from vllm.worker.stage_runner import StageRunner
+from vllm.worker.step_handle import Handle
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -256,7 +258,7 @@ class Worker:
                 pools=caches.pools,
             )
         return ModelRunner(
-            self.model,
+            Faults.from_env().around_model(self.model),
             self.layout,
             caches.tensors,
             self.context,
@@ -294,16 +296,18 @@ class Worker:
         """Let captured CUDA graphs run decode steps: those of one request are there at once, the others in idle moments
         or when their batch size has been seen a few times.
         """
-        from vllm.worker.cuda_graphs import DecodeGraphs
+        from vllm.worker.cuda_graphs import DecodeGraphs, graphs_know
         from vllm.worker.mixed_graphs import MixedGraphs
         from vllm.worker.rehearsal import rehearse
-        from vllm.worker.step_handle import NOT_FINITE
 
         sizes, context = self.config.compilation_config.cudagraph_capture_sizes, self.context
         longest = self.config.model_config.max_seq_len_to_capture
-        self._graphs = runner.decode_steps = DecodeGraphs(runner, sizes, longest, NOT_FINITE, self._compiling)
+        traits = runner.model.traits
+        if not isinstance(context, CudaContext) or not traits.capturable or not graphs_know(self.layout):
+            return
+        self._graphs = runner.decode_steps = DecodeGraphs(runner, context, sizes, longest, self._compiling)
         ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
-        if ours and self.model.traits.replayable and isinstance(context, CudaContext):
+        if ours and traits.replayable:
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
         if self.tp.world == 1:
             rehearse(runner, self.config.model_config.max_model_len)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from vllm.ops import rotary as rotary_ops
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, attend, write_kv
+from vllm.ops.bitmask import apply_bitmask
 from vllm.ops.draw import DrawParams, draw
 from vllm.ops.norm import rms_norm
 from vllm.ops.triton.decode_attention import DecodeAttention, DecodeRows, decode_attention
@@ -27,6 +28,9 @@ from vllm.ops.triton.decode_linear import (
     run_product,
 )
 from vllm.ops.triton.decode_step import (
+    IMPOSSIBLE,
+    NOT_FINITE,
+    NOTHING,
     Drawing,
     Entrance,
     argmax_tiles,
@@ -35,8 +39,11 @@ from vllm.ops.triton.decode_step import (
     elect,
     embed_rows,
     gather_inputs,
+    mask_logits,
     nominate,
     normalize_rows,
+    resume_rows,
+    verify_tokens,
 )
 from vllm.ops.triton.wide_linear import WideTiling, argmax_product, gated_product
 from vllm.step.inputs import GroupInputs, StepInputs
@@ -158,9 +165,10 @@ def test_greedy_token_goes_to_the_slot_table(tiling):
     s = stream(rows, width, vocab)
     run_product(p, s, folded(x, torch.ones(width), 2), x)
     tokens, out = torch.zeros(6, 20, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    lengths = torch.zeros(6, dtype=torch.int32)
     slots = torch.tensor([4, -1, 2][:rows], dtype=torch.int32)
     positions = torch.tensor([7, 3, 0][:rows], dtype=torch.int32)
-    choose_tokens(slots, positions, s.best, s.best_at, s.sums, p.tiles, vocab, tokens, out)
+    choose_tokens(slots, positions, s.best, s.best_at, s.sums, p.tiles, vocab, tokens, lengths, out)
     want = F.linear(x, w).argmax(-1).tolist()
     assert want[0] == 17 == out[0] == tokens[4, 8]
     if rows == 3:
@@ -175,9 +183,11 @@ def test_rows_go_on_by_themselves_and_fill_the_ring():
     slots, positions = torch.tensor([1, -1, 0], dtype=torch.int32), torch.tensor([5, 2, 0], dtype=torch.int32)
     turns, ring = torch.tensor([2, 0, 1], dtype=torch.int32), torch.full((3, 4), -9, dtype=torch.int32)
     tokens = torch.zeros(2, 9, dtype=torch.int32)
+    lengths = torch.zeros(2, dtype=torch.int32)
     for _ in range(2):
-        choose_tokens(slots, positions, best, best_at, sums, 2, 20, tokens, ring, turns)
+        choose_tokens(slots, positions, best, best_at, sums, 2, 20, tokens, lengths, ring, turns)
     assert positions.tolist() == [7, 2, 2]
+    assert lengths.tolist() == [3, 8]
     assert turns.tolist() == [1, 0, 0]
     assert ring.tolist() == [[9, -9, -9, -9], [-9, -9, -1, -9], [9, -9, -1, -9]]
     assert tokens.tolist() == [[0, 7, 7, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 9, 9, 0]]
@@ -202,8 +212,9 @@ def test_wide_products_gate_and_find_the_maximum(rows, outputs):
     best_at = torch.empty(rows, 9, dtype=torch.int32)
     tiles = argmax_product(x, w, best, best_at, sums, t)
     ids, tokens = torch.empty(rows, dtype=torch.int32), torch.zeros(rows, 4, dtype=torch.int32)
+    lengths = torch.zeros(rows, dtype=torch.int32)
     slots, positions = torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    choose_tokens(slots, positions, best, best_at, sums, tiles, vocab, tokens, ids)
+    choose_tokens(slots, positions, best, best_at, sums, tiles, vocab, tokens, lengths, ids)
     logits = F.linear(x, w)
     want = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1).int()
     want[5] = -1
@@ -219,8 +230,9 @@ def test_argmax_of_logits_marks_what_is_not_finite():
     best_at = torch.empty(3, 2, dtype=torch.int32)
     tiles = argmax_tiles(logits, best, best_at, sums)
     tokens, out = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    lengths = torch.zeros(3, dtype=torch.int32)
     ids = torch.arange(3, dtype=torch.int32)
-    choose_tokens(ids, torch.zeros(3, dtype=torch.int32), best, best_at, sums, tiles, 5000, tokens, out)
+    choose_tokens(ids, torch.zeros(3, dtype=torch.int32), best, best_at, sums, tiles, 5000, tokens, lengths, out)
     assert out.tolist() == [4200, -1, int(logits[2].argmax())]
     assert 0 <= int(tokens[1, 1]) < 5000
 
@@ -239,6 +251,111 @@ def test_rows_are_gathered_from_the_slot_table():
     assert mapping.tolist() == [int(table[2, 2]) * 8 + 3, 0, int(table[0, 0]) * 8 + 7]
     assert blocks[0, :3].tolist() == table[2, :3].tolist()
     assert blocks[1, 0] == 0
+
+
+@pytest.mark.parametrize("query", [2, 3])
+def test_tokens_behind_the_first_are_gathered_as_far_as_they_are_real(query):
+    tokens = torch.randint(1, 99, (4, 64), dtype=torch.int32)
+    table = torch.arange(1, 33, dtype=torch.int32).view(4, 8)
+    slots, positions = torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([6, 55, 7], dtype=torch.int32)
+    drafts = torch.tensor([query - 1, 0, 0], dtype=torch.int32)
+    ids, at, mapping = (torch.full((3 * query,), -5) for _ in range(3))
+    lens, blocks = torch.full((3,), -5, dtype=torch.int32), torch.full((3, 8), -5, dtype=torch.int32)
+    gather_inputs(slots, positions, tokens, table, (ids, at, lens), mapping, blocks, 8, True, drafts)
+    zeros = [0] * query
+    assert ids.tolist() == [*tokens[2, 6 : 6 + query].tolist(), *zeros, int(tokens[0, 7]), *zeros[1:]]
+    assert at.tolist() == [*range(6, 6 + query), *range(query), *range(7, 7 + query)]
+    assert lens.tolist() == [6 + query, query, 7 + query]
+    home = [int(table[2, p // 8]) * 8 + p % 8 for p in range(6, 6 + query)]
+    behind = [p % 8 for p in range(8, 7 + query)]  # in the null block
+    assert mapping.tolist() == [*home, *range(query), int(table[0, 0]) * 8 + 7, *behind]
+    assert blocks[0, : (6 + query - 1) // 8 + 1].tolist() == table[2, : (6 + query - 1) // 8 + 1].tolist()
+
+
+def test_rows_resume_where_their_slots_end():
+    slots, positions = torch.tensor([2, -1, 0, 1], dtype=torch.int32), torch.tensor([-1, -1, 7, -1], dtype=torch.int32)
+    resume_rows(slots, positions, torch.tensor([5, 9, 33], dtype=torch.int32))
+    assert positions.tolist() == [32, -1, 7, 8]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_samples_are_delivered_as_far_as_drafts_hold(drawn):
+    """Against the rule, row by row: rows with 0 to 3 drafts, right up to a place; one is padding, one no number."""
+    rows, query, vocab = 7, 4, 5000
+    logits = torch.randn(rows * query, vocab)
+    slots = torch.tensor([4, 0, -1, 2, 6, 1, 3], dtype=torch.int32)
+    positions, drafts = torch.arange(3, 10, dtype=torch.int32), torch.tensor([3, 3, 2, 0, 2, 1, 3], dtype=torch.int32)
+    places = (positions[:, None] + torch.arange(query)).reshape(-1).long()
+    seeds = np.random.default_rng(1).integers(0, 2**64, rows * query, dtype=np.uint64)
+    one, none = torch.ones(rows * query), torch.zeros(rows * query, dtype=torch.int32)
+    drawing = Drawing(one, none.float(), none, one, torch.from_numpy(stream_start(seeds).view(np.int64)))
+    if drawn:
+        numbers = torch.from_numpy(uniform(seeds, places.numpy() + 1))
+        host = np.zeros(rows * query, np.int32)
+        params = DrawParams(one, none.float(), none, one, numbers, host, one.numpy())
+        samples = draw.reference(logits, params).view(rows, query).int()
+    else:
+        samples = logits.argmax(-1).view(rows, query).int()
+    tokens, lengths = torch.full((7, 20), 4999, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+    right = [3, 1, 0, 0, 2, 0, 3]  # drafts that are what is sampled, from the first on
+    for i in range(rows):
+        if slots[i] >= 0:
+            tokens[slots[i], positions[i] + 1 : positions[i] + 1 + right[i]] = samples[i, : right[i]]
+    logits[6 * query + 1, 9] = float("nan")
+    ring, turns = torch.full((2, rows * query + 4), -9, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    before = positions.clone()
+    verify_tokens(
+        logits, slots, positions, drafts, tokens, lengths, ring, turns, places=places,
+        drawing=drawing if drawn else None,
+    )  # fmt: skip
+    for i, slot in enumerate(slots.tolist()):
+        found = ring[1, i * query : (i + 1) * query].tolist()
+        if slot < 0:
+            assert found == [-9] * query and positions[i] == before[i]
+            continue
+        count = min(right[i], int(drafts[i])) + 1
+        want = samples[i, :count].tolist()
+        if i == 6:  # nothing holds behind what is no number
+            want = [want[0], -1]
+        assert found == want + [NOTHING] * (query - len(want))
+        assert lengths[slot] == before[i] + 1 + len(want) and positions[i] == before[i] + len(want)
+        if i != 6:
+            assert tokens[slot, before[i] + 1 : before[i] + 1 + count].tolist() == want
+    assert turns.tolist() == [0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_masked_rows_say_what_they_may_and_free_rows_what_they_would(drawn):
+    rows, vocab = 6, 9000
+    rng = np.random.default_rng(3)
+    logits = torch.randn(rows, vocab)
+    bits = torch.from_numpy(rng.integers(0, 2**32, (3, -(-vocab // 32)), dtype=np.uint32).view(np.int32))
+    bits[2] = 0  # nothing at all
+    index = torch.tensor([-1, 1, 2, 0, -1, 0], dtype=torch.int32)
+    want = logits.clone()
+    apply_bitmask.reference(want, torch.tensor([1, 2, 3, 5]), bits[index[[1, 2, 3, 5]].long()])
+    logits[4, 8999], logits[5, 3] = float("nan"), float("inf")
+    slots, positions = torch.arange(rows, dtype=torch.int32), torch.full((rows,), 2, dtype=torch.int32)
+    tokens, lengths = torch.zeros(rows, 9, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    out = torch.full((rows,), -9, dtype=torch.int32)
+    sums = mask_logits(logits, index, bits)
+    if drawn:
+        one, none = torch.ones(rows), torch.zeros(rows, dtype=torch.int32)
+        seeds = rng.integers(0, 2**64, rows, dtype=np.uint64)
+        drawing = Drawing(one, none.float(), none, one, torch.from_numpy(stream_start(seeds).view(np.int64)))
+        draw_tokens(logits, slots, positions, drawing, tokens, lengths, out, unmasked=sums)
+        numbers = torch.from_numpy(uniform(seeds, np.full(rows, 3)))
+        params = DrawParams(one, none.float(), none, one, numbers, none.numpy(), one.numpy())
+        ids = draw.reference(want, params).tolist()
+    else:
+        best, best_sums = torch.empty(rows, sums.shape[1]), torch.empty(rows, sums.shape[1])
+        best_at = torch.empty(rows, sums.shape[1], dtype=torch.int32)
+        tiles = argmax_tiles(logits, best, best_at, best_sums)
+        choose_tokens(slots, positions, best, best_at, sums, tiles, vocab, tokens, lengths, out, masked=True)
+        ids = want.argmax(-1).tolist()
+    assert out.tolist() == [ids[0], ids[1], IMPOSSIBLE, ids[3], NOT_FINITE, NOT_FINITE]
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < vocab
+    assert [int(tokens[i, 3]) for i in (0, 1, 3)] == [ids[0], ids[1], ids[3]]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -284,7 +401,8 @@ def test_ranks_elect_the_best_token_of_all():
         nominate(best, best_at, sums, tiles, first, nominees[rank])
     slots, positions = torch.tensor([3, 0, 1, 2, -1, 4], dtype=torch.int32), torch.arange(6, dtype=torch.int32)
     tokens, out = torch.zeros(5, 9, dtype=torch.int32), torch.full((rows,), 7, dtype=torch.int32)
-    elect(slots, positions, nominees.view(-1, 3), world, world * share, tokens, out)
+    lengths = torch.zeros(5, dtype=torch.int32)
+    elect(slots, positions, nominees.view(-1, 3), world, world * share, tokens, lengths, out)
     want = logits.argmax(-1).tolist()
     assert out.tolist() == [700, -1, -1, want[3], 7, want[5]]
     assert tokens[2, 4] == want[3] and tokens[3, 1] == 700 and 0 <= int(tokens[0, 2]) < world * share
@@ -368,6 +486,7 @@ def test_drawn_tokens_are_those_of_the_sampler():
     slots = torch.tensor([2, 0, 1, -1, 5, 4], dtype=torch.int32)
     positions = torch.tensor([0, 9, 3, 4, 2**20, 77], dtype=torch.int32)
     tokens = torch.zeros(6, 2**20 + 3, dtype=torch.int32)
+    lengths = torch.zeros(6, dtype=torch.int32)
     starts = torch.from_numpy(stream_start(seeds).view(np.int64))
     drawing = Drawing(temperature, min_p, torch.from_numpy(top_k), torch.from_numpy(top_p), starts)
     ring, turns = torch.full((2, rows), -9, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
@@ -376,7 +495,7 @@ def test_drawn_tokens_are_those_of_the_sampler():
     want = draw.reference(logits, DrawParams(temperature, min_p, drawing.top_k, drawing.top_p,
         torch.from_numpy(numbers), top_k, top_p)).int()  # fmt: skip
     logits[4, 650] = float("nan")
-    draw_tokens(logits, slots, positions, drawing, tokens, ring, turns)
+    draw_tokens(logits, slots, positions, drawing, tokens, lengths, ring, turns)
     want[3], want[4] = -9, -1
     assert torch.equal(ring[1], want)
     assert (ring[0] == -9).all()

@@ -6,7 +6,8 @@ import torch
 
 from vllm.ops.draw import DrawParams
 from vllm.ops.draw import draw as op
-from vllm.ops.triton.draw import draw
+from vllm.ops.draw import draw_and_finite as op_and_finite
+from vllm.ops.triton.draw import draw, draw_and_finite
 
 SETTINGS = {
     "plain": (0, 1.0, 0.0),
@@ -44,3 +45,16 @@ def test_masked_tokens_are_never_drawn():
     logits[:, [7, 1500, 2999]] = torch.tensor([1.0, 1.0, 0.5])
     for setting in SETTINGS.values():
         assert set(draw(logits, params(4, *setting)).tolist()) <= {7, 1500, 2999}
+
+
+def test_a_row_that_may_say_nothing_is_told_from_one_that_may():
+    logits = torch.randn(4, 3000)
+    logits[1] = -torch.inf
+    logits[2, :2999] = -torch.inf
+    logits[3, 7] = torch.nan
+    one, none = torch.ones(4), np.zeros(4, np.int32)
+    numbers = torch.rand(4)
+    params = DrawParams(one, torch.zeros(4), torch.from_numpy(none), one, numbers, none, one.numpy())
+    ids, finite = draw_and_finite(logits, params)
+    assert finite.tolist() == op_and_finite.reference(logits, params)[1].tolist() == [True, False, True, False]
+    assert ids[2] == 2999

@@ -110,6 +110,7 @@ class DecoderModel(nn.Module):
             query_heads=tuple(block.heads()[0] // tp.world for block in spec.blocks),
             # graphs of mixed steps do not know what padding means to a state
             replayable=all(need is None or need.kind is not KVKind.RECURRENT for need in kv),
+            decoder=spec,
             handles=frozenset({"adapters"}),
             chunkable=not whole,
             prefix=0 if whole else 1,

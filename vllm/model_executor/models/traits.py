@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from vllm.model_executor.models.spec import Decoder
     from vllm.step.inputs import RowView, StepInputs
     from vllm.step.kv_need import KVNeed
 
@@ -30,6 +31,9 @@ class Traits:
     prefix: a cached prefix may end at every so many tokens; 1: at any block, 0: nowhere.
     taps: layers whose output `forward` can hand out beside the last one's.
     replayable: steps of equal sizes launch equal kernels, so that a padded mixed step may be captured and replayed.
+    capturable: a decode step of so many requests launches the same kernels every time, so that it may be captured.
+    decoder: what the model computes, if it is built from that, block by block, in a `DecoderModel`'s modules: other
+        programs may then compute the same from its weights. None for any other model.
     max_encoder_tokens: the most tokens of an encoder that layers of cross attention keep keys of.
     splits: the model can be a stage of a pipeline: it takes a stream, and returns one if it lacks the last layer.
     """
@@ -47,6 +51,8 @@ class Traits:
     prefix: int = 1
     taps: tuple[int, ...] = ()
     replayable: bool = False
+    capturable: bool = True
+    decoder: Decoder | None = None
     max_encoder_tokens: int = 0
     splits: bool = False
 

@@ -1,8 +1,12 @@
 """Triton kernels at both ends of a decode step: tokens in from the slot table, the most likely token out to it.
 
 The rows of a step are given by two vectors: `slots` [rows] int32, below 0 for padding, and `positions` [rows] int32,
-the index of the token that the row computes. The host uploads them, or they are what the step before left. The
-token's id stands in the slot table, where the step before wrote it, perhaps while the host was planning this one.
+the index of the (first) token that the row computes. The host uploads them, or they are what the step before left, or
+`resume_rows` takes them from the slots' lengths. The token's id stands in the slot table, where the step before wrote
+it, perhaps while the host was planning this one.
+
+The last kernel of every step delivers: the row's id goes to the slot table and to `out`, and the slot's length is what
+it is now. An id in `out` is a token, or one of the negative numbers below.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm.ops.triton.decode_linear import Folded
 from vllm.ops.triton.draw import draw_rows
 
-_ARGMAX_BLOCK = 4096
+NOT_FINITE, IMPOSSIBLE, NOTHING = -1, -2, -3  # the logits are no numbers; masks forbid all; no token in this place
+
+ARGMAX_BLOCK = 4096
 
 
 @triton.jit(
@@ -26,23 +32,32 @@ _ARGMAX_BLOCK = 4096
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
 )
 def _inputs_kernel(
-    slots_ptr, positions_ptr, tokens, table, token_ids, positions, seq_lens, mapping, block_table, stride_tokens,
-    stride_table, columns, stride_out, BS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
+    slots_ptr, positions_ptr, drafts_ptr, tokens, table, token_ids, positions, seq_lens, mapping, block_table,
+    stride_tokens, stride_table, columns, stride_out, BS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
+    Q: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): one row's inputs for one KV group. Padding computes token 0 of the null block."""
+    """Grid (rows,): one row's inputs for one KV group. Padding, of rows and behind drafts, computes token 0 and writes
+    to the null block.
+    """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     live = slot >= 0
     position = tl.where(live, tl.load(positions_ptr + row), 0)
     home = tl.where(live, slot, 0).to(tl.int64)
     if FIRST:
-        token = tl.load(tokens + home * stride_tokens + position)
-        tl.store(token_ids + row, tl.where(live, token, 0).to(tl.int64))
-        tl.store(positions + row, position.to(tl.int64))
-        tl.store(seq_lens + row, position + 1)
-    block = tl.load(table + home * stride_table + position // BS)
-    tl.store(mapping + row, tl.where(live, block, 0).to(tl.int64) * BS + position % BS)
-    used = tl.where(live, position // BS + 1, 0)
+        tl.store(seq_lens + row, position + Q)
+    drafts = 0
+    if Q > 1:
+        drafts = tl.load(drafts_ptr + row)
+    for j in tl.static_range(Q):
+        real = live & (j <= drafts)
+        if FIRST:
+            token = tl.load(tokens + home * stride_tokens + position + j)
+            tl.store(token_ids + row * Q + j, tl.where(real, token, 0).to(tl.int64))
+            tl.store(positions + row * Q + j, (position + j).to(tl.int64))
+        block = tl.load(table + home * stride_table + (position + j) // BS)
+        tl.store(mapping + row * Q + j, tl.where(real, block, 0).to(tl.int64) * BS + (position + j) % BS)
+    used = tl.where(live, (position + Q - 1) // BS + 1, 0)
     for first in range(0, tl.maximum(used, 1), BLOCK):
         c = first + tl.arange(0, BLOCK)
         ids = tl.load(table + home * stride_table + c, mask=c < used, other=0)
@@ -59,15 +74,34 @@ def gather_inputs(
     block_table: Tensor,
     block_size: int,
     first: bool,
+    drafts: Tensor | None = None,
 ) -> None:
     """Fill the static inputs of a decode step for one KV group; with `first` also those that groups share.
 
-    tokens, table: of the slot table.   out: token_ids, positions [rows] int64, seq_lens [rows] int32.
+    tokens, table: of the slot table, with room for every token computed.   out: token_ids, positions [tokens] int64,
+    seq_lens [rows] int32.   drafts: [rows] int32, how many of a row's further tokens, which stand behind its first in
+    the slot table, are real; each row computes as many tokens as `mapping` has for it.
     """
-    _inputs_kernel[(slots.shape[0],)](
-        slots, positions, tokens, table, *out, mapping, block_table, tokens.stride(0), table.stride(0),
-        block_table.shape[1], block_table.stride(0), BS=block_size, BLOCK=128, FIRST=first, num_warps=1,
+    rows = slots.shape[0]
+    _inputs_kernel[(rows,)](
+        slots, positions, slots if drafts is None else drafts, tokens, table, *out, mapping, block_table,
+        tokens.stride(0), table.stride(0), block_table.shape[1], block_table.stride(0), BS=block_size, BLOCK=128,
+        FIRST=first, Q=mapping.shape[0] // rows, num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+def _resume_kernel(slots_ptr, positions_ptr, lengths, rows, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + i, mask=i < rows, other=-1)
+    unknown = (slot >= 0) & (tl.load(positions_ptr + i, mask=i < rows, other=0) < 0)
+    tl.store(positions_ptr + i, tl.load(lengths + slot, mask=unknown, other=0) - 1, mask=unknown)
+
+
+def resume_rows(slots: Tensor, positions: Tensor, lengths: Tensor) -> None:
+    """Let rows whose position is below 0 compute the last token of their slot. lengths: [slots] int32."""
+    rows = slots.shape[0]
+    _resume_kernel[(triton.cdiv(rows, 128),)](slots, positions, lengths, rows, BLOCK=128, num_warps=4)
 
 
 @triton.jit(
@@ -186,27 +220,28 @@ def _argmax_kernel(logits, best, best_at, sums, stride, tiles, VOCAB: tl.constex
 def argmax_tiles(logits: Tensor, best: Tensor, best_at: Tensor, sums: Tensor) -> int:
     """First half of an argmax over [rows, vocab]; returns the number of tiles, the second dimension of the outputs."""
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, _ARGMAX_BLOCK)
+    tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
     _argmax_kernel[(rows, tiles)](
-        logits, best, best_at, sums, logits.stride(0), tiles, VOCAB=vocab, BLOCK=_ARGMAX_BLOCK, num_warps=4
+        logits, best, best_at, sums, logits.stride(0), tiles, VOCAB=vocab, BLOCK=ARGMAX_BLOCK, num_warps=4
     )
     return tiles
 
 
 @triton.jit
 def _deliver(
-    row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count
+    row, slot, token, id, positions_ptr, tokens, lengths, out, stride_tokens, turns, stride_out, turn_count
 ):  # fmt: skip
-    """The end of a row's step: its token (or -1) to the slot table and to `out`. With turn_count > 0, `out` is a ring
-    of so many vectors, and the row's position and turn go on by one for the next step."""
+    """The end of a row's step: its token to the slot table, its id to `out`, its slot's length. With turn_count > 0,
+    `out` is a ring of so many vectors, and the row's position and turn go on by one for the next step."""
     position = tl.load(positions_ptr + row)
     tl.store(tokens + slot.to(tl.int64) * stride_tokens + position + 1, token)
+    tl.store(lengths + slot, position + 2)
     turn = 0
     if turn_count > 0:
         turn = tl.load(turns + row)
         tl.store(positions_ptr + row, position + 1)
         tl.store(turns + row, (turn + 1) % turn_count)
-    tl.store(out + turn * stride_out + row, tl.where(finite, token, -1))
+    tl.store(out + turn * stride_out + row, id)
 
 
 @triton.jit(
@@ -214,10 +249,11 @@ def _deliver(
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "turns"],
 )
 def _choose_kernel(
-    slots_ptr, positions_ptr, best, best_at, sums, tokens, out, turns, stride_tokens, tiles, vocab, stride_out,
-    turn_count, TP: tl.constexpr, PDL: tl.constexpr,
+    slots_ptr, positions_ptr, best, best_at, sums, tokens, lengths, out, turns, stride_tokens, tiles, vocab, stride_out,
+    turn_count, NONE_LEFT: tl.constexpr, TP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): the lowest index of the maximum is delivered; -1 where `finite_rows` is False."""
+    """Grid (rows,): the lowest index of the maximum is delivered; -1 where `finite_rows` is False, but NONE_LEFT where
+    the maximum is -inf."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -232,25 +268,58 @@ def _choose_kernel(
     total = tl.sum(tl.load(sums + row * tiles + t, mask=live, other=0.0), 0)
     token = tl.min(tl.where(live & (value == tl.max(value, 0)), where, 2147483647), 0)
     token = tl.minimum(token, vocab - 1)  # NaN equals nothing; the id must stay inside the vocabulary all the same
-    finite = (total < float("inf")) & (tl.max(value, 0) > -float("inf"))
-    _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
+    id = tl.where(tl.max(value, 0) > -float("inf"), token, NONE_LEFT)
+    id = tl.where(total < float("inf"), id, -1)
+    _deliver(row, slot, token, id, positions_ptr, tokens, lengths, out, stride_tokens, turns, stride_out, turn_count)
 
 
 def choose_tokens(
     slots: Tensor, positions: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, vocab: int,
-    tokens: Tensor, out: Tensor, turns: Tensor | None = None, pdl: bool = False,
+    tokens: Tensor, lengths: Tensor, out: Tensor, turns: Tensor | None = None, pdl: bool = False, masked: bool = False,
 ) -> None:  # fmt: skip
-    """Second half of the argmax. out: [rows] int32, the id or -1; the id is also written behind each row's tokens.
+    """Second half of the argmax. out: [rows] int32 receives the ids; they are also written behind each row's tokens.
 
-    turns: [rows] int32. If given, `out` is a ring [n, rows or more] (it may be pinned host memory), a row's id goes to
-    the vector that its turn names, and turns and positions are left as the next step will need them.
+    lengths: [slots] int32.   turns: [rows] int32. If given, `out` is a ring [n, rows or more] (it may be pinned host
+    memory), a row's id goes to the vector that its turn names, and turns and positions are left as the next step will
+    need them.   masked: what is -inf was forbidden by masks; `sums` are of what was there before.
     """
     extra = {"launch_pdl": True} if pdl else {}
     width = triton.next_power_of_2(tiles)
     _choose_kernel[(slots.shape[0],)](
-        slots, positions, best, best_at, sums, tokens, out, positions if turns is None else turns, tokens.stride(0),
-        tiles, vocab, *_ring(turns, out), TP=width, PDL=pdl, num_warps=min(16, max(4, width // 512)), **extra,
+        slots, positions, best, best_at, sums, tokens, lengths, out, positions if turns is None else turns,
+        tokens.stride(0), tiles, vocab, *_ring(turns, out), NONE_LEFT=IMPOSSIBLE if masked else NOT_FINITE, TP=width,
+        PDL=pdl, num_warps=min(16, max(4, width // 512)), **extra,
     )  # fmt: skip
+
+
+@triton.jit
+def _mask_kernel(logits, index, bits, sums, stride, tiles, words, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Grid (rows, tiles): one tile's sum, and then -inf for what the row's mask forbids."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    t = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row * stride + t, mask=t < VOCAB, other=0.0)
+    tl.store(sums + row * tiles + tile, tl.sum(x, 0))
+    mask = tl.load(index + row)
+    if mask >= 0:
+        word = tl.load(bits + mask.to(tl.int64) * words + t // 32, mask=t < VOCAB, other=0)
+        forbidden = ((word >> (t % 32)) & 1) == 0
+        tl.store(logits + row * stride + t, -float("inf"), mask=forbidden & (t < VOCAB))
+
+
+def mask_logits(logits: Tensor, index: Tensor, bits: Tensor) -> Tensor:
+    """Forbid tokens, in place. logits: [rows, vocab] fp32.   index: [rows] int32, the row's mask, -1 for none.
+    bits: [masks, ceil(vocab / 32)] int32, as in `RowMasks`.
+
+    Returns [rows, tiles], the sums of tiles before that, as `argmax_tiles` cuts them: rows that are no numbers.
+    """
+    rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
+    sums = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
+    _mask_kernel[(rows, tiles)](
+        logits, index, bits, sums, logits.stride(0), tiles, bits.shape[1], VOCAB=vocab, TILE=ARGMAX_BLOCK, num_warps=4
+    )
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +358,10 @@ def _uniform_kernel(positions_ptr, starts, out, rows, BLOCK: tl.constexpr):
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "turns"],
 )
 def _deliver_kernel(
-    slots_ptr, positions_ptr, drawn, sums, tokens, out, turns, stride_tokens, tiles, stride_out, turn_count,
-    TP: tl.constexpr,
+    slots_ptr, positions_ptr, drawn, sums, logits, tokens, lengths, out, turns, stride_logits, stride_tokens, tiles,
+    stride_out, turn_count, TP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): delivers what was drawn; -1 if the logits hold NaN or +inf."""
+    """Grid (rows,): delivers what was drawn; -1 if the logits hold NaN or +inf, -2 if masks forbid what was drawn."""
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
@@ -300,23 +369,112 @@ def _deliver_kernel(
     t = tl.arange(0, TP)
     total = tl.sum(tl.load(sums + row * tiles + t, mask=t < tiles, other=0.0), 0)
     token = tl.load(drawn + row).to(tl.int32)
-    finite = total < float("inf")  # -inf: tokens that the model bars
-    _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
+    id = token
+    if MASKED:
+        x = tl.load(logits + row.to(tl.int64) * stride_logits + token)
+        id = tl.where(x > -float("inf"), token, -2)
+    id = tl.where(total < float("inf"), id, -1)  # -inf: tokens that the model bars
+    _deliver(row, slot, token, id, positions_ptr, tokens, lengths, out, stride_tokens, turns, stride_out, turn_count)
+
+
+def _draw(logits: Tensor, positions: Tensor, d: Drawing) -> tuple[Tensor, Tensor]:
+    """Tokens [rows] drawn behind the rows' positions, and sums of pieces of the logits, [rows, pieces]."""
+    rows = logits.shape[0]
+    uniform = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _uniform_kernel[(triton.cdiv(rows, 128),)](positions, d.starts, uniform, rows, BLOCK=128, num_warps=4)
+    drawn: tuple[Tensor, Tensor] = draw_rows(logits, d.temperature, d.min_p, d.top_k, d.top_p, uniform)
+    return drawn
 
 
 def draw_tokens(
-    logits: Tensor, slots: Tensor, positions: Tensor, drawing: Drawing, tokens: Tensor, out: Tensor,
-    turns: Tensor | None = None,
+    logits: Tensor, slots: Tensor, positions: Tensor, drawing: Drawing, tokens: Tensor, lengths: Tensor, out: Tensor,
+    turns: Tensor | None = None, unmasked: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Draw each row's token from its logits [rows, vocab] fp32 and deliver it as `choose_tokens` does."""
-    rows = slots.shape[0]
-    d, uniform = drawing, torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _uniform_kernel[(triton.cdiv(rows, 128),)](positions, d.starts, uniform, rows, BLOCK=128, num_warps=4)
-    drawn, sums = draw_rows(logits, d.temperature, d.min_p, d.top_k, d.top_p, uniform)
+    """Draw each row's token from its logits [rows, vocab] fp32 and deliver it as `choose_tokens` does.
+
+    unmasked: the sums that `mask_logits` gave, if masks were applied.
+    """
+    drawn, sums = _draw(logits, positions, drawing)
+    sums = sums if unmasked is None else unmasked
     tiles = sums.shape[1]
-    _deliver_kernel[(rows,)](
-        slots, positions, drawn, sums, tokens, out, positions if turns is None else turns, tokens.stride(0), tiles,
-        *_ring(turns, out), TP=triton.next_power_of_2(tiles), num_warps=1,
+    _deliver_kernel[(slots.shape[0],)](
+        slots, positions, drawn, sums, logits, tokens, lengths, out, positions if turns is None else turns,
+        logits.stride(0), tokens.stride(0), tiles, *_ring(turns, out), TP=triton.next_power_of_2(tiles),
+        MASKED=unmasked is not None, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["stride_tokens", "tiles", "vocab", "stride_out", "turn_count"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "drafts_ptr", "turns"],
+)
+def _verify_kernel(
+    slots_ptr, positions_ptr, drafts_ptr, best, best_at, sums, tokens, lengths, out, turns, stride_tokens, tiles, vocab,
+    stride_out, turn_count, Q: tl.constexpr, QP: tl.constexpr, TP: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): of a row's Q samples those are delivered whose drafts before them all hold.
+
+    The samples: the lowest index of each maximum, as for `_choose_kernel`, or with DRAWN those in `best_at`.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    j = tl.arange(0, QP)
+    t = tl.arange(0, TP)
+    own = (row * Q + j).to(tl.int64)
+    live = (j[:, None] < Q) & (t[None, :] < tiles)
+    total = tl.sum(tl.load(sums + own[:, None] * tiles + t[None, :], mask=live, other=0.0), 1)
+    if DRAWN:
+        token = tl.load(best_at + own, mask=j < Q, other=0).to(tl.int32)
+        finite = total < float("inf")
+    else:
+        value = tl.load(best + own[:, None] * tiles + t[None, :], mask=live, other=-float("inf"))
+        where = tl.load(best_at + own[:, None] * tiles + t[None, :], mask=live, other=0)
+        top = tl.max(value, 1)
+        token = tl.min(tl.where(live & (value == top[:, None]), where, 2147483647), 1)
+        token = tl.minimum(token, vocab - 1)
+        finite = (total < float("inf")) & (top > -float("inf"))
+    id = tl.where(finite, token, -1)
+    position = tl.load(positions_ptr + row)
+    home = tokens + slot.to(tl.int64) * stride_tokens + position + 1
+    drafts = tl.load(drafts_ptr + row)
+    draft = tl.load(home + j, mask=j < drafts, other=-9)
+    accepted = tl.min(tl.where((j < drafts) & (id == draft), QP, j), 0)  # nothing holds behind one that does not
+    tl.store(home + j, token, mask=j <= accepted)
+    tl.store(lengths + slot, position + 2 + accepted)
+    turn = tl.load(turns + row)
+    tl.store(positions_ptr + row, position + 1 + accepted)
+    tl.store(turns + row, (turn + 1) % turn_count)
+    tl.store(out + turn * stride_out + own, tl.where(j <= accepted, id, -3), mask=j < Q)
+
+
+def verify_tokens(
+    logits: Tensor, slots: Tensor, positions: Tensor, drafts: Tensor, tokens: Tensor, lengths: Tensor, out: Tensor,
+    turns: Tensor, *, places: Tensor, drawing: Drawing | None = None,
+) -> None:  # fmt: skip
+    """Sample behind each token of rows that compute as many tokens each, and deliver what drafts allow: samples as long
+    as every draft before them is what was sampled in its place.
+
+    logits: [rows * query, vocab] fp32.   drafts: [rows] int32, real drafts behind each row's first token.
+    out: a ring [n, rows * query or more] of ids, NOTHING behind the last.   places: [rows * query] int64, each logit
+    row's own position.   drawing: parameters of each row of logits; None takes maxima.
+    """
+    rows = slots.shape[0]
+    query = logits.shape[0] // rows
+    vocab, device = logits.shape[1], logits.device
+    if drawing is not None:
+        drawn, sums = _draw(logits, places, drawing)
+        tiles, best, best_at = sums.shape[1], sums, drawn
+    else:
+        tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
+        best, sums = (torch.empty(rows * query, tiles, dtype=torch.float32, device=device) for _ in range(2))
+        best_at = torch.empty(rows * query, tiles, dtype=torch.int32, device=device)
+        argmax_tiles(logits, best, best_at, sums)
+    _verify_kernel[(rows,)](
+        slots, positions, drafts, best, best_at, sums, tokens, lengths, out, turns, tokens.stride(0), tiles, vocab,
+        *_ring(turns, out), Q=query, QP=triton.next_power_of_2(query), TP=triton.next_power_of_2(tiles),
+        DRAWN=drawing is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -350,7 +508,7 @@ def nominate(best: Tensor, best_at: Tensor, sums: Tensor, tiles: int, first_row:
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "turns"],
 )
 def _elect_kernel(
-    slots_ptr, positions_ptr, nominees, tokens, out, turns, stride_tokens, rows, vocab, stride_out, turn_count,
+    slots_ptr, positions_ptr, nominees, tokens, lengths, out, turns, stride_tokens, rows, vocab, stride_out, turn_count,
     WORLD: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): as `_choose_kernel`, from what the ranks nominated."""
@@ -366,19 +524,19 @@ def _elect_kernel(
     total = tl.sum(tl.load(entry + 2, mask=live, other=0.0), 0)
     token = tl.min(tl.where(live & (value == tl.max(value, 0)), where, 2147483647), 0)
     token = tl.minimum(token, vocab - 1)
-    finite = tl.abs(total) < float("inf")
-    _deliver(row, slot, token, finite, positions_ptr, tokens, out, stride_tokens, turns, stride_out, turn_count)
+    id = tl.where(tl.abs(total) < float("inf"), token, -1)
+    _deliver(row, slot, token, id, positions_ptr, tokens, lengths, out, stride_tokens, turns, stride_out, turn_count)
 
 
 def elect(
-    slots: Tensor, positions: Tensor, nominees: Tensor, world: int, vocab: int, tokens: Tensor, out: Tensor,
-    turns: Tensor | None = None,
+    slots: Tensor, positions: Tensor, nominees: Tensor, world: int, vocab: int, tokens: Tensor, lengths: Tensor,
+    out: Tensor, turns: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `choose_tokens`, from [world * rows, 3] of `nominate`: every rank comes to the same token."""
     rows = slots.shape[0]
     _elect_kernel[(rows,)](
-        slots, positions, nominees, tokens, out, positions if turns is None else turns, tokens.stride(0), rows, vocab,
-        *_ring(turns, out), WORLD=world, WP=max(2, triton.next_power_of_2(world)), num_warps=1,
+        slots, positions, nominees, tokens, lengths, out, positions if turns is None else turns, tokens.stride(0), rows,
+        vocab, *_ring(turns, out), WORLD=world, WP=max(2, triton.next_power_of_2(world)), num_warps=1,
     )  # fmt: skip
 
 

@@ -275,7 +275,8 @@ def draw_and_finite(logits: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]
     """`vllm.ops.draw.draw_and_finite` for CUDA."""
     p = params
     drawn, sums = draw_rows(logits, p.temperature, p.min_p, p.top_k, p.top_p, p.uniform)
-    return drawn, sums.sum(-1) < torch.inf
+    chosen = logits.gather(1, drawn[:, None]).squeeze(1)  # -inf: of a row that is nothing else
+    return drawn, (sums.sum(-1) < torch.inf) & (chosen > -torch.inf)
 
 
 def draw_rows(

@@ -97,6 +97,10 @@ class ParamsTable:
         self.needs[slot] = needs
         return needs
 
+    def union(self, slots: np.ndarray) -> int:
+        """What any of these slots needs, as a plain number: those of an enum cost microseconds."""
+        return int(np.bitwise_or.reduce(self.needs[slots]))
+
     def leave(self, slot: int) -> None:
         """Forget what only some slots have."""
         self.needs[slot] = 0

@@ -90,8 +90,7 @@ class Sampler:
         masks: what some of these rows may say; its `rows` are those of the logits.   drafted: [rows], how many of the
         last of these tokens are drafts; what is sampled is then not counted before `accept` says what holds.
         """
-        needs = self.params.needs[slots]
-        union = int(np.bitwise_or.reduce(needs))
+        needs, union = self.params.needs[slots], self.params.union(slots)
         if not union and masks is None:
             return Sampled(*greedy_and_finite(logits))
         wanting = np.flatnonzero(needs & Needs.LOGPROBS) if union & Needs.LOGPROBS else np.zeros(0, np.int64)

@@ -1,0 +1,49 @@
+"""What kind of step a plan is, said in full, so that a fast path can state by equality which kinds it runs.
+
+A fast path names the needs of the sampler and the features of a step that it handles. A step that has any other takes
+the general path: what is new is refused by whoever has not heard of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.step.plan import StepPlan, used_fields
+from vllm.worker.sample.params import ParamsTable
+
+# fields of a plan that have had their effect when the forward pass begins
+_BEFORE = frozenset({"transfers", "writes", "adapters"})
+ANY_NEED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """One step.
+
+    query: tokens that its longest row computes, if all rows sample behind their last token and have but drafts beside
+    it; else 0.   needs: `Needs` of any row, as a number.
+    features: fields of the plan that are not neutral, and "rows with adapters", "prompt_logprobs".
+    """
+
+    query: int
+    needs: int
+    features: frozenset[str]
+
+    @classmethod
+    def of(cls, plan: StepPlan, params: ParamsTable, adapted: bool) -> StepKind:
+        """adapted: a row uses an adapter."""
+        slots = plan.slots
+        features = used_fields(plan) - _BEFORE
+        if adapted:
+            features |= {"rows with adapters"}
+        if not len(slots):
+            return cls(0, 0, features)
+        if params.wants_prompt[slots].any():
+            features |= {"prompt_logprobs"}
+        longest = int(plan.num_tokens.max())
+        decodes = longest == 1 or (plan.drafts is not None and bool((plan.num_tokens == plan.drafts + 1).all()))
+        return cls(longest if decodes and plan.sample.all() else 0, params.union(slots), features)
+
+    def within(self, needs: int, features: frozenset[str]) -> bool:
+        """Whether the step has no others."""
+        return not self.needs & ~needs and self.features <= features
