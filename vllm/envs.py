@@ -209,7 +209,6 @@ _NO_DYNAMO = "models are not compiled with TorchDynamo"
 _NO_FILES = "no file of this kind is kept"
 _NO_RAY = "there is no Ray executor yet"
 _NO_MEDIA = "models take text only"
-_NO_TENSORIZER = "there is no tensorizer loader yet"
 _ONE_HOST = "all processes run on this host"
 
 _TABLE = (
@@ -310,9 +309,9 @@ _TABLE = (
     EnvVar("VLLM_USE_V1", _flag, True, "Engine generation of other versions.", "there is one engine"),
     # --- Models and limits ---
     EnvVar("VLLM_USE_MODELSCOPE", _flag, False, "Download models from ModelScope instead of the Hugging Face Hub."),
-    EnvVar("S3_ACCESS_KEY_ID", _text, None, "S3 access key of the tensorizer loader.", _NO_TENSORIZER),
-    EnvVar("S3_SECRET_ACCESS_KEY", _text, None, "S3 secret of the tensorizer loader.", _NO_TENSORIZER),
-    EnvVar("S3_ENDPOINT_URL", _text, None, "S3 endpoint of the tensorizer loader.", _NO_TENSORIZER),
+    EnvVar("S3_ACCESS_KEY_ID", _text, None, "S3 access key of load_format='tensorizer'."),
+    EnvVar("S3_SECRET_ACCESS_KEY", _text, None, "S3 secret of load_format='tensorizer'."),
+    EnvVar("S3_ENDPOINT_URL", _text, None, "S3 endpoint of load_format='tensorizer'."),
     EnvVar("VLLM_ALLOW_LONG_MAX_MODEL_LEN", _flag, False, "Allow max_model_len above the model's own limit."),
     EnvVar("VLLM_MAX_N_SEQUENCES", _positive, 16384, "Largest `n` and `best_of` of one request."),
     EnvVar("VLLM_PLUGINS", _comma_separated, None, "Plugins to load, separated by commas; unset: all, empty: none."),

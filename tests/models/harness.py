@@ -40,6 +40,7 @@ def engine_config(
     quantization: str | None = None,
     model_impl: str = "vllm",
     parallel_config: ParallelConfig | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> Any:
     """As much of a VllmConfig as the loader reads."""
     hf = HFConfig.load(folder)
@@ -60,7 +61,12 @@ def engine_config(
     )
     return SimpleNamespace(
         model_config=model_config,
-        load_config=SimpleNamespace(load_format=load_format, use_tqdm_on_load=False),
+        load_config=SimpleNamespace(
+            load_format=load_format,
+            model_loader_extra_config=extra or {},
+            pt_load_map_location="cpu",
+            use_tqdm_on_load=False,
+        ),
         cache_config=None,
         quant_config=None,
         lora_config=None,

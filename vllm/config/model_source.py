@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from vllm import envs
 from vllm.gguf.folder import folder_of, gguf_files
 from vllm.logger import init_logger
 
-__all__ = ["PACKAGED_MODELS", "resolve"]
+__all__ = ["PACKAGED_MODELS", "copy_small_files", "resolve"]
 
 logger = init_logger(__name__)
 
@@ -30,8 +31,10 @@ _WEIGHT_FILES: dict[str, tuple[tuple[str, ...], ...]] = {
     "bitsandbytes": (("*.safetensors",), ("*.bin",)),
     "sharded_state": (("*.safetensors",),),
     "gguf": (("*.gguf",),),
+    "tensorizer": (),
     "dummy": (),
 }
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".pth", ".npy", ".tensors")
 _DEFAULT_IGNORED = ("original/**/*", "original/*")
 _REPO_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
 _REPO_ID = re.compile(rf"{_REPO_PART}(?:/{_REPO_PART})?")
@@ -78,6 +81,18 @@ def resolve(
         patterns = [*small, *(pattern for alternative in weights for pattern in alternative)]
         return _from_modelscope(name, revision, download_dir, patterns, ignored)
     return _from_hub(name, revision, download_dir, small, weights, ignored, hf_token, what)
+
+
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copy what is no weights from one model folder to another: its config, its tokenizer, folders."""
+    ignored = shutil.ignore_patterns(*(f"*{suffix}" for suffix in _WEIGHTS))
+    for file in source.iterdir():
+        if file.is_dir():
+            is_own = target.resolve().is_relative_to(file.resolve())
+            if not is_own and file.name not in ("np", "__pycache__") and not file.name.startswith("."):
+                shutil.copytree(file, target / file.name, ignore=ignored, dirs_exist_ok=True)
+        elif file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
 
 
 def _exists(folder: Path) -> bool:

@@ -40,6 +40,7 @@ from vllm.config.settings import (
     refuse_missing_features,
 )
 from vllm.config.speculative import SpeculativeConfig
+from vllm.config.tensorizer import TensorizerConfig
 from vllm.config.vllm_config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import Platform, detect_device, platform_for
@@ -138,6 +139,7 @@ def _check_features(args: dict[str, Any]) -> None:
         if args["enable_chunked_prefill"] and args["pipeline_parallel_size"] > 1:
             raise ValueError("Multi-Step Chunked-Prefill is not supported for pipeline-parallel-size > 1")
         logger.info("num_scheduler_steps changes nothing: planning a step overlaps with the device's work on the last.")
+    _check_loader(args)
     if args["num_lookahead_slots"] < 0:
         build(SchedulerConfig, {"num_lookahead_slots": args["num_lookahead_slots"]})
     if args["qlora_adapter_name_or_path"] is not None and args["quantization"] != "bitsandbytes":
@@ -145,6 +147,22 @@ def _check_features(args: dict[str, Any]) -> None:
     if args["cpu_offload_gb"] < 0:
         build(CacheConfig, {"cpu_offload_gb": args["cpu_offload_gb"]})
     refuse_missing_features(args)
+
+
+def _check_loader(args: dict[str, Any]) -> None:
+    """Settings of the loader as plain JSON. Raises ValueError for those that the load format does not have."""
+    extra = args["model_loader_extra_config"] or {}
+    args["model_loader_extra_config"] = extra = extra if isinstance(extra, dict) else extra.to_serializable()
+    name = args["load_format"]
+    if name == "tensorizer":
+        TensorizerConfig.of(extra).uri(0, args["tensor_parallel_size"] * args["pipeline_parallel_size"])
+        return
+    unknown = sorted(set(extra) - ({"pattern"} if name == "sharded_state" else set()))
+    if unknown:
+        raise ValueError(
+            f"model_loader_extra_config has no setting {', '.join(unknown)} for load_format={name!r}. It is for "
+            "load_format='sharded_state' (pattern) and 'tensorizer'."
+        )
 
 
 def _note(why: dict[str, str], name: str, value: Any, given: bool, reason: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.config.model import CAPTURED
+from vllm.config.model_source import copy_small_files
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.input_processor import RequestInput, listed, needs_generation
 from vllm.engine.llm_engine import LLMEngine
@@ -496,6 +497,15 @@ class LLM:
     def apply_model(self, func: Callable[[nn.Module], _Result]) -> list[_Result]:
         """Call `func` with the model of every worker; results by rank."""
         return self.collective_rpc("apply_model", args=(func,))
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Make the folder `path` a model for load_format="sharded_state": each rank's weights as they are kept, which
+        load without being renamed or cut, and all other files of the model's folder.
+
+        pattern: of files' names, with {rank} and {part}.   max_size: bytes of a file, 5 GiB by default.
+        """
+        self.collective_rpc("save_sharded_state", args=(path, pattern, max_size))
+        copy_small_files(self.llm_engine.model_config.path, Path(path).expanduser())
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin a torch.profiler trace in VLLM_TORCH_PROFILER_DIR."""

@@ -40,6 +40,9 @@ class Executor(Protocol):
     ) -> list[Any]:
         """Call a method of every worker, by name, or a function with the worker as first argument; results by rank."""
 
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write every rank's weights for load_format="sharded_state", in files of about `max_size` bytes each."""
+
     def check_health(self) -> None:
         """Raise EngineDeadError if a worker is gone."""
 

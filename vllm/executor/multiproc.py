@@ -337,6 +337,10 @@ class MultiprocExecutor:
             if message.call_id == call_id:
                 return message
 
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write every rank's weights for load_format="sharded_state"."""
+        self.collective_rpc("save_sharded_state", args=(path, pattern, max_size))
+
     def check_health(self) -> None:
         """Raises EngineDeadError if a rank is gone."""
         self.worker.context  # noqa: B018 - raises if the executor is broken or shut down

@@ -94,6 +94,10 @@ class UniprocExecutor:
             raise TimeoutError(f"The worker has not answered within {timeout:g} s.")
         return [done.result()]
 
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write every rank's weights for load_format="sharded_state"."""
+        self.collective_rpc("save_sharded_state", args=(path, pattern, max_size))
+
     def check_health(self) -> None:
         """Raises if the executor has been shut down or its device does not answer."""
         self.worker.check_health()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vllm.config.model_source import copy_small_files
 from vllm.config.quantization import stored_settings
 from vllm.entrypoints.llm import LLM
 from vllm.model_executor.layers.linear import LinearBase
@@ -30,7 +30,6 @@ from vllm.quantize.rounding import Inputs, awq_scales, output_error
 
 _STATE = ".quantize.json"
 _GRAM_BYTES = 2 << 30  # sums of inputs that are kept at once
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".gguf", ".pth")
 
 
 @dataclass(frozen=True)
@@ -283,9 +282,7 @@ def _check_resumable(job: Job, target: Target) -> None:
 
 
 def _write_config(job: Job, target: Target, source: Path, plain: list[str]) -> None:
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in _NOT_COPIED and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, job.out / file.name)
+    copy_small_files(source, job.out)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = target.settings(target, plain)
     _replace(job.out / "config.json", json.dumps(config, indent=2))

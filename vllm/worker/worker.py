@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vllm import envs, ops
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.ranks import ALONE, Ranks
 from vllm.faults import Faults
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
 from vllm.ops import attention_backends
@@ -437,6 +440,27 @@ class Worker:
             for module in repacked:
                 module.process_after_load()
             self._fuse()
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write this rank's weights for load_format="sharded_state"."""
+        folder, rank = Path(path).expanduser(), rank_state.number(self.tp, self.ranks.pp.rank)
+        self._save(lambda tensors: rank_state.write_files(tensors, folder, rank, pattern, max_size))
+
+    def save_tensorized(self, settings: dict[str, Any]) -> None:
+        """Write this rank's weights for load_format="tensorizer". settings: of a `TensorizerConfig`."""
+        from vllm.model_executor.model_loader import tensorizer
+
+        config = tensorizer.TensorizerConfig.of(settings)
+        rank, world = rank_state.number(self.tp, self.ranks.pp.rank), self.ranks.world
+        self._save(lambda tensors: tensorizer.write(tensors, config, rank, world))
+
+    def _save(self, write: Callable[[Iterator[tuple[str, Tensor]]], object]) -> None:
+        from vllm.model_executor.model_loader.loader import save_tensors
+
+        if self.config.lora_config is not None:
+            raise ValueError("Weights cannot be saved with enable_lora=True. Load the model without it.")
+        stage = self.ranks.pp.rank
+        self.apply_model(lambda model: write(save_tensors(model, self.config, self.device, self.tp, stage)) and None)
 
     def start_profile(self) -> None:
         """Begin a torch.profiler trace, written to VLLM_TORCH_PROFILER_DIR."""

@@ -29,6 +29,7 @@ class Checkpoint:
 
     kind: str
     files: tuple[Path, ...]
+    map_location: str | dict[str, str] = "cpu"  # where "pt" files are read to
 
     def tensors(self, progress: bool = False) -> Iterator[tuple[str, Tensor, Path]]:
         """(name, tensor, file). Tensors are views of the mapped files, read when they are used.
@@ -51,13 +52,13 @@ class Checkpoint:
             for file in self.files:
                 yield from iterate_gguf(file)
             return
-        read = iterate_tensors if self.kind == "safetensors" else iterate_pickle
         for file in self.files:
-            for name, tensor in read(file):
+            safe = self.kind == "safetensors"
+            for name, tensor in iterate_tensors(file) if safe else iterate_pickle(file, self.map_location):
                 yield name, tensor, file
 
 
-def find_checkpoint(folder: Path, load_format: str) -> Checkpoint:
+def find_checkpoint(folder: Path, load_format: str, map_location: str | dict[str, str] = "cpu") -> Checkpoint:
     """The weight files in `folder`. load_format: "auto" (safetensors if there, else pt, else gguf) or one."""
     if load_format in ("auto", "safetensors"):
         files = _files(folder, "model.safetensors.index.json", ("model.safetensors",), ("*.safetensors",))
@@ -66,7 +67,7 @@ def find_checkpoint(folder: Path, load_format: str) -> Checkpoint:
     if load_format in ("auto", "pt"):
         files = _files(folder, "pytorch_model.bin.index.json", ("pytorch_model.bin",), ("*.bin", "*.pt"))
         if files:
-            return Checkpoint("pt", files)
+            return Checkpoint("pt", files, map_location)
     if load_format in ("auto", "gguf"):
         models = gguf_files(folder)
         if len(models) > 1:
@@ -112,10 +113,10 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def iterate_pickle(file: Path) -> Iterator[tuple[str, Tensor]]:
+def iterate_pickle(file: Path, map_location: str | dict[str, str] = "cpu") -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a torch.save file that holds nothing but tensors; code in it is refused and never runs."""
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        state = torch.load(file, map_location=map_location, weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:
         # torch's own text advises to load the file without this check.
         raise ValueError(

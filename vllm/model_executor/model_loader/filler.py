@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -112,12 +112,29 @@ class WeightFiller:
             raise ValueError(f"the weight {canonical} occurs twice")
         if slot.parameter.is_floating_point() and not tensor.is_floating_point():
             raise ValueError(f"it holds {tensor.dtype}, expected floating-point numbers; are the weights quantized?")
+        borrowed = slot.blank.world == 1 and self._can_borrow(slot, target, tensor)
+        self._write(
+            slot, target, tensor, borrowed, lambda: load_weight(slot.parameter, tensor, target.part, target.expert)
+        )
+
+    def fill_share(self, path: str, tensor: Tensor) -> None:
+        """Write what this rank holds of a whole parameter. Raises ValueError if it is there already, or differs."""
+        target = self._targets[path]
+        slot = target.slot
+        if target.atoms != slot.missing or target.part is not None or target.expert is not None:
+            raise ValueError(f"the weight {path} occurs twice")
+        if tensor.shape != slot.blank.shape or tensor.dtype != slot.blank.dtype:
+            got, expected = (f"{list(t.shape)} of {t.dtype}" for t in (tensor, slot.blank))
+            raise ValueError(f"got {got}, expected {expected}")
         borrowed = self._can_borrow(slot, target, tensor)
+        self._write(slot, target, tensor, borrowed, lambda: slot.parameter.data.copy_(tensor))
+
+    def _write(self, slot: _Slot, target: _Target, tensor: Tensor, borrowed: bool, copy: Callable[[], object]) -> None:
         if slot.parameter.is_meta:
             self.filled_bytes += slot.parameter.numel() * slot.parameter.element_size()
             self._use(slot, slot.blank.over(tensor) if borrowed else self._materialized(slot))
         if not borrowed:
-            load_weight(slot.parameter, tensor, target.part, target.expert)
+            copy()
         slot.missing -= target.atoms
         if not slot.missing:
             self._finish(slot)
@@ -155,7 +172,6 @@ class WeightFiller:
             and target.atoms == slot.missing
             and tensor.shape == slot.blank.shape
             and tensor.dtype == slot.blank.dtype
-            and slot.blank.world == 1
             and any(_repacks_whole(module) for module, _ in slot.owners)
             and all(
                 self._unfilled[module] == 1 and (_repacks_whole(module) or not isinstance(module, ProcessesWeights))

@@ -6,8 +6,8 @@ import importlib
 import itertools
 import time
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization import format_of
 from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
-from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.dense_modules import NAMES as DENSE_NAMES
 from vllm.model_executor.model_loader.dense_modules import DenseModule
 from vllm.model_executor.model_loader.filler import WeightFiller
@@ -32,6 +32,8 @@ from vllm.model_executor.model_loader.quantized_weights import (
     QuantizedCheckpoint,
     fill_quantized_with_random_numbers,
 )
+from vllm.model_executor.model_loader.rank_state import RankState
+from vllm.model_executor.model_loader.weights import Weights, open_weights
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.out_of_tree import OutOfTreeModel, load_out_of_tree
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", "bitsandbytes", "dummy")
 _NAMES_SHOWN = 8
 _DUMMY_SCALE = 0.02
 
@@ -63,87 +64,119 @@ def load_model(
     Raises ValueError for an unknown architecture, and for a checkpoint that does not fit the model.
     """
     device, tp = torch.device(device), TensorParallel() if tp is None else tp
-    config, load_format = vllm_config.model_config, _load_format(vllm_config)
-    hf: HFConfig = config.hf
-    if config.model_impl == "transformers":
-        return _load_generically(vllm_config, device, tp, load_format)
-    family = ModelRegistry.resolve(hf.architectures)
-    if isinstance(family, Family):
-        quantized, own = config.quantized, vllm_config.quant_config
-        quantization = (
-            None
-            if quantized is None
-            else ModelQuantization(format_of(quantized), family, packs_experts=device.type == "cpu")
-        )
-        family = converted(family, config.convert_type)
-        spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)
-        dense: list[DenseModule] = []
-        if config.pooling is not None and pool is not None:
-            dense = [DenseModule.read(config.path / folder) for folder in config.pooling.dense]
-            pool = replace(pool, layers=pool.layers + tuple(module.layer for module in dense))
-            family = replace(family, names=family.names + DENSE_NAMES) if dense else family
-        _warn_of_long_factors(hf, config.max_model_len)
-        chosen = quantization if own is None else own
-        model: DecoderModel | OutOfTreeModel
-        model = decoder = build_decoder(
-            spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules,
-            vllm_config.parallel_config.layers_of(stage, len(spec.blocks)), pool,
-        )  # fmt: skip
-        started = time.perf_counter()
-        if load_format == "dummy":
-            size = fill_with_random_numbers(model, device, config.seed or 0)
-            if quantization is not None:
-                scale = _DUMMY_SCALE * 3**0.5
-                size += fill_quantized_with_random_numbers(model, quantization, device, config.seed or 0, scale)
-        else:
-            tensors = itertools.chain(
-                _tensors(vllm_config, load_format, tp),
-                *(module.tensors(i) for i, module in enumerate(dense, len(pool.layers) - len(dense) if pool else 0)),
-            )
-            size = fill_from_checkpoint(decoder, family, spec, tensors, device, quantization)
-    else:
-        if config.quantized is not None:
-            raise ValueError(
-                f"quantization={config.quantized.name!r} works with the built-in families of models; "
-                f"{', '.join(hf.architectures)} is a class of your own. Use unquantized weights with it."
-            )
-        started = time.perf_counter()
-        model, size = load_out_of_tree(family, vllm_config, device, tp, load_format)
-    _log_loaded(started, size)
+    started = time.perf_counter()
+    with open_weights(vllm_config, device, tp, stage) as weights:
+        if isinstance(weights, RankState):
+            rank_state.check(weights, vllm_config, tp, stage)
+        model, size = _load(vllm_config, device, tp, stage, weights)
+    logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)
     return model.eval()
 
 
-def _load_generically(
-    vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, load_format: str
-) -> TransformersDecoder:
-    from vllm.model_executor.model_loader.transformers_weights import load_transformers
+def _load(
+    vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, stage: int, weights: Weights
+) -> tuple[DecoderModel | OutOfTreeModel | TransformersDecoder, int]:
+    config = vllm_config.model_config
+    if config.model_impl == "transformers":
+        from vllm.model_executor.model_loader.transformers_weights import load_transformers
 
-    started = time.perf_counter()
-    tensors = None if load_format == "dummy" else _tensors(vllm_config, load_format, tp)
-    model, size = load_transformers(vllm_config, device, tp, tensors)
-    _log_loaded(started, size)
-    return model
+        return load_transformers(vllm_config, device, tp, weights)
+    family = ModelRegistry.resolve(config.hf.architectures)
+    if not isinstance(family, Family):
+        if config.quantized is not None:
+            raise ValueError(
+                f"quantization={config.quantized.name!r} works with the built-in families of models; "
+                f"{', '.join(config.hf.architectures)} is a class of your own. Use unquantized weights with it."
+            )
+        return load_out_of_tree(family, vllm_config, device, tp, weights)
+    new = _new_decoder(vllm_config, family, device, tp, stage)
+    if isinstance(weights, RankState):
+        return new.model, rank_state.fill(new.model, weights, device)
+    if weights is not None:
+        return new.model, new.fill(weights, device)
+    size = fill_with_random_numbers(new.model, device, config.seed or 0)
+    if new.quantization is not None:
+        scale = _DUMMY_SCALE * 3**0.5
+        size += fill_quantized_with_random_numbers(new.model, new.quantization, device, config.seed or 0, scale)
+    return new.model, size
 
 
-def _tensors(vllm_config: VllmConfig, load_format: str, tp: TensorParallel) -> Iterator[tuple[str, Tensor, Path]]:
-    checkpoint = find_checkpoint(Path(vllm_config.model_config.path), load_format)
-    return checkpoint.tensors(progress=vllm_config.load_config.use_tqdm_on_load and tp.is_first)
+@dataclass(frozen=True)
+class _New:
+    """A decoder without weights, and what it takes to fill it.
+
+    dense: layers behind its pooler, which have files of their own; `first_dense` is the first one's number.
+    """
+
+    model: DecoderModel
+    family: Family
+    spec: Decoder
+    quantization: ModelQuantization | None
+    dense: Sequence[DenseModule]
+    first_dense: int
+
+    def fill(self, weights: Iterable[tuple[str, Tensor, Path]], device: torch.device) -> int:
+        """Fill it from a checkpoint; the bytes that the weights take."""
+        own = (module.tensors(i) for i, module in enumerate(self.dense, self.first_dense))
+        tensors = itertools.chain(weights, *own)
+        return fill_from_checkpoint(self.model, self.family, self.spec, tensors, device, self.quantization)
 
 
-def _log_loaded(started: float, size: int) -> None:
-    logger.info("Loading weights took %.2f s, %.2f GiB", time.perf_counter() - started, size / 2**30)
+def _new_decoder(vllm_config: VllmConfig, family: Family, device: torch.device, tp: TensorParallel, stage: int) -> _New:
+    config = vllm_config.model_config
+    hf: HFConfig = config.hf
+    quantized, own = config.quantized, vllm_config.quant_config
+    quantization = None
+    if quantized is not None:
+        quantization = ModelQuantization(format_of(quantized), family, packs_experts=device.type == "cpu")
+    family = converted(family, config.convert_type)
+    spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)
+    dense: list[DenseModule] = []
+    if config.pooling is not None and pool is not None:
+        dense = [DenseModule.read(config.path / folder) for folder in config.pooling.dense]
+        pool = replace(pool, layers=pool.layers + tuple(module.layer for module in dense))
+        family = replace(family, names=family.names + DENSE_NAMES) if dense else family
+    _warn_of_long_factors(hf, config.max_model_len)
+    chosen = quantization if own is None else own
+    model = build_decoder(
+        spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules,
+        vllm_config.parallel_config.layers_of(stage, len(spec.blocks)), pool,
+    )  # fmt: skip
+    first_dense = 0 if pool is None else len(pool.layers) - len(dense)
+    return _New(model, family, spec, quantization, dense, first_dense)
+
+
+def save_tensors(
+    model: nn.Module, vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, stage: int
+) -> Iterator[tuple[str, Tensor]]:
+    """What `sharded_state` and tensorizer files hold of this rank's model, whose weights are as `apply_model` shows
+    them. Layers with a format of their own cannot be turned back, and are read from the model's checkpoint once more.
+    """
+    config = vllm_config.model_config
+    family = None if config.model_impl == "transformers" else ModelRegistry.resolve(config.hf.architectures)
+
+    def read_quantized(take: Callable[..., None]) -> None:
+        if config.quantized is None:
+            return
+        if not isinstance(family, Family):
+            raise ValueError("A quantized model that runs through transformers cannot be saved in this form.")
+        if vllm_config.load_config.load_format == "dummy":
+            raise ValueError("A quantized model of random weights (load_format='dummy') cannot be saved.")
+        # on "meta" all else takes no memory; experts are stored as they will be on this device
+        meta = torch.device("meta")
+        shell = _new_decoder(vllm_config, family, device, tp, stage)
+        rank_state.record_quantized(shell.model, take)
+        with open_weights(vllm_config, torch.device("cpu"), tp, stage) as weights:
+            if weights is None or isinstance(weights, RankState):
+                raise ValueError("A quantized model that was loaded in this form is in this form already: copy it.")
+            shell.fill(weights, meta)
+
+    return rank_state.tensors_of(model, vllm_config, tp, stage, read_quantized)
 
 
 def get_model(*, vllm_config: VllmConfig) -> nn.Module:
     """`load_model` on the device that the config names, under the name out-of-tree code imports."""
     return load_model(vllm_config, vllm_config.device_config.device)
-
-
-def _load_format(vllm_config: VllmConfig) -> str:
-    name = vllm_config.load_config.load_format
-    if name not in _LOAD_FORMATS:
-        raise ValueError(f"load_format={name!r} is not supported. Expected one of {', '.join(_LOAD_FORMATS)}.")
-    return "auto" if name == "bitsandbytes" else name  # the same files
 
 
 def _warn_of_long_factors(hf: HFConfig, max_positions: int) -> None:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.quantization import format_of
 from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec
 from vllm.model_executor.layers.weight_layout import WeightLayout
+from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.model_loader.quantized_weights import (
     QuantizedCheckpoint,
@@ -32,6 +33,7 @@ from vllm.model_executor.models.transformers_decoder import TransformersDecoder,
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.weights import Weights
 
 _BOUND = 0.035  # of random weights
 # Buffers that older checkpoints hold and no model reads.
@@ -60,9 +62,9 @@ def load_transformers(
     vllm_config: VllmConfig,
     device: torch.device,
     tp: TensorParallel,
-    tensors: Iterable[tuple[str, Tensor, Path]] | None,
+    weights: Weights,
 ) -> tuple[TransformersDecoder, int]:
-    """The configured model through transformers, and the bytes of its weights. tensors: None for random weights.
+    """The configured model through transformers, and the bytes of its weights.
 
     Raises ValueError for a model that cannot run so, and for a checkpoint that does not fit.
     """
@@ -77,12 +79,14 @@ def load_transformers(
         quantization = ModelQuantization(format_of(settings.quantized), _NAMES)
     _share(module, dtype, tp, quantization, name)
     filler = WeightFiller(module, device)
-    if tensors is None:
+    if isinstance(weights, rank_state.RankState):
+        size = rank_state.fill(module, weights, device, "module.")
+    elif weights is None:
         size = _fill_with_random_numbers(filler, device, settings.seed or 0)
         if quantization is not None:
             size += fill_quantized_with_random_numbers(module, quantization, device, settings.seed or 0, _BOUND)
     else:
-        size = _fill(module, filler, tensors, device, quantization)
+        size = _fill(module, filler, weights, device, quantization)
     for owner in module.modules():
         for key, buffer in owner.named_buffers(recurse=False):
             owner._buffers[key] = buffer.to(device)

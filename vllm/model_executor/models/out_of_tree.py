@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel, use_tensor_parallel
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.filler import ProcessesWeights
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.traits import Traits
@@ -38,6 +37,7 @@ from vllm.step.kv_need import attention_need
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.weights import Weights
 
 
 class OutOfTreeModel(nn.Module):
@@ -105,7 +105,7 @@ class OutOfTreeModel(nn.Module):
 
 
 def load_out_of_tree(
-    model_cls: type[nn.Module], vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, load_format: str
+    model_cls: type[nn.Module], vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, weights: Weights
 ) -> tuple[OutOfTreeModel, int]:
     """Build a user's model on `device`, give its `load_weights` the checkpoint; (wrapped model, bytes of weights)."""
     config = vllm_config.model_config
@@ -114,12 +114,13 @@ def load_out_of_tree(
         model = model_cls(**_init_arguments(model_cls, vllm_config))
     wrapped = OutOfTreeModel(model, config.hf, dtype, config.max_model_len, tp)
     with use_tensor_parallel(tp), torch.no_grad():
-        if load_format == "dummy":
+        if weights is None:
             _fill_with_random_numbers(model)
+        elif isinstance(weights, rank_state.RankState):
+            rank_state.fill_plain(wrapped, weights)
         else:
-            tensors = find_checkpoint(Path(config.path), load_format).tensors()
             _mark(model)
-            loaded = model.load_weights((name, tensor) for name, tensor, _ in tensors)  # type: ignore[operator]
+            loaded = model.load_weights((name, tensor) for name, tensor, _ in weights)  # type: ignore[operator]
             _check_loaded(model, loaded)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     for module in model.modules():

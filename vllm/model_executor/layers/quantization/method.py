@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,9 @@ def containers_of(prefix: str, shape: LinearShape) -> list[str]:
     return [f"{parent}.{part.name}" if parent else part.name for part in shape.outputs]
 
 
+Sink = Callable[[int, list[GroupedWeight | Tensor]], None]
+
+
 @dataclass(frozen=True)
 class PackedPart:
     """What one product of the layer reads: consecutive outputs, packed.
@@ -96,6 +99,7 @@ class QuantizedLinearMethod(LinearMethod):
 
     readers: how each part is stored, None where plainly.   out_dtype: of results, as in `linear`.
     dense_bytes, packed_bytes: what the weights take that had to be turned back into numbers, and would have taken.
+    sink: gets this rank's weights (0 and the list of its parts) in place of the layer.
     """
 
     format: str
@@ -103,6 +107,7 @@ class QuantizedLinearMethod(LinearMethod):
     out_dtype: torch.dtype | None = None
     dense_bytes: int = 0
     packed_bytes: int = 0
+    sink: Sink | None = None
     shape: LinearShape = field(init=False)
     dtype: torch.dtype = field(init=False)
     _tp: TensorParallel = field(init=False)
@@ -120,7 +125,7 @@ class QuantizedLinearMethod(LinearMethod):
         Raises ValueError that says what is wrong with the tensors.
         """
         cut = [self._cut(weight, part) for weight, part in self._parts(tensors, order)]
-        return self._pack(layer, cut, device)
+        return self.pack(layer, cut, device)
 
     def load_random(self, layer: Any, device: torch.device, generator: torch.Generator, scale: float) -> int:
         """Random weights between -scale and scale, stored about as the format would."""
@@ -129,7 +134,7 @@ class QuantizedLinearMethod(LinearMethod):
             weight = torch.empty(part.size, self.shape.in_features, device=generator.device)
             weight.uniform_(-scale, scale, generator=generator)
             cut.append(self._cut(weight if reader is None else reader.example(weight), part))
-        return self._pack(layer, cut, device)
+        return self.pack(layer, cut, device)
 
     def _readers(self) -> Sequence[Reader | None]:
         return self.readers if len(self.readers) > 1 else self.readers * len(self.shape.outputs)
@@ -166,7 +171,11 @@ class QuantizedLinearMethod(LinearMethod):
         start, length = part.cut(rank, world)
         return weight.rows(slice(start, start + length)).padded(length)
 
-    def _pack(self, layer: Any, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
+    def pack(self, layer: Any, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
+        """Make the layer of its parts, cut for this rank. Returns the bytes that they take."""
+        if self.sink is not None:
+            self.sink(0, weights)
+            return 0
         packed: list[PackedPart] = []
         for weight in _join_neighbours(weights):
             made = packed_part(weight, device, self.dtype)
@@ -217,11 +226,16 @@ EXPERT_PARTS = ("gate", "up", "down")
 
 @dataclass
 class QuantizedExpertMethod(ExpertMethod):
-    """Experts whose weights are multiplied as they are stored, one expert after the other."""
+    """Experts whose weights are multiplied as they are stored, one expert after the other.
+
+    sink: gets this rank's weights (an expert's number, and its gate, up and down) in place of the layer.
+    """
 
     format: str
     dense_bytes: int = 0
     packed_bytes: int = 0
+    sink: Sink | None = None
+    _taken: int = 0
     _parts: list[tuple[PackedPart, PackedPart]] = field(default_factory=list)  # of each expert: gate and up, down
 
     def create_weights(self, layer: Any, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
@@ -251,11 +265,20 @@ class QuantizedExpertMethod(ExpertMethod):
     def _add(self, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
         start, length = whole(self.shape.inner).cut(self.tp.rank, self.tp.world)
         cut = [_rows(weight, slice(start, start + length)) for weight in weights[:2]]
+        down = weights[2]
+        down = down.narrow(1, start, length) if isinstance(down, Tensor) else down.columns(start, length)
+        return self.keep([*cut, down], device)
+
+    def keep(self, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
+        """Take the next expert's gate, up and down, cut for this rank. Returns the bytes that they take."""
+        if self.sink is not None:
+            self.sink(self._taken, weights)
+            self._taken += 1
+            return 0
+        *cut, down = weights
         joined_pair = _join_neighbours(cut)
         if len(joined_pair) == 2:  # unlike gate and up: as numbers, which join
             joined_pair = [torch.cat([w if isinstance(w, Tensor) else w.dequantize() for w in cut])]
-        down = weights[2]
-        down = down.narrow(1, start, length) if isinstance(down, Tensor) else down.columns(start, length)
         pair = (packed_part(joined_pair[0], device, self.dtype), packed_part(down, device, self.dtype))
         for part in pair:
             if part.packed_bytes:
