@@ -48,8 +48,8 @@ causal ones and windows, attention with arguments of its own (sinks, biases by p
 without transformers' `AttentionInterface`, and scalings of positions that depend on the batch. LoRA is not
 supported with them.
 A repository's own code (`auto_map`) runs with `--trust-remote-code` only. Held in fp32 against transformers in
-`tests/models/test_transformers_decoder.py`: Arcee, SmolLM3, Seed-OSS, Helium, Apertus, Ernie 4.5, EXAONE 4, VaultGemma,
-ModernBERT decoders, CTRL, GLM-4-MoE, MiniMax M2, MiniCPM3, and listed families once more. Whatever is neither listed
+`tests/models/test_transformers_decoder.py`: Arcee, Helium, Apertus, VaultGemma, ModernBERT decoders, CTRL, MiniMax M2,
+and listed families once more. Whatever is neither listed
 nor in transformers is an error that lists the near names; [adding_a_model.md](adding_a_model.md) says how to run it.
 
 Known limits: `chatglm2-6b-32k` divides positions where its config reads as if the base grew, which is what happens
@@ -57,7 +57,7 @@ here. Qwen 1 runs up to its `seq_length`, without what it does beyond. A Jais wh
 length is refused; the error names the setting that runs it unscaled.
 
 Not supported, with an error that says so: Phi-3-small (block-sparse attention), DeciLM (unlike key/value heads in its
-layers), Mamba 2 and models built of it, Llama 4, ChatGLM 1, MiniCPM-S (fatrelu), MPNet, NomicBERT with
+layers), Mamba 2 and models built of it, ChatGLM 1, MiniCPM-S (fatrelu), MPNet, NomicBERT with
 experts, and models that see or hear.
 """
 

@@ -262,6 +262,93 @@ CASES: dict[str, Any] = {
         swiglu_limit=0.6,
         rope_parameters={**YARN, "mscale": None, "mscale_all_dim": None, "truncate": False},
     ),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **{**GQA, "num_hidden_layers": 5, "intermediate_size": 30},
+        **NO_PAD,
+        head_dim=12,
+        intermediate_size_mlp=34,
+        num_local_experts=5,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=7,
+        floor_scale=4,
+        attn_scale=0.6,
+    ),
+    "llama4-scout": lambda: hf.Llama4TextConfig(
+        **{**GQA, "num_hidden_layers": 4, "intermediate_size": 30},
+        **NO_PAD,
+        head_dim=10,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        no_rope_layers=[1, 0, 1, 1],
+        attention_chunk_size=16,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+    ),
+    "smollm3": lambda: hf.SmolLM3Config(**{**GQA, "num_hidden_layers": 5}, **NO_PAD),
+    "smollm3-no-rope": lambda: hf.SmolLM3Config(
+        **GQA, **NO_PAD, no_rope_layers=[0, 1, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
+    ),
+    "seed_oss": lambda: hf.SeedOssConfig(**GQA, head_dim=12),
+    "seed_oss-biased": lambda: hf.SeedOssConfig(
+        **GQA, head_dim=8, attention_bias=False, attention_out_bias=True, mlp_bias=True
+    ),
+    "exaone4": lambda: hf.Exaone4Config(
+        **{**GQA, "num_hidden_layers": 5}, sliding_window=7, sliding_window_pattern=4, head_dim=12
+    ),
+    "exaone4-small": lambda: hf.Exaone4Config(
+        **GQA, sliding_window=None, tie_word_embeddings=True, layer_types=["full_attention"] * 3
+    ),
+    "glm4_moe": lambda: hf.Glm4MoeConfig(
+        **{**GQA, "num_hidden_layers": 4},
+        head_dim=12,
+        moe_intermediate_size=29,
+        n_routed_experts=6,
+        n_group=3,
+        topk_group=2,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        routed_scaling_factor=1.7,
+        use_qk_norm=True,
+        attention_bias=True,
+        rope_parameters={**PARTIAL, "partial_rotary_factor": 0.5},
+    ),
+    "glm4_moe-air": lambda: hf.Glm4MoeConfig(
+        **GQA,
+        head_dim=8,
+        moe_intermediate_size=29,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+    ),
+    "dots1": lambda: hf.Dots1Config(
+        **{**GQA, "num_hidden_layers": 4},
+        moe_intermediate_size=29,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.0,
+    ),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**GQA, head_dim=12),
+    "ernie4_5-biased": lambda: hf.Ernie4_5Config(**GQA, head_dim=8, use_bias=True, tie_word_embeddings=False),
+    "ernie4_5_moe": lambda: hf.Ernie4_5_MoeConfig(
+        **{**GQA, "num_hidden_layers": 4},
+        moe_intermediate_size=29,
+        moe_num_experts=5,
+        moe_k=2,
+        moe_layer_end_index=2,
+    ),
+    "hunyuan_dense": lambda: hf.HunYuanDenseV1Config(
+        **GQA,
+        head_dim=12,
+        rope_parameters={"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 1e4},
+    ),
+    "hunyuan_dense-biased": lambda: hf.HunYuanDenseV1Config(**GQA, head_dim=8, attention_bias=True),
+    "hunyuan_moe": lambda: hf.HunYuanMoEV1Config(**GQA, head_dim=12, num_experts=5, moe_topk=2),
     "minicpm3": lambda: hf.MiniCPM3Config(
         **{k: v for k, v in LATENT.items() if "experts" not in k and "moe" not in k},
         scale_emb=3,
@@ -289,7 +376,8 @@ FUSED = {
     "llama", "llama-tied-biased", "llama-mha", "mistral", "mistral-no-window", "qwen2", "qwen2-window", "qwen3",
     "qwen3-tied", "gemma", "phi3", "phi3-window", "opt", "opt-plain", "gpt2", "gpt2-scaled", "gpt_bigcode",
     "gpt_bigcode-mha", "starcoder2", "starcoder2-plain", "persimmon-no-head-norms", "nemotron", "nemotron-biased",
-    "stablelm", "olmo", "granite-biased", "glm", "gpt_neox-sequential",
+    "stablelm", "olmo", "granite-biased", "glm", "gpt_neox-sequential", "smollm3", "smollm3-no-rope", "seed_oss",
+    "seed_oss-biased", "ernie4_5", "ernie4_5-biased",
 }  # fmt: skip
 # config.json -> whether a decode step on a GPU is the fused program
 LARGE = {
@@ -403,7 +491,7 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
         check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])
 
 
-@pytest.mark.parametrize("case", ["deepseek_v2-lite", "deepseek_v3", "minicpm3", "gpt_oss"])
+@pytest.mark.parametrize("case", ["deepseek_v2-lite", "deepseek_v3", "minicpm3", "gpt_oss", "llama4"])
 def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
     reference = save_random_hf_model(CASES[case](), tmp_path)
     prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 38)]

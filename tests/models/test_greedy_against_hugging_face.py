@@ -18,7 +18,7 @@ from vllm import LLM, ModelRegistry, SamplingParams
 FAMILIES = [
     "llama", "mistral", "mixtral", "qwen2-window", "qwen3", "gemma", "gemma2", "phi", "phi3-window", "opt", "opt-350m",
     "gpt2", "gpt_neox", "bloom", "falcon-40b", "cohere2", "olmo2", "qwen2_moe",
-    "deepseek_v2-lite", "deepseek_v3", "gpt_oss",
+    "deepseek_v2-lite", "deepseek_v3", "gpt_oss", "llama4",
 ]  # fmt: skip
 OWN = {"own-0.6": OldLlamaForCausalLM, "own-0.8": NewLlamaForCausalLM}
 NEW_TOKENS = 64

@@ -17,6 +17,7 @@ class WeightLayout(Enum):
     STACKED: the matrices of all experts below each other.   STACKED_TRANSPOSED: the same of transposed matrices.
     UNIT_ROWS: rows count divided by their length.   UP_GATE: up | gate.
     EXPERTS_TRANSPOSED: each expert's matrix as [in, out].   EXPERTS_PAIRS: rows of each one's gate and up alternate.
+    ONE_ROW: a vector as a matrix of one row.
     EXPERTS_TRANSPOSED_PAIRS: both.   PAIRS: rows of an MLP's gate and up alternate.
     """
 
@@ -32,6 +33,7 @@ class WeightLayout(Enum):
     EXPERTS_PAIRS = "experts_pairs"
     EXPERTS_TRANSPOSED_PAIRS = "experts_transposed_pairs"
     PAIRS = "pairs"
+    ONE_ROW = "one_row"
 
 
 def stored_shape(shape: tuple[int, ...], layout: WeightLayout) -> tuple[int, ...]:
@@ -45,6 +47,8 @@ def stored_shape(shape: tuple[int, ...], layout: WeightLayout) -> tuple[int, ...
             return shape[0] * shape[2], shape[1]
         case WeightLayout.EXPERTS_TRANSPOSED | WeightLayout.EXPERTS_TRANSPOSED_PAIRS:
             return shape[0], shape[2], shape[1]
+        case WeightLayout.ONE_ROW:
+            return 1, *shape
     return shape
 
 
@@ -56,6 +60,8 @@ def canonical(tensor: Tensor, layout: WeightLayout, heads: int, kv_heads: int, s
         return tensor
     if layout is WeightLayout.TRANSPOSED:
         return tensor.t() if tensor.ndim == 2 else tensor
+    if layout is WeightLayout.ONE_ROW:
+        return tensor[0]
     if layout is WeightLayout.STACKED:
         return tensor.view(shape)
     if layout is WeightLayout.STACKED_TRANSPOSED:
