@@ -15,6 +15,7 @@ def register(device_type: str = "cuda") -> None:
         draw,
         latent_attention,
         linear,
+        lora,
         moe,
         norm,
         quantized,
@@ -22,6 +23,6 @@ def register(device_type: str = "cuda") -> None:
         ssm,
     )
 
-    families = (activation, attention, bitmask, draw, latent_attention, linear, moe, norm, quantized, rotary, ssm)
+    families = (activation, attention, bitmask, draw, latent_attention, linear, lora, moe, norm, quantized, rotary, ssm)
     for family in families:
         family.register(device_type)
