@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.server.http_server import MODEL, Server, sse_events
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOOL: dict[str, Any] = {
@@ -303,3 +304,18 @@ def test_forced_calls_need_no_flags(server: Server) -> None:
         assert answer.status == 200, answer.text
         message = answer.json["choices"][0]["message"]
         assert all(call["function"]["name"] == "get_weather" for call in message["tool_calls"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({}, "none"),
+        ({"tools": []}, "none"),
+        ({"tools": [TOOL]}, "auto"),
+        ({"tools": [TOOL], "tool_choice": None}, "auto"),
+        ({"tools": [TOOL], "tool_choice": "none"}, "none"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "required"),
+    ],
+)
+def test_what_a_choice_is_that_nobody_made(fields: dict[str, Any], choice: str) -> None:
+    assert ChatCompletionRequest(messages=QUESTION, **fields).tool_choice == choice

@@ -226,8 +226,6 @@ def tool_choice_of(request: Any) -> Any:
     choice = request.tool_choice
     if not request.tools:
         return "none"
-    if choice is None:
-        return "auto"
     return (choice["function"]["name"],) if isinstance(choice, dict) else choice
 
 
@@ -238,7 +236,7 @@ def check_tool_choice(settings: ParsingSettings, request: Any) -> None:
         raise bad_request("You can only either use guided decoding or tools, not both.", "tool_choice")
     if choice == "auto" and not (settings.auto_tools and settings.tool_parser):
         message = NO_AUTO
-        if request.tool_choice is None:
+        if "tool_choice" not in request.model_fields_set:
             message += '; tools without tool_choice mean "auto". Or set tool_choice to "none" or "required".'
         raise bad_request(message, "tool_choice")
 

@@ -267,7 +267,7 @@ class ChatCompletionRequest(_Sampling):
     logprobs: bool | None = False
     top_logprobs: int | None = 0
     tools: list[Any] | None = None
-    tool_choice: Any = None
+    tool_choice: Any = "none"  # with tools: "auto"
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
@@ -299,6 +299,12 @@ class ChatCompletionRequest(_Sampling):
         _check_tools(data.get("tools"))
         _check_tool_choice(data)
         return data
+
+    @model_validator(mode="after")
+    def _set_tool_choice(self) -> ChatCompletionRequest:
+        if self.tool_choice is None or "tool_choice" not in self.model_fields_set:
+            self.__dict__["tool_choice"] = "auto" if self.tools else "none"  # which nobody has set
+        return self
 
     def refuse_later_features(self) -> None:
         super().refuse_later_features()
