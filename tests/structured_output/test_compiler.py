@@ -115,7 +115,7 @@ def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, b
 
 def test_a_process_that_dies_fails_the_compilation_alone(compiler: GrammarCompiler) -> None:
     compiler.compile(spec_of("outlines", regex="a")).result()
-    process = compiler._processes["outlines"]._process
+    process = compiler._processes["outlines"]._helper._process
     assert process is not None
     os.kill(process.pid, 9)
     process.wait()
@@ -125,7 +125,7 @@ def test_a_process_that_dies_fails_the_compilation_alone(compiler: GrammarCompil
 def test_closing_ends_the_processes(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(lambda: vocabulary)
     compiler.compile(spec_of("outlines", regex="a")).result()
-    process = compiler._processes["outlines"]._process
+    process = compiler._processes["outlines"]._helper._process
     assert process is not None and process.poll() is None
     compiler.close()
     assert process.poll() is not None

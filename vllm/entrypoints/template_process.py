@@ -1,34 +1,24 @@
 """Renders chat templates of strangers: in a process of its own, with limits of memory and time.
 
 What a template can do to the process that renders it (build texts of any size, loop) is too much to bound filter by
-filter. `python -m vllm.entrypoints.template_process` reads jobs from its standard input and writes what became of them:
-frames of JSON with their length in front.
+filter. The process is asked for one prompt after the other, in JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import resource
-import select
-import signal
-import struct
-import subprocess
-import sys
 import threading
-import time
-from typing import Any, BinaryIO
+from typing import Any
 
 from vllm.entrypoints.chat_template import MAX_SECONDS, TemplateLimitError
+from vllm.ipc.helper import Helper, Questions
 
 MAX_MEGABYTES = 256  # beyond what the process needs by itself
 START_SECONDS = 30.0
-_LENGTH = struct.Struct("!I")
-_PR_SET_PDEATHSIG = 1
 # The environment may hold keys, and a template has no need of any of it.
-_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TZ")
+_KEPT_VARIABLES = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TZ")
 
 
 class TemplateProcess:
@@ -36,7 +26,7 @@ class TemplateProcess:
 
     def __init__(self, seconds: float = MAX_SECONDS) -> None:
         self._seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._helper = Helper(__name__, {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ})
         self._lock = threading.Lock()
 
     def render(self, **job: Any) -> str:
@@ -46,91 +36,38 @@ class TemplateProcess:
         Raises ValueError, saying what is wrong with messages or template, and TemplateLimitError.
         """
         with self._lock:
-            process = self._running()
             try:
-                answer = self._ask(process, job)
+                answer = self._ask(job)
             except BaseException:
-                self._end()
+                self._helper.end()
                 raise
             if answer.get("last"):  # it has grown
-                self._end()
+                self._helper.end()
         if "text" in answer:
             return str(answer["text"])
         raise (TemplateLimitError if answer["kind"] == "limit" else ValueError)(answer["error"])
 
     def close(self) -> None:
         """End the process, also in the middle of a job."""
-        process = self._process
-        if process is not None:
-            process.kill()
+        self._helper.kill()
         with self._lock:
-            self._end()
+            self._helper.end()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-            )
-            assert self._process.stdout is not None
-            _receive(self._process.stdout.fileno(), time.monotonic() + START_SECONDS)  # that it is there
-        return self._process
-
-    def _ask(self, process: subprocess.Popen[bytes], job: dict[str, Any]) -> dict[str, Any]:
-        assert process.stdin is not None and process.stdout is not None
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        if not self._helper.is_running:
+            self._helper.start(b"", START_SECONDS)
         try:
-            _send(process.stdin, job)
-            return _receive(process.stdout.fileno(), time.monotonic() + self._seconds)
+            answer: dict[str, Any] = json.loads(self._helper.ask(json.dumps(job).encode(), self._seconds))
+            return answer
         except TimeoutError:
             raise TemplateLimitError(
                 f"The chat template took longer than {self._seconds:g} seconds to render."
             ) from None
-        except (EOFError, BrokenPipeError):
+        except EOFError:
             raise TemplateLimitError(_NEEDS_TOO_MUCH) from None
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
 
 
 _NEEDS_TOO_MUCH = f"The chat template needs more than {MAX_MEGABYTES} MB of memory for these messages."
-
-
-def _send(pipe: BinaryIO | Any, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    pipe.write(_LENGTH.pack(len(data)) + data)
-    pipe.flush()
-
-
-def _receive(descriptor: int, deadline: float) -> dict[str, Any]:
-    """One frame. Raises TimeoutError at the deadline, EOFError if the other side has ended."""
-    size = _LENGTH.unpack(_read(descriptor, _LENGTH.size, deadline))[0]
-    message: dict[str, Any] = json.loads(_read(descriptor, size, deadline))
-    return message
-
-
-def _read(descriptor: int, size: int, deadline: float) -> bytes:
-    parts, left = [], size
-    while left:
-        patience = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-        if not select.select([descriptor], [], [], patience)[0]:
-            raise TimeoutError
-        part = os.read(descriptor, min(left, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -167,30 +104,26 @@ def _pages() -> int:
         return int(file.read().split()[0])
 
 
-def main(parent: int) -> None:
-    """Serve until the other side has closed the pipe, or has died."""
+def main() -> None:
+    """Answer until the other end is closed."""
+    questions = Questions()
     from vllm.entrypoints import chat_utils
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
-    jobs, results = sys.stdin.fileno(), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     chat_utils.apply_chat_template(_Specials({}), [{"role": "user", "content": ""}], chat_template="{{ 1 }}")  # type: ignore[arg-type]
     page = os.sysconf("SC_PAGE_SIZE")
     most = _pages() * page + (MAX_MEGABYTES << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _send(results, {})
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        while True:
-            answer = _rendered(_receive(jobs, float("inf")))
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # in KB
-            _send(results, {**answer, "last": grown > 64 << 10})
+    asked = iter(questions)
+    next(asked)  # whether it is there
+    questions.answer(b"")
+    for question in asked:
+        answer = _rendered(json.loads(question))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # in KB
+        questions.answer(json.dumps({**answer, "last": grown > 64 << 10}).encode())
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

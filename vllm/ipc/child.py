@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import vllm
@@ -20,11 +20,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_child(
-    module: str, *, leads_session: bool = False, buffer_bytes: int | None = None
+    module: str,
+    *,
+    leads_session: bool = False,
+    buffer_bytes: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run `python -m module FD PARENT` with one end of a socket pair; the process, and the other end.
 
     leads_session: one signal to its group then reaches it and all processes it starts.   buffer_bytes: of the sockets.
+    environment: its variables, but for where modules are found; None for ours.
 
     It is started by a thread that outlives it: the kernel ends a process with the *thread* it came from
     (`end_with_parent`).
@@ -35,7 +40,7 @@ def start_child(
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     # The same modules as here, in the same order: the package itself, and the user's own models.
     path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    variables = {**(os.environ if environment is None else environment), "PYTHONPATH": os.pathsep.join(path)}
     started: queue.SimpleQueue[subprocess.Popen[bytes] | BaseException] = queue.SimpleQueue()
 
     def keep() -> None:
@@ -44,7 +49,7 @@ def start_child(
                 process = subprocess.Popen(
                     [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
-                    env=environment,
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     start_new_session=leads_session,
                 )

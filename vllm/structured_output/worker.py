@@ -1,36 +1,25 @@
 """A process in which grammars are compiled by libraries that may take very long, need much memory, or crash.
 
-`python -m vllm.structured_output.worker` reads length-prefixed msgpack frames from standard input: the back end's name
-and vocabulary, then one constraint after the other, each answered by a frame on standard output. Whoever started it
+The first question brings the back end's name and vocabulary, each further one a constraint. Whoever started the process
 ends it when an answer takes too long, and starts another one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import resource
-import select
-import signal
-import struct
-import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
-from typing import IO
 
 import msgspec
 
+from vllm.ipc.helper import Helper, Questions
 from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import Vocabulary
 
 START_SECONDS = 120.0  # to import a library and read a vocabulary
 MEMORY_BYTES = 4 << 30  # more than importing torch reserves
-_PR_SET_PDEATHSIG = 1
-_HEADER = struct.Struct("<Q")
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -55,21 +44,20 @@ class CompileProcess:
         self._start = msgspec.msgpack.encode(Start(backend, list(vocabulary.tokens), list(vocabulary.end_ids)))
         self._backend = backend
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._helper = Helper(__name__, {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         self._closed = False
 
     def build(self, spec: GrammarSpec, seconds: float) -> bytes:
         """What the back end's `build` returns. Raises GrammarError, also if it takes longer than `seconds`."""
         with self._lock:
-            process = self._running()
+            self._make_run()
             try:
-                _write(process.stdin, msgspec.msgpack.encode(spec))
-                body = _read(process.stdout, time.monotonic() + seconds)
+                body = self._helper.ask(msgspec.msgpack.encode(spec), seconds)
             except TimeoutError:
-                self._end()
+                self._helper.end()
                 raise GrammarError(f"compiling took longer than the {seconds:g} s that are allowed") from None
             except (OSError, EOFError):
-                self._end()
+                self._helper.end()
                 raise GrammarError(
                     f"the {self._backend} library could not compile it: it crashed, or needed more than "
                     f"{MEMORY_BYTES >> 30} GiB of memory"
@@ -82,96 +70,41 @@ class CompileProcess:
     def close(self) -> None:
         """End the process, from any thread; a compilation that is under way fails."""
         self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()
+        self._helper.kill()
         with self._lock:
-            self._end()
+            self._helper.end()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._end()  # it may have died between two compilations
+    def _make_run(self) -> None:
+        if self._helper.is_running:  # it may have died between two compilations
+            return
         if self._closed:
             raise GrammarError("the engine is shutting down")
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(dict.fromkeys([root, *filter(None, sys.path)]))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.structured_output.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        self._process = process
         try:
-            _write(process.stdin, self._start)
-            answer = msgspec.msgpack.decode(_read(process.stdout, time.monotonic() + START_SECONDS), type=Answer)
-        except (OSError, EOFError, TimeoutError) as error:
-            self._end()
+            answer = msgspec.msgpack.decode(self._helper.start(self._start, START_SECONDS), type=Answer)
+        except (OSError, EOFError) as error:
+            self._helper.end()
             raise GrammarError(f"the process that compiles for {self._backend} did not start") from error
         if answer.error is not None:
-            self._end()
+            self._helper.end()
             raise GrammarError(answer.error)
-        return process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):  # there may be something that was not written yet
-                        stream.close()
-
-
-def _write(stream: IO[bytes] | None, body: bytes) -> None:
-    assert stream is not None
-    stream.write(_HEADER.pack(len(body)) + body)
-    stream.flush()
-
-
-def _read(stream: IO[bytes] | None, deadline: float | None = None) -> bytes:
-    """One frame. Raises EOFError at the end, TimeoutError at the deadline."""
-    assert stream is not None
-    (length,) = _HEADER.unpack(_read_exactly(stream, _HEADER.size, deadline))
-    return _read_exactly(stream, length, deadline)
-
-
-def _read_exactly(stream: IO[bytes], count: int, deadline: float | None) -> bytes:
-    parts = []
-    while count:
-        if deadline is not None and not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError
-        part = os.read(stream.fileno(), min(count, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 def main() -> int:
-    """Serve until standard input ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the middle of a compilation
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    source = sys.stdin.buffer
+    """Answer until the other end is closed."""
+    questions = Questions()
     from vllm.structured_output.backends import make_backend
 
-    start = msgspec.msgpack.decode(_read(source), type=Start)
+    asked = iter(questions)
+    start = msgspec.msgpack.decode(next(asked), type=Start)
     try:
         backend = make_backend(start.backend, Vocabulary(tuple(start.tokens), tuple(start.end_ids), lambda text: []))
     except Exception as error:
-        _write(answers, msgspec.msgpack.encode(Answer(error=f"{type(error).__name__}: {error}")))
+        questions.answer(msgspec.msgpack.encode(Answer(error=f"{type(error).__name__}: {error}")))
         return 1
     _limit_memory()
-    _write(answers, msgspec.msgpack.encode(Answer()))
-    while True:
-        try:
-            spec = msgspec.msgpack.decode(_read(source), type=GrammarSpec)
-        except EOFError:
-            return 0
+    questions.answer(msgspec.msgpack.encode(Answer()))
+    for question in asked:
+        spec = msgspec.msgpack.decode(question, type=GrammarSpec)
         try:
             answer = Answer(backend.build(spec))
         except GrammarError as error:
@@ -182,7 +115,8 @@ def main() -> int:
             answer = Answer(error="it is nested too deeply")
         except Exception as error:
             answer = Answer(error=f"{type(error).__name__}: {error}")
-        _write(answers, msgspec.msgpack.encode(answer))
+        questions.answer(msgspec.msgpack.encode(answer))
+    return 0
 
 
 def _limit_memory() -> None:
