@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -34,7 +35,13 @@ class Helper:
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """Whether it waits for a question."""
+        # Between two questions there is nothing to read but the end. `Popen.poll` may hear of it later.
+        if self._connection is None:
+            return False
+        news = select.poll()
+        news.register(self._connection, select.POLLIN)
+        return not news.poll(0)
 
     def start(self, hello: bytes, seconds: float) -> bytes:
         """End the process if there is one, and start another; what it says to the first frame, as `ask`."""
