@@ -166,6 +166,7 @@ def test_states_have_a_pool_of_their_own() -> None:
         ((KVNeed(KVKind.FULL, (KVTensor((2, 8)),)),), "one dimension must be TOKENS"),
         ((KVNeed(KVKind.FULL, (KVTensor((TOKENS, 8), "int3"),)),), "its dtype must be one of"),
         ((KVNeed(KVKind.FULL, ()),), "names no tensor"),
+        ((KVNeed(KVKind.CROSS, LATENT.tensors),), "cross attention, and nothing else, has encoder_tokens"),
         ((attention_need(1, 8), KVNeed(KVKind.SLIDING, (), same_as=0)), "blocks of the same kind"),
         ((KVNeed(KVKind.FULL, (), same_as=5),), "reads the blocks of layer 5"),
     ],

@@ -51,6 +51,7 @@ def save(folder: Path, seed: int = 0) -> Path:
         "num_hidden_layers": len(KINDS),
         "num_attention_heads": HEADS,
         "head_dim": DIM,
+        "intermediate_size": MLP,
         "max_position_embeddings": 160,
         "torch_dtype": "float32",
     }

@@ -42,7 +42,7 @@ class ReaderBlock(BlockSpec):
 
 def weir(hf: HFConfig) -> Decoder:
     norm, dim = Norm("rms", 1e-5), hf.head_dim
-    rope, mlp = Rope(dim, 10000.0), Mlp("silu", 37)
+    rope, mlp = Rope(dim, 10000.0), Mlp("silu", hf.get_int("intermediate_size"))
     state = WeirBlock(hf.hidden_size, norm)
     blocks = (
         state,

@@ -23,12 +23,14 @@ class KVNeed:
 
     kind: how its blocks live.   tensors: on one block table.   window: tokens each query sees, for SLIDING only.
     same_as: a layer whose blocks this one reads and does not write; then it has no tensors of its own.
+    encoder_tokens: the most tokens of an encoder whose keys are kept, for CROSS only.
     """
 
     kind: KVKind
     tensors: tuple[KVTensor, ...]
     window: int | None = None
     same_as: int | None = None
+    encoder_tokens: int = 0
 
 
 def attention_need(kv_heads: int, head_dim: int, window: int | None = None) -> KVNeed:

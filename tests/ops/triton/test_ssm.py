@@ -78,8 +78,9 @@ def test_convolutions(counts, drafts, first_column, width, bias):
     step, group = batch(counts, drafts, first_column)
     wider = torch.randn(sum(counts), 150)
     args = wider[:, :40], torch.randn(40, width), torch.randn(40) if bias else None
-    states = torch.randn(PAGES, width - 1, 40)
-    want, got, loop = states.clone(), states.clone(), states.clone()
+    want, got, loop = (torch.randn(PAGES, 3 * 40 + 7)[:, : (width - 1) * 40].unflatten(1, (-1, 40)) for _ in range(3))
+    want.copy_(loop)  # a state is a part of a page
+    got.copy_(loop)
     outs = [f(*args, s, step, group) for f, s in (
         (ops.causal_conv.reference, want), (kernels.causal_conv, got), (conv_loop, loop))]  # fmt: skip
     for out, after in ((outs[1], got), (outs[2], loop)):
@@ -96,8 +97,9 @@ def test_scans(counts, drafts, first_column):
     u, dt, gate = torch.randn(tokens, 40), torch.randn(tokens, 40) * 4, wider[:, 75:115]
     mixed = torch.randn(tokens, 2 * numbers)
     a, d, bias = -torch.rand(40, numbers) * 3, torch.randn(40), torch.randn(40)
-    states = torch.randn(PAGES, 40, numbers)
-    want, got, loop = states.clone(), states.clone(), states.clone()
+    want, got, loop = (torch.randn(PAGES, 40 * numbers + 9)[:, 3:-6].unflatten(1, (40, numbers)) for _ in range(3))
+    want.copy_(loop)
+    got.copy_(loop)
     outs = [f(u, dt, bias, a, mixed[:, :numbers], mixed[:, numbers:], d, gate, s, step, group) for f, s in (
         (ops.selective_scan.reference, want), (kernels.selective_scan, got), (scan_loop, loop))]  # fmt: skip
     for out, after in ((outs[1], got), (outs[2], loop)):

@@ -178,7 +178,7 @@ def layout_of(
     policy = KVPolicy(
         tuple(final),
         block_size,
-        max_encoder_tokens=traits.max_encoder_tokens,
+        max_encoder_tokens=max((need.encoder_tokens for need in kv if need is not None), default=0),
         states_per_slot=1 + num_drafts,
         snapshots=snapshots,
     )
@@ -202,6 +202,8 @@ def _check(layer: int, need: KVNeed | None, kv: Sequence[KVNeed | None]) -> None
                 f"have blocks of the same kind, got {need} and {owner}."
             )
         return
+    if (need.encoder_tokens > 0) != (need.kind is KVKind.CROSS):
+        raise ValueError(f"Layer {layer}: cross attention, and nothing else, has encoder_tokens, got {need}.")
     for tensor in _need(kv, layer).tensors:
         wanted = 0 if need.kind is KVKind.RECURRENT else 1
         if tensor.shape.count(TOKENS) != wanted:

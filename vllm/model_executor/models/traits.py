@@ -34,7 +34,6 @@ class Traits:
     capturable: a decode step of so many requests launches the same kernels every time, so that it may be captured.
     decoder: what the model computes, if it is built from that, block by block, in a `DecoderModel`'s modules: other
         programs may then compute the same from its weights. None for any other model.
-    max_encoder_tokens: the most tokens of an encoder that layers of cross attention keep keys of.
     splits: the model can be a stage of a pipeline: it takes a stream, and returns one if it lacks the last layer.
     """
 
@@ -53,7 +52,6 @@ class Traits:
     replayable: bool = False
     capturable: bool = True
     decoder: Decoder | None = None
-    max_encoder_tokens: int = 0
     splits: bool = False
 
 

@@ -15,9 +15,10 @@ from vllm.ops import ssm as ops
 from vllm.step.inputs import GroupInputs, StepInputs
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_first", "stride_table"])
+@triton.jit(do_not_specialize=["stride_x", "stride_first", "stride_table", "stride_old", "stride_page"])
 def _conv_kernel(
     x, weight, bias, old, states, out, starts, first, table, drafts, stride_x, stride_first, stride_table,
+    stride_old, stride_page,
     CHANNELS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BIAS: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):  # fmt: skip
@@ -28,7 +29,7 @@ def _conv_kernel(
     c = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
     live = c < CHANNELS
     begin, end = tl.load(starts + r).to(tl.int64), tl.load(starts + r + 1).to(tl.int64)
-    before = old + tl.load(first + r * stride_first).to(tl.int64) * (K - 1) * CHANNELS
+    before = old + tl.load(first + r * stride_first).to(tl.int64) * stride_old
     offset = tl.zeros([1, BD], tl.float32)
     if BIAS:
         offset += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
@@ -58,7 +59,7 @@ def _conv_kernel(
             if not DRAFTS:
                 tl.debug_barrier()  # other threads may still read the page
             page = tl.load(table + r * stride_table + i).to(tl.int64)
-            tl.store(states + page * (K - 1) * CHANNELS + k * CHANNELS + c, state, mask=wanted)
+            tl.store(states + page * stride_page + k * CHANNELS + c, state, mask=wanted)
 
 
 def causal_conv(
@@ -78,16 +79,29 @@ def causal_conv(
     wide = 128 if tokens == 1 else 64
     _conv_kernel[(table.shape[0], triton.cdiv(channels, wide))](
         x, weight, bias, old, states, out, step.query_starts, first, table, group.drafts, x.stride(0),
-        first.stride(0), table.stride(0), CHANNELS=channels, K=width, KP=triton.next_power_of_2(width - 1), BT=tokens,
-        BD=wide, BIAS=bias is not None, DRAFTS=group.drafts is not None, num_warps=4,
+        first.stride(0), table.stride(0), old.stride(0), states.stride(0), CHANNELS=channels, K=width,
+        KP=triton.next_power_of_2(width - 1), BT=tokens, BD=wide, BIAS=bias is not None,
+        DRAFTS=group.drafts is not None, num_warps=4,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["stride_u", "stride_b", "stride_c", "stride_gate", "stride_first", "stride_table"])
+_STRIDES = [
+    "stride_u",
+    "stride_dt",
+    "stride_b",
+    "stride_c",
+    "stride_gate",
+    "stride_first",
+    "stride_table",
+    "stride_page",
+]
+
+
+@triton.jit(do_not_specialize=_STRIDES)
 def _scan_kernel(
     u, dt, dt_bias, a, b, c, d, gate, states, out, starts, first, table, drafts, stride_u, stride_dt, stride_b,
-    stride_c, stride_gate, stride_first, stride_table,
+    stride_c, stride_gate, stride_first, stride_table, stride_page,
     CHANNELS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests, channels / BD)."""
@@ -101,7 +115,7 @@ def _scan_kernel(
     decay = tl.load(a + here, mask=both, other=0.0)
     offset = tl.load(dt_bias + ch, mask=live, other=0.0)
     skip = tl.load(d + ch, mask=live, other=0.0)
-    h = tl.load(states + tl.load(first + r * stride_first).to(tl.int64) * CHANNELS * N + here, mask=both, other=0.0)
+    h = tl.load(states + tl.load(first + r * stride_first).to(tl.int64) * stride_page + here, mask=both, other=0.0)
     last = 0
     if DRAFTS:
         last = tl.load(drafts + r).to(tl.int32)
@@ -118,11 +132,11 @@ def _scan_kernel(
         if DRAFTS:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
             if t >= end - 1 - last:
                 page = tl.load(table + r * stride_table + t - (end - 1 - last)).to(tl.int64)
-                tl.store(states + page * CHANNELS * N + here, h, mask=both)
+                tl.store(states + page * stride_page + here, h, mask=both)
     if not DRAFTS:  # noqa: SIM102
         if end > begin:
             page = tl.load(table + r * stride_table).to(tl.int64)
-            tl.store(states + page * CHANNELS * N + here, h, mask=both)
+            tl.store(states + page * stride_page + here, h, mask=both)
 
 
 def selective_scan(
@@ -137,8 +151,9 @@ def selective_scan(
     wide = 32
     _scan_kernel[(table.shape[0], triton.cdiv(channels, wide))](
         u, dt, dt_bias, a, b, c, d, gate, states, out, step.query_starts, first, table, group.drafts, u.stride(0),
-        dt.stride(0), b.stride(0), c.stride(0), gate.stride(0), first.stride(0), table.stride(0), CHANNELS=channels,
-        N=numbers, NP=triton.next_power_of_2(numbers), BD=wide, DRAFTS=group.drafts is not None, num_warps=1,
+        dt.stride(0), b.stride(0), c.stride(0), gate.stride(0), first.stride(0), table.stride(0), states.stride(0),
+        CHANNELS=channels, N=numbers, NP=triton.next_power_of_2(numbers), BD=wide, DRAFTS=group.drafts is not None,
+        num_warps=1,
     )  # fmt: skip
     return out
 
