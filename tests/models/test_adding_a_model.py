@@ -66,8 +66,9 @@ def check(folder: Path, reference: nn.Module, scale: float = 1.0) -> None:
 
 
 def test_the_page_has_the_files_and_registrations() -> None:
-    assert set(FILES) == {"heron.py", "egret.py", "egret_block.py"}
-    assert {"MyLlamaForCausalLM", "HeronForCausalLM", "EgretForCausalLM"} == set(REGISTRATIONS)
+    assert set(FILES) == {"heron.py", "egret.py", "egret_block.py", "teal.py", "teal_block.py"}
+    names = {"MyLlamaForCausalLM", "HeronForCausalLM", "EgretForCausalLM", "TealForCausalLM"}
+    assert names == set(REGISTRATIONS)
 
 
 @pytest.mark.usefixtures("package")
@@ -98,6 +99,33 @@ def test_a_block_of_its_own_in_two_files(tmp_path: Path) -> None:
         layer.self_attn.register_forward_hook(lambda _, __, out, gate=gate: (out[0] * gate.sigmoid(), *out[1:]))
     save(tmp_path, weights, "EgretForCausalLM")
     check(tmp_path, reference)
+
+
+@pytest.mark.usefixtures("package")
+def test_a_block_with_a_state(tmp_path: Path) -> None:
+    reference = save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    weights = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if ".self_attn." not in k}
+    for i in range(3):
+        layer = f"model.layers.{i}.mean."
+        weights |= {layer + "value.weight": torch.randn(48, 48) * 0.2, layer + "out.weight": torch.randn(48, 48) * 0.2}
+        weights[layer + "decay"] = torch.randn(48)
+    save(tmp_path, weights, "TealForCausalLM")
+    prompts = [torch.randint(0, 131, (length,)) for length in (21, 30)]
+    ours = PagedDriver(load(tmp_path), requests=2).run(prompts, [5, 1, 7])
+    with torch.inference_mode():
+        for prompt, logits in zip(prompts, ours, strict=True):
+            x = reference.model.embed_tokens(prompt)
+            for i, layer in enumerate(reference.model.layers):
+                value, out, decay = (
+                    weights[f"model.layers.{i}.mean.{n}"] for n in ("value.weight", "out.weight", "decay")
+                )
+                means, mean = [], torch.zeros(48)
+                for v in layer.input_layernorm(x) @ value.T:
+                    mean = decay.sigmoid() * mean + (1 - decay.sigmoid()) * v
+                    means.append(mean)
+                x = x + torch.stack(means) @ out.T
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            assert relative_error(logits, reference.lm_head(reference.model.norm(x))) < 1e-5
 
 
 def test_a_family_travels_to_other_processes_by_name(package: Path) -> None:
