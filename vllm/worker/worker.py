@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -233,10 +234,23 @@ class Worker:
         graphs = self.config.compilation_config.cudagraph_capture_sizes
         if self.device.type == "cuda" and graphs and isinstance(self.runner, ModelRunner) and self.ranks.pp.world == 1:
             self._use_graphs(self.runner)
+        if self.device.type == "cuda" and not self.layout.groups:
+            self._try_largest_step()
         if self.ranks.is_first:
             kv_memory.log_cache(self.device.type, self.layout, self._request, num_blocks)
             if self._tier_blocks:
                 logger.info("Host memory keeps %d further blocks of the KV cache for later.", self._tier_blocks)
+
+    def _try_largest_step(self) -> None:
+        """Run the largest step once where no cache had to be measured: kernels are compiled, and there is memory."""
+        started = time.perf_counter()
+        try:
+            self._run_largest_step()
+            torch.cuda.synchronize(self.device)
+        except torch.OutOfMemoryError as error:
+            remedy = "a smaller max_num_batched_tokens, or tensor_parallel_size"
+            raise ValueError(self._does_not_fit("The activations of the largest step", remedy)) from error
+        logger.info("The largest step and its kernels took %.2f s", time.perf_counter() - started)
 
     def _allocate(self, num_blocks: int, num_states: int) -> CacheMemory:
         dtype = kv_memory.cache_dtype(self.config.cache_config.cache_dtype, self.config.model_config.dtype)

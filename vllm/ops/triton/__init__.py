@@ -13,6 +13,7 @@ def register(device_type: str = "cuda") -> None:
         attention,
         bitmask,
         draw,
+        encoder_attention,
         latent_attention,
         linear,
         lora,
@@ -23,6 +24,9 @@ def register(device_type: str = "cuda") -> None:
         ssm,
     )
 
-    families = (activation, attention, bitmask, draw, latent_attention, linear, lora, moe, norm, quantized, rotary, ssm)
+    families = (
+        activation, attention, bitmask, draw, encoder_attention, latent_attention, linear, lora, moe, norm, quantized,
+        rotary, ssm,
+    )  # fmt: skip
     for family in families:
         family.register(device_type)
