@@ -452,3 +452,122 @@ CHATGLM = Reference(chatglm_shapes, chatglm)
 JAIS = Reference(jais_shapes, jais)
 ARCTIC = Reference(arctic_shapes, arctic)
 DEEPSEEK_MOE = Reference(deepseek_shapes, llama)
+
+
+# ---- Nemotron-NAS: layers that a search made unlike ------------------------------------------------------------------
+
+
+def deci_layers(c: Config) -> list[tuple[int | str | None, int | str | None]]:
+    """(key/value heads, width of the MLP) of each layer; "linear" for one matrix, None for nothing."""
+    if "block_configs" not in c:
+        return [(kv, c["intermediate_size"]) for kv in c["num_key_value_heads_per_layer"]]
+    found: list[tuple[int | str | None, int | str | None]] = []
+    for layer in c["block_configs"]:
+        a, f = layer["attention"], layer["ffn"]
+        kv: int | str | None = "linear" if a["replace_with_linear"] else None
+        if not (a["no_op"] or a["replace_with_linear"]):
+            kv = c["num_attention_heads"] // a["n_heads_in_group"]
+        width: int | str | None = "linear" if f["replace_with_linear"] else None
+        if not (f["no_op"] or f["replace_with_linear"]):
+            width = math.ceil(int(2 * f["ffn_mult"] * c["hidden_size"] / 3) / 256) * 256
+        found.append((kv, width))
+    return found
+
+
+def deci_shapes(c: Config) -> Shapes:
+    h = c["hidden_size"]
+    d = h // c["num_attention_heads"]
+    found: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], h), "model.norm.weight": (h,)}
+    found["lm_head.weight"] = (c["vocab_size"], h)
+    for i, (kv, width) in enumerate(deci_layers(c)):
+        at = f"model.layers.{i}"
+        if kv is not None:
+            found[f"{at}.input_layernorm.weight"] = (h,)
+        if kv == "linear":
+            found[f"{at}.self_attn.linear_attn.weight"] = (h, h)
+        elif isinstance(kv, int):
+            for name, rows in (("q", h), ("k", kv * d), ("v", kv * d), ("o", h)):
+                found[f"{at}.self_attn.{name}_proj.weight"] = (rows, h)
+        if width is not None:
+            found[f"{at}.post_attention_layernorm.weight"] = (h,)
+        if width == "linear":
+            found[f"{at}.mlp.linear_mlp.weight"] = (h, h)
+        elif isinstance(width, int):
+            found |= {f"{at}.mlp.{name}_proj.weight": (width, h) for name in ("gate", "up")}
+            found[f"{at}.mlp.down_proj.weight"] = (h, width)
+    return found
+
+
+def deci(c: Config, w: Weights, ids: Tensor) -> Tensor:
+    heads, eps = c["num_attention_heads"], c["rms_norm_eps"]
+    d = c["hidden_size"] // heads
+    x = w["model.embed_tokens.weight"][ids]
+    for i, (kv, width) in enumerate(deci_layers(c)):
+        at = f"model.layers.{i}"
+        if kv is not None:
+            y = rms(x, w[f"{at}.input_layernorm.weight"], eps)
+            if isinstance(kv, int):
+                q, k, v = (linear(w, f"{at}.self_attn.{p}_proj", y).view(len(ids), -1, d) for p in "qkv")
+                q, k = turn(q, c["rope_theta"], d, "half"), turn(k, c["rope_theta"], d, "half")
+                x = x + linear(w, f"{at}.self_attn.o_proj", attention(q, k, v, d**-0.5))
+            else:
+                x = x + linear(w, f"{at}.self_attn.linear_attn", y)
+        if width is not None:
+            y = rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)
+            x = x + (linear(w, f"{at}.mlp.linear_mlp", y) if width == "linear" else swiglu(w, f"{at}.mlp", y))
+    return rms(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].T
+
+
+# ---- Phi-3-small -----------------------------------------------------------------------------------------------------
+
+
+def phi3_small_shapes(c: Config) -> Shapes:
+    h, inner = c["hidden_size"], c["ff_intermediate_size"]
+    rows = h + 2 * c["num_key_value_heads"] * (h // c["num_attention_heads"])
+    found: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], h)}
+    layers = {
+        "self_attn.query_key_value": (rows, h), "self_attn.dense": (h, h), "mlp.up_proj": (2 * inner, h),
+        "mlp.down_proj": (h, inner), "input_layernorm": (h,), "post_attention_layernorm": (h,),
+    }  # fmt: skip
+    for i in range(c["num_hidden_layers"]):
+        for name, shape in layers.items():
+            found[f"model.layers.{i}.{name}.weight"] = shape
+            found[f"model.layers.{i}.{name}.bias"] = shape[:1]
+    return found | {"model.final_layernorm.weight": (h,), "model.final_layernorm.bias": (h,)}
+
+
+def phi3_small(c: Config, w: Weights, ids: Tensor) -> Tensor:
+    heads, kv, h, n = c["num_attention_heads"], c["num_key_value_heads"], c["hidden_size"], len(ids)
+    d, eps, block = h // heads, c["layer_norm_epsilon"], c["blocksparse_block_size"]
+    scale = c["mup_attn_multiplier"] / d if c["mup_use_scaling"] else d**-0.5
+    x = w["model.embed_tokens.weight"][ids] * c["mup_embedding_multiplier"]
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        packed = linear(w, f"{at}.self_attn.query_key_value", ln(w, f"{at}.input_layernorm", x, eps))
+        packed = packed.view(n, kv, heads // kv + 2, d)
+        q, k, v = packed[:, :, :-2].reshape(n, heads, d), packed[:, :, -2], packed[:, :, -1]
+        q, k = (turn(t, c["rope_embedding_base"], d, "half") for t in (q, k))
+        out = []
+        for head in range(heads):
+            scores = q[:, head] @ k[:, head * kv // heads].T * scale
+            number = 0 if c["blocksparse_homo_head_pattern"] else head
+            for a in range(n):
+                for b in range(n):
+                    far = a // block - b // block >= c["blocksparse_num_local_blocks"]
+                    skipped = far and (b // block + number + 1) % c["blocksparse_vert_stride"] != 0
+                    sparse = (i + 1) % c["dense_attention_every_n_layers"] != 0
+                    if b > a or (sparse and skipped):
+                        scores[a, b] = float("-inf")
+            out.append(scores.softmax(-1) @ v[:, head * kv // heads])
+        x = x + linear(w, f"{at}.self_attn.dense", torch.cat(out, -1))
+        y = linear(w, f"{at}.mlp.up_proj", ln(w, f"{at}.post_attention_layernorm", x, eps))
+        limit = c["gegelu_limit"]
+        a, b = y[:, ::2].clamp(max=limit), y[:, 1::2].clamp(-limit, limit)
+        x = x + linear(w, f"{at}.mlp.down_proj", a * (1.702 * a).sigmoid() * (b + 1))
+    logits = ln(w, "model.final_layernorm", x, eps) @ w["model.embed_tokens.weight"].T / c["mup_width_multiplier"]
+    logits[:, c.get("dummy_token_indices", [])] = -1e30
+    return logits
+
+
+DECI = Reference(deci_shapes, deci)
+PHI_3_SMALL = Reference(phi3_small_shapes, phi3_small)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models import references
-from tests.models.harness import PagedDriver, load, relative_error
+from tests.models.harness import PagedDriver, load, on_ranks, relative_error
 from tests.models.kernels import kernels
 from tests.models.test_against_hugging_face import check_that_no_field_is_decoration, check_wanted_rows
+from vllm import LLM, SamplingParams
 from vllm.worker import cpu_blocks
 
 SIZES: dict[str, Any] = {
@@ -51,6 +52,27 @@ JAIS = {
 ARCTIC = {
     **GQA, "intermediate_size": 29, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_layer_frequency": 1,
     "parallel_attn_mlp_res": True,
+}  # fmt: skip
+
+_WHOLE = {"no_op": False, "replace_with_linear": False}
+_NAS = {
+    "attention": {"a": {**_WHOLE, "n_heads_in_group": 2}, "b": {**_WHOLE, "n_heads_in_group": 6}},
+    "ffn": {"a": {**_WHOLE, "ffn_mult": 1.3}, "b": {**_WHOLE, "ffn_mult": 9.0}},
+}
+_GONE = {"no_op": True, "replace_with_linear": False, "n_heads_in_group": None, "ffn_mult": None}
+_LINEAR = {"no_op": False, "replace_with_linear": True, "n_heads_in_group": None, "ffn_mult": None}
+_KINDS: dict[str, Any] = {"0": _GONE, "-": _LINEAR}
+NAS = [  # of each layer its attention and its MLP: two kinds, none, or one matrix
+    {"attention": _KINDS.get(a) or _NAS["attention"][a], "ffn": _KINDS.get(f) or _NAS["ffn"][f]}
+    for a, f in ("0a", "ab", "b0", "-a", "a-", "00", "bb", "0-")
+]
+PHI_3_SMALL = {
+    **{n: v for n, v in GQA.items() if n not in ("rms_norm_eps", "rope_theta", "intermediate_size")},
+    "num_hidden_layers": 4, "ff_intermediate_size": 77, "hidden_act": "gegelu", "gegelu_limit": 0.8,
+    "layer_norm_epsilon": 1e-5, "rope_embedding_base": 20000.0, "dense_attention_every_n_layers": 2,
+    "blocksparse_block_size": 4, "blocksparse_num_local_blocks": 2, "blocksparse_vert_stride": 3,
+    "blocksparse_homo_head_pattern": False, "mup_use_scaling": True, "mup_width_multiplier": 8.0,
+    "mup_embedding_multiplier": 3.0, "mup_attn_multiplier": 2.0, "dummy_token_indices": [5, 77],
 }  # fmt: skip
 
 # case -> (architecture, model type, reference, config.json)
@@ -101,6 +123,19 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
         {**GQA, "moe_intermediate_size": 29, "n_routed_experts": 4, "num_experts_per_tok": 3, "n_shared_experts": 1,
         "first_k_dense_replace": 0, "moe_layer_freq": 2, "norm_topk_prob": True},
     ),
+    "decilm": (
+        "DeciLMForCausalLM", "deci", references.DECI, {**SIZES, "num_key_value_heads_per_layer": [1, 3, 2]},
+    ),
+    "nemotron-nas": (
+        "DeciLMForCausalLM", "nemotron-nas", references.DECI,
+        {**SIZES, "num_hidden_layers": 8, "num_key_value_heads": None, "block_configs": NAS, "intermediate_size": None},
+    ),
+    "phi3-small": ("Phi3SmallForCausalLM", "phi3small", references.PHI_3_SMALL, PHI_3_SMALL),
+    "phi3-small-alike": (
+        "Phi3SmallForCausalLM", "phi3small", references.PHI_3_SMALL,
+        {**PHI_3_SMALL, "blocksparse_homo_head_pattern": True, "mup_use_scaling": False,
+        "dense_attention_every_n_layers": 3, "dummy_token_indices": []},
+    ),
     "arctic": ("ArcticForCausalLM", "arctic", references.ARCTIC, ARCTIC),
     "arctic-mixed": ("ArcticForCausalLM", "arctic", references.ARCTIC, {**ARCTIC, "moe_layer_frequency": 2}),
     "arctic-no-residual": (
@@ -111,7 +146,13 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
 
 def save(case: str, folder: Path) -> dict[str, torch.Tensor]:
     """A random checkpoint of a case, its norms and biases included."""
-    architecture, model_type, reference, config = CASES[case]
+    return save_config(*CASES[case], folder)
+
+
+def save_config(
+    architecture: str, model_type: str, reference: references.Reference, config: dict[str, Any], folder: Path
+) -> dict[str, torch.Tensor]:
+    """A random checkpoint of a config."""
     torch.manual_seed(0)
     weights = {}
     for name, shape in reference.shapes(config).items():
@@ -141,3 +182,40 @@ def test_logits_equal_the_reference_at_every_position(case: str, tmp_path: Path)
             assert relative_error(logits, wanted) < 1e-5, kind
     with kernels("reference"):
         check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])
+
+
+@pytest.mark.parametrize("case", ["decilm", "nemotron-nas", "phi3-small"])
+def test_engine_generates_what_the_reference_would(case: str, tmp_path: Path) -> None:
+    """Prompts of mixed lengths, cut, and with too few blocks for all of them."""
+    weights = save(case, tmp_path)
+    _, _, reference, config = CASES[case]
+    prompts = [torch.randint(0, 131, (length,)).tolist() for length in (23, 3, 17, 30, 9)]
+    llm = LLM(
+        str(tmp_path), dtype="float32", skip_tokenizer_init=True, block_size=8, max_num_batched_tokens=16,
+        num_gpu_blocks_override=14,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        expected = reference.logits(config, weights, torch.tensor([*prompt, *tokens[:-1]]))[len(prompt) - 1 :]
+        assert tokens == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("case", ["nemotron-nas", "phi3-small"])
+def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
+    architecture, model_type, reference, config = CASES[case]
+    if case == "nemotron-nas":  # key/value heads that two ranks can share; widths are multiples of 256 anyway
+        layers = [
+            {**layer, "attention": _KINDS["-"] if i % 2 else _NAS["attention"]["a"]} for i, layer in enumerate(NAS)
+        ]
+        layers[0] = {**NAS[0], "attention": {**_WHOLE, "n_heads_in_group": 3}}
+        config = {**config, "block_configs": layers, "num_attention_heads": 12, "hidden_size": 48}
+    else:
+        config = {**config, "ff_intermediate_size": 78}
+    weights = save_config(architecture, model_type, reference, config, tmp_path)
+    prompts = [torch.randint(0, 131, (length,)) for length in (23, 1, 30)]
+    expected = [reference.logits(config, weights, prompt) for prompt in prompts]
+    for ours in on_ranks(2, lambda tp: PagedDriver(load(tmp_path, tp=tp), requests=3).run(prompts, [5, 1, 7, 3])):
+        for logits, wanted in zip(ours, expected, strict=True):
+            assert relative_error(logits, wanted) < 1e-5

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParamet
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops.activation import activate, activate_gated
-from vllm.ops.attention import AttentionParams, attend, write_kv
+from vllm.ops.attention import AttentionParams, SparseBlocks, attend, write_kv
 from vllm.ops.encoder_attention import attend_whole
 from vllm.ops.moe import Choice, route, route_by_score, route_sparse
 from vllm.ops.norm import layer_norm, rms_norm
@@ -171,8 +171,18 @@ class SelfAttention(nn.Module):
         if spec.alibi is not None:
             slopes = alibi_slopes(spec.heads, spec.alibi.largest_exponent) * spec.alibi.factor
             slopes = slopes.tensor_split(ctx.tp.world)[ctx.tp.rank].to(ctx.device)
+        sparse = None
+        if spec.sparse is not None:
+            numbers = torch.arange(spec.heads, dtype=torch.int32, device="cpu") * (not spec.sparse.alike)
+            numbers = numbers.tensor_split(ctx.tp.world)[ctx.tp.rank].to(ctx.device)
+            sparse = SparseBlocks(spec.sparse.block, spec.sparse.local, spec.sparse.stride, numbers)
         self.params = AttentionParams(
-            scale=scale, window=spec.window, softcap=spec.softcap, alibi_slopes=slopes, chunk=spec.chunk
+            scale=scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            alibi_slopes=slopes,
+            chunk=spec.chunk,
+            sparse=sparse,
         )
         self.sinks = None
         if spec.sinks:

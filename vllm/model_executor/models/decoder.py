@@ -26,6 +26,9 @@ from vllm.step.kv_policy import KVKind
 FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
 
 
+_SILENT = -1e30  # a logit that is never drawn, and still a number
+
+
 def without_idle_windows(spec: Decoder, max_positions: int) -> Decoder:
     """The same decoder with windows dropped that no sequence of `max_positions` tokens can outgrow."""
     return replace(spec, blocks=tuple(block.within(max_positions) for block in spec.blocks))
@@ -132,6 +135,9 @@ class DecoderModel(nn.Module):
                 self.head.tie_weights(self.embed)
                 if not (self.is_first or self.head.tied):
                     del self.embed  # the head has a table of its own
+        self.silent: Tensor
+        if spec.silent:
+            self.register_buffer("silent", torch.tensor(spec.silent, device=device), persistent=False)
         self.logits_processor = LogitsProcessor(spec.vocab_size, scale=spec.logit_scale, soft_cap=spec.logit_softcap)
 
     @property
@@ -210,7 +216,7 @@ class DecoderModel(nn.Module):
         if self.project_out is not None:
             hidden = self.project_out.project(hidden, view)
         out: Tensor = self.logits_processor(self.head, hidden, view=view)
-        return out
+        return out.index_fill_(-1, self.silent, _SILENT) if self.spec.silent else out
 
     def pooled(self, states: Tensor) -> Tensor:
         """What the head makes of pooled states: [rows, hidden] fp32 -> [rows, outputs] fp32."""

@@ -76,6 +76,8 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
     "Ernie4_5_MoeForCausalLM": ("later", "ERNIE4_5_MOE", "baidu/ERNIE-4.5-21B-A3B-PT"),
     "HunYuanDenseV1ForCausalLM": ("later", "HUNYUAN_DENSE", "tencent/Hunyuan-7B-Instruct"),
     "HunYuanMoEV1ForCausalLM": ("later", "HUNYUAN_MOE", "tencent/Hunyuan-A13B-Instruct"),
+    "DeciLMForCausalLM": ("deci", "DECI", "Deci/DeciLM-7B, nvidia/Llama-3_3-Nemotron-Super-49B-v1"),
+    "Phi3SmallForCausalLM": ("phi3_small", "PHI3_SMALL", "microsoft/Phi-3-small-8k-instruct"),
     "AquilaModel": ("remote", "PLAIN", "BAAI/Aquila-7B"),
     "AquilaForCausalLM": ("remote", "PLAIN", "BAAI/AquilaChat2-7B"),
     "XverseForCausalLM": ("remote", "PLAIN", "xverse/XVERSE-7B-Chat"),

@@ -12,6 +12,7 @@ __all__ = [
     "Alibi",
     "Attn",
     "Block",
+    "BlockSparse",
     "BlockSpec",
     "Decoder",
     "Dense",
@@ -72,6 +73,18 @@ class Temperature:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSparse:
+    """Queries see the last `local` blocks of `block` tokens, their own included, and of the earlier ones those kb of
+    which (kb + head + 1) % stride is 0.   alike: all heads as head 0.
+    """
+
+    block: int
+    local: int
+    stride: int
+    alike: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Attn:
     """scale: of q k; head_dim ** -0.5 by default.   window: tokens that each query sees, itself included; None: all.
 
@@ -81,6 +94,7 @@ class Attn:
         leaves no cache; a window is then on either side.
     sinks: each head has a learned score of its own in the softmax, of a key whose value is zero.
     chunk: queries see the keys of their own `chunk` tokens only, which begin at multiples of it.
+    sparse: some blocks of keys are seen only.
     norm_after_rope: `qk_norm` comes behind the rotation.   temperature: queries grow with their position.
     """
 
@@ -102,6 +116,7 @@ class Attn:
     chunk: int | None = None
     norm_after_rope: bool = False
     temperature: Temperature | None = None
+    sparse: BlockSparse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +233,12 @@ class Block(BlockSpec):
         attn = self.attn
         window = attn.window if attn.window is not None and attn.window < max_positions else None
         chunk = attn.chunk if attn.chunk is not None and attn.chunk < max_positions else None
-        if (window, chunk) == (attn.window, attn.chunk):
+        sparse = attn.sparse
+        if sparse is not None and sparse.block * sparse.local >= max_positions:
+            sparse = None
+        if (window, chunk, sparse) == (attn.window, attn.chunk, attn.sparse):
             return self
-        return replace(self, attn=replace(attn, window=window, chunk=chunk))
+        return replace(self, attn=replace(attn, window=window, chunk=chunk, sparse=sparse))
 
     def need(self, world: int) -> KVNeed | None:
         attn = self.attn
@@ -254,6 +272,7 @@ class Decoder:
     embed_norm: of what enters the first block.
     unit_head_rows: the head's rows count divided by their length.
     scale_positions: `embed_scale` is of embeddings and positions together.
+    silent: tokens that are never said.
     token_types: rows of the table that says which text of a pair a token belongs to; the first is added to all others.
     """
 
@@ -271,6 +290,7 @@ class Decoder:
     embed_norm: Norm | None = None
     unit_head_rows: bool = False
     scale_positions: bool = False
+    silent: tuple[int, ...] = ()
     token_types: int = 0
 
 
