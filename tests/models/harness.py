@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from vllm.worker.kv_memory import allocate
 
 
 class _ModelConfig(SimpleNamespace):
-    @property
+    @cached_property
     def hf_config(self) -> Any:
         return self.hf.to_transformers()
 

@@ -43,6 +43,7 @@ from vllm.model_executor.models.spec import Decoder, PoolHead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.models.architecture_classes import DerivedModel
     from vllm.model_executor.models.transformers_decoder import TransformersDecoder
 
 logger = init_logger(__name__)
@@ -56,7 +57,7 @@ def load_model(
     device: torch.device | str,
     tp: TensorParallel | None = None,
     stage: int = 0,
-) -> DecoderModel | OutOfTreeModel | TransformersDecoder:
+) -> DecoderModel | OutOfTreeModel | DerivedModel | TransformersDecoder:
     """The model of `vllm_config`, this rank's weights on `device`, as the engine knows models (`traits.Model`).
 
     stage: of the pipeline, whose layers are all that is loaded; only families of ours can be divided.
@@ -75,7 +76,7 @@ def load_model(
 
 def _load(
     vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, stage: int, weights: Weights
-) -> tuple[DecoderModel | OutOfTreeModel | TransformersDecoder, int]:
+) -> tuple[DecoderModel | OutOfTreeModel | DerivedModel | TransformersDecoder, int]:
     config = vllm_config.model_config
     if config.model_impl == "transformers":
         from vllm.model_executor.model_loader.transformers_weights import load_transformers
@@ -89,7 +90,7 @@ def _load(
                 f"{', '.join(config.hf.architectures)} is a class of your own. Use unquantized weights with it."
             )
         return load_out_of_tree(family, vllm_config, device, tp, weights)
-    new = _new_decoder(vllm_config, family, device, tp, stage)
+    new = new_decoder(vllm_config, family, device, tp, stage)
     if isinstance(weights, RankState):
         return new.model, rank_state.fill(new.model, weights, device)
     if weights is not None:
@@ -102,7 +103,7 @@ def _load(
 
 
 @dataclass(frozen=True)
-class _New:
+class NewDecoder:
     """A decoder without weights, and what it takes to fill it.
 
     dense: layers behind its pooler, which have files of their own; `first_dense` is the first one's number.
@@ -122,9 +123,17 @@ class _New:
         return fill_from_checkpoint(self.model, self.family, self.spec, tensors, device, self.quantization)
 
 
-def _new_decoder(vllm_config: VllmConfig, family: Family, device: torch.device, tp: TensorParallel, stage: int) -> _New:
+def new_decoder(
+    vllm_config: VllmConfig,
+    family: Family,
+    device: torch.device,
+    tp: TensorParallel,
+    stage: int,
+    hf: HFConfig | None = None,
+) -> NewDecoder:
+    """The decoder of `vllm_config`, or of another config.json, on "meta"."""
     config = vllm_config.model_config
-    hf: HFConfig = config.hf
+    hf = config.hf if hf is None else hf
     quantized, own = config.quantized, vllm_config.quant_config
     quantization = None
     if quantized is not None:
@@ -143,7 +152,7 @@ def _new_decoder(vllm_config: VllmConfig, family: Family, device: torch.device, 
         vllm_config.parallel_config.layers_of(stage, len(spec.blocks)), pool,
     )  # fmt: skip
     first_dense = 0 if pool is None else len(pool.layers) - len(dense)
-    return _New(model, family, spec, quantization, dense, first_dense)
+    return NewDecoder(model, family, spec, quantization, dense, first_dense)
 
 
 def save_tensors(
@@ -164,7 +173,7 @@ def save_tensors(
             raise ValueError("A quantized model of random weights (load_format='dummy') cannot be saved.")
         # on "meta" all else takes no memory; experts are stored as they will be on this device
         meta = torch.device("meta")
-        shell = _new_decoder(vllm_config, family, device, tp, stage)
+        shell = new_decoder(vllm_config, family, device, tp, stage)
         rank_state.record_quantized(shell.model, take)
         with open_weights(vllm_config, torch.device("cpu"), tp, stage) as weights:
             if weights is None or isinstance(weights, RankState):

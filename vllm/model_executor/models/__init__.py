@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from vllm.model_executor.models import architecture_modules
 from vllm.model_executor.models.registry import ModelRegistry
+
+architecture_modules.install()
 
 __all__ = ["ModelRegistry"]

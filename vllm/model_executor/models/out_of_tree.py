@@ -38,6 +38,7 @@ from vllm.step.kv_need import attention_need
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader.weights import Weights
+    from vllm.model_executor.models.architecture_classes import DerivedModel
 
 
 class OutOfTreeModel(nn.Module):
@@ -106,12 +107,24 @@ class OutOfTreeModel(nn.Module):
 
 def load_out_of_tree(
     model_cls: type[nn.Module], vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, weights: Weights
-) -> tuple[OutOfTreeModel, int]:
+) -> tuple[OutOfTreeModel | DerivedModel, int]:
     """Build a user's model on `device`, give its `load_weights` the checkpoint; (wrapped model, bytes of weights)."""
+    from vllm.model_executor.models.architecture_classes import (
+        ArchitectureModel,
+        DerivedModel,
+        building,
+        fill_derived,
+    )
+
     config = vllm_config.model_config
     dtype = dtype_of(config.dtype)
-    with use_tensor_parallel(tp), torch.device(device), _default_dtype(dtype):
+    with use_tensor_parallel(tp), building(vllm_config, device), torch.device(device), _default_dtype(dtype):
         model = model_cls(**_init_arguments(model_cls, vllm_config))
+    if isinstance(model, ArchitectureModel):
+        names = _parameter_names(model.forward), _parameter_names(model.compute_logits)
+        with use_tensor_parallel(tp), torch.no_grad():
+            size = fill_derived(model, weights, device, config.seed or 0)
+        return DerivedModel(model, *names), size
     wrapped = OutOfTreeModel(model, config.hf, dtype, config.max_model_len, tp)
     with use_tensor_parallel(tp), torch.no_grad():
         if weights is None:

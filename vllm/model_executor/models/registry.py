@@ -182,6 +182,11 @@ def _built_in(architecture: str) -> Family:
     return family
 
 
+def built_in_family(architecture: str) -> Family:
+    """The family that is built in for an architecture, whatever has been registered for it."""
+    return _built_in(architecture)
+
+
 def family_of(architecture: str) -> Family | None:
     """The family of an architecture, registered or built in; also where a class is registered for it. Without torch."""
     where = ModelRegistry._families.get(architecture)
@@ -247,6 +252,10 @@ class Registry:
                 self.register_family(arch, entry.removeprefix(_FAMILY_MARK))
             else:
                 self.register_model(arch, entry)
+
+    def built_in(self) -> list[str]:
+        """The architectures that families list."""
+        return list(_FAMILIES)
 
     def knows(self, architectures: Iterable[str]) -> bool:
         """Whether one of `architectures` is built in or registered."""
