@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_slow_tokenizer_runs_through_transformers(tmp_path):
     ("arguments", "error", "message"),
     [
         ({"mode": "quick"}, ValueError, "Unknown tokenizer_mode 'quick': expected one of auto, slow, mistral"),
-        ({"mode": "mistral"}, ValueError, "pip install mistral_common"),
+        ({"mode": "mistral"}, ValueError, "no tokenizer of Mistral's own format in .*expected tekken.json"),
         ({}, ValueError, "No tokenizer found in .*expected tokenizer.json"),
     ],
 )
@@ -246,6 +247,47 @@ def test_public_helpers_find_the_packaged_model():
     assert decode_tokens(tokenizer, ids, skip_special_tokens=True) == "Paris"
     assert len(encode_tokens(tokenizer, "Paris")) >= len(ids)
     assert get_tokenizer("demo", padding_side="left").padding_side == "left"
+
+
+MISTRAL = {  # the file's name in a model's folder -> in the package's data
+    "tekken.json": "tekken_240911.json",
+    "tokenizer.model.v3": "mistral_instruct_tokenizer_240323.model.v3",
+    "tokenizer.model": "tokenizer.model.v1",
+}
+
+
+@pytest.mark.parametrize("name", MISTRAL)
+def test_mistral_mode_writes_and_reads_what_mistral_common_does(tmp_path, name):
+    import mistral_common
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    from vllm.entrypoints.chat_utils import tokenize_chat
+
+    shutil.copy(Path(mistral_common.__file__).parent / "data" / MISTRAL[name], tmp_path / name)
+    oracle = MistralTokenizer.from_file(str(tmp_path / name))
+    tokenizer = load_tokenizer(tmp_path, mode="mistral")
+    messages = [
+        {"role": "user", "content": "Hello wörld 世界 🙂"},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "more"},
+    ]
+    expected = oracle.encode_chat_completion(ChatCompletionRequest(messages=messages))
+    assert tokenize_chat(tokenizer, messages) == (expected.text, expected.tokens)
+    text = "Zwölf große 世界 🙂\n  x"
+    ids = oracle.instruct_tokenizer.tokenizer.encode(text, bos=True, eos=False)
+    assert tokenizer.encode(text) == ids
+    stream = tokenizer.stream()
+    assert "".join([*map(stream.feed, ids), stream.finish()]) == text
+
+
+def test_mistral_mode_says_what_is_missing_or_damaged(tmp_path, monkeypatch):
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read; its files may be damaged"):
+        load_tokenizer(tmp_path, mode="mistral")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install vllm\[mistral\]"):
+        load_tokenizer(tmp_path, mode="mistral")
 
 
 def test_tokenizer_that_writes_chats_itself(tmp_path):

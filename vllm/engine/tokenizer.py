@@ -55,6 +55,7 @@ NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 # A folder without any of these has no tokenizer; transformers' own message about that is long and names no file.
 VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 MISTRAL_CLASS = "MistralCommonBackend"
+MISTRAL_FILES = ("tekken*.json", "tokenizer.model*", "*.model.v*")
 MAX_COMPOSED = 4
 # `tokenizers` holds the interpreter's lock while it encodes or decodes one text, but not for a list of texts. Other
 # threads may have to wait for as long as such a text takes: below a millisecond.
@@ -502,10 +503,7 @@ def from_transformers(hf_tokenizer: Any) -> Tokenizer:
 def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) -> Any:
     """transformers' own object. Code that comes with the model runs only if `trust_remote_code` is set."""
     if mode == "mistral":
-        if importlib.util.find_spec("mistral_common") is None:
-            raise ValueError("tokenizer_mode='mistral' needs the package mistral_common: pip install mistral_common")
-        backend = getattr(importlib.import_module("transformers.tokenization_mistral_common"), MISTRAL_CLASS)
-        return backend.from_pretrained(str(path), local_files_only=True)
+        return _load_mistral(path)
     has_vocabulary = any(next(path.glob(pattern), None) for pattern in VOCABULARY_FILES)
     # Some tokenizers have no vocabulary, ByT5's for example: their settings name a class that needs none.
     if not has_vocabulary and not (path / "tokenizer_config.json").is_file():
@@ -533,6 +531,24 @@ def load_transformers_tokenizer(path: Path, mode: str, trust_remote_code: bool) 
     if not has_vocabulary and not found.encode("a", add_special_tokens=False):
         raise _no_tokenizer(path)  # other classes make an empty one
     return found
+
+
+def _load_mistral(path: Path) -> Any:
+    if importlib.util.find_spec("mistral_common") is None:
+        raise ValueError("tokenizer_mode='mistral' needs the package mistral-common: pip install vllm[mistral]")
+    if not any(next(path.glob(pattern), None) for pattern in MISTRAL_FILES):
+        raise ValueError(
+            f"tokenizer_mode='mistral': no tokenizer of Mistral's own format in {path}: expected tekken.json or "
+            "tokenizer.model.v3 (or another version). Use tokenizer_mode='auto' for a tokenizer.json."
+        )
+    backend = getattr(importlib.import_module("transformers.tokenization_mistral_common"), MISTRAL_CLASS)
+    try:
+        return backend.from_pretrained(str(path), local_files_only=True)
+    except ImportError as error:  # sentencepiece, for files other than tekken.json
+        raise ValueError(f"tokenizer_mode='mistral': {error} (or vllm[mistral])") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"The tokenizer in {path} cannot be read; its files may be damaged: {problem}") from error
 
 
 def _no_tokenizer(path: Path) -> ValueError:
