@@ -179,6 +179,23 @@ def test_a_forced_token_is_the_only_one_of_the_mask(compiler: GrammarCompiler, v
     assert forced > 20
 
 
+@pytest.mark.parametrize("backend", ["guidance", "xgrammar", "outlines"])
+def test_halves_of_surrogate_pairs_are_no_characters(
+    backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary
+) -> None:
+    matcher = compiled(compiler, backend, regex=r"[^a-z\n]{2,4}").start()
+    tokens = {token: i for i, token in enumerate(vocabulary.tokens) if token is not None and len(token) == 1}
+    assert matcher.accept(tokens[b"A"]) and matcher.accept(tokens[b"\xed"])
+    following, _ = allowed(matcher, vocabulary)
+    firsts = {(vocabulary.tokens[i] or b"?")[0] for i in following}
+    assert firsts and firsts <= set(range(0x80, 0xA0))
+    assert not matcher.accept(tokens[b"\xa0"])
+    matcher.rollback(1)
+    assert not {i for i in allowed(matcher, vocabulary)[0] if (vocabulary.tokens[i] or b"?")[0] in range(0x80, 0xC0)}
+    for byte in (b"\xed", b"\x9f", b"\xbf"):  # the last character before them
+        assert matcher.accept(tokens[byte])
+
+
 @pytest.mark.parametrize(
     ("pattern", "good", "bad"),
     [

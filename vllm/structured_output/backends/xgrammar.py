@@ -19,32 +19,67 @@ from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 MAX_WHITESPACE = 40  # between two parts of JSON text
 _COMPILE_THREADS = 2
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 _PLACE = re.compile(r"^(\[[^]]*\] *)?/[\w/.+-]+:\d+: *")
 _FILL_THREADS = 4
 _PARALLEL_FROM = 8  # matchers: below, handing them to threads costs more than it saves
 
 
+class _Surrogates:
+    """Halves of surrogate pairs are no characters, and so no UTF-8, but the library's negated classes have them: their
+    first byte is ED, and the next one is from A0 on (in characters that are some: below).
+
+    begin: tokens that end with ED.   rest: [words] uint32, tokens that may follow one of these.
+    """
+
+    def __init__(self, tokens: Sequence[bytes | None], words: int) -> None:
+        self.begin = frozenset(i for i, token in enumerate(tokens) if token and token[-1] == 0xED)
+        self.rest: np.ndarray = np.full(words, 0xFFFFFFFF, np.uint32)
+        for i, token in enumerate(tokens):
+            if token and 0xA0 <= token[0] <= 0xBF:
+                self.rest[i // WORD_BITS] &= ~np.uint32(1 << (i % WORD_BITS))
+
+
 class XgrammarMatcher:
     """One text's matcher; `end` is the token with which the library says that a text may end."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, end: int, words: int) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, end: int, words: int, surrogates: _Surrogates) -> None:
         self.inner = matcher
         self._words = words
+        self._surrogates = surrogates
+        self._tokens: list[int] = []
         self._word, self._bit = end // WORD_BITS, np.uint32(1 << (end % WORD_BITS))
 
     def fill(self, row: np.ndarray) -> bool:
         self.inner.fill_next_token_bitmask(_as_tensor(row[None]))
+        self.keep_characters(row)
         may_end = bool(row[self._word] & self._bit)
         if may_end:
             row[self._word] ^= self._bit
         return may_end
 
+    def keep_characters(self, row: np.ndarray) -> None:
+        """Take out of a mask what would make the last bytes none."""
+        if self._is_open:
+            row &= self._surrogates.rest
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the next byte decides about a surrogate."""
+        return bool(self._tokens) and self._tokens[-1] in self._surrogates.begin
+
     def accept(self, token: int) -> bool:
-        return bool(self.inner.accept_token(token))
+        if self._is_open and not self._surrogates.rest[token // WORD_BITS] >> np.uint32(token % WORD_BITS) & 1:
+            return False
+        if not self.inner.accept_token(token):
+            return False
+        self._tokens.append(token)
+        return True
 
     def rollback(self, count: int) -> None:
         if count:
             self.inner.rollback(count)
+            del self._tokens[-count:]
 
     @property
     def is_terminated(self) -> bool:
@@ -58,14 +93,15 @@ class XgrammarMatcher:
 class XgrammarGrammar:
     """A compiled grammar."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, end: int, words: int) -> None:
+    def __init__(self, compiled: xgrammar.CompiledGrammar, end: int, words: int, surrogates: _Surrogates) -> None:
         self._compiled = compiled
+        self._surrogates = surrogates
         self._end = end
         self._words = words
         self.nbytes = int(compiled.memory_size_bytes)
 
     def start(self) -> Matcher:
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._end, self._words)
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._end, self._words, self._surrogates)
 
 
 class Xgrammar:
@@ -76,7 +112,12 @@ class Xgrammar:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._end = end_of(vocabulary)
         self._words = vocabulary.words
-        self._vocabulary = vocabulary
+        # No text has a token that holds half of a surrogate pair.
+        self._tokens = tuple(
+            None if token is None or _SURROGATE.search(token) else token for token in vocabulary.tokens
+        )
+        self._width = vocabulary.width
+        self._surrogates = _Surrogates(self._tokens, vocabulary.words)
         # By whether they are for JSON. Compilers are made in the process that compiles.
         self._infos: dict[bool, xgrammar.TokenizerInfo] = {}
         self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
@@ -85,13 +126,13 @@ class Xgrammar:
     def _info(self, is_json: bool) -> xgrammar.TokenizerInfo:
         """The vocabulary. The library lets control characters into strings of bounded length: JSON does without."""
         if is_json not in self._infos:
-            tokens = self._vocabulary.tokens
+            tokens = self._tokens
             if is_json:
                 tokens = tuple(None if token is None or _CONTROL.search(token) else token for token in tokens)
             self._infos[is_json] = xgrammar.TokenizerInfo(
                 [token or b"" for token in tokens],  # an empty token is one that no text can hold
                 xgrammar.VocabType.RAW,
-                vocab_size=self._vocabulary.width,
+                vocab_size=self._width,
                 stop_token_ids=[self._end],
             )
         return self._infos[is_json]
@@ -129,13 +170,15 @@ class Xgrammar:
 
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
         compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info(spec.kind == JSON))
-        return XgrammarGrammar(compiled, self._end, self._words)
+        return XgrammarGrammar(compiled, self._end, self._words, self._surrogates)
 
     def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
         if len(matchers) < _PARALLEL_FROM:
             return fill_one_by_one(matchers, bits, rows)
         known: list[Any] = list(matchers)
         self._filler.batch_fill_next_token_bitmask([matcher.inner for matcher in known], _as_tensor(bits), list(rows))
+        for matcher, row in zip(known, rows, strict=True):
+            matcher.keep_characters(bits[row])
         return Filled(take_ends(bits, rows, self._end), {})
 
 
