@@ -15,9 +15,9 @@ import torch
 
 from tests.worker.test_drafts import Drafting, enter, run_plainly
 from tests.worker.toy import VOCAB, Ahead, Driver, Recording, Toy, attend_as_recorded
-from vllm.step.inputs import StepFeatures
+from vllm.step.inputs import StepFeatures, StepInputs
 from vllm.step.kv_policy import KVGroup, KVKind, KVPolicy
-from vllm.step.plan import RowMasks, StepPlan
+from vllm.step.plan import Column, RowMasks, StepPlan
 from vllm.worker.cuda_graphs import _ENDINGS, DecodeGraphs, graphs_know
 from vllm.worker.model_runner import KNOWN
 from vllm.worker.sample.params import Needs
@@ -79,9 +79,9 @@ def endings(kind: StepKind, ranks: int = 1) -> list[str]:
 def test_a_step_with_a_feature_or_a_need_that_no_graph_names_takes_the_general_path() -> None:
     """Whatever is added to plans, steps and sampling is refused until a graph says that it handles it."""
     assert endings(StepKind(1, 0, frozenset()))[0] == "plain"
-    handled = {"exact", "drafts", "masks", "late"}
+    handled = {"exact", "drafts", "masks", "late", "rows with adapters"}
     names = {f.name for f in fields(StepPlan)} | {f.name for f in fields(StepFeatures)} | {"prompt_logprobs"}
-    for name in [*names, "rows with adapters", "a field to come"]:
+    for name in [*names, "a field to come"]:
         found = endings(StepKind(1, 0, frozenset({name})))
         assert bool(found) == (name in handled), name
     assert endings(StepKind(1, 0, frozenset({"drafts", "masks"}))) == []
@@ -161,6 +161,50 @@ def test_the_last_kernel_leaves_every_slots_length_on_the_device() -> None:
         driver.step()
     for name, slot in driver.slot.items():
         assert int(driver.runner.table.device_lengths[slot]) == driver.total[name]
+
+
+class ToyAdapters:
+    """Adapters that a Toy does not heed; who looks is told what each row has."""
+
+    column = Column("adapter", "int32", -1)
+
+    def used(self, plan: StepPlan) -> bool:
+        return True
+
+    def load(self, loads: object) -> None:
+        return
+
+
+@interpreted
+def test_a_captured_step_looks_up_the_adapters_of_its_rows_itself() -> None:
+    driver = Driver(recordable(), context=Recording(), columns=(ToyAdapters.column,))
+    graphs = with_graphs(driver)
+    driver.runner.adapters = ToyAdapters()  # type: ignore[assignment]
+    seen: list[tuple[list[int], list[int]]] = []
+    model: Any = driver.runner.model
+    forward = model.forward
+
+    def looks(step: StepInputs, caches: Any) -> Any:
+        if step.features is not None and step.features.adapters is not None:
+            tokens, rows = step.features.adapters
+            assert tokens is rows is not None and not tokens.segments
+            seen.append((tokens.adapters.tolist(), graphs._inputs[0, : len(tokens.adapters)].tolist()))
+        return forward(step, caches)
+
+    model.forward = looks
+    model.logits = lambda hidden, view=None: type(model).logits(model, hidden)
+    requests(driver, PLAIN[:1], 4)
+    column = driver.runner.table.columns["adapter"]
+    values = [2, -1, 0, 2, 5, 1, 3, -1]
+    driver.runner.adapters = None
+    driver.step()  # the prompts
+    driver.runner.adapters = ToyAdapters()  # type: ignore[assignment]
+    column.device[:] = torch.tensor(values[: len(column.device)])
+    for _ in range(6):
+        driver.step()
+    assert len(seen) == 6 and {key.adapted for key in graphs.used} == {True}
+    for adapters, slots in seen:
+        assert adapters == [values[slot] if slot >= 0 else -1 for slot in slots]
 
 
 @interpreted

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from vllm.ops.registry import op
-from vllm.step.inputs import RowView
+from vllm.step.inputs import RowView, Segment
+
+
+def segments_of(rows: RowView) -> Sequence[Segment]:
+    """The view's segments; where the host does not know them, read off the device."""
+    if rows.segments:
+        return rows.segments
+    slots = rows.adapters.unique().tolist()
+    return [Segment(slot, (rows.adapters == slot).nonzero()[:, 0]) for slot in slots if slot >= 0]
 
 
 @op
@@ -20,7 +28,7 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple
     lie one behind the other.
     """
     rank = b.shape[2]
-    for segment in rows.segments:
+    for segment in segments_of(rows):
         chosen = x if segment.rows is None else x.index_select(0, segment.rows)
         shrunk = torch.mm(chosen.to(a.dtype), a[segment.slot].t())
         for index, (first, count) in enumerate(parts):
@@ -40,7 +48,7 @@ def add_embedding_lora(out: Tensor, ids: Tensor, a: Tensor, b: Tensor, rows: Row
 
     out: [rows, width].   ids: [rows] int64.   a: [slots, vocabulary, rank].   b: [slots, width, rank], scaled.
     """
-    for segment in rows.segments:
+    for segment in segments_of(rows):
         chosen = ids if segment.rows is None else ids.index_select(0, segment.rows)
         change = torch.mm(a[segment.slot].index_select(0, chosen), b[segment.slot].t()).to(out.dtype)
         if segment.rows is None:

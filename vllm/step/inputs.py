@@ -61,7 +61,7 @@ class RowView:
     """What layers need to know of a set of rows beyond their values: which adapter each of them uses.
 
     adapters: [rows] int32, the adapter's slot, -1 for none.   segments: the same as the host knows it, one for each
-    adapter that occurs.
+    adapter that occurs; empty where only the device knows it, as in a captured step.
     """
 
     adapters: Tensor

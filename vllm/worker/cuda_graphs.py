@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from vllm.ops.triton.decode_step import (
     resume_rows,
     verify_tokens,
 )
-from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, RowView, StepFeatures, StepInputs
 from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
@@ -84,18 +84,19 @@ class _Ending:
         return fits and (kind.query == 1 or (self.uniform and kind.query > 1)) and (ranks == 1 or not self.alone)
 
 
-_PLAIN = _Ending("plain", Needs.DRAW, frozenset({"exact"}))  # with one token a row
+_ADAPTED = "rows with adapters"
+_PLAIN = _Ending("plain", Needs.DRAW, frozenset({"exact", _ADAPTED}))  # with one token a row
 # with those that drafts allow
-_VERIFIED = _Ending("verified", Needs.DRAW, frozenset({"exact", "drafts"}), uniform=True)
+_VERIFIED = _Ending("verified", Needs.DRAW, frozenset({"exact", "drafts", _ADAPTED}), uniform=True)
 # with hidden states, from which another graph goes on when the masks are there
-_MASKED = _Ending("masked", Needs.DRAW, frozenset({"masks", "late"}), alone=True)
-_HIDDEN = _Ending("hidden", ANY_NEED, frozenset({"masks", "late"}))  # with hidden states, for the sampler
+_MASKED = _Ending("masked", Needs.DRAW, frozenset({"masks", "late", _ADAPTED}), alone=True)
+_HIDDEN = _Ending("hidden", ANY_NEED, frozenset({"masks", "late", _ADAPTED}))  # with hidden states, for the sampler
 _ENDINGS = (_PLAIN, _VERIFIED, _MASKED, _HIDDEN)  # what comes first is preferred
 
 
 class _Key(NamedTuple):
     """One graph: rows, tokens of each, how it ends, whether tokens are drawn, how long sequences may be, whether a
-    prefix is shared.
+    prefix is shared, whether rows use adapters.
     """
 
     size: int
@@ -104,6 +105,7 @@ class _Key(NamedTuple):
     drawn: bool
     span: int
     shared: bool
+    adapted: bool
 
 
 def buffer_width(sizes: Sequence[int]) -> int:
@@ -358,8 +360,9 @@ class DecodeGraphs:
         sizes = self._sizes[:1] if first else self._sizes[::-1]
         spans = SPANS[:1] if first else SPANS[:_READY_SPANS]
         spans = spans[: 1 + sum(span < min(self._width, self._max_seq_len) for span in spans)]
-        wanted = itertools.product(spans, sizes, (False, True))
-        missing = (_Key(size, 1, _PLAIN.name, drawn, span, False) for span, size, drawn in wanted)
+        adapted = (False,) if self._runner.adapters is None else (False, True)
+        wanted = itertools.product(adapted, spans, sizes, (False, True))
+        missing = (_Key(size, 1, _PLAIN.name, drawn, span, False, uses) for uses, span, size, drawn in wanted)
         key = next((k for k in missing if k not in self._graphs or self._graphs[k].graph is None), None)
         if key is None:
             return False
@@ -398,12 +401,13 @@ class DecodeGraphs:
         shared = False
         if self._sharing is not None and query == 1 and plan.exact is None:
             shared = self._sharing.find(plan.slots, plan.num_computed, size)
+        adapted = _ADAPTED in kind.features
         if ending is _MASKED or ending is _HIDDEN:
-            entry = self._use(_Key(size, 1, _HIDDEN.name, False, span, shared))
+            entry = self._use(_Key(size, 1, _HIDDEN.name, False, span, shared, adapted))
             if ending is _HIDDEN:
                 return self._sample(plan, size, entry)
-            return self._masked(plan, _Key(size, 1, _MASKED.name, drawn, 0, False), turn, begun)
-        self._use(_Key(size, query, ending.name, drawn, span, shared))
+            return self._masked(plan, _Key(size, 1, _MASKED.name, drawn, 0, False, adapted), turn, begun)
+        self._use(_Key(size, query, ending.name, drawn, span, shared, adapted))
         return self._delivered(plan, query, turn, begun)
 
     def _require_width(self, tokens: int) -> None:
@@ -477,7 +481,7 @@ class DecodeGraphs:
         if key.ending == _MASKED.name:
             return self._finish(key)
         plan = self._sharing.plan(key.size) if key.shared and self._sharing is not None else None
-        if self._weights is not None and key.query == 1:
+        if self._weights is not None and key.query == 1 and not key.adapted:
             return self._fused(key, self._weights, plan)
         return self._general(key, plan)
 
@@ -502,22 +506,26 @@ class DecodeGraphs:
         """The model's own forward pass over static inputs."""
         runner, table, size = self._runner, self._table, key.size
         step, fill = self._static_step(size, key.span, key.query, plan)
+        view = self._adapters(size, key.query) if key.adapted else None
+        if view is not None:
+            step = replace(step, features=StepFeatures(adapters=(view, view)))
         slots, positions, turns, drafts = (self._inputs[i, :size] for i in range(4))
         drawing = self._drawing.rows(size * key.query) if key.drawn else None
         hidden_out = self._hidden_states(size) if key.ending == _HIDDEN.name else None
 
         def run() -> None:
             fill()
+            self._fill_adapters(view, slots)
             hidden = runner.model(step, runner.kv_caches)
             if hidden_out is not None:
                 hidden_out.copy_(hidden)
             elif key.ending == _VERIFIED.name:
                 verify_tokens(
-                    runner.model.logits(hidden), slots, positions, drafts, table.tokens, table.device_lengths,
+                    runner.head(hidden, view), slots, positions, drafts, table.tokens, table.device_lengths,
                     self._ids, turns, places=step.positions, drawing=drawing,
                 )  # fmt: skip
             else:
-                self._choose(runner.model.logits(hidden), drawing, None)
+                self._choose(runner.head(hidden, view), drawing, None)
 
         return _Entry(run, step, (step,))
 
@@ -528,12 +536,27 @@ class DecodeGraphs:
             raise RuntimeError("A step with masks ends before it has room for them.")
         drawing = self._drawing.rows(key.size) if key.drawn else None
         index, bits = masks.index(key.size), masks.bits
+        view, slots = self._adapters(key.size, 1) if key.adapted else None, self._inputs[0, : key.size]
 
         def run() -> None:
-            logits = self._runner.model.logits(hidden)
+            self._fill_adapters(view, slots)
+            logits = self._runner.head(hidden, view)
             self._choose(logits, drawing, mask_logits(logits, index, bits))
 
         return _Entry(run, None, (masks,))
+
+    def _adapters(self, size: int, query: int) -> RowView:
+        """The view of a step's tokens, at a fixed address."""
+        return RowView(torch.full((size * query,), -1, dtype=torch.int32, device=self._context.device), ())
+
+    def _fill_adapters(self, view: RowView | None, slots: Tensor) -> None:
+        """Queue what looks up the adapter of each row, whose slot is -1 for padding."""
+        adapters = self._runner.adapters
+        if view is None or adapters is None:
+            return
+        column = self._table.columns[adapters.column.name].device
+        found = torch.where(slots >= 0, column.index_select(0, slots.clamp(min=0)), adapters.column.neutral)
+        view.adapters.view(len(slots), -1).copy_(found[:, None])
 
     def _choose(self, logits: Tensor, drawing: Drawing | None, unmasked: Tensor | None) -> None:
         """Deliver a token for each row of logits. unmasked: sums of what was there before masks."""

@@ -15,7 +15,7 @@ from vllm.distributed.pipeline import ONE_STAGE, Pipeline
 from vllm.model_executor.models.traits import Model
 from vllm.ops.logprobs import top_logprobs
 from vllm.pooling_params import PoolingParams
-from vllm.step.inputs import StepFeatures, StepInputs
+from vllm.step.inputs import RowView, StepFeatures, StepInputs
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import Column, RowMasks, StepPlan, require_known
 from vllm.worker.adapters import WorkerAdapters
@@ -295,7 +295,10 @@ class ModelRunner:
 
     def _head(self, hidden: Tensor, slots: np.ndarray) -> Tensor:
         """Logits of rows that belong to the requests in `slots`."""
-        view = None if self.adapters is None else self.adapters.view_of_slots(slots)
+        return self.head(hidden, None if self.adapters is None else self.adapters.view_of_slots(slots))
+
+    def head(self, hidden: Tensor, view: RowView | None) -> Tensor:
+        """Logits of rows. view: which adapters they use, None if none of them uses one."""
         return self.model.logits(hidden) if view is None else self.model.logits(hidden, view)
 
     def _sample(self, logits: Tensor | None, batch: Batch, masks: RowMasks | None) -> Sampled:
