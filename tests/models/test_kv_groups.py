@@ -155,6 +155,9 @@ def test_states_have_a_pool_of_their_own() -> None:
     memory = allocate(layout, 3, 19, torch.float32, torch.device("cpu"))
     assert [len(t) for t in memory.tensors] == [3, 19, 19, 19, 19]
     assert [[len(m) for m in pool] for pool in memory.pools] == [[3], [19, 19]]
+    large = KVNeed(KVKind.RECURRENT, (KVTensor((1 << 22,), "float32"),))  # 16 MiB
+    assert layout_of(traits(*[large] * 4), 16, snapshots=256).policy.snapshots == 64
+    assert layout_of(traits(*[large] * 64), 16, snapshots=256).policy.snapshots == 8
     only = layout_of(traits(STATE), 16)
     assert only.bytes_per_block == 0 and only.policy.blocks_for(100, 10) == 0
 

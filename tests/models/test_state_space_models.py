@@ -22,6 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "batched": {},
     "chunked": {"max_num_batched_tokens": 16},
     "preempted": {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 64},
+    "in stages": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 32},
     "uncached": {"enable_prefix_caching": False, "max_num_batched_tokens": 24},
 }
 PAIRS = [
@@ -59,7 +60,7 @@ def test_the_engine_generates_the_same_tokens(case: str, way: str, models: dict[
     for found, texts in ((first, prompts), (second, again)):
         for i, prompt in enumerate(texts):
             check(reference, prompt, found.tokens[str(i)])
-    if way != "preempted":
+    if way not in ("preempted", "in stages"):
         hits = [0] * 4 if way == "uncached" else [12, 36, 20, 36]
         assert [second.cached[str(i)] for i in range(4)] == hits
     assert (first.preemptions > 0) == (way == "preempted")

@@ -16,6 +16,7 @@ from vllm.step.kv_policy import CacheTensor, KVGroup, KVKind, KVLayout, KVPolicy
 _GROUP_COST = 1 / 32
 _ALIGN = 16  # bytes, where tensors of unlike shapes begin
 _LARGEST_BLOCK = 256  # tokens
+_SNAPSHOT_BYTES, _LEAST_SNAPSHOTS = 4 << 30, 8
 _ORDER = (KVKind.FULL, KVKind.SLIDING, KVKind.CROSS)
 _CACHE_BYTES = {
     "float32": 4,
@@ -135,8 +136,8 @@ def layout_of(
 ) -> KVLayout:
     """The cache that a rank's model needs, for hash units of `block_size` tokens.
 
-    snapshots: recurrent states kept for prefixes beyond those of running requests.   num_drafts: the most that one step
-    of a request verifies.
+    snapshots: the most recurrent states kept for prefixes beyond those of running requests; so many as fit into
+    4 GiB, but eight in any case.   num_drafts: the most that one step of a request verifies.
     Layers of one group may keep tensors of any shapes. Layer j of every group lies in the same bytes, so that blocks
     of all groups are as large; groups with less per token have more tokens in a block, and what is left is padding.
     Raises ValueError for layers that no cache can be laid out for.
@@ -145,6 +146,8 @@ def layout_of(
     for layer, need in enumerate(kv):
         _check(layer, need, kv)
     groups = group_layers(kv)
+    states = [need for need in kv if need is not None and need.kind is KVKind.RECURRENT]  # of all stages of a pipeline
+    state_size = sum(_bytes_of(tensor, 0, element_bytes) for need in states for tensor in need.tensors)
 
     def sizes(need: KVNeed, tokens: int) -> list[int]:
         return [_bytes_of(tensor, tokens, element_bytes) for tensor in need.tensors]
@@ -180,7 +183,7 @@ def layout_of(
         block_size,
         max_encoder_tokens=max((need.encoder_tokens for need in kv if need is not None), default=0),
         states_per_slot=1 + num_drafts,
-        snapshots=snapshots,
+        snapshots=min(snapshots, max(_LEAST_SNAPSHOTS, _SNAPSHOT_BYTES // max(1, state_size))),
     )
     tensors = tuple(placed[index] for index in sorted(placed))
     return KVLayout(policy, tensors, page_bytes, tuple(state_bytes), element_bytes)
