@@ -7,7 +7,8 @@ ARGS ?=
 # One thread for each of the two test processes: more only fight each other.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-clients test-gpu wheel clean
+.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-clients test-ray test-gpu wheel \
+	clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +59,9 @@ test-web: setup-dev ## Test the page at / in Chromium (install it first, for exa
 
 test-clients: setup-dev ## Test published clients against a server and in the process (CLIENTS="openai dspy" for some)
 	$(BIN)/python -m tools.client_tests $(CLIENTS) -- $(ARGS)
+
+test-ray: setup-dev ## Test engines on a Ray cluster, which is started on this machine (pip install 'vllm[ray]' first)
+	$(PYTEST) -q -m ray tests/ray $(ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU here"'

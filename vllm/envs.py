@@ -207,7 +207,7 @@ _NO_OPENVINO = "there is no OpenVINO backend"
 _NO_TPU = "there is no XLA backend"
 _NO_DYNAMO = "models are not compiled with TorchDynamo"
 _NO_FILES = "no file of this kind is kept"
-_NO_RAY = "there is no Ray executor yet"
+_NO_RAY = "steps do not pass through Ray, which places and watches the workers"
 _NO_MEDIA = "models take text only"
 _ONE_HOST = "all processes run on this host"
 
@@ -269,8 +269,7 @@ _TABLE = (
         "LOCAL_RANK",
         _not_negative,
         0,
-        "Rank of this process on its node.",
-        "each worker is told its rank when it is started",
+        "Rank of this process on its node, for distributed_executor_backend='external_launcher'.",
     ),
     EnvVar("VLLM_USE_RAY_SPMD_WORKER", _flag, False, "Ray workers execute as separate processes.", _NO_RAY),
     EnvVar("VLLM_USE_RAY_COMPILED_DAG", _flag, False, "Use Ray's compiled graphs.", _NO_RAY),

@@ -9,7 +9,22 @@ from vllm.config.fields import setting
 from vllm.config.kinds import Choice, Flag, Integer, JsonOr, Text
 
 _EP = "Expert parallelism"
-_RAY = "The Ray executor"
+
+
+@dataclass(frozen=True)
+class _Backend(Choice):
+    """A name, or the user's own class, which becomes "module:Class"."""
+
+    def _check(self, name: str, value: Any) -> str:
+        if isinstance(value, type):
+            return f"{value.__module__}:{value.__qualname__}"
+        if isinstance(value, str) and (":" in value or "." in value):
+            return value
+        checked: str = super()._check(name, value)
+        return checked
+
+    def cli(self) -> dict[str, Any]:
+        return {**super().cli(), "choices": None}
 
 
 def _copies_are_silent(config: Any) -> str:
@@ -35,14 +50,12 @@ class ParallelConfig:
     )
     distributed_executor_backend: str = setting(
         None,
-        Choice(optional=True, values=("ray", "mp", "uni", "external_launcher"), error=_unknown_backend),
-        'What starts the workers: "uni" (in this process; one device) or "mp" (one process each). Default: by size.',
+        _Backend(optional=True, values=("ray", "mp", "uni", "external_launcher"), error=_unknown_backend),
+        'What starts the workers: "uni" (in this process; one device), "mp" (one process each), "ray" (on nodes of '
+        'a cluster), "external_launcher" (torchrun has), or a class of your own, "module:Class". Default: by size.',
         resolved="uni",
-        later={"ray": _RAY, "external_launcher": "The external launcher"},
     )
-    worker_use_ray: bool = setting(
-        False, Flag(), "Deprecated: distributed_executor_backend=ray.", later=_RAY + " (worker_use_ray)"
-    )
+    worker_use_ray: bool = setting(False, Flag(), "Deprecated: distributed_executor_backend=ray.")
     max_parallel_loading_workers: int | None = setting(
         None,
         Integer(low=1, optional=True),
@@ -94,7 +107,12 @@ class ParallelConfig:
         flags=("-dpb",),
         later={"ray": "Placing engine copies by Ray (data_parallel_backend='ray'; their workers can be Ray's)"},
     )
-    enable_expert_parallel: bool = setting(False, Flag(), "Divide experts over devices.", later=_EP)
+    enable_expert_parallel: bool = setting(
+        False,
+        Flag(),
+        "Give each of the devices that share a layer some experts whole, not a share of every expert.",
+        idle=lambda config: "" if config.parallel_config.tensor_parallel_size > 1 else "there is one device to a layer",
+    )
     enable_eplb: bool = setting(False, Flag(), "Balance the load of experts.", later=_EP + " load balancing")
     num_redundant_experts: int = setting(0, Integer(low=0), "Extra copies of experts.", later=_EP)
     eplb_window_size: int = setting(1000, Integer(low=1), "Steps of the load window.", needs="enable_eplb")
@@ -135,6 +153,11 @@ class ParallelConfig:
             )
         if self.ray_workers_use_nsight and self.distributed_executor_backend != "ray":
             raise ValueError("Unable to use nsight profiling unless workers run with Ray.")
+        if self.worker_use_ray and self.distributed_executor_backend not in ("ray", "uni"):
+            raise ValueError(
+                f"worker_use_ray asks for Ray, distributed_executor_backend={self.distributed_executor_backend!r} for "
+                "something else. Leave out worker_use_ray, which is deprecated."
+            )
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ValueError(
                 f"The 'uni' executor runs one device, but {self.world_size} are asked for. "

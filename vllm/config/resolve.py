@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +186,14 @@ def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> 
         1 if args["data_parallel_rank"] is not None else args["data_parallel_size_local"] or args["data_parallel_size"]
     )
     devices = size * copies
-    if platform.is_cuda() and devices > platform.device_count():
+    given = args["distributed_executor_backend"] or ("ray" if args["worker_use_ray"] else None)
+    backend, reason = given or ("uni" if size == 1 else "mp"), f"{size} workers need a process each"
+    if size == 1:
+        reason = "one worker runs in the engine's own process"
+    elif given is None and (why_ray := _wants_ray(platform, devices)):
+        backend, reason = "ray", why_ray
+    local = backend in ("uni", "mp")
+    if local and platform.is_cuda() and devices > platform.device_count():
         sizes = f"tensor_parallel_size={args['tensor_parallel_size']}"
         if args["pipeline_parallel_size"] > 1:
             sizes += f" with pipeline_parallel_size={args['pipeline_parallel_size']}"
@@ -192,11 +201,9 @@ def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> 
             sizes += f" and {copies} engine copies (data_parallel_size)"
         raise ValueError(
             f"{sizes} needs {devices} CUDA devices, but {platform.device_count()} can be seen. "
-            "Check CUDA_VISIBLE_DEVICES, or use a smaller tensor_parallel_size."
+            "Check CUDA_VISIBLE_DEVICES, use a smaller tensor_parallel_size, or, for several hosts, pip install "
+            "'vllm[ray]' and distributed_executor_backend='ray'."
         )
-    given = args["distributed_executor_backend"]
-    backend = given or ("uni" if size == 1 else "mp")
-    reason = "one worker runs in the engine's own process" if size == 1 else f"{size} workers need a process each"
     _note(why, "distributed_executor_backend", backend, given is not None, reason)
     stages = args["pipeline_parallel_size"]
     partition = read_partition(envs.VLLM_PP_LAYER_PARTITION)
@@ -204,6 +211,16 @@ def _parallel(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> 
         logger.info("VLLM_PP_LAYER_PARTITION changes nothing: there is one pipeline stage.")
         partition = ()
     return build(ParallelConfig, args, distributed_executor_backend=backend, layer_partition=partition)
+
+
+def _wants_ray(platform: Platform, devices: int) -> str:
+    """Why Ray is to place the workers when nobody has said who should; "" if it is not."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None:
+        return "this process is in a placement group of Ray"
+    if platform.is_cuda() and devices > platform.device_count() and find_spec("ray") is not None:
+        return f"{devices} devices are asked for, and this host has {platform.device_count()}"
+    return ""
 
 
 # ---- model -------------------------------------------------------------------------------------------------------

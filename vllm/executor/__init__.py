@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm.executor.base import Executor
+from vllm.ipc import functions
 from vllm.utils.trace_calls import begin_if_asked
 
 if TYPE_CHECKING:
@@ -26,9 +28,32 @@ def create_executor(config: VllmConfig) -> Executor:
         from vllm.executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor(config)
+    if backend == "ray":
+        from vllm.executor.ray_executor import RayExecutor
+
+        return RayExecutor(config)
+    if backend == "external_launcher":
+        from vllm.executor.external_launcher import ExternalLauncherExecutor
+
+        return ExternalLauncherExecutor(config)
+    if ":" in backend or "." in backend:
+        return executor_class(backend)(config)
     if backend == "uni":
         raise ValueError(
             f"distributed_executor_backend='uni' runs one rank, but {parallel.world_size} are asked for. Use 'mp', or "
             "tensor_parallel_size=1."
         )
-    raise ValueError(f"distributed_executor_backend={backend!r} is not available in this version. Use 'mp' or 'uni'.")
+    raise ValueError(f"Unknown distributed_executor_backend {backend!r}.")
+
+
+def executor_class(path: str) -> Callable[[VllmConfig], Executor]:
+    """The user's own class, "module:Class" or "module.Class". Raises ValueError if there is none of that name, or if it
+    lacks a method of an `Executor`.
+    """
+    found: Any = functions.named(path)
+    missing = [name for name in ("submit", "collect", "shutdown", "check_health") if not hasattr(found, name)]
+    if not isinstance(found, type) or missing:
+        lacks = f" It lacks {', '.join(missing)}()." if missing else ""
+        raise ValueError(f"distributed_executor_backend={path!r} must name a class like vllm.executor.Executor.{lacks}")
+    made: Callable[[VllmConfig], Executor] = found
+    return made

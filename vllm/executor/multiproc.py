@@ -7,7 +7,6 @@ executor down: the others may wait for it inside a collective operation, and can
 
 from __future__ import annotations
 
-import select
 import subprocess
 import time
 import weakref
@@ -20,9 +19,9 @@ from vllm.distributed.ranks import Seat
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
 from vllm.executor.calls import callable_of, worker_class
+from vllm.executor.rank_link import DEATH_NOTICE_S, RankLink
 from vllm.ipc import functions
 from vllm.ipc.child import start_child
-from vllm.ipc.frames import FrameReader, receive_frames
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.step.known import KnownTokens
@@ -38,76 +37,32 @@ logger = init_logger(__name__)
 
 _DEFAULT_TIMEOUT_S = 600
 _POLITE_S = 5.0  # how long a rank may take to end when told to
-_DEATH_NOTICE_S = 1.0  # how long a dead rank's process may take to be seen as dead
 
 
-class RankProcess:
-    """A rank's process and the socket to it."""
+class RankProcess(RankLink):
+    """A rank in a process that this one has started."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._reader = FrameReader()
-        self._frames: deque[bytes] = deque()
-        self.process, self._connection = start_child("vllm.executor.worker_process")
+        self.process, connection = start_child("vllm.executor.worker_process")
+        super().__init__(rank, connection)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def send(self, data: bytes) -> None:
-        """Write one frame. Raises EngineDeadError if the rank is gone."""
+    def _end_of_process(self) -> str:
         try:
-            self._connection.sendall(data)
-        except OSError as error:
-            raise self.death() from error
-
-    def receive(self, deadline: float | None = None) -> codec.FromRank:
-        """The next message, until `deadline` on the monotonic clock.
-
-        Raises TimeoutError; EngineDeadError if the rank is gone; ValueError or EngineDeadError with what it says if it
-        failed.
-        """
-        while not self._frames:
-            if deadline is not None:
-                left = max(0.0, deadline - time.monotonic())
-                if not select.select([self._connection], [], [], left)[0]:
-                    raise TimeoutError(f"Rank {self.rank} has not answered in time.")
-            frames = receive_frames(self._connection, self._reader)
-            if frames is None:
-                raise self.death()
-            self._frames.extend(frames)
-        message = codec.decode_from_rank(self._frames.popleft())
-        if isinstance(message, codec.Failed):
-            if message.is_value_error:
-                raise ValueError(message.error)
-            raise EngineDeadError(f"Rank {self.rank} failed:\n{message.error}")
-        return message
-
-    def death(self) -> EngineDeadError:
-        """The error for a rank that is gone: its own words if it left any, else how its process ended."""
-        try:
-            self._connection.settimeout(_DEATH_NOTICE_S)
-            while (frames := receive_frames(self._connection, self._reader)) is not None:
-                self._frames.extend(frames)
-        except OSError:
-            pass  # nothing more to learn
-        for body in self._frames:
-            message = codec.decode_from_rank(body)
-            if isinstance(message, codec.Failed):
-                return EngineDeadError(f"Rank {self.rank} failed:\n{message.error}")
-        try:
-            status = self.process.wait(_DEATH_NOTICE_S)
+            status = self.process.wait(DEATH_NOTICE_S)
         except subprocess.TimeoutExpired:
-            return EngineDeadError(f"Rank {self.rank} (pid {self.process.pid}) does not answer any more.")
+            return "does not answer any more."
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return EngineDeadError(f"Rank {self.rank} (pid {self.process.pid}) {how}. Its log lines are above.")
-
-    def hang_up(self) -> None:
-        """Close the socket, which a rank takes as the order to end."""
-        self._connection.close()
+        return f"{how}. Its log lines are above."
 
     def join(self) -> None:
-        """Wait until the process has ended; by force if it takes too long."""
         try:
             self.process.wait(_POLITE_S)
         except subprocess.TimeoutExpired:
@@ -115,11 +70,29 @@ class RankProcess:
             self.process.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is. device, local: see `Ranks`."""
+
+    device: int
+    local: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Where the ranks meet, and the place of each. port: 0 for any."""
+
+    host: str
+    port: int
+    places: Sequence[Place]
+
+
 class _Others:
     """The other ranks, and whether this process has joined them; what must not be left behind."""
 
     def __init__(self) -> None:
-        self.ranks: list[RankProcess] = []
+        self.ranks: list[RankLink] = []
+        self.finally_do: list[Callable[[], None]] = []  # when all have ended
         self.joined = False
         self.worker: Worker | None = None  # of this process
 
@@ -135,6 +108,8 @@ class _Others:
         if self.joined:
             self.joined = False
             rendezvous.leave()
+        while self.finally_do:
+            self.finally_do.pop()()
 
 
 @dataclass(slots=True)
@@ -170,25 +145,24 @@ class MultiprocExecutor:
 
     def _start(self, config: VllmConfig) -> tuple[Worker, int]:
         parallel = config.parallel_config
-        world, first = parallel.world_size, parallel.first_device
-        count = world * parallel.local_replicas
         document = {**config.to_dict(), "registered_models": ModelRegistry.registered()}
         timeout = config.parallel_config.distributed_timeout_seconds or _DEFAULT_TIMEOUT_S
-        for rank in range(1, world):
-            self._ranks.append(RankProcess(rank))
+        cast = self._cast(config)
         states = rendezvous.one_shot_states(config)
         compiling = compile_ahead(config, rendezvous.dry_run(parallel.tensor_parallel_size, states))
         for rank_process in self._ranks:
             rank_process.receive()  # it runs: from here on, meeting it takes no longer than the others
-        with rendezvous.open_listener() as listener:
-            meeting = rendezvous.Meeting(rendezvous.LOOPBACK, listener.getsockname()[1], timeout)
+        with rendezvous.open_listener(cast.host, cast.port) as listener:
+            meeting = rendezvous.Meeting(cast.host, listener.getsockname()[1], timeout)
             for r in self._ranks:
-                place = first + r.rank, (parallel.replica * world + r.rank, count)
-                r.send(codec.frame(codec.Begin(document, r.rank, meeting.host, meeting.port, timeout, *place)))
+                place = cast.places[r.rank]
+                begin = codec.Begin(
+                    document, r.rank, meeting.host, meeting.port, timeout, place.device, place.local
+                )  # fmt: skip
+                r.send(codec.frame(begin))
             seat = Seat(0, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            device = config.device_config.device
-            local = (parallel.replica * world, count)
-            ranks = rendezvous.join(device, seat, meeting, first, local, listener, states)
+            device, place = config.device_config.device, cast.places[0]
+            ranks = rendezvous.join(device, seat, meeting, place.device, place.local, listener, states)
             self._others.joined = True
         worker = self._others.worker = worker_class(config)(config, ranks, compiling)
         own = worker.count_blocks()
@@ -197,14 +171,24 @@ class MultiprocExecutor:
         worker.start(num_blocks)
         for r in self._ranks:
             self._ready(r)
-        logger.info("%d ranks are ready: this process and pids %s.", world, [r.process.pid for r in self._ranks])
+        others = [f"{r.name} (pid {r.pid})" for r in self._ranks]
+        logger.info("%d ranks are ready: this process, %s.", parallel.world_size, ", ".join(others))
         return worker, num_blocks
 
+    def _cast(self, config: VllmConfig) -> Cast:
+        """Start the other ranks and say where each is, this one included."""
+        parallel = config.parallel_config
+        world, first = parallel.world_size, parallel.replica * parallel.world_size
+        for rank in range(1, world):
+            self._ranks.append(RankProcess(rank))
+        places = [Place(parallel.first_device + r, (first + r, world * parallel.local_replicas)) for r in range(world)]
+        return Cast(rendezvous.LOOPBACK, 0, places)
+
     @property
-    def _ranks(self) -> list[RankProcess]:
+    def _ranks(self) -> list[RankLink]:
         return self._others.ranks
 
-    def _ready(self, rank: RankProcess) -> int:
+    def _ready(self, rank: RankLink) -> int:
         message = rank.receive()
         if not isinstance(message, codec.Ready):
             raise EngineDeadError(f"Rank {rank.rank} sent {type(message).__name__} where Ready was due.")
@@ -250,7 +234,7 @@ class MultiprocExecutor:
         step = self._in_flight.popleft()
         try:
             handle = self._begun(step)
-            while not handle.wait(_DEATH_NOTICE_S):
+            while not handle.wait(DEATH_NOTICE_S):
                 self.check_health()
             result = handle.result()
         except Exception as error:
@@ -274,7 +258,7 @@ class MultiprocExecutor:
 
     def _cause(self, error: Exception) -> EngineDeadError:
         """If a rank is gone, that is the reason; a failed collective operation is only how it shows."""
-        deadline = time.monotonic() + _DEATH_NOTICE_S
+        deadline = time.monotonic() + DEATH_NOTICE_S
         while time.monotonic() < deadline:
             for rank in self._ranks:
                 if not rank.is_alive:
@@ -325,7 +309,7 @@ class MultiprocExecutor:
             raise error
         return results
 
-    def _answer(self, rank: RankProcess, call_id: int, deadline: float | None) -> codec.Result:
+    def _answer(self, rank: RankLink, call_id: int, deadline: float | None) -> codec.Result:
         """A rank's answer to a call; answers to calls that were given up are dropped."""
         while True:
             try:

@@ -1,15 +1,119 @@
-"""Public path of `initialize_ray_cluster`. Distributed execution through Ray is not part of this version."""
+"""Ray's part in an engine: the cluster, and places in it for all ranks. Nothing here is used without Ray."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
+logger = init_logger(__name__)
 
-def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | None = None) -> NoReturn:
-    """Always raises NotImplementedError."""
-    raise NotImplementedError(
-        "Ray is not supported by this version; use distributed_executor_backend='mp', which starts one process per GPU."
+_WAIT_S = 300  # for devices that the cluster has, but others use
+_SAY_S = 10
+
+
+def import_ray() -> Any:
+    """The module `ray`. Raises ImportError with what to do if it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            "distributed_executor_backend='ray' needs Ray on every node: pip install 'vllm[ray]'. On one host 'mp' "
+            "does without it."
+        ) from error
+    return ray
+
+
+def connect(address: str | None = None) -> bool:
+    """Connect to the cluster at `address`, to the one that this host belongs to, or to a new one on this host. Whether
+    this call has connected; False if the process was connected already.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return False
+    options = {"log_to_driver": True, "logging_level": "warning", "include_dashboard": False}
+    if address is not None:
+        options.pop("include_dashboard")
+        ray.init(address=address, **options)
+        return True
+    try:
+        ray.init(address="auto", log_to_driver=True, logging_level="warning")
+    except ConnectionError:
+        logger.info("There is no Ray cluster on this host: starting one for this engine.")
+        ray.init(**options)
+    return True
+
+
+def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | None = None, device: str = "") -> Any:
+    """Connect to Ray and reserve a place for each rank: the placement group, which is ready.
+
+    Without `ray_address` the cluster that this host belongs to is used, or a new one is started. The group packs ranks
+    on as few nodes as possible, the first one on this node, where the engine core is. Inside of a placement group that
+    one is used.   device: "cuda" or "cpu"; by default GPUs where the cluster has some.
+
+    Raises ImportError without Ray; ValueError if the cluster is too small, or does not become free in time.
+    """
+    ray = import_ray()
+    connect(ray_address)
+    total = ray.cluster_resources()
+    kind = {"cuda": "GPU", "cpu": "CPU"}.get(device) or ("GPU" if total.get("GPU") else "CPU")
+    world = parallel_config.world_size
+    current = ray.util.get_current_placement_group()
+    if current is not None:
+        usable = [bundle for bundle in current.bundle_specs if bundle.get(kind, 0) >= 1]
+        if len(usable) < world:
+            raise ValueError(
+                f"{world} ranks need as many bundles with a {kind} in the current placement group, which has "
+                f"{len(usable)}: {current.bundle_specs}. Make it larger, or ask for fewer ranks."
+            )
+        return current
+    if total.get(kind, 0) < world:
+        nodes = ", ".join(
+            f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in ray.nodes() if node["Alive"]
+        )
+        raise ValueError(
+            f"{_asked(parallel_config)} needs {world} {kind}s, but the Ray cluster has {total.get(kind, 0):g} "
+            f"({nodes}). Add nodes with `ray start --address=...`, or ask for less."
+        )
+    bundles: list[dict[str, float]] = [{kind: 1.0} for _ in range(world)]
+    here = f"node:{ray.util.get_node_ip_address()}"
+    if here in total:
+        bundles[0][here] = 0.001
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    _wait_until_ready(ray, group, parallel_config, kind)
+    return group
+
+
+def _asked(config: ParallelConfig) -> str:
+    sizes = f"tensor_parallel_size={config.tensor_parallel_size}"
+    if config.pipeline_parallel_size > 1:
+        sizes += f" with pipeline_parallel_size={config.pipeline_parallel_size}"
+    return sizes
+
+
+def _wait_until_ready(ray: Any, group: Any, config: ParallelConfig, kind: str) -> None:
+    """Wait until all bundles are reserved. Raises ValueError, with the group removed, if that takes too long."""
+    deadline, ready = time.monotonic() + _WAIT_S, group.ready()
+    while time.monotonic() < deadline:
+        if ray.wait([ready], timeout=_SAY_S)[0]:
+            return
+        free = ray.available_resources()
+        logger.info("Waiting for %d %ss of the Ray cluster; free now: %g.", config.world_size, kind, free.get(kind, 0))
+    ray.util.remove_placement_group(group)
+    raise ValueError(
+        f"{_asked(config)}: the Ray cluster has enough {kind}s, but they were in use for {_WAIT_S} s, or this node "
+        f"({ray.util.get_node_ip_address()}), where the first rank must be, has none. `ray status` shows them."
     )
+
+
+def order_of_bundles(nodes: Mapping[int, str], driver: str, needed: Sequence[int]) -> list[int]:
+    """Bundles in the order of ranks: first those of the driver's node, then node by node, so that neighbours share one.
+
+    nodes: of each bundle.   needed: the bundles that may be used.
+    """
+    return sorted(needed, key=lambda bundle: (nodes[bundle] != driver, nodes[bundle], bundle))

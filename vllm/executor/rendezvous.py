@@ -43,8 +43,12 @@ class Meeting:
 def open_listener(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """A listening socket for the store, on one interface of this host; port 0: any that is free."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((host, port))
-    listener.listen(128)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

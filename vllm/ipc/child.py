@@ -38,6 +38,15 @@ def start_child(
     if buffer_bytes is not None:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    try:
+        return run_child(module, theirs, leads_session=leads_session), ours
+    except BaseException:
+        ours.close()
+        raise
+
+
+def run_child(module: str, theirs: socket.socket, *, leads_session: bool = False) -> subprocess.Popen[bytes]:
+    """As `start_child`, with a socket that is there already; it is the child's from here on."""
     # The same modules as here, in the same order: the package itself, and the user's own models.
     path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
     variables = {**(os.environ if environment is None else environment), "PYTHONPATH": os.pathsep.join(path)}
@@ -62,9 +71,8 @@ def start_child(
     threading.Thread(target=keep, name=f"{module}-keeper", daemon=True).start()
     result = started.get()
     if isinstance(result, BaseException):
-        ours.close()
         raise result
-    return result, ours
+    return result
 
 
 def end_with_parent(connection: socket.socket, parent: int, end: Callable[[], object]) -> None:
@@ -79,7 +87,7 @@ def end_with_parent(connection: socket.socket, parent: int, end: Callable[[], ob
 
     def watch() -> None:
         closed = select.poll()
-        closed.register(connection, 0)  # nothing but its end, which cannot be left out
+        closed.register(connection, select.POLLRDHUP)  # nothing but its end
         closed.poll()
         end()
 

@@ -111,6 +111,7 @@ def expert_mlp(
 
     x: [tokens, hidden]; weights, experts: [tokens, top_k] as `route` gives them; gate_up: [experts, 2 * inter, hidden],
     gate rows first; down: [experts, hidden, inter]; act: as in `ops.activation` -> [tokens, hidden].
+    A choice of expert number `len(gate_up)` is another rank's: its weight must be 0, and it adds nothing.
     """
     order, tokens, counts = _by_expert(experts, gate_up.shape[0])
     outputs = []
@@ -129,6 +130,7 @@ def _by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     pairs = experts.flatten()
     order = pairs.argsort(stable=True)
     counts = (pairs[:, None] == torch.arange(num_experts, device=pairs.device)).sum(0)
+    order = order[: int(counts.sum())]  # the last ones are other ranks'
     return order, order // experts.shape[1], counts
 
 

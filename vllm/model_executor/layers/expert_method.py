@@ -1,5 +1,5 @@
-"""How the experts of a layer are stored and computed: the interface that formats of expert weights fill in, and that a
-way to deal whole experts to ranks would.
+"""How the experts of a layer are stored and computed: cut, every rank with a share of each, or dealt out whole; other
+formats of expert weights fill in the same interface.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed import TensorParallel
-from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, whole
+from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, share, whole
 from vllm.ops.moe import NO_EXTRAS, ExpertExtras, expert_mlp
 
 if TYPE_CHECKING:
@@ -99,7 +99,46 @@ class UnquantizedExpertMethod(ExpertMethod):
         if not shape.is_plain:
             extras = ExpertExtras(limit=shape.limit)
             if shape.bias:
-                down_bias = layer.down_bias if layer.tp.is_first else None
+                down_bias = layer.down_bias if self._adds_bias(layer) else None
                 extras = ExpertExtras(layer.gate_up_bias, down_bias, shape.limit)
         out: Tensor = expert_mlp(x, weights, experts, layer.gate_up, layer.down, shape.act, extras)
         return out
+
+    def _adds_bias(self, layer: Experts) -> bool:
+        """Whether this rank adds the bias behind `down`: of experts that are cut it must not be added twice."""
+        return layer.tp.is_first
+
+
+class DealtExpertMethod(UnquantizedExpertMethod):
+    """Whole experts, dealt out to the ranks (expert parallelism).
+
+    gate_up: [experts of this rank, 2 * inner, hidden], gate rows first.   down: [experts of this rank, hidden, inner].
+    Biases alike. The ranks that share a layer's attention have all of its tokens, so none must be sent: each computes
+    its own experts' part of every token, and the parts are added up.
+    """
+
+    def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        n, inner, hidden = shape.experts, shape.inner, shape.hidden
+        if n < tp.world:
+            raise ValueError(
+                f"{n} experts cannot be dealt out to {tp.world} ranks. Use a smaller tensor_parallel_size."
+            )
+        self._mine = share(n, tp.rank, tp.world)
+        pair = ShardSpec(1, (whole(inner, "gate"), whole(inner, "up")), stack=1, dealt=True)
+        layer.gate_up = ShardedParameter.empty((n, 2 * inner, hidden), pair, tp.rank, tp.world, dtype)
+        one = ShardSpec(2, (whole(inner),), stack=1, dealt=True)
+        layer.down = ShardedParameter.empty((n, hidden, inner), one, tp.rank, tp.world, dtype)
+        if shape.bias:
+            biases = ShardSpec(1, (whole(inner, "gate_bias"), whole(inner, "up_bias")), stack=1, dealt=True)
+            layer.gate_up_bias = ShardedParameter.empty((n, 2 * inner), biases, tp.rank, tp.world, dtype)
+            last = ShardSpec(stack=1, dealt=True)
+            layer.down_bias = ShardedParameter.empty((n, hidden), last, tp.rank, tp.world, dtype)
+
+    def dispatch(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts by their numbers on this rank; of other ranks' nothing is computed."""
+        local = experts - self._mine.start
+        foreign = (local < 0) | (local >= len(self._mine))
+        return x, weights.masked_fill(foreign, 0.0), local.masked_fill(foreign, len(self._mine))
+
+    def _adds_bias(self, layer: Experts) -> bool:
+        return True

@@ -53,18 +53,22 @@ class ShardSpec:
     """How one parameter is cut: along `dim`, part by part. `dim` None: every rank holds all of it.
 
     `stack`: leading dimensions that stack independent matrices (experts); `dim` counts them.
+    `dealt`: the matrices of the stack are dealt out to the ranks, each whole (`share`); nothing is cut along `dim`.
     """
 
     dim: int | None = None
     parts: tuple[Part, ...] = ()
     stack: int = 0
+    dealt: bool = False
 
     def local_size(self, world: int) -> int:
         """Rows that one rank holds along `dim`."""
         return sum(part.cut(0, world)[1] for part in self.parts)
 
-    def local_shape(self, full: tuple[int, ...], world: int) -> tuple[int, ...]:
+    def local_shape(self, full: tuple[int, ...], world: int, rank: int = 0) -> tuple[int, ...]:
         """The shape of one rank's shard of a tensor whose full (unpadded) shape is `full`."""
+        if self.dealt:
+            return (len(share(full[0], rank, world)), *full[1:])
         if self.dim is None:
             return full
         return (*full[: self.dim], self.local_size(world), *full[self.dim + 1 :])
@@ -88,6 +92,13 @@ class ShardSpec:
         return sum(lengths[:-1]), lengths[-1]
 
 
+def share(count: int, rank: int, world: int) -> range:
+    """Which of `count` things a rank has when they are dealt out as evenly as can be, neighbours together."""
+    each, more = divmod(count, world)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
 REPLICATED = ShardSpec()
 
 
@@ -105,6 +116,9 @@ def shard_part(tensor: Tensor, part: Part, dim: int, rank: int, world: int) -> T
 
 def shard(tensor: Tensor, spec: ShardSpec, rank: int, world: int) -> Tensor:
     """The rank's shard of a full tensor in canonical layout (its parts concatenated along `spec.dim`, unpadded)."""
+    if spec.dealt:
+        mine = share(tensor.shape[0], rank, world)
+        return tensor[mine.start : mine.stop]
     if spec.dim is None:
         return tensor
     pieces = tensor.split([part.size for part in spec.parts], spec.dim)
@@ -135,7 +149,7 @@ class ShardedParameter(nn.Parameter):
         cls, full_shape: tuple[int, ...], spec: ShardSpec, rank: int, world: int, dtype: torch.dtype
     ) -> ShardedParameter:
         """An uninitialised shard on torch's current default device."""
-        return cls(torch.empty(spec.local_shape(full_shape, world), dtype=dtype), full_shape, spec, rank, world)
+        return cls(torch.empty(spec.local_shape(full_shape, world, rank), dtype=dtype), full_shape, spec, rank, world)
 
     def materialized(self, device: torch.device) -> ShardedParameter:
         """The same parameter, uninitialised, on a real device."""
@@ -174,7 +188,16 @@ def load_weight(param: ShardedParameter, tensor: Tensor, part: PartId = None, ex
     expected = part_shape(param, part, expert)
     if tuple(tensor.shape) != expected:
         raise ValueError(f"wrong shape: got {list(tensor.shape)}, expected {list(expected)}")
-    spec = param.shard_spec
+    spec, rank, world = param.shard_spec, param.rank, param.world
+    if spec.dealt:
+        mine = share(param.full_shape[0], rank, world)
+        rank, world = 0, 1
+        if expert is None:
+            tensor = tensor[mine.start : mine.stop]
+        elif expert not in mine:
+            return
+        else:
+            expert -= mine.start
     target = param.data if expert is None else param.data[expert]
     if spec.dim is None:
         target.copy_(tensor)
@@ -184,7 +207,7 @@ def load_weight(param: ShardedParameter, tensor: Tensor, part: PartId = None, ex
     begin = 0
     for index in indices:
         piece = spec.parts[index]
-        start, length = spec.local_slice(index, param.world)
+        start, length = spec.local_slice(index, world)
         source = tensor.narrow(dim, begin, piece.size)
-        target.narrow(dim, start, length).copy_(shard_part(source, piece, dim, param.rank, param.world))
+        target.narrow(dim, start, length).copy_(shard_part(source, piece, dim, rank, world))
         begin += piece.size

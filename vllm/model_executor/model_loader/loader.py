@@ -150,6 +150,7 @@ def new_decoder(
     model = build_decoder(
         spec, dtype_of(config.dtype), config.max_model_len, device, tp, chosen, family.modules,
         vllm_config.parallel_config.layers_of(stage, len(spec.blocks)), pool,
+        vllm_config.parallel_config.enable_expert_parallel,
     )  # fmt: skip
     first_dense = 0 if pool is None else len(pool.layers) - len(dense)
     return NewDecoder(model, family, spec, quantization, dense, first_dense)
@@ -212,10 +213,12 @@ def build_decoder(
     modules: str | None = None,
     layers: range | None = None,
     pool: PoolHead | None = None,
+    deals_experts: bool = False,
 ) -> DecoderModel:
     """The modules of `spec` without weights; only rotary tables are on `device` yet. modules: `Family.modules`.
 
-    layers: of this pipeline stage, None for all.   pool: the head of a model that pools.
+    layers: of this pipeline stage, None for all.   pool: the head of a model that pools.   deals_experts: see
+    `blocks.BuildContext`.
     """
     table = {} if modules is None else importlib.import_module(modules).MODULES
     with torch.device("meta"):
@@ -228,6 +231,7 @@ def build_decoder(
             quant_config=quant_config,
             modules=table,
             layers=layers,
+            deals_experts=deals_experts,
             pool=pool,
         )
 

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.activation import activation_kind
 from vllm.model_executor.layers.alibi import alibi_slopes
-from vllm.model_executor.layers.expert_method import ExpertMethod, ExpertShape, UnquantizedExpertMethod
+from vllm.model_executor.layers.expert_method import (
+    DealtExpertMethod,
+    ExpertMethod,
+    ExpertShape,
+    UnquantizedExpertMethod,
+)
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -44,6 +49,7 @@ class BuildContext:
     """What every module of one model needs when it is built.
 
     max_positions: positions that rotary tables cover.   device: where tables go (weights are placed by the loader).
+    deals_experts: every rank has some experts whole, not a share of each.
     """
 
     dtype: torch.dtype
@@ -51,6 +57,7 @@ class BuildContext:
     tp: TensorParallel
     max_positions: int
     quant_config: QuantizationConfig | None = None
+    deals_experts: bool = False
     _tables: dict[Rope, Tensor] = field(default_factory=dict)
 
     def table(self, rope: Rope) -> Tensor:
@@ -329,7 +336,13 @@ class Experts(nn.Module):
         super().__init__()
         self.shape, self.tp, self.reduce = shape, ctx.tp, reduce
         method = None if ctx.quant_config is None else ctx.quant_config.get_expert_method(self, prefix)
-        self.method: ExpertMethod = UnquantizedExpertMethod() if method is None else method
+        if ctx.deals_experts and method is not None:
+            raise ValueError(
+                f"enable_expert_parallel deals out plain experts; those of this checkpoint are stored quantized "
+                f"({prefix}). Leave it out: each rank then has a share of every expert."
+            )
+        plain = DealtExpertMethod() if ctx.deals_experts else UnquantizedExpertMethod()
+        self.method: ExpertMethod = plain if method is None else method
         self.method.create_weights(self, shape, ctx.dtype, ctx.tp)
 
     @property

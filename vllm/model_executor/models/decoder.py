@@ -47,6 +47,7 @@ class DecoderModel(nn.Module):
     modules: what blocks become, by their specs' class, beside `blocks.MODULES`.
     layers: those of this pipeline stage, None for all. What stands before the blocks is on the stage of the first one,
         what stands behind them on the stage of the last one, a table that both use on both.
+    deals_experts: see `BuildContext`.
     pool: of a model that pools: its head, in place of the one that makes logits, of which there is none then.
     """
 
@@ -64,6 +65,7 @@ class DecoderModel(nn.Module):
         modules: Mapping[type[BlockSpec], BlockModule] | None = None,
         layers: range | None = None,
         pool: PoolHead | None = None,
+        deals_experts: bool = False,
     ) -> None:
         super().__init__()
         tp = TensorParallel() if tp is None else tp
@@ -72,7 +74,7 @@ class DecoderModel(nn.Module):
         self.dtype, self.tp, self.max_positions = dtype, tp, max_positions
         self.layers = layers = range(len(spec.blocks)) if layers is None else layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(spec.blocks)
-        ctx = BuildContext(dtype, device, tp, max_positions, quant_config)
+        ctx = BuildContext(dtype, device, tp, max_positions, quant_config, deals_experts and tp.world > 1)
         width = spec.hidden_size if spec.embed_dim is None else spec.embed_dim
         self.embed: VocabParallelEmbedding
         if self.is_first or (self.is_last and spec.tied and pool is None):

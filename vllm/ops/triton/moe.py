@@ -266,9 +266,11 @@ def _sum_kernel(outputs, weights, home, out, H: tl.constexpr, TOP_K: tl.constexp
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
+        weight = tl.load(weights + token * TOP_K + j)
         row = tl.load(home + token * TOP_K + j).to(tl.int64)
-        y = tl.load(outputs + row * H + c, mask=c < H, other=0.0).to(tl.float32)
-        total += y * tl.load(weights + token * TOP_K + j)
+        # a choice without weight may be another rank's, and then it has no row
+        y = tl.load(outputs + row * H + c, mask=c < tl.where(weight != 0.0, H, 0), other=0.0).to(tl.float32)
+        total += y * weight
     tl.store(out + token * H + c, total.to(out.dtype.element_ty), mask=c < H)
 
 

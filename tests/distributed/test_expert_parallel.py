@@ -1,0 +1,97 @@
+"""Whole experts dealt out to ranks: the same answers as one rank, and each rank loads its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.workload import answers, engine
+from tests.models.harness import PagedDriver, load, on_ranks, relative_error, save_random_hf_model
+from tests.models.test_against_hugging_face import CASES
+from vllm.config import ParallelConfig
+from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, load_weight, share, whole
+from vllm.ops import moe as ops
+from vllm.ops.triton import moe as kernels
+
+EP = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp", enable_expert_parallel=True)
+# Five experts for two ranks; shared ones, their gates, layers without experts, experts stored in one piece.
+FAMILIES = ["mixtral", "qwen2_moe-mixed", "qwen3_moe", "dbrx", "granitemoe"]
+
+
+def save(case: str, folder: Path) -> None:
+    config: Any = CASES[case]()
+    config.intermediate_size = 76  # what is not an expert must be shared evenly by two ranks
+    if hasattr(config, "shared_expert_intermediate_size"):
+        config.shared_expert_intermediate_size = 38
+    save_random_hf_model(config, folder)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    prompts = [torch.randint(0, 131, (n,)) for n in (23, 1, 9)]
+    expected = PagedDriver(load(tmp_path), requests=3).run(prompts, [5, 1, 8])
+    found = on_ranks(
+        2, lambda tp: PagedDriver(load(tmp_path, tp=tp, parallel_config=EP), requests=3).run(prompts, [5, 1, 8])
+    )
+    for rank in found:
+        assert max(relative_error(a, b) for a, b in zip(rank, expected, strict=True)) < 1e-4
+
+
+def test_each_rank_has_its_own_experts(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    whole_model = load(tmp_path)
+    ranks = on_ranks(2, lambda tp: load(tmp_path, tp=tp, parallel_config=EP))
+    parts = [rank.blocks[0].ffn.experts.down for rank in ranks]
+    assert [len(part) for part in parts] == [3, 2]
+    assert torch.equal(torch.cat(list(parts)), whole_model.blocks[0].ffn.experts.down)
+    with pytest.raises(ValueError, match="5 experts cannot be dealt out to 6 ranks"):
+        on_ranks(6, lambda tp: load(tmp_path, tp=tp, parallel_config=EP))
+
+
+def test_things_are_dealt_out_evenly() -> None:
+    for count in (1, 5, 8, 60):
+        for world in (1, 2, 3, 8):
+            shares = [share(count, rank, world) for rank in range(world)]
+            assert [i for part in shares for i in part] == list(range(count))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_experts_are_filled_one_by_one_or_all_at_once() -> None:
+    spec = ShardSpec(1, (whole(3, "gate"), whole(3, "up")), stack=1, dealt=True)
+    full = torch.randn(5, 6, 4)
+    for rank in range(2):
+        at_once, singly = (ShardedParameter.empty((5, 6, 4), spec, rank, 2, torch.float32) for _ in range(2))
+        load_weight(at_once, full)
+        for expert in range(5):
+            load_weight(singly, full[expert, :3], "gate", expert)
+            load_weight(singly, full[expert, 3:], "up", expert)
+        mine = share(5, rank, 2)
+        assert torch.equal(at_once, full[mine.start : mine.stop]) and torch.equal(singly, at_once)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_choices_of_other_ranks_add_nothing(tokens: int) -> None:
+    x, gate_up, down = (torch.randn(*shape) for shape in ((tokens, 32), (5, 42, 32), (5, 32, 21)))
+    weights, chosen = ops.route.reference(torch.randn(tokens, 5), 2, True)
+    expected = ops.expert_mlp.reference(x, weights, chosen, gate_up, down, "silu")
+    for compute in (ops.expert_mlp.reference, kernels.expert_mlp):
+        total = torch.zeros_like(x)
+        for rank in range(2):
+            mine = share(5, rank, 2)
+            foreign = (chosen < mine.start) | (chosen >= mine.stop)
+            local = (chosen - mine.start).masked_fill(foreign, len(mine))
+            part = slice(mine.start, mine.stop)
+            total += compute(x, weights.masked_fill(foreign, 0.0), local, gate_up[part], down[part], "silu")
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_engine_gives_the_same_tokens(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path)
+    expected = answers(engine(tmp_path), 10)
+    dealt = engine(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert answers(dealt, 10) == expected
+    dealt.llm_engine.model_executor.shutdown()

@@ -1,0 +1,101 @@
+"""The parts of the Ray executor that need no cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from vllm.config import ParallelConfig
+from vllm.exceptions import EngineDeadError
+from vllm.executor import executor_class, rendezvous
+from vllm.executor.base import Executor
+from vllm.executor.ray_actor import versions
+from vllm.executor.ray_executor import _accept, _check_versions, _free_port, _own_device, carried_environment
+from vllm.executor.ray_utils import order_of_bundles
+from vllm.executor.uniproc import UniprocExecutor
+
+SECRET = b"s" * 32
+
+
+def call(port: int, greeting: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(greeting)
+    return connection
+
+
+def test_only_who_knows_the_secret_is_a_rank() -> None:
+    with rendezvous.open_listener() as listener:
+        port = listener.getsockname()[1]
+        strangers = [call(port, b"x" * 32 + (1).to_bytes(4, "little")), call(port, SECRET[:9])]
+        strangers[1].shutdown(socket.SHUT_WR)
+        ranks = [call(port, SECRET + number.to_bytes(4, "little")) for number in (2, 1)]
+        twice = call(port, SECRET + (2).to_bytes(4, "little"))
+        last = call(port, SECRET + (3).to_bytes(4, "little"))
+        found = _accept(listener, SECRET, 3, time.monotonic() + 5)
+        assert sorted(found) == [1, 2, 3]
+        for stranger in (*strangers, twice):
+            assert stranger.recv(1) == b""
+        found[1].sendall(b"hello")
+        assert ranks[1].recv(5) == b"hello"
+        for connection in (*strangers, *ranks, twice, last, *found.values()):
+            connection.close()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with (
+        rendezvous.open_listener() as listener,
+        pytest.raises(EngineDeadError, match=r"1 of 1 ranks have not connected to 127\.0\.0\.1"),
+    ):
+        _accept(listener, SECRET, 1, time.monotonic() + 0.05)
+
+
+def test_ranks_of_one_node_are_neighbours_and_the_drivers_come_first() -> None:
+    nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "c"}
+    assert order_of_bundles(nodes, "b", range(5)) == [0, 2, 1, 3, 4]
+    assert order_of_bundles(nodes, "c", [1, 2, 4]) == [4, 1, 2]
+
+
+def test_keys_stay_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    carried = carried_environment()
+    assert carried["NCCL_SOCKET_IFNAME"] == "eth1" and carried["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert "secret" not in carried.values() and "PYTHONPATH" in carried
+
+
+def test_nodes_with_other_versions_are_refused() -> None:
+    _check_versions([{"address": "10.0.0.1", "versions": versions()}])
+    with pytest.raises(ValueError, match=r"node 10\.0\.0\.2 has torch 1\.0, but all must have"):
+        _check_versions([{"address": "10.0.0.2", "versions": {**versions(), "torch": "1.0"}}])
+
+
+def test_the_first_ranks_gpu_is_found_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [_own_device([]), _own_device(["3"])] == [0, 3]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert [_own_device(["5"]), _own_device(["GPU-x"])] == [1, 0]
+
+
+def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rendezvous.open_listener() as taken:
+        first = taken.getsockname()[1]
+        monkeypatch.setenv("VLLM_PORT", str(first))
+        assert first < _free_port("127.0.0.1") < first + 200
+
+
+def test_a_class_of_the_users_own() -> None:
+    assert executor_class("vllm.executor.uniproc:UniprocExecutor") is UniprocExecutor
+    config = ParallelConfig(distributed_executor_backend="vllm.executor.uniproc:UniprocExecutor")
+    assert ":" in config.distributed_executor_backend
+    with pytest.raises(ValueError, match="cannot be imported"):
+        executor_class("nowhere:Nothing")
+    with pytest.raises(ValueError, match=r"It lacks submit, collect, shutdown, check_health\(\)"):
+        executor_class("threading:Thread")
+    assert threading and os and Executor
