@@ -39,13 +39,19 @@ def start_child(
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     try:
-        return run_child(module, theirs, leads_session=leads_session), ours
+        return run_child(module, theirs, leads_session=leads_session, environment=environment), ours
     except BaseException:
         ours.close()
         raise
 
 
-def run_child(module: str, theirs: socket.socket, *, leads_session: bool = False) -> subprocess.Popen[bytes]:
+def run_child(
+    module: str,
+    theirs: socket.socket,
+    *,
+    leads_session: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """As `start_child`, with a socket that is there already; it is the child's from here on."""
     # The same modules as here, in the same order: the package itself, and the user's own models.
     path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
