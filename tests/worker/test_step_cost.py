@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.worker.toy import Driver, Toy
+from tests.worker.toy import Driver, Recording, Toy, attend_as_recorded
 from vllm.model_executor.models.spec import Alibi, Attn, Block, Decoder, Layout, Mlp, Moe, Norm, Rope
+from vllm.step.plan import RowMasks
 from vllm.worker.device import CpuContext, Download
 from vllm.worker.model_runner import ModelRunner
 
@@ -29,7 +30,7 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 _FREE = {
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
     "flatten", "new_empty", "new_empty_strided", "select", "slice", "split", "split_with_sizes", "t", "transpose",
-    "unbind", "unsqueeze", "view",
+    "unbind", "unsqueeze", "view", "resolve_conj", "resolve_neg",
 }  # fmt: skip
 
 
@@ -259,3 +260,85 @@ def test_transfers_of_a_prompt() -> None:
         driver.add(f"r{i}", list(range(20)))
     driver.step()
     assert all(found <= most for found, most in zip(context.counts, (5, 3492, 1, 36), strict=True)), context.counts
+
+
+class _Watched(Recording):
+    """Counts what is uploaded by the way of steps that are launched one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads = 0
+
+    def pinned(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32)
+
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        self.uploads += 1
+        return super().upload(arrays)
+
+
+def _cost_behind_the_model(monkeypatch: pytest.MonkeyPatch, masked: int, **params: Any) -> tuple[dict[str, int], int]:
+    """Kernels and uploads of a step of eight rows of which `masked` have masks, in graphs, without its forward pass."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from vllm.worker.cuda_graphs import DecodeGraphs
+
+    context = _Watched()
+    driver = Driver(Toy(attend=attend_as_recorded), context=context)
+    driver.runner.decode_steps = DecodeGraphs(driver.runner, context, [8], 300)
+    for i in range(8):
+        driver.add(f"r{i}", [i + 1, i + 2], **params)
+    launches = _Launches()
+    run, forward = InterpretedFunction.run, driver.runner.model.forward
+
+    def counting(self: Any, *args: Any, **options: Any) -> Any:
+        launches.count[self.__name__.strip("_").removesuffix("_kernel")] += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            return run(self, *args, **options)
+
+    def uncounted(*args: Any) -> Any:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return forward(*args)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counting)
+    monkeypatch.setattr(driver.runner.model, "forward", uncounted)
+    rows = np.arange(0, 8, 8 // masked if masked else 8, dtype=np.int32)[:masked]
+    masks = RowMasks(rows, np.full((masked, 4), 0xFFFFFFFF, np.uint32)) if masked else None
+    for _ in range(6):
+        plan = driver.plan()
+        launches.count.clear()
+        context.uploads = 0
+        with launches:
+            if masked:
+                handle = driver.runner.execute(replace(plan, late=np.isin(np.arange(8), rows)))
+                driver.runner.complete(plan.step_id, masks)
+            else:
+                handle = driver.runner.execute(plan)
+        handle.result()
+    return dict(sorted(launches.count.items())), context.uploads
+
+
+_BEHIND = {"argmax": 1, "choose": 1, "inputs": 2, "matmul": 1}
+_DRAWN = {"deliver": 1, "draw": 1, "inputs": 2, "maxima": 1, "matmul": 1, "uniform": 1}
+# hidden states to their place and the masks to theirs
+_MASKED = {"copy_": 2, "mask": 1}
+
+
+@interpreted
+@pytest.mark.parametrize("masked", [0, 1, 4, 8])
+def test_a_masked_step_costs_a_copy_and_a_kernel_more_however_many_rows_have_masks(
+    masked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = _MASKED if masked else {}
+    assert _cost_behind_the_model(monkeypatch, masked) == ({**_BEHIND, **extra}, 0)
+    assert _cost_behind_the_model(monkeypatch, masked, temperature=0.7) == ({**_DRAWN, **extra}, 0)
+
+
+@interpreted
+def test_the_sampler_goes_on_where_graphs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties want what was said before, row by row: dozens of small launches, which masks add to."""
+    kernels, uploads = _cost_behind_the_model(monkeypatch, 0, presence_penalty=0.5)
+    assert kernels["inputs"] == 2
+    assert sum(kernels.values()) <= 49 and uploads <= 4
+    kernels, uploads = _cost_behind_the_model(monkeypatch, 4, presence_penalty=0.5)
+    assert sum(kernels.values()) <= 58 and uploads <= 5

@@ -1,0 +1,303 @@
+"""Two source trees in turns (old, new, new, old, ...): the core without a model, the demo model, its server, and on a
+GPU the captured decode steps and prompts of the two benchmark shapes.
+
+    git archive COMMIT | tar -x -C OLD          # and python tools/build_native.py there, on the CPU
+    python benchmarks/ab.py --old OLD --new . --pairs 12 --json benchmarks/results/ab_cpu.json
+    python benchmarks/ab.py --old OLD --new . --cases gpu --models /tmp/models --json benchmarks/results/ab_h200.json
+
+Each tree runs in a process of its own, computes one case when it is its turn, and is idle else. On the CPU processor
+time counts, of one thread, on a GPU and for servers the clock. Shown: the median of the ratios new / old of
+neighbouring turns, with the interval that holds it at 95 % (of the sign test), so that what others do to the machine
+meets both. `within`: the whole interval is below the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import math
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+CPU = ("core", "decode", "prefill", "server")
+SHAPES = ("qwen3-0.6b", "llama-3.1-8b")
+GPU = tuple(f"{case} {shape}" for shape in SHAPES for case in ("decode", "prefill"))
+LIMITS = {"core": 1.02, "decode": 1.02, "prefill": 1.02, "server": 1.03}  # what the ratio may be, at most
+CAPTURED_DECODE = 1.01
+
+
+# -- one tree's side ---------------------------------------------------------------------------------------------------
+
+
+def core() -> float:
+    """Planning and taking in a step of 64 requests that decode, per step."""
+    from vllm.core.kv_spec import KVGroup, KVKind, KVLayout
+    from vllm.core.plan import StepResult
+    from vllm.core.scheduler import Scheduler, SchedulerLimits
+    from vllm.engine.messages import CoreRequest
+    from vllm.sampling_params import SamplingParams
+
+    make: Any = getattr(KVLayout, "alike", KVLayout)
+    layout = make((KVGroup(KVKind.FULL, (0,)),), 16, 1, 64, 2)
+    scheduler = Scheduler(SchedulerLimits(64, 8192, 2048), getattr(layout, "policy", layout), 64 * 64 + 200)
+    params = SamplingParams(temperature=0.0, max_tokens=1900, ignore_eos=True)
+    for i in range(64):
+        scheduler.add(CoreRequest(str(i), [(i * 7 + j) % 997 for j in range(1 + i % 16)], params, seed=i))
+    begin, steps = 0.0, 1200
+    for step in range(steps + 50):
+        if step == 50:
+            begin = time.process_time()
+        plan: Any = scheduler.schedule()
+        scheduler.apply(StepResult(plan.step_id, [5 if sampled else -1 for sampled in plan.sample.tolist()]))
+    return (time.process_time() - begin) / steps
+
+
+class Model:
+    """An engine, and the time that it takes for prompts of random tokens."""
+
+    def __init__(self, folder: str, clock: Callable[[], float], **options: Any) -> None:
+        from vllm import LLM, SamplingParams
+
+        self._params, self._clock, self._random = SamplingParams, clock, random.Random(0)
+        self._llm = LLM(folder, **options)
+
+    def seconds(self, count: int, length: int, out: int) -> float:
+        """The time of `count` prompts of `length` tokens with `out` tokens behind each, which nobody has cached."""
+        params = self._params(temperature=0.0, max_tokens=out, ignore_eos=True, detokenize=False)
+        prompts: list[Any] = [
+            {"prompt_token_ids": [self._random.randrange(10, 250) for _ in range(length)]} for _ in range(count)
+        ]
+        begin = self._clock()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        seconds = self._clock() - begin
+        if {len(o.outputs[0].token_ids) for o in outputs} != {out}:
+            raise RuntimeError("An output is of another length than was asked for.")
+        return seconds
+
+
+class Server:
+    """The demo model behind HTTP, asked by eight clients at once."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "demo"]
+        self._process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(self._port)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        deadline = time.monotonic() + 180
+        while not self._healthy():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError("The server does not start.")
+            time.sleep(0.2)
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def _client(self, requests: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        for i in range(requests):
+            body = {"model": "demo", "prompt": "The server says", "max_tokens": 48, "ignore_eos": True, "stream": True}
+            connection.request("POST", "/v1/completions", json.dumps({**body, "seed": i}))
+            response = connection.getresponse()
+            if response.status != 200 or not response.read().rstrip().endswith(b"data: [DONE]"):
+                raise RuntimeError(f"The server answers with {response.status}.")
+        connection.close()
+
+    def seconds(self) -> float:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(8) as clients:
+            for done in [clients.submit(self._client, 6) for _ in range(8)]:
+                done.result()
+        return time.perf_counter() - begin
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class Side:
+    """Measures cases by name; what a case needs is made when it is asked for first."""
+
+    def __init__(self, models: Path | None) -> None:
+        self._models = models
+        self._demo: Model | None = None
+        self._server: Server | None = None
+        self._model: Model | None = None  # of the one shape that a process is asked for
+
+    def measure(self, case: str) -> float:
+        name, _, shape = case.partition(" ")
+        if shape:
+            return self._shape(name, shape)
+        if name == "core":
+            return core()
+        if name == "server":
+            self._server = self._server or Server()
+            return self._server.seconds()
+        if self._demo is None:
+            self._demo = Model("demo", time.process_time, max_num_seqs=16)
+        if name == "decode":
+            return self._demo.seconds(8, 8, 96)
+        return sum(self._demo.seconds(1, 400, 1) for _ in range(4))
+
+    def _shape(self, name: str, shape: str) -> float:
+        if self._model is None:
+            if self._models is None:
+                raise RuntimeError("Cases on a GPU need --models, the folder that benchmarks.h200.models has made.")
+            self._model = Model(
+                str(self._models / shape), time.perf_counter, load_format="dummy", skip_tokenizer_init=True,
+                dtype="bfloat16", max_model_len=4096, gpu_memory_utilization=0.4,
+            )  # fmt: skip
+        model = self._model
+        if name == "decode":
+            return model.seconds(32, 16, 160)
+        return model.seconds(8, 2048, 1)
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+
+
+def serve(models: Path | None) -> None:
+    """Answer each case's name with its time."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints is no answer
+    side = Side(models)
+    try:
+        for line in sys.stdin:
+            print(side.measure(line.strip()), file=out, flush=True)
+    finally:
+        side.stop()
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Where the median lies with 95 %, by the order of the values alone."""
+    n, ordered, k = len(ratios), sorted(ratios), 0
+    while sum(math.comb(n, i) for i in range(k + 1)) / 2**n < 0.025:
+        k += 1
+    return ordered[max(k - 1, 0)], ordered[n - max(k, 1)]
+
+
+class Turns:
+    """Two processes, of which one works at a time."""
+
+    def __init__(self, trees: tuple[Path, Path], models: Path | None) -> None:
+        self._sides = [self._start(tree, models) for tree in trees]
+
+    def _start(self, tree: Path, models: Path | None) -> subprocess.Popen[str]:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(tree.resolve())}
+        program = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+        if models is not None:
+            program += ["--models", str(models.resolve())]
+        return subprocess.Popen(
+            program, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, side: int, case: str) -> None:
+        to = self._sides[side].stdin
+        assert to is not None
+        to.write(case + "\n")
+        to.flush()
+
+    def answer(self, side: int) -> float:
+        back = self._sides[side].stdout
+        assert back is not None
+        line = back.readline()
+        if not line:
+            raise SystemExit(f"The {('old', 'new')[side]} tree has failed; what it said is above.")
+        return float(line)
+
+    def warm(self, case: str, times: int) -> None:
+        """Both at once: nothing is measured."""
+        for _ in range(times):
+            for side in (0, 1):
+                self.ask(side, case)
+            for side in (0, 1):
+                self.answer(side)
+
+    def compare(self, case: str, pairs: int) -> dict[str, Any]:
+        """The case's row."""
+        found: list[list[float]] = [[], []]
+        for i in range(pairs):
+            for side in (0, 1) if i % 2 == 0 else (1, 0):
+                self.ask(side, case)
+                found[side].append(self.answer(side))
+        ratios = [new / old for old, new in zip(*found, strict=True)]
+        low, high = interval(ratios)
+        limit = CAPTURED_DECODE if case.startswith("decode ") else LIMITS[case.partition(" ")[0]]
+        return {
+            "case": case,
+            "old_s": float(f"{statistics.median(found[0]):.4g}"),
+            "new_s": float(f"{statistics.median(found[1]):.4g}"),
+            "ratio": round(statistics.median(ratios), 4),
+            "interval": [round(low, 4), round(high, 4)],
+            "limit": limit,
+            "within": high <= limit,
+        }
+
+    def close(self) -> None:
+        for process in self._sides:
+            if process.stdin is not None:
+                process.stdin.close()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--old", type=Path)
+    parser.add_argument("--new", type=Path, default=Path())
+    parser.add_argument("--names", nargs=2, default=["old", "new"], help="what the trees are, for the result")
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--cases", nargs="+", default=["cpu"], help=f"cpu, gpu, or some of {CPU + GPU}")
+    parser.add_argument("--models", type=Path, help="the folder that benchmarks.h200.models has made")
+    parser.add_argument("--serve", action="store_true", help="be one tree's side (not for users)")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.models)
+        return
+    if args.old is None:
+        parser.error("--old is missing")
+    groups = {"cpu": CPU, "gpu": GPU}
+    cases = [case for name in args.cases for case in groups.get(name, (name,))]
+    rows = []
+    for shape, of_shape in groupby(cases, lambda case: case.partition(" ")[2]):
+        turns = Turns((args.old, args.new), args.models)
+        for case in of_shape:
+            turns.warm(case, 5 if shape else 2)  # graphs are captured when they have been used a few times
+            rows.append(turns.compare(case, args.pairs))
+            print(rows[-1], flush=True)
+        turns.close()
+    if args.json:
+        about = {
+            "trees": args.names, "pairs": args.pairs, "python": sys.version.split()[0], "cores": os.cpu_count(),
+            "load": [round(x, 2) for x in os.getloadavg()],
+        }  # fmt: skip
+        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
