@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +13,9 @@ from vllm.core.request import ENDLESS, Request
 from vllm.core.tier import Moves
 from vllm.step.plan import AdapterLoad, BlockAppend, SlotInit, StepPlan, TokenWrite, Transfer
 
+_NO_MOVES = Moves()  # where there is no lower tier
 
-@dataclass(slots=True)
+
 class PlanBuilder:
     """The rows of one plan, in order. `take` and `verify` add one, and note in the request what the plan promises it.
 
@@ -25,23 +25,27 @@ class PlanBuilder:
     moves: to and from the lower tier.   express: a step of newcomers, in which all others wait.
     """
 
-    step_id: int
-    budget: int
-    kv: KVManager
-    room: int = ENDLESS
-    new: list[SlotInit] = field(default_factory=list)
-    blocks: list[BlockAppend] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    num_computed: list[int] = field(default_factory=list)
-    sample: list[bool] = field(default_factory=list)
-    prompt_tokens: int = 0
-    writes: list[TokenWrite] = field(default_factory=list)
-    drafted: dict[int, tuple[int, int]] = field(default_factory=dict)
-    moves: Moves = field(default_factory=Moves)
-    express: bool = False
-    inexact: list[int] = field(default_factory=list)
+    __slots__ = (
+        "step_id", "budget", "kv", "room", "new", "blocks", "transfers", "requests", "num_tokens", "num_computed",
+        "sample", "prompt_tokens", "writes", "drafted", "moves", "express", "inexact",
+    )  # fmt: skip
+
+    def __init__(self, step_id: int, budget: int, kv: KVManager) -> None:
+        self.step_id, self.budget, self.kv = step_id, budget, kv
+        self.room = ENDLESS
+        self.new: list[SlotInit] = []
+        self.blocks: list[BlockAppend] = []
+        self.transfers: list[Transfer] = []
+        self.requests: list[Request] = []
+        self.num_tokens: list[int] = []
+        self.num_computed: list[int] = []
+        self.sample: list[bool] = []
+        self.prompt_tokens = 0
+        self.writes: list[TokenWrite] = []
+        self.drafted: dict[int, tuple[int, int]] = {}
+        self.moves = _NO_MOVES if kv.tier is None else Moves()
+        self.express = False
+        self.inexact: list[int] = []
 
     @property
     def is_full(self) -> bool:

@@ -283,14 +283,15 @@ class Scheduler:
         if self._suspects:
             self._plan_suspect(builder)
         else:
-            if self._waiting and (self.limits.priority or self._waiting.has_accounts):
+            waiting = len(self._waiting) > 0
+            if waiting and (self.limits.priority or self._waiting.has_accounts):
                 self._make_way()
             self._crowd.begin(self._clock(), len(self.running), builder.budget)
-            if self._waiting and self._crowd.may_wait:
+            if waiting and self._crowd.may_wait:
                 self._admit_waiting(builder, 0)
             builder.express = bool(builder.requests)
             preempted = not builder.express and self._continue_running(builder)
-            if self._waiting and not preempted and not builder.express and builder.budget > 0:
+            if waiting and not preempted and not builder.express and builder.budget > 0:
                 self._admit_waiting(builder, self._crowd.tokens)
         if not builder.requests and not builder.moves.loaded:
             if self.kv.tier is not None:
@@ -349,7 +350,7 @@ class Scheduler:
         """Give every running request its next tokens, preempting from the end when blocks run out (then True)."""
         running, kv, chunk, budget = self.running, self.kv, self._chunk, builder.budget
         speculates, special = self._speculates, self._speculates or self._num_pooled or builder.room != ENDLESS
-        preempted = False
+        preempted, take = False, builder.take
         i, end = 0, len(running)
         while i < end and budget > 0:
             request = running[i]
@@ -387,7 +388,7 @@ class Scheduler:
             if speculates and start + 1 >= total and not request.pooled:
                 builder.verify(request, count - 1)
             else:
-                builder.take(request, count)
+                take(request, count)
         builder.budget = budget
         return preempted
 

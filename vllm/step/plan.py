@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from enum import IntEnum
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import numpy as np
@@ -147,16 +148,19 @@ class StepPlan:
 
 
 _NEUTRAL = tuple((field.name, field.default) for field in fields(StepPlan) if field.default is not MISSING)
+_VALUES, _DEFAULTS = attrgetter(*(name for name, _ in _NEUTRAL)), tuple(neutral for _, neutral in _NEUTRAL)
+_NOTHING: frozenset[str] = frozenset()
 
 
 def used_fields(plan: StepPlan) -> frozenset[str]:
     """The fields, of those that are neutral by default, that the plan uses."""
-    used = []
-    for name, neutral in _NEUTRAL:
-        value = getattr(plan, name)
-        if value is not neutral and (neutral is None or value != neutral):
-            used.append(name)
-    return frozenset(used)
+    values = _VALUES(plan)
+    if all(map(is_, values, _DEFAULTS)):
+        return _NOTHING
+    pairs = zip(_NEUTRAL, values, strict=True)
+    return frozenset(
+        name for (name, neutral), value in pairs if value is not neutral and (neutral is None or value != neutral)
+    )
 
 
 def require_known(plan: StepPlan, known: Collection[str], who: str) -> None:

@@ -126,8 +126,10 @@ class ModelRunner:
         if not len(plan.slots):
             return NothingComputed(plan.step_id)
         adapted = self.adapters is not None and self.adapters.used(plan)
-        kind = StepKind.of(plan, self.sampler.params, adapted)
-        if self.decode_steps is not None and self.decode_steps.accepts(plan, kind):
+        kind = None
+        if self.decode_steps is not None or self.mixed_steps is not None:
+            kind = StepKind.of(plan, self.sampler.params, adapted)
+        if self.decode_steps is not None and kind is not None and self.decode_steps.accepts(plan, kind):
             self._note_lengths(plan)
             handle = self.decode_steps.execute(plan, kind)
             if isinstance(handle, LateHandle):
@@ -137,7 +139,7 @@ class ModelRunner:
         self._note_lengths(plan)
         laid = self.builder.lay_out(plan)
         start = self.context.mark()
-        if self.mixed_steps is not None and kind.within(ANY_NEED, self.mixed_steps.handles):
+        if self.mixed_steps is not None and kind is not None and kind.within(ANY_NEED, self.mixed_steps.handles):
             found = self.mixed_steps.forward(laid)
             if found is not None:
                 step, hidden = found
