@@ -7,8 +7,8 @@ ARGS ?=
 # One thread for each of the two test processes: more only fight each other.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-clients test-ray test-gpu wheel \
-	clean
+.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-real test-clients test-ray \
+	test-gpu wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,10 @@ fuzz: setup-dev ## Throw many random inputs at the system
 test-web: setup-dev ## Test the page at / in Chromium (install it first, for example: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet 'playwright>=1.45'
 	$(PYTEST) -q -m web tests/web $(ARGS)
+
+test-real: setup-dev ## Compare a real embedding model with sentence-transformers
+	$(BIN)/python -m pip install --quiet '.[real]'
+	$(PYTEST) -q -m real tests/test_real_embedder.py $(ARGS)
 
 test-clients: setup-dev ## Test published clients against a server and in the process (CLIENTS="openai dspy" for some)
 	$(BIN)/python -m tools.client_tests $(CLIENTS) -- $(ARGS)

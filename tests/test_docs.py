@@ -42,7 +42,7 @@ def blocks(name: str, kind: str) -> list[str]:
     return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```$", text_of(name), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "offline", "sampling", "structured_output"])
+@pytest.mark.parametrize("name", ["quickstart", "offline", "sampling", "structured_output", "pooling"])
 def test_the_programs_of_a_page_run_one_after_the_other(name):
     names: dict[str, object] = {}
     out = StringIO()

@@ -39,16 +39,20 @@ TOKENIZER_MODES = ("auto", "slow", "mistral")
 # Any other class may do something of its own in Python and is loaded through transformers.
 PLAIN_CLASSES = frozenset(
     {
+        "BertTokenizer",
         "BloomTokenizer",
         "CodeLlamaTokenizer",
         "CohereTokenizer",
+        "DistilBertTokenizer",
         "GPT2Tokenizer",
         "GPTNeoXTokenizer",
         "GemmaTokenizer",
         "LlamaTokenizer",
         "PreTrainedTokenizer",
         "Qwen2Tokenizer",
+        "RobertaTokenizer",
         "TokenizersBackend",
+        "XLMRobertaTokenizer",
     }
 )
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -1,0 +1,218 @@
+"""`LLM` with models that pool: sentence-transformers' files, pairs, cut texts, refusals, and the guide's examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.entrypoints.test_examples import run
+from tests.server.http_server import Server
+from tests.tiny_encoders import save_bert, save_sentence_files, save_wordpiece
+from vllm import LLM, PoolingParams
+from vllm.engine.texts import Texts
+from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+
+TEXTS = ["The capital of France is Paris.", "Hello", "numbers 0 1 2 3 4 5 6 7 8 9 10 " * 6, "世界 🙂"]
+TYPES = {"return_token_type_ids": True}  # which BERT's own tokenizer class does by itself
+TANH = "torch.nn.modules.activation.Tanh"
+
+
+def start(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), dtype="float32", **options)
+
+
+def pooled_by_transformers(model: Any, tokenizer: Any, mode: str, length: int) -> Tensor:
+    """As sentence-transformers does it, one text after the other: [texts, hidden]."""
+    found = []
+    for text in TEXTS:
+        inputs = tokenizer(text, truncation=True, max_length=length, return_tensors="pt")
+        with torch.no_grad():
+            states = model(**inputs).last_hidden_state[0]
+        found.append({"cls": states[0], "mean": states.mean(0), "lasttoken": states[-1]}[mode])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken"])
+def test_sentence_transformers_files_are_followed(mode: str, tmp_path: Path) -> None:
+    model = save_bert(tmp_path)
+    weight, bias = torch.randn(20, 48), torch.randn(20)
+    dense = {"in_features": 48, "out_features": 20, "bias": True, "activation_function": TANH}
+    with_dense = mode == "mean"
+    save_sentence_files(tmp_path, mode, normalize=mode != "cls", **(dense if with_dense else {}))
+    if with_dense:
+        save_file({"linear.weight": weight, "linear.bias": bias}, tmp_path / "2_Dense" / "model.safetensors")
+    with start(tmp_path) as llm:
+        assert llm.model_config.max_model_len == 32 and llm.supported_tasks == ("encode", "embed", "score")
+        outputs = llm.embed(TEXTS, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": -1})
+        hf_tokenizer = llm.get_tokenizer()
+    want = pooled_by_transformers(model, hf_tokenizer, mode, 32)
+    if with_dense:
+        want = torch.tanh(want @ weight.T + bias)
+    if mode != "cls":
+        want = torch.nn.functional.normalize(want, dim=-1)
+    torch.testing.assert_close(torch.tensor([o.outputs.embedding for o in outputs]), want, atol=2e-5, rtol=1e-5)
+    assert len(outputs[2].prompt_token_ids) == 32 and outputs[2].prompt_token_ids[-1] == 3  # [SEP] is kept
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: rewrite(d / "1_Pooling/config.json", pooling_mode_max_tokens=True),
+            "not supported, expected one of",
+        ),
+        (lambda d: rewrite(d / "1_Pooling/config.json", include_prompt=False), "include_prompt=false"),
+        (
+            lambda d: (d / "modules.json").write_text('[{"type": "x.Pooling", "path": "../secret"}]'),
+            "not the name of a",
+        ),
+        (lambda d: (d / "modules.json").write_text('[{"type": "x.WordWeights", "path": ""}]'), "'WordWeights'"),
+        (lambda d: (d / "modules.json").write_text("{"), "not valid JSON"),
+    ],
+)
+def test_what_sentence_transformers_can_and_we_cannot_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    save_sentence_files(tmp_path, "mean")
+    change(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        start(tmp_path)
+
+
+def rewrite(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("wordpiece")
+    save_wordpiece(folder)
+    return load_tokenizer(folder)
+
+
+VOCABULARY = ["capital", "of", "France", "numbers", "0", "1", "7", "hello", "name"]
+words = st.lists(st.sampled_from(VOCABULARY), min_size=1, max_size=30).map(" ".join)
+
+
+@settings(deadline=None, max_examples=80)
+@given(first=words, second=st.none() | words, most=st.none() | st.integers(4, 40), special=st.booleans())
+def test_pairs_are_cut_as_transformers_cuts_them(tokenizer, first, second, most, special) -> None:
+    ids, begins = Texts(tokenizer, 10_000).pair(first, second, special, most)
+    options = {"add_special_tokens": special, "truncation": "longest_first" if most else False, "max_length": most}
+    want = tokenizer.hf_tokenizer(first, second, return_token_type_ids=True, **options)
+    if second is not None and most is not None and len(ids) == most:  # which of two equal ones is cut first is open
+        assert len(ids) == len(want["input_ids"])
+        assert abs(sum(want["token_type_ids"]) - (len(ids) - (len(ids) if begins is None else begins))) <= 1
+    else:
+        assert ids == want["input_ids"]
+    types = [int(begins is not None and i >= begins) for i in range(len(ids))]
+    if len(ids) < (most or 10_000):
+        assert types == want["token_type_ids"]
+
+
+def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:
+    model = save_bert(tmp_path, classes=1)
+    with start(tmp_path) as llm:
+        hf_tokenizer = llm.get_tokenizer()
+        scores = [o.outputs.score for o in llm.score(TEXTS[0], TEXTS, use_tqdm=False, truncate_prompt_tokens=40)]
+        paired = [o.outputs.score for o in llm.score(TEXTS[:2], TEXTS[2:], use_tqdm=False, truncate_prompt_tokens=40)]
+        classes = llm.classify(TEXTS[:2], use_tqdm=False)
+        with pytest.raises(ValueError, match="1:1, 1:N or N:N"):
+            llm.score(TEXTS[:2], TEXTS[:3])
+        with pytest.raises(ValueError, match="needs two texts"):
+            llm.score({"prompt_token_ids": [5]}, "a")
+        with pytest.raises(ValueError, match="Embedding API is only enabled"):
+            llm.embed("a")
+
+    def wanted(first: str, second: str) -> float:
+        inputs = hf_tokenizer(first, second, truncation=True, max_length=40, return_tensors="pt", **TYPES)
+        with torch.no_grad():
+            return model(**inputs).logits.sigmoid().item()
+
+    assert scores == pytest.approx([wanted(TEXTS[0], text) for text in TEXTS], abs=1e-5)
+    assert paired == pytest.approx([wanted(a, b) for a, b in zip(TEXTS[:2], TEXTS[2:], strict=True)], abs=1e-5)
+    assert [len(o.outputs.probs) for o in classes] == [1, 1]
+
+
+def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
+    save_bert(tmp_path, matryoshka_dimensions=[8, 24])
+    with start(tmp_path) as llm:
+        vectors = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
+        found = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
+        assert [o.outputs.score for o in found] == pytest.approx((vectors @ vectors[0]).tolist(), abs=1e-5)
+        first, second = (o.prompt_token_ids for o in llm.embed(TEXTS[:2], use_tqdm=False))
+        assert found[1].prompt_token_ids == [*first, 0, *second] and found[1].finished
+        short = llm.embed(TEXTS, pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
+        cut = vectors[:, :8] / np.linalg.norm(vectors[:, :8], axis=1, keepdims=True)
+        np.testing.assert_allclose([o.outputs.embedding for o in short], cut, atol=1e-5)
+        several = [PoolingParams(dimensions=8), *[PoolingParams()] * 3]
+        assert [len(o.outputs.embedding) for o in llm.embed(TEXTS, pooling_params=several, use_tqdm=False)][:2] == [
+            8,
+            48,
+        ]
+        (old,) = llm.encode(TEXTS[0], use_tqdm=False)
+        assert old.outputs.embedding == pytest.approx(vectors[0].tolist(), abs=1e-6)
+        assert isinstance(old.outputs.data, Tensor)
+        for call, message in (
+            (lambda: llm.embed(TEXTS, pooling_params=several[:2]), "lengths of prompts and params"),
+            (lambda: llm.embed("a", pooling_params=PoolingParams(dimensions=9)), "only supports"),
+            (lambda: llm.encode("a", pooling_task="classify"), "not for 'classify'"),
+            (lambda: llm.generate("a"), "this model pools"),
+            (lambda: llm.classify("a"), "only enabled for `--task classify`"),
+            (lambda: llm.embed("a " * 200), "longer than the maximum model length of 96"),
+            (lambda: llm.embed([]) or pytest.fail("nothing"), "nothing"),
+        ):
+            with pytest.raises((ValueError, pytest.fail.Exception), match=message):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "generate"}, "cannot generate text"),
+        ({"task": "classify"}, "does not support the 'classify' task"),
+        ({"task": "reward"}, "does not support the 'reward' task"),
+        ({"enable_chunked_prefill": True}, "sees the whole prompt"),
+        ({"enable_prefix_caching": True}, "sees the whole prompt"),
+        ({"override_pooler_config": {"pooling_type": "MAX"}}, "one of LAST, ALL, CLS, STEP, MEAN"),
+        ({"override_pooler_config": {"pooling_type": "STEP"}}, "needs step_tag_id"),
+        ({"override_pooler_config": {"poolng_type": "CLS"}}, "no field 'poolng_type'"),
+        ({"override_pooler_config": {"normalize": 1}}, "normalize must be True, False or None"),
+        ({"override_pooler_config": {"returned_token_ids": [1]}}, "task='reward'"),
+        (
+            {"hf_overrides": {"matryoshka_dimensions": [8]}, "override_pooler_config": {"normalize": False}},
+            "Matryoshka",
+        ),
+        ({"max_model_len": 97}, "no position embeddings beyond 96"),
+        ({"convert": "embed", "runner": "generate"}, "contradicts"),
+    ],
+)
+def test_settings_that_do_not_go_together(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        start(tmp_path, **options)
+
+
+@pytest.mark.parametrize("options", [{"task": "embedding"}, {"runner": "pooling"}, {"convert": "embed"}])
+def test_spellings_of_one_wish(options: dict[str, Any]) -> None:
+    with LLM("demo", **options) as llm:
+        assert llm.model_config.task == "embed" and llm.model_config.runner_type == "pooling"
+        (output,) = llm.embed("Hello", use_tqdm=False)
+        assert np.linalg.norm(output.outputs.embedding) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_examples(monkeypatch, capsys) -> None:
+    assert run("offline_inference_embedding.py", monkeypatch, capsys).count("Embedding: [") == 4
+    scored = run("offline_inference_scoring.py", monkeypatch, capsys).splitlines()
+    assert len([line for line in scored if line.startswith("Score: ")]) == 3
+    with Server(Path("demo"), "--task", "embed") as server:
+        out = run("openai_embedding_client.py", monkeypatch, capsys, "--base-url", server.url + "/v1")
+    assert len(out.splitlines()) == 2 and out.startswith("[")
