@@ -9,7 +9,7 @@ from vllm.ops import attention, latent_attention
 from vllm.ops.shared_prefix import Group
 from vllm.ops.triton import latent_attention as kernels
 
-NOPE, ROPE, V, RANK, HEADS = 24, 8, 20, 40, 5
+NOPE, ROPE, V, RANK, HEADS = 24, 8, 16, 40, 5
 
 
 def make(query_lens, seq_lens, dtype=torch.float32, heads=HEADS, groups=None):
@@ -58,6 +58,11 @@ def test_every_number_of_heads(heads):
 )
 def test_many_queries_are_expanded(query_lens, seq_lens, dtype, tolerance):
     check(*make(query_lens, seq_lens, dtype, heads=2, groups=()), tolerance)
+
+
+def test_heads_of_odd_sizes_are_not_expanded():
+    q, cache, kv_b, step, group = make([257], [257], torch.float16, heads=2, groups=())
+    check(q, cache, kv_b[:, : NOPE + 9].contiguous(), step, group, 3e-3)
 
 
 def test_prompts_with_a_common_prefix_gather_it_once():

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm.ops import latent_attention as ops
 from vllm.ops.attention import GATHERED_ABOVE, GatherPlan
@@ -20,7 +21,9 @@ from vllm.step.inputs import GroupInputs, StepInputs
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 264  # two for every processor of an H200
 _GATHER = 32  # tokens a program copies
-_TAIL = 64  # rows behind the gathered ones that a tile may reach
+_TAIL = 64  # rows behind the gathered ones
+_EXPANDED = 128, 64, 2, 8  # queries and keys of a tile, stages, warps
+_ABSORBED = {16: (32, 2, 4), 32: (32, 2, 4), 64: (32, 2, 8)}  # rows of a tile -> keys, stages, warps
 
 
 @triton.jit
@@ -265,46 +268,36 @@ def _gather_kernel(
 
 @triton.jit
 def _expanded_tile(
-    m, z, acc, q_nope, q_rope, wide, latents, row, valid, q_pos, k_pos, scale, stride_wide, stride_latents,
-    NOPE: tl.constexpr, NP: tl.constexpr, ROPE: tl.constexpr, PP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    m, z, acc, q_nope, q_rope, keys, values, latents, at, column, q_pos, k_pos, scale, NOPE: tl.constexpr,
+    RANK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of computed keys and values, which stand in rows `row`."""
-    n = tl.arange(0, NP)
-    e = tl.arange(0, PP)
-    d = tl.arange(0, VP)
-    at = wide + row * stride_wide
-    at_rope = latents + row * stride_latents
+    """One tile of computed keys and values, from row `at` on. CAUSAL: later keys than the query's are hidden."""
+    k = keys.load([at, column])
+    s = tl.dot(q_nope, k.T, input_precision=PRECISION)
+    s = tl.dot(q_rope, latents.load([at, RANK]).T, s, input_precision=PRECISION) * scale
     if CAUSAL:
-        k = tl.load(at[None, :] + n[:, None], mask=valid[None, :] & (n < NOPE)[:, None], other=0.0)
-        k_rope = tl.load(at_rope[None, :] + e[:, None], mask=valid[None, :] & (e < ROPE)[:, None], other=0.0)
-        v = tl.load(at[:, None] + NOPE + d[None, :], mask=valid[:, None] & (d < V)[None, :], other=0.0)
-    else:
-        k = tl.load(at[None, :] + n[:, None], mask=(n < NOPE)[:, None], other=0.0)
-        k_rope = tl.load(at_rope[None, :] + e[:, None], mask=(e < ROPE)[:, None], other=0.0)
-        v = tl.load(at[:, None] + NOPE + d[None, :], mask=(d < V)[None, :], other=0.0)
-    s = tl.dot(q_nope, k, input_precision=PRECISION)
-    s = tl.dot(q_rope, k_rope, s, input_precision=PRECISION) * scale
-    if CAUSAL:
-        s = tl.where(valid[None, :] & (q_pos[:, None] >= k_pos[None, :]), s, -float("inf"))
+        s = tl.where(q_pos[:, None] >= k_pos[None, :], s, -float("inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(s - m_new[:, None])
     z = z * alpha + tl.sum(p, 1)
+    v = values.load([at, column + NOPE])
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return m_new, z, acc
 
 
 @triton.jit(do_not_specialize=["requests"])
 def _expanded_kernel(
-    q_ptr, wide, latents, out, starts, lens, places, requests, scale, stride_q, stride_qh, stride_wide, stride_latents,
+    q_ptr, keys, values, latents, out, starts, lens, places, requests, scale, stride_q, stride_qh,
     HEADS: tl.constexpr, NOPE: tl.constexpr, NP: tl.constexpr, ROPE: tl.constexpr, PP: tl.constexpr, V: tl.constexpr,
-    VP: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    VP: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, heads), heavy tiles first; requests without gathered latents are left alone.
 
-    wide: [rows, HEADS, NOPE + V], keys above values.   latents: from a row's rotated part on.   places:
-    `GatherPlan.requests`.
+    keys, values: of one tensor [rows, HEADS * (NOPE + V)], each head's keys before its values.   latents: [rows, RANK +
+    ROPE].   places: `GatherPlan.requests`.   SHARED: some have latents in common, always whole tiles of them.
+    Columns beyond NOPE, ROPE or V are others', or zeros: zeros in the queries make them count for nothing.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -339,22 +332,24 @@ def _expanded_kernel(
     z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, VP], tl.float32)
     t = tl.arange(0, TILE)
-    mine = wide + head * (NOPE + V)
+    column = head * (NOPE + V)
     bare = (prefix + first + 1) // TILE * TILE  # keys below this are as early as any row's
     last = prefix + tl.minimum(first + BM, query_len)
     for key in tl.range(0, bare, TILE, num_stages=STAGES):
-        k_pos = key + t
-        row = tl.where(k_pos < common, common_row + k_pos, base + k_pos).to(tl.int64)
+        row = base + key
+        if SHARED:
+            row = tl.where(key < common, common_row + key, row)
         m, z, acc = _expanded_tile(
-            m, z, acc, q_nope, q_rope, mine, latents, row, k_pos < last, q_pos, k_pos, scale, stride_wide,
-            stride_latents, NOPE, NP, ROPE, PP, V, VP, False, PRECISION,
+            m, z, acc, q_nope, q_rope, keys, values, latents, row, column, q_pos, key + t, scale, NOPE, RANK, False,
+            PRECISION,
         )  # fmt: skip
     for key in tl.range(bare, last, TILE, num_stages=STAGES):
-        k_pos = key + t
-        row = tl.where(k_pos < common, common_row + k_pos, base + k_pos).to(tl.int64)
+        row = base + key
+        if SHARED:
+            row = tl.where(key < common, common_row + key, row)
         m, z, acc = _expanded_tile(
-            m, z, acc, q_nope, q_rope, mine, latents, row, k_pos < last, q_pos, k_pos, scale, stride_wide,
-            stride_latents, NOPE, NP, ROPE, PP, V, VP, True, PRECISION,
+            m, z, acc, q_nope, q_rope, keys, values, latents, row, column, q_pos, key + t, scale, NOPE, RANK, True,
+            PRECISION,
         )  # fmt: skip
     to = ((start + i).to(tl.int64) * HEADS + head) * V
     value = (acc / tl.maximum(z, 1.0e-30)[:, None]).to(out.dtype.element_ty)
@@ -370,7 +365,7 @@ def attend_latent(
     if not tokens:
         return out
     first, end, longest = 0, tokens, tokens
-    if isinstance(group.plan, GatherPlan):
+    if isinstance(group.plan, GatherPlan) and _can_expand(q, cache, kv_b, nope_dim):
         _attend_expanded(q, cache, kv_b, nope_dim, scale, step, group, group.plan, out)
         starts, longest = step.host_query_starts, GATHERED_ABOVE
         short = np.flatnonzero(starts[1:] - starts[:-1] <= longest)
@@ -395,7 +390,7 @@ def _attend_absorbed(
     rows = 16 if heads <= 16 else 32 if heads <= 32 else 64
     groups = triton.cdiv(heads, rows)
     exact = q.dtype == torch.float32
-    tile = 16 if exact else 32
+    tile, stages, warps = (16, 2, 8) if exact else _ABSORBED[rows]
     splits = _splits(count * groups, step.max_seq_len)
     summed = q.new_empty(heads, count, rank)
     part = peaks = summed
@@ -408,8 +403,8 @@ def _attend_absorbed(
         step.seq_lens.shape[0], splits, longest, scale * _LOG2E, inner.stride(0), inner.stride(1), q.stride(0),
         q.stride(1), cache.stride(0), group.block_table.stride(0),
         HEADS=heads, NOPE=nope_dim, RANK=rank, RP=max(16, padded), ROPE=rope_dim,
-        PP=max(16, triton.next_power_of_2(rope_dim)), BS=block_size, BM=rows, TILE=tile, STAGES=2, SPLIT=splits > 1,
-        PRECISION="ieee" if exact else "tf32", num_warps=4 if rows <= 32 else 8,
+        PP=max(16, triton.next_power_of_2(rope_dim)), BS=block_size, BM=rows, TILE=tile, STAGES=stages,
+        SPLIT=splits > 1, PRECISION="ieee" if exact else "tf32", num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(count, heads)](
@@ -464,15 +459,26 @@ def _attend_expanded(
     if not q.is_meta:
         torch.mm(latents[:, :rank], kv_b.reshape(columns, rank).t(), out=wide)
     exact = q.dtype == torch.float32
-    block, tile, warps = (16, 16, 4) if exact else (128, 64, 8)
+    block, tile, stages, warps = (16, 16, 2, 4) if exact else _EXPANDED
     requests = step.seq_lens.shape[0]
+    keys, values, places = (max(16, triton.next_power_of_2(n)) for n in (nope_dim, v_dim, rope_dim))
+
+    def tiles(x: Tensor, wide: int) -> TensorDescriptor:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [tile, wide])
+
     _expanded_kernel[(len(q) // block + requests, heads)](
-        q, wide, latents[:, rank:], out, step.query_starts, step.seq_lens, plan.requests, requests, scale * _LOG2E,
-        q.stride(0), q.stride(1), columns, width,
-        HEADS=heads, NOPE=nope_dim, NP=max(16, triton.next_power_of_2(nope_dim)), ROPE=rope_dim,
-        PP=max(16, triton.next_power_of_2(rope_dim)), V=v_dim, VP=max(16, triton.next_power_of_2(v_dim)), BM=block,
-        TILE=tile, STAGES=2, PRECISION="ieee" if exact else "tf32", num_warps=warps,
+        q, tiles(wide, keys), tiles(wide, values), tiles(latents, places), out, step.query_starts, step.seq_lens,
+        plan.requests, requests, scale * _LOG2E, q.stride(0), q.stride(1),
+        HEADS=heads, NOPE=nope_dim, NP=keys, ROPE=rope_dim, PP=places, V=v_dim, VP=values, RANK=rank, BM=block,
+        TILE=tile, STAGES=stages, SHARED=plan.shared, PRECISION="ieee" if exact else "tf32", num_warps=warps,
     )  # fmt: skip
+
+
+def _can_expand(q: Tensor, cache: Tensor, kv_b: Tensor, nope_dim: int) -> bool:
+    """Whether every head's keys and values, and the latents' parts, begin where tiles can be read from."""
+    return all(
+        n * q.dtype.itemsize % 16 == 0 for n in (nope_dim, kv_b.shape[1] - nope_dim, kv_b.shape[2], cache.shape[2])
+    )
 
 
 def register(device_type: str) -> None:
