@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 from vllm.config.hf_defaults import architecture_of, model_types
+from vllm.model_executor.models.families.llama import NAMES
+from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.registry import _CONVERTED, _FAMILIES, family_of
 
 _HEAD = """# Supported models
@@ -15,10 +19,11 @@ config.json. Names in the same line of the first column are the same family.
 Every family is held in fp32 against an independent implementation, at every position of prompts that are computed in
 chunks through the paged cache, for the variants of its config (tied heads, biases, windows, norms, scalings): against
 transformers, or, where transformers has no such model, against a plain one written from the published description
-(`tests/models/references.py`).
+(`tests/models/references.py`). The last column says how long a family is: lines of the function that turns its config
+into a spec, and names beyond those of Llama's checkpoints.
 
-| architecture | public checkpoints | held against | windows |
-|---|---|---|---|
+| architecture | public checkpoints | held against | windows | lines of its own |
+|---|---|---|---|---|
 """
 _POOLING = """
 ## Models that pool
@@ -78,10 +83,17 @@ def markdown() -> str:
         checkpoints = ", ".join(dict.fromkeys(_FAMILIES[name][2] for name in names))
         source = "transformers" if known & set(names) else "its description"
         windows = "" if family is None or family.facts.windows.value == "none" else "if its config has them"
-        rows.append((", ".join(f"`{name}`" for name in names), checkpoints, source, windows))
+        size = "" if family is None else _size(family)
+        rows.append((", ".join(f"`{name}`" for name in names), checkpoints, source, windows, size))
     lines = [f"| {' | '.join(row)} |" for row in sorted(rows, key=lambda row: row[0].lower())]
     pooled = [_pooling_row(name, checkpoints) for name, checkpoints in sorted(pooling.items(), key=_lower)]
     return _HEAD + "\n".join(lines) + "\n" + _POOLING + "\n".join(filter(None, pooled)) + "\n" + _NOTES
+
+
+def _size(family: Family) -> str:
+    """Lines of the function that reads its config, and names beyond those of Llama's checkpoints."""
+    names = [rename for rename in family.names if rename not in NAMES]
+    return f"{len(inspect.getsource(family.decoder).splitlines())} + {len(names)} names"
 
 
 def _lower(item: tuple[str, str]) -> str:

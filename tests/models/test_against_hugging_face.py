@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from tests.models.harness import PagedDriver, load, on_ranks, relative_error, save_random_hf_model
 from tests.models.kernels import kernels
@@ -489,6 +491,20 @@ def test_logits_equal_hugging_face_at_every_position(case: str, tmp_path: Path) 
             assert relative_error(logits, wanted) < 1e-5, kind
     with kernels("reference"):
         check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])
+
+
+def test_the_text_model_inside_a_larger_one(tmp_path: Path) -> None:
+    """As Llama 4 is published: names begin with the part's, the config stands in `text_config`, and there is vision."""
+    reference = save_random_hf_model(CASES["llama4"](), tmp_path)
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file({**tensors, "vision_model.class_embedding": torch.zeros(3)}, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    larger = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**larger, "text_config": text}))
+    prompt = torch.randint(0, 131, (38,))
+    (logits,) = PagedDriver(load(tmp_path)).run([prompt], [7])
+    with torch.inference_mode():
+        assert relative_error(logits, reference(prompt[None]).logits[0]) < 1e-5
 
 
 @pytest.mark.parametrize("case", ["deepseek_v2-lite", "deepseek_v3", "minicpm3", "gpt_oss", "llama4"])

@@ -77,6 +77,7 @@ class Family:
         predict several tokens at once), which are left out.
     modules: a module ("package.file"), imported by workers only, whose `MODULES` maps the classes of the family's own
         blocks to the modules they become.
+    inside: how names of a larger model's text part begin, where that part is the model; the rest is left out.
     pool: of a family that pools: from the config to its head; None for one that generates.
     """
 
@@ -87,10 +88,15 @@ class Family:
     facts: Facts = USUAL
     modules: str | None = None
     extra_layers: str | None = None
+    inside: str = ""
     pool: Callable[[HFConfig], PoolHead] | None = None
 
     def is_beyond(self, name: str, layers: int) -> bool:
-        """Whether a checkpoint's tensor belongs to a layer behind the model's last, and may be left out."""
+        """Whether a checkpoint's tensor is of a layer behind the model's last, or of another part of a larger model,
+        and may be left out.
+        """
+        if not name.startswith(self.inside):
+            return True
         if self.extra_layers is None:
             return False
         found = _pattern(self.extra_layers).match(name)
@@ -102,6 +108,7 @@ class Family:
 
     def resolve(self, name: str) -> tuple[str, WeightLayout] | None:
         """(canonical name, layout) of a checkpoint's tensor, None if the table does not know it."""
+        name = name.removeprefix(self.inside)
         for candidate in (name, self.base_prefix + name):
             for rename in self.names:
                 target = rename.apply(candidate)
@@ -116,4 +123,5 @@ class Family:
 
     def checkpoint_names(self, canonical: str) -> Iterable[str]:
         """The names under which a checkpoint may hold a canonical tensor."""
-        return [source for rename in self.names if (source := rename.reverse(canonical)) is not None]
+        found = [source for rename in self.names if (source := rename.reverse(canonical)) is not None]
+        return [self.inside + source for source in found]

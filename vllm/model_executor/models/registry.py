@@ -67,6 +67,11 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
     "MiniCPM3ForCausalLM": ("deepseek", "MINICPM3", "openbmb/MiniCPM3-4B"),
     "GptOssForCausalLM": ("gpt_oss", "GPT_OSS", "openai/gpt-oss-20b, openai/gpt-oss-120b"),
     "Llama4ForCausalLM": ("later", "LLAMA4", "the text model of meta-llama/Llama-4-Scout-17B-16E-Instruct"),
+    "Llama4ForConditionalGeneration": (
+        "later",
+        "LLAMA4_INSIDE",
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct, meta-llama/Llama-4-Maverick-17B-128E-Instruct (text only)",
+    ),
     "SmolLM3ForCausalLM": ("later", "SMOLLM3", "HuggingFaceTB/SmolLM3-3B"),
     "SeedOssForCausalLM": ("later", "SEED_OSS", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
     "Exaone4ForCausalLM": ("later", "EXAONE4", "LGAI-EXAONE/EXAONE-4.0-32B, LGAI-EXAONE/EXAONE-4.0-1.2B"),

@@ -238,6 +238,11 @@ def _family(decoder: Callable[[HFConfig], Decoder], names: Any = (), facts: Fact
 
 
 LLAMA4 = _family(llama4, LLAMA4_NAMES)
+LLAMA4_INSIDE = replace(
+    LLAMA4,
+    inside="language_model.",
+    facts=replace(NO_WINDOWS, defaults={"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False}),
+)
 SMOLLM3 = _family(smollm3, facts=Facts(Windows.ON_REQUEST))
 SEED_OSS = _family(seed_oss)
 EXAONE4 = _family(exaone4, OLMO2_NAMES, Facts(window_pattern=4))
