@@ -3,30 +3,34 @@
     python -m benchmarks.h200.models /tmp/models
     python -m benchmarks.h200.parallel --model /tmp/models/llama-3.1-8b --out /tmp/parallel --layouts 1,tp2,pp2,dp2
 
-A layout names sizes: "tp2pp2" is two stages of two ranks each, "dp2" two copies of the engine. Each layout is an engine
-in a process of its own (`benchmarks.h200.offline`, whose files are left in `--out`). The table has, for each case, the
-figure and how often it beats the first layout; divided by the number of devices that is the efficiency.
+A layout names sizes: "tp2pp2" is two stages of two ranks each, "dp2" two copies of the engine, which run side by side,
+each with requests of its own: their figures are added up. Each engine is a process of its own
+(`benchmarks.h200.offline`, whose files are left in `--out`). The table has, for each case, tokens per second and how
+often that beats the first layout; divided by the number of devices that is the efficiency.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-_SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
+_SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
 
 
-def sizes_of(layout: str) -> dict[str, int]:
-    """The settings that a layout's name stands for. Raises ValueError for another name."""
+def sizes_of(layout: str) -> tuple[dict[str, int], int]:
+    """The settings that a layout's name stands for, and the number of copies. Raises ValueError for another name."""
     found = re.findall(r"(tp|pp|dp)(\d+)", layout)
     if layout != "1" and "".join(a + b for a, b in found) != layout:
         raise ValueError(f'{layout!r} is no layout. Expected "1", or sizes such as "tp2", "pp2", "tp2pp2", "dp2".')
-    return {_SIZES[name]: int(size) for name, size in found}
+    sizes = {_SIZES[name]: int(size) for name, size in found if name != "dp"}
+    return sizes, next((int(size) for name, size in found if name == "dp"), 1)
 
 
 def figures(result: dict[str, Any]) -> dict[str, float]:
@@ -59,17 +63,25 @@ def main() -> None:
     common = json.loads(args.llm_kwargs)
     first: dict[str, float] = {}
     for layout in args.layouts.split(","):
-        file = folder / f"{layout}.json"
-        command = [
-            sys.executable, "-m", "benchmarks.h200.offline", "--model", args.model, "--out", str(file), "--cases",
-            args.cases, "--batches", args.batches, "--llm-kwargs", json.dumps({**common, **sizes_of(layout)}),
-            *(["--short"] if args.short else []),
-        ]  # fmt: skip
-        done = subprocess.run(command, stdout=subprocess.DEVNULL)
-        if done.returncode:
-            print(f"{layout}: the benchmark ended with status {done.returncode}", flush=True)
+        sizes, copies = sizes_of(layout)
+        each, running, files = math.prod(sizes.values()), [], []
+        for copy in range(copies):
+            files.append(folder / f"{layout}-{copy}.json")
+            command = [
+                sys.executable, "-m", "benchmarks.h200.offline", "--model", args.model, "--out", str(files[-1]),
+                "--cases", args.cases, "--batches", args.batches, "--seed", str(copy),
+                "--llm-kwargs", json.dumps({**common, **sizes}), *(["--short"] if args.short else []),
+            ]  # fmt: skip
+            devices = ",".join(str(copy * each + i) for i in range(each))
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment))
+        states = [process.wait() for process in running]
+        if any(states):
+            print(f"{layout}: the benchmark failed", flush=True)
             continue
-        found = figures(json.loads(file.read_text()))
+        parts = [figures(json.loads(file.read_text())) for file in files]
+        found = {case: sum(part[case] for part in parts) for case in parts[0]}
+        found["start-up, s"] /= copies
         first = first or found
         for case, value in found.items():
             print(f"{layout:8} {case:24} {value:12.4g} {value / first.get(case, value):8.2f}x", flush=True)

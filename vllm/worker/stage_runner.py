@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from vllm.worker.slot_table import SlotTable
 from vllm.worker.transfers import run_transfers
 
 # Fields of a plan that are run beyond those without a default. Masks and what is late are the sampling rank's business.
-KNOWN = frozenset({"transfers", "writes", "drafts", "adapters"})
+KNOWN = frozenset({"transfers", "writes", "drafts", "adapters", "pooled"})
 
 
 class StageRunner:
@@ -71,7 +72,9 @@ class StageRunner:
             run_transfers(plan.transfers, self._pools, self.context)
         if plan.writes:
             self.table.write(plan.writes)
-        laid = self._builder.lay_out(plan)
+        if not len(plan.slots):
+            return
+        laid = self._builder.lay_out(replace(plan, pooled=None))  # every token goes on, whoever wants it
         adapted = self.adapters is not None and self.adapters.used(plan)
         features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
         step = self._builder.build(plan, laid, features).step
