@@ -368,7 +368,7 @@ LATER: list[dict[str, Any]] = [
     {"cpu_offload_gb": 1}, {"enable_prompt_embeds": True}, {"data_parallel_backend": "ray"},
     {"task": "transcription"}, {"runner": "draft"},
     {"preemption_mode": "swap"}, {"enable_sleep_mode": True}, {"otlp_traces_endpoint": "http://x"},
-    {"collect_detailed_traces": "all"}, {"scheduler_cls": "my.Scheduler"},
+    {"collect_detailed_traces": "all"},
     {"num_lookahead_slots": 2}, {"calculate_kv_scales": True},
     {"quantization_param_path": "x.json"}, {"override_neuron_config": {"a": 1}},
     {"logits_processors": ["a:B"]},

@@ -141,6 +141,37 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True)
+class ClassPath(Kind):
+    """A class, by the path under which every process can import it: "package.module.Class" or "package.module:Class".
+    In Python also the class itself.
+
+    names: words that stand for themselves.   error: of a value that is none of all this.
+    """
+
+    names: tuple[str, ...] = ()
+    error: Callable[[Any], str] | None = None
+
+    @property
+    def words(self) -> str:
+        return ", ".join([*self.names, "a class's path"])
+
+    def _check(self, name: str, value: Any) -> str:
+        if isinstance(value, type):
+            if value.__module__ == "__main__" or "<" in value.__qualname__:
+                raise ValueError(f"{name}: {value.__qualname__} must stand in a module that every process can import.")
+            return f"{value.__module__}:{value.__qualname__}"
+        if isinstance(value, str) and (value in self.names or "." in value.strip(".") or ":" in value.strip(":")):
+            return value
+        raise ValueError(self.error(value) if self.error else f"{name} must be a class or its path, got {value!r}.")
+
+    def _parse(self, text: str) -> str:
+        return text
+
+    def cli(self) -> dict[str, Any]:
+        return {"type": self.parse}
+
+
+@dataclass(frozen=True)
 class Integer(Kind):
     """A whole number in [low, high]. `human` ones may be written "16k" or "16K", also in Python."""
 

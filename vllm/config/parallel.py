@@ -6,25 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config.fields import setting
-from vllm.config.kinds import Choice, Flag, Integer, JsonOr, Text
+from vllm.config.kinds import Choice, ClassPath, Flag, Integer, JsonOr, Text
 
 _EP = "Expert parallelism"
-
-
-@dataclass(frozen=True)
-class _Backend(Choice):
-    """A name, or the user's own class, which becomes "module:Class"."""
-
-    def _check(self, name: str, value: Any) -> str:
-        if isinstance(value, type):
-            return f"{value.__module__}:{value.__qualname__}"
-        if isinstance(value, str) and (":" in value or "." in value):
-            return value
-        checked: str = super()._check(name, value)
-        return checked
-
-    def cli(self) -> dict[str, Any]:
-        return {**super().cli(), "choices": None}
 
 
 def _copies_are_silent(config: Any) -> str:
@@ -50,7 +34,7 @@ class ParallelConfig:
     )
     distributed_executor_backend: str = setting(
         None,
-        _Backend(optional=True, values=("ray", "mp", "uni", "external_launcher"), error=_unknown_backend),
+        ClassPath(optional=True, names=("ray", "mp", "uni", "external_launcher"), error=_unknown_backend),
         'What starts the workers: "uni" (in this process; one device), "mp" (one process each), "ray" (on nodes of '
         'a cluster), "external_launcher" (torchrun has), or a class of your own, "module:Class". Default: by size.',
         resolved="uni",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.config.fields import on_cpu, setting
-from vllm.config.kinds import Choice, Flag, Integer, Number, Text
+from vllm.config.kinds import Choice, ClassPath, Flag, Integer, Number
 
 DEFAULT_SCHEDULER_CLASS = "vllm.core.scheduler.Scheduler"
 
@@ -93,7 +93,9 @@ class SchedulerConfig:
         idle=on_cpu("steps never overlap on the CPU"),
     )
     scheduler_cls: str = setting(
-        DEFAULT_SCHEDULER_CLASS, Text(optional=True), "The scheduler class.", later="Custom schedulers (scheduler_cls)"
+        DEFAULT_SCHEDULER_CLASS,
+        ClassPath(optional=True),
+        "The scheduler: a class derived from vllm.core.scheduler.Scheduler.",
     )
     disable_hybrid_kv_cache_manager: bool = setting(
         False,

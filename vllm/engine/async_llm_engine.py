@@ -12,6 +12,7 @@ from vllm.engine.adapters import LOADING, READY
 from vllm.engine.admission import Account, Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput
+from vllm.engine.metrics import stat_loggers_of
 from vllm.engine.output_processor import OutputProcessor, Refusal
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
@@ -92,7 +93,7 @@ class AsyncLLMEngine:
             engine=vllm_config.parallel_config.data_parallel_rank or 0,
         )
         self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
-        self._loggers: dict[str, Any] = dict(stat_loggers or {})
+        self._loggers: dict[str, Any] = stat_loggers_of(stat_loggers, vllm_config)
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
         self._streams: dict[str, RequestStream] = {}
         self._wakeups = Wakeups()

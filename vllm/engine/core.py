@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm import envs
+from vllm.config.scheduler import DEFAULT_SCHEDULER_CLASS
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.engine.adapters import Adapters
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.faults import Faults
+from vllm.ipc.functions import named
 from vllm.logger import init_logger
 from vllm.reasoning import reasoning_end
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
@@ -47,6 +49,15 @@ IDLE_GRAMMAR_SECONDS = 0.005
 CPU_SECONDS_PER_TOKEN = 0.01
 
 
+def scheduler_class(config: VllmConfig) -> type[Scheduler]:
+    """The class that `scheduler_cls` names. Raises ValueError if it is no scheduler."""
+    path = config.scheduler_config.scheduler_cls
+    found: Any = Scheduler if path in (None, DEFAULT_SCHEDULER_CLASS) else named(path)
+    if not isinstance(found, type) or not issubclass(found, Scheduler):
+        raise ValueError(f"scheduler_cls must name a subclass of {DEFAULT_SCHEDULER_CLASS}, got {path!r}.")
+    return found
+
+
 class EngineCore:
     """Runs requests to their end. Not thread-safe: one caller adds, aborts and steps.
 
@@ -66,7 +77,7 @@ class EngineCore:
         lora = config.lora_config
         self.adapters = None if lora is None else Adapters(executor, lora.max_loras, lora.host_adapters)
         policies = admission_policies(config.scheduler_config)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_class(config)(
             scheduler_limits(config.scheduler_config, config.parallel_config.pipeline_parallel_size),
             executor.kv_layout.policy,
             executor.num_blocks,

@@ -27,6 +27,7 @@ from vllm.config import (
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor, RequestInput, first_step
+from vllm.engine.metrics import stat_loggers_of
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
@@ -59,7 +60,8 @@ class LLMEngine:
     """Runs requests to their end, one step at a time, in this process (its workers may have processes of their own).
 
     Requests may be added and aborted in other threads than the one that steps; they wait until a step is over.
-    stat_loggers: objects with a method `log(stats)`, called with the core's `CoreStats` after each step.
+    stat_loggers: objects with a method `log(stats)`, called with the core's `CoreStats` after each step; or classes, or
+    their paths.
     """
 
     DO_VALIDATE_OUTPUT: ClassVar[bool] = False
@@ -81,7 +83,7 @@ class LLMEngine:
         _refuse_queue_limits(vllm_config.scheduler_config)
         self.usage_context = usage_context
         self.log_stats = log_stats
-        self.stat_loggers: dict[str, Any] = dict(stat_loggers or {})
+        self.stat_loggers: dict[str, Any] = stat_loggers_of(stat_loggers, vllm_config)
         started = time.perf_counter()
         model = vllm_config.model_config
         tokenizer = None
@@ -97,7 +99,7 @@ class LLMEngine:
         self.vllm_config = _with_blocks(vllm_config, self._client.describe()["num_blocks"])
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, self._client.describe())
-        counts = self._metrics if log_stats or stat_loggers else None
+        counts = self._metrics if log_stats or self.stat_loggers else None
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, counts)
         self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
         seconds = time.perf_counter() - started

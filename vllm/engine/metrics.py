@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.ipc.functions import named
 from vllm.logger import init_logger
+from vllm.plugins import STAT_LOGGER_GROUP, plugins_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,6 +34,20 @@ class StatLoggerBase(ABC):
 
     def info(self, type: str, obj: Any) -> None:  # noqa: B027 - most loggers have no use for it
         """Facts that do not change, such as the cache's configuration."""
+
+
+def stat_loggers_of(given: Mapping[str, Any] | None, config: VllmConfig) -> dict[str, Any]:
+    """The loggers that a caller gives, by name: objects, classes or their paths; and those of installed plug-ins.
+
+    Raises ValueError for one that has no method `log`.
+    """
+    made = {}
+    for name, found in {**plugins_of(STAT_LOGGER_GROUP), **(given or {})}.items():
+        found = named(found) if isinstance(found, str) else found
+        made[name] = found(vllm_config=config) if isinstance(found, type) else found
+        if not callable(getattr(made[name], "log", None)):
+            raise ValueError(f"The stat logger {name!r} has no method log(stats), see vllm.engine.metrics.")
+    return made
 
 
 class LoggingStatLogger(StatLoggerBase):

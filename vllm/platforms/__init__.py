@@ -8,10 +8,15 @@ from functools import lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from vllm.ipc.functions import named
+from vllm.logger import init_logger
 from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.plugins import PLATFORM_GROUP, plugins_of
 
 if TYPE_CHECKING:
     current_platform: Platform
+
+logger = init_logger(__name__)
 
 __all__ = ["DeviceCapability", "Platform", "current_platform", "detect_device", "platform_for"]
 
@@ -27,7 +32,12 @@ _MISSING_DEVICES = {
 
 
 def detect_device() -> tuple[str, str]:
-    """The best device of this machine, and why: ("cuda" | "cpu", reason). Imports torch unless its name says enough."""
+    """The best device of this machine, and why: ("cuda" | "cpu", reason), or one that a plug-in brings. Imports torch
+    unless its name says enough.
+    """
+    for device, platform in _plugged().items():
+        if device not in ("cpu", "cuda"):
+            return device, f"the platform plug-in {type(platform).__name__} brings it"
     with suppress(metadata.PackageNotFoundError):
         if "torch" not in sys.modules and metadata.version("torch").endswith("+cpu"):
             return "cpu", "PyTorch is built without CUDA"
@@ -42,9 +52,39 @@ def detect_device() -> tuple[str, str]:
     return "cpu", "PyTorch sees no CUDA device"
 
 
+@lru_cache(maxsize=1)
+def _plugged() -> dict[str, Platform]:
+    """The platforms of installed plug-ins, by device. One that fails, or has nothing for this machine, is left out."""
+    found: dict[str, Platform] = {}
+    for name, offer in plugins_of(PLATFORM_GROUP).items():
+        try:
+            path = offer()
+            platform = None if path is None else named(path)()
+        except Exception:
+            logger.exception("The platform plug-in %s failed and is left out.", name)
+            continue
+        if platform is None:
+            continue
+        if isinstance(platform, Platform):
+            found.setdefault(platform.device_type, platform)
+            logger.info("The platform plug-in %s brings the device %r.", name, platform.device_type)
+        else:
+            logger.error("The platform plug-in %s is left out: %s is no vllm.platforms.Platform.", name, path)
+    return found
+
+
+def plugged_devices() -> tuple[str, ...]:
+    """Devices that plug-ins bring."""
+    return tuple(_plugged())
+
+
 @lru_cache(maxsize=8)
 def platform_for(device: str) -> Platform:
-    """The platform of a device name. Raises ValueError that says what to install if there is none."""
+    """The platform of a device name, a plug-in's before ours. Raises ValueError that says what to install if there is
+    none.
+    """
+    if device in _plugged():
+        return _plugged()[device]
     if device == "cpu":
         from vllm.platforms.cpu import CpuPlatform
 
