@@ -588,7 +588,7 @@ def test_every_derived_value_says_why(make: Any) -> None:
     ("architecture", "fields"),
     [
         ("BartForConditionalGeneration", {"model_type": "bart", "is_encoder_decoder": True, "d_model": 64}),
-        ("Mamba2ForCausalLM", {"model_type": "mamba2", "hidden_size": 64}),
+        ("ZambaForCausalLM", {"model_type": "zamba", "hidden_size": 64}),
         ("RwkvForCausalLM", {"model_type": "rwkv"}),
     ],
 )

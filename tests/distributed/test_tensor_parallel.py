@@ -67,6 +67,12 @@ CASES: dict[str, Any] = {
         shared_expert_intermediate_size=38,
     ),
     "mamba": lambda: hf.MambaConfig(vocab_size=131, hidden_size=48, num_hidden_layers=2, state_size=5, use_bias=True),
+    "mamba2": lambda: hf.Mamba2Config(
+        vocab_size=131, hidden_size=48, num_hidden_layers=2, state_size=5, num_heads=6, head_dim=16, n_groups=2
+    ),
+    "mamba2-one-group": lambda: hf.Mamba2Config(
+        vocab_size=131, hidden_size=48, num_hidden_layers=2, state_size=5, num_heads=6, head_dim=16, n_groups=1
+    ),
     "jamba": lambda: hf.JambaConfig(
         **SIZES, num_key_value_heads=2, num_experts=3, mamba_d_state=7, attn_layer_period=2, attn_layer_offset=1
     ),

@@ -199,6 +199,17 @@ CASES: dict[str, Any] = {
         **STATES, expand=3, use_bias=True, use_conv_bias=False, tie_word_embeddings=False, time_step_rank=4
     ),
     "falcon_mamba": lambda: hf.FalconMambaConfig(**STATES, mixer_rms_eps=1e-3, tie_word_embeddings=False),
+    "mamba2": lambda: hf.Mamba2Config(**STATES, num_heads=10, head_dim=8, n_groups=2, expand=2),
+    "mamba2-one-group": lambda: hf.Mamba2Config(
+        **STATES,
+        num_heads=6,
+        head_dim=20,
+        n_groups=1,
+        expand=3,
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=True,
+    ),
     "jamba": lambda: hf.JambaConfig(**JAMBA, num_experts=5, num_experts_per_tok=2, expert_layer_offset=0),
     "jamba-dense": lambda: hf.JambaConfig(
         **{**JAMBA, "mamba_dt_rank": "auto"},

@@ -1,5 +1,5 @@
-"""Mamba, Falcon-Mamba and Jamba through the whole engine: greedy tokens are Hugging Face's, whatever happens to the
-requests on the way.
+"""Mamba, Falcon-Mamba, Mamba 2 and Jamba through the whole engine: greedy tokens are Hugging Face's, whatever happens
+to the requests on the way.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 PAIRS = [
     *(("jamba", way) for way in WAYS), ("mamba", "batched"), ("mamba", "chunked"), ("falcon_mamba", "chunked"),
+    ("mamba2", "chunked"),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, nn.Module]]:
     found = {}
-    for case in ("mamba", "falcon_mamba", "jamba"):
+    for case in ("mamba", "falcon_mamba", "mamba2", "jamba"):
         config, folder = CASES[case](), tmp_path_factory.mktemp(case)
         config.max_position_embeddings = 128
         found[case] = folder, save_random_hf_model(config, folder)

@@ -125,8 +125,8 @@ def test_model_impl_chooses(tmp_path: Path) -> None:
     assert name == "transformers" and completed.num_kv_heads == 6
     with pytest.raises(ValueError, match="ArceeForCausalLM.* are not supported"):
         resolve_model_impl("vllm", unlisted, trust_remote_code=False)
-    mamba = HFConfig.from_dict({"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 64})
-    with pytest.raises(ValueError, match="Mamba2ForCausalLM.* are not supported"):
+    mamba = HFConfig.from_dict({"architectures": ["ZambaForCausalLM"], "model_type": "zamba", "hidden_size": 64})
+    with pytest.raises(ValueError, match="ZambaForCausalLM.* are not supported"):
         resolve_model_impl("auto", mamba, trust_remote_code=False)
     with pytest.raises(ValueError, match="takes no attention function from outside"):
         resolve_model_impl("transformers", mamba, trust_remote_code=False)

@@ -59,16 +59,17 @@ def selective_scan(
     b: Tensor,
     c: Tensor,
     d: Tensor,
-    gate: Tensor,
+    gate: Tensor | None,
     states: Tensor,
     step: StepInputs,
     group: GroupInputs,
 ) -> Tensor:
     """h_t = exp(delta_t a) h_{t-1} + delta_t b_t u_t and y_t = (c_t . h_t + d u_t) silu(gate_t), with delta_t =
-    softplus(dt_t + dt_bias).
+    softplus(dt_t + dt_bias); without a gate that factor is 1.
 
-    u, dt, gate: [tokens, channels], gate maybe rows of a wider tensor; dt_bias, d: [channels] fp32; a: [channels, n]
-    fp32, negative; b, c: [tokens, n]; states: [pages, channels, n] fp32 -> y in u's dtype.
+    u, dt, gate: [tokens, channels], all but dt maybe rows of a wider tensor; dt_bias, d: [channels] fp32; a:
+    [channels, n] fp32, negative; b, c: [tokens, groups * n], each for as many neighbouring channels;
+    states: [pages, channels, n] fp32 -> y in u's dtype.
     """
     out = torch.empty_like(u)
     single, long = _split(step, group)
@@ -76,9 +77,9 @@ def selective_scan(
         read, write = group.states()[single].long(), group.block_table[single, 0].long()
         rows = _rows(step, single, u)
         delta, v = F.softplus(dt[rows].float() + dt_bias), u[rows].float()
-        h = (delta[..., None] * a).exp() * states[read] + (delta * v)[..., None] * b[rows].float()[:, None]
-        y = (h * c[rows].float()[:, None]).sum(-1) + d * v
-        out[rows] = (y * F.silu(gate[rows].float())).to(u.dtype)
+        h = (delta[..., None] * a).exp() * states[read] + (delta * v)[..., None] * _per_channel(b[rows], a)
+        y = (h * _per_channel(c[rows], a)).sum(-1) + d * v
+        out[rows] = (y if gate is None else y * F.silu(gate[rows].float())).to(u.dtype)
         states[write] = h
     for r, first, end, drafts in long:
         h = states[int(group.states()[r])].clone()
@@ -86,14 +87,21 @@ def selective_scan(
             t = slice(start, min(end, start + _CHUNK))
             delta, v = F.softplus(dt[t].float() + dt_bias), u[t].float()
             decay = (delta[..., None] * a).exp()  # [tokens, channels, n]
-            seen = (delta * v)[..., None] * b[t].float()[:, None]
+            seen = (delta * v)[..., None] * _per_channel(b[t], a)
             for i in range(len(seen)):
                 h = torch.addcmul(seen[i], decay[i], h, out=seen[i])
                 if (kept := start + i - (end - 1 - drafts)) >= 0:
                     states[int(group.block_table[r, kept])] = h
-            y = torch.einsum("tdn,tn->td", seen, c[t].float()) + d * v
-            out[t] = (y * F.silu(gate[t].float())).to(u.dtype)
+            y = (seen * _per_channel(c[t], a)).sum(-1) + d * v
+            out[t] = (y if gate is None else y * F.silu(gate[t].float())).to(u.dtype)
     return out
+
+
+def _per_channel(x: Tensor, a: Tensor) -> Tensor:
+    """[tokens, groups * n] -> fp32 [tokens, channels or 1, n].   a: [channels, n]."""
+    channels, n = a.shape
+    grouped = x.float().view(len(x), -1, n)
+    return grouped if grouped.shape[1] == 1 else grouped.repeat_interleave(channels // grouped.shape[1], 1)
 
 
 def _split(step: StepInputs, group: GroupInputs) -> tuple[Tensor, Iterator[tuple[int, int, int, int]]]:

@@ -65,8 +65,11 @@ def scan_loop(u, dt, dt_bias, a, b, c, d, gate, states, step, group):
         drafts = 0 if group.drafts is None else int(group.drafts[r])
         for t in range(begin, end):
             delta = F.softplus(dt[t] + dt_bias)[:, None]
-            h = (delta * a).exp() * h + delta * b[t] * u[t][:, None]
-            out[t] = (h @ c[t] + d * u[t]) * F.silu(gate[t])
+            into, outof = (x[t].view(-1, a.shape[1]) for x in (b, c))
+            into, outof = (x.repeat_interleave(len(a) // len(x), 0) for x in (into, outof))
+            h = (delta * a).exp() * h + delta * into * u[t][:, None]
+            out[t] = (h * outof).sum(1) + d * u[t]
+            out[t] *= 1.0 if gate is None else F.silu(gate[t])
             if (kept := t - (end - 1 - drafts)) >= 0:
                 states[int(group.block_table[r, kept])] = h
     return out
@@ -90,17 +93,25 @@ def test_convolutions(counts, drafts, first_column, width, bias):
 
 @pytest.mark.parametrize(("counts", "drafts", "first_column"), BATCHES)
 def test_scans(counts, drafts, first_column):
+    check_scan(counts, drafts, first_column, 1, True)
+
+
+def test_scans_with_several_groups_and_no_gate():
+    check_scan([1, 5, 2], [0, 0, 1], True, 4, False)
+
+
+def check_scan(counts, drafts, first_column, groups, gated):
     numbers = 5
     step, group = batch(counts, drafts, first_column)
     tokens = sum(counts)
     wider = torch.randn(tokens, 150)
-    u, dt, gate = torch.randn(tokens, 40), torch.randn(tokens, 40) * 4, wider[:, 75:115]
-    mixed = torch.randn(tokens, 2 * numbers)
+    u, dt, gate = torch.randn(tokens, 40), torch.randn(tokens, 40) * 4, wider[:, 75:115] if gated else None
+    mixed, half = torch.randn(tokens, 2 * numbers * groups), numbers * groups
     a, d, bias = -torch.rand(40, numbers) * 3, torch.randn(40), torch.randn(40)
     want, got, loop = (torch.randn(PAGES, 40 * numbers + 9)[:, 3:-6].unflatten(1, (40, numbers)) for _ in range(3))
     want.copy_(loop)
     got.copy_(loop)
-    outs = [f(u, dt, bias, a, mixed[:, :numbers], mixed[:, numbers:], d, gate, s, step, group) for f, s in (
+    outs = [f(u, dt, bias, a, mixed[:, :half], mixed[:, half:], d, gate, s, step, group) for f, s in (
         (ops.selective_scan.reference, want), (kernels.selective_scan, got), (scan_loop, loop))]  # fmt: skip
     for out, after in ((outs[1], got), (outs[2], loop)):
         torch.testing.assert_close(out, outs[0], rtol=1e-4, atol=1e-5)

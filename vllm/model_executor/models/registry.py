@@ -101,6 +101,7 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
     "ArcticForCausalLM": ("arctic", "ARCTIC", "Snowflake/snowflake-arctic-instruct"),
     "MambaForCausalLM": ("mamba", "MAMBA", "state-spaces/mamba-130m-hf, state-spaces/mamba-2.8b-hf"),
     "FalconMambaForCausalLM": ("mamba", "FALCON_MAMBA", "tiiuae/falcon-mamba-7b, tiiuae/falcon-mamba-7b-instruct"),
+    "Mamba2ForCausalLM": ("mamba", "MAMBA2", "state-spaces/mamba2-2.7b (converted), mistralai/Mamba-Codestral-7B-v0.1"),
     "JambaForCausalLM": ("mamba", "JAMBA", "ai21labs/Jamba-v0.1, ai21labs/AI21-Jamba-Mini-1.6"),
     "BloomForCausalLM": ("alibi", "BLOOM", "bigscience/bloom-7b1"),
     "FalconForCausalLM": ("alibi", "FALCON", "tiiuae/falcon-7b, tiiuae/falcon-40b, tiiuae/falcon-11B"),

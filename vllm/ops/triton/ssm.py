@@ -102,7 +102,8 @@ _STRIDES = [
 def _scan_kernel(
     u, dt, dt_bias, a, b, c, d, gate, states, out, starts, first, table, drafts, stride_u, stride_dt, stride_b,
     stride_c, stride_gate, stride_first, stride_table, stride_page,
-    CHANNELS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, DRAFTS: tl.constexpr,
+    CHANNELS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr,
+    GATE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests, channels / BD)."""
     r = tl.program_id(0)
@@ -112,6 +113,7 @@ def _scan_kernel(
     here = ch[:, None] * N + n[None, :]
     both = live[:, None] & numbers[None, :]
     begin, end = tl.load(starts + r).to(tl.int64), tl.load(starts + r + 1).to(tl.int64)
+    which = (ch // (CHANNELS // GROUPS))[:, None] * N + n[None, :]  # of each group's numbers, if there are several
     decay = tl.load(a + here, mask=both, other=0.0)
     offset = tl.load(dt_bias + ch, mask=live, other=0.0)
     skip = tl.load(d + ch, mask=live, other=0.0)
@@ -123,12 +125,18 @@ def _scan_kernel(
         v = tl.load(u + t * stride_u + ch, mask=live, other=0.0).to(tl.float32)
         x = tl.load(dt + t * stride_dt + ch, mask=live, other=0.0).to(tl.float32) + offset
         delta = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        into = tl.load(b + t * stride_b + n, mask=numbers, other=0.0).to(tl.float32)
-        outof = tl.load(c + t * stride_c + n, mask=numbers, other=0.0).to(tl.float32)
-        h = tl.exp(delta[:, None] * decay) * h + (delta * v)[:, None] * into[None, :]
-        y = tl.sum(h * outof[None, :], 1) + skip * v
-        g = tl.load(gate + t * stride_gate + ch, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + t * CHANNELS + ch, (y * g * tl.sigmoid(g)).to(out.dtype.element_ty), mask=live)
+        if GROUPS == 1:
+            into = tl.load(b + t * stride_b + n, mask=numbers, other=0.0)[None, :].to(tl.float32)
+            outof = tl.load(c + t * stride_c + n, mask=numbers, other=0.0)[None, :].to(tl.float32)
+        else:
+            into = tl.load(b + t * stride_b + which, mask=both, other=0.0).to(tl.float32)
+            outof = tl.load(c + t * stride_c + which, mask=both, other=0.0).to(tl.float32)
+        h = tl.exp(delta[:, None] * decay) * h + (delta * v)[:, None] * into
+        y = tl.sum(h * outof, 1) + skip * v
+        if GATE:
+            g = tl.load(gate + t * stride_gate + ch, mask=live, other=0.0).to(tl.float32)
+            y = y * g * tl.sigmoid(g)
+        tl.store(out + t * CHANNELS + ch, y.to(out.dtype.element_ty), mask=live)
         if DRAFTS:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
             if t >= end - 1 - last:
                 page = tl.load(table + r * stride_table + t - (end - 1 - last)).to(tl.int64)
@@ -140,20 +148,23 @@ def _scan_kernel(
 
 
 def selective_scan(
-    u: Tensor, dt: Tensor, dt_bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, states: Tensor,
+    u: Tensor, dt: Tensor, dt_bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor | None,
+    states: Tensor,
     step: StepInputs, group: GroupInputs,
 ) -> Tensor:  # fmt: skip
     """`vllm.ops.ssm.selective_scan` for CUDA."""
     channels, numbers = a.shape
-    u, dt, b, c, gate = (t if t.stride(1) == 1 else t.contiguous() for t in (u, dt, b, c, gate))
+    u, dt, b, c = (t if t.stride(1) == 1 else t.contiguous() for t in (u, dt, b, c))
+    gate = gate if gate is None or gate.stride(1) == 1 else gate.contiguous()
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     table, first = group.block_table, group.states()
-    wide = 32
+    padded = triton.next_power_of_2(numbers)
+    wide = max(4, min(32, 512 // padded))
     _scan_kernel[(table.shape[0], triton.cdiv(channels, wide))](
         u, dt, dt_bias, a, b, c, d, gate, states, out, step.query_starts, first, table, group.drafts, u.stride(0),
-        dt.stride(0), b.stride(0), c.stride(0), gate.stride(0), first.stride(0), table.stride(0), states.stride(0),
-        CHANNELS=channels, N=numbers, NP=triton.next_power_of_2(numbers), BD=wide, DRAFTS=group.drafts is not None,
-        num_warps=1,
+        dt.stride(0), b.stride(0), c.stride(0), 0 if gate is None else gate.stride(0), first.stride(0),
+        table.stride(0), states.stride(0), CHANNELS=channels, N=numbers, NP=padded,
+        GROUPS=b.shape[1] // numbers, BD=wide, GATE=gate is not None, DRAFTS=group.drafts is not None, num_warps=1,
     )  # fmt: skip
     return out
 

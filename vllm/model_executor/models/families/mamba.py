@@ -1,7 +1,8 @@
-"""The families with selective state spaces: Mamba, Falcon-Mamba and Jamba."""
+"""The families with selective state spaces: Mamba, Falcon-Mamba, Mamba 2 and Jamba."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vllm.config.facts import Facts, Windows
@@ -33,16 +34,43 @@ class Mamba:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Heads of channels with one decay each (arXiv 2405.21060).
+
+    heads, head_dim: their product is the number of channels.   groups: of neighbouring heads, each with products of its
+    own with the state.   norm: of what the gate leaves, over the channels of each group.   The rest as in `Mamba`.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int
+    norm: Norm
+    bias: bool = False
+    conv_bias: bool = True
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    def mixed(self, world: int) -> int:
+        """Channels of the convolution on one rank: the heads' own, and both products with the state."""
+        return self.inner // world + 2 * max(1, self.groups // world) * self.state
+
+
+@dataclass(frozen=True, slots=True)
 class MambaBlock(BlockSpec):
     """x + M(N1 x), then, with a feed-forward layer, x + F(N2 x)."""
 
-    mixer: Mamba
+    mixer: Mamba | Mamba2
     norm: Norm
     ffn: Mlp | Moe | None = None
 
     def need(self, world: int) -> KVNeed | None:
         mixer, channels = self.mixer, self.mixer.inner // world
-        conv = KVTensor((mixer.conv - 1, channels), "float32")
+        width = channels if isinstance(mixer, Mamba) else mixer.mixed(world)
+        conv = KVTensor((mixer.conv - 1, width), "float32")
         return KVNeed(KVKind.RECURRENT, (conv, KVTensor((channels, mixer.state), "float32")))
 
 
@@ -79,6 +107,34 @@ def mamba(hf: HFConfig, norm: Norm | None = None) -> Decoder:
 def falcon_mamba(hf: HFConfig) -> Decoder:
     """Falcon-Mamba: Mamba with norms without weights inside the mixer."""
     return mamba(hf, Norm("rms", hf.get_float("mixer_rms_eps", minimum=0), weight=False))
+
+
+def mamba2(hf: HFConfig) -> Decoder:
+    """Mamba 2."""
+    _silu(hf)
+    limit = hf.get("time_step_limit", default=[0.0, math.inf])
+    endless = (math.inf, "Infinity", {"__float__": "Infinity"})  # as transformers has written it over time
+    if not isinstance(limit, list) or len(limit) != 2 or limit[0] != 0.0 or limit[1] not in endless:
+        raise ValueError(f"{hf.file}: field `time_step_limit` is {limit}, expected no limit, which is [0, Infinity].")
+    norm = Norm("rms", hf.get_float("layer_norm_epsilon", minimum=0))
+    mixer = Mamba2(
+        hf.get_int("num_heads"),
+        hf.get_int("head_dim"),
+        hf.get_int("n_groups"),
+        hf.get_int("state_size"),
+        hf.get_int("conv_kernel", minimum=2),
+        norm,
+        hf.get_bool("use_bias"),
+        hf.get_bool("use_conv_bias"),
+    )
+    if mixer.heads % mixer.groups or mixer.inner != hf.get_float("expand") * hf.hidden_size:
+        raise ValueError(
+            f"{hf.file}: {mixer.heads} heads of {mixer.head_dim} in {mixer.groups} groups do not make up `expand` "
+            "times the hidden size."
+        )
+    return Decoder(
+        hf.vocab_size, hf.hidden_size, (MambaBlock(mixer, norm),) * hf.num_layers, norm, hf.tie_word_embeddings
+    )
 
 
 def jamba(hf: HFConfig) -> Decoder:
@@ -161,7 +217,14 @@ JAMBA_NAMES = renames(
 )
 _MODULES = "vllm.model_executor.models.families.mamba_block"
 _PLAIN = renames(_BACKBONE | _mixer("backbone.layers.{i}.mixer"))
+MAMBA2_NAMES = renames(
+    {
+        "backbone.layers.{i}.mixer.norm.weight": "blocks.{i}.mixer.norm_weight",
+        "backbone.layers.{i}.mixer.dt_bias": "blocks.{i}.mixer.dt_bias",
+    }
+)
 _STATES_ONLY = Facts(Windows.NONE, attention=False)
 MAMBA = Family(mamba, _PLAIN, "backbone.", facts=_STATES_ONLY, modules=_MODULES)
 FALCON_MAMBA = Family(falcon_mamba, _PLAIN, "backbone.", facts=_STATES_ONLY, modules=_MODULES)
+MAMBA2 = Family(mamba2, MAMBA2_NAMES + _PLAIN, "backbone.", facts=_STATES_ONLY, modules=_MODULES)
 JAMBA = Family(jamba, JAMBA_NAMES + NAMES, facts=Facts(Windows.NONE), modules=_MODULES)

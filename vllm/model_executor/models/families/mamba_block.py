@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, whole
+from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec, whole
 from vllm.model_executor.models.blocks import (
     BuildContext,
     FeedForward,
@@ -18,7 +18,7 @@ from vllm.model_executor.models.blocks import (
     build_norm,
     pick,
 )
-from vllm.model_executor.models.families.mamba import Mamba, MambaBlock
+from vllm.model_executor.models.families.mamba import Mamba, Mamba2, MambaBlock
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Mlp
 from vllm.ops.ssm import causal_conv, selective_scan
@@ -75,6 +75,77 @@ class MambaMixer(nn.Module):
         return self.out.project(pick(y, rows), step.view(picked=rows is not None))
 
 
+class Mamba2Mixer(nn.Module):
+    """The mixer on one rank, which has a share of the heads and their groups; ranks may have a group in common.
+
+    expanded: A, D and the step sizes' offset for every channel, once they are loaded.
+    """
+
+    def __init__(self, spec: Mamba2, hidden_size: int, place: KVPlace, ctx: BuildContext, prefix: str) -> None:
+        super().__init__()
+        self.spec, self.place, self.tp = spec, place, ctx.tp
+        heads, inner, states = spec.heads, spec.inner, spec.groups * spec.state
+        if ctx.tp.world > spec.groups > 1 and spec.groups % ctx.tp.world:
+            raise ValueError(
+                f"{spec.groups} groups of states cannot be normalised on {ctx.tp.world} ranks. Choose a "
+                f"tensor_parallel_size that divides {spec.groups}."
+            )
+        mixed = (Part(inner, heads, "x"), Part(states, spec.groups, "b"), Part(states, spec.groups, "c"))
+        self.inp = ColumnParallelLinear(
+            hidden_size, 0, bias=spec.bias, parts=(Part(inner, heads, "gate"), *mixed, whole(heads, "dt")),
+            prefix=f"{prefix}.inp", params_dtype=ctx.dtype, quant_config=ctx.quant_config, tp=ctx.tp,
+        )  # fmt: skip
+        self.out = RowParallelLinear(
+            inner, hidden_size, bias=spec.bias, units=heads, prefix=f"{prefix}.out", params_dtype=ctx.dtype,
+            quant_config=ctx.quant_config, tp=ctx.tp,
+        )  # fmt: skip
+
+        def cut(*shape: int, parts: tuple[Part, ...], dtype: torch.dtype = ctx.dtype) -> ShardedParameter:
+            rows = sum(part.size for part in parts)
+            return ShardedParameter.empty((rows, *shape), ShardSpec(0, parts), ctx.tp.rank, ctx.tp.world, dtype)
+
+        self.conv = cut(1, spec.conv, parts=mixed)
+        self.conv_bias = cut(parts=mixed) if spec.conv_bias else None
+        per_head = (whole(heads, "the mixer's heads"),)
+        self.a, self.d, self.dt_bias = (cut(parts=per_head, dtype=torch.float32) for _ in range(3))
+        self.norm_weight = cut(parts=(Part(inner, heads),))
+        self.expanded: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def process_after_load(self) -> None:
+        """Repeat what heads have for their channels."""
+        self.expanded = self._expand()
+
+    def _expand(self) -> tuple[Tensor, Tensor, Tensor]:
+        a, d, offset = (t.data.repeat_interleave(self.spec.head_dim) for t in (self.a, self.d, self.dt_bias))
+        return (-a.exp())[:, None].repeat(1, self.spec.state), d, offset
+
+    def forward(self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor], rows: Tensor | None) -> Tensor:
+        """As `MambaMixer.forward`."""
+        spec, group = self.spec, step.groups[self.place.group]
+        conv_states, states = (kv_caches[i] for i in self.place.tensors)
+        a, d, offset = self._expand() if self.expanded is None else self.expanded
+        inner, mixed = len(d), self.conv.shape[0]
+        gate, u, dt = self.inp.project(x, step.view(picked=False)).split([inner, mixed, inner // spec.head_dim], -1)
+        u = causal_conv(u, self.conv[:, 0], self.conv_bias, conv_states, step, group)
+        u, b, c = u.split([inner, (mixed - inner) // 2, (mixed - inner) // 2], -1)
+        y = selective_scan(
+            u, dt.repeat_interleave(spec.head_dim, 1), offset, a, b, c, d, None, states, step, group
+        )  # fmt: skip
+        y = self._gated_norm(pick(y, rows), pick(gate, rows))
+        return self.out.project(y, step.view(picked=rows is not None))
+
+    def _gated_norm(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y * silu(gate), divided by its root mean square over the channels of each group."""
+        h = y.float() * nn.functional.silu(gate.float())
+        groups = max(1, self.spec.groups // self.tp.world)
+        grouped = h.view(len(h), groups, h.shape[1] // groups)
+        squares = grouped.square().sum(-1, keepdim=True)
+        if self.spec.groups < self.tp.world:
+            squares = self.tp.all_reduce(squares)
+        scale = torch.rsqrt(squares * (self.spec.groups / self.spec.inner) + self.spec.norm.eps)
+        return self.norm_weight * (grouped * scale).view(h.shape).to(y.dtype)
+
+
 class MambaLayer(nn.Module):
     """A mixer, and a feed-forward layer if there is one."""
 
@@ -84,7 +155,8 @@ class MambaLayer(nn.Module):
         super().__init__()
         if place is None:
             raise ValueError(f"{prefix} has no place in the cache.")
-        self.mixer = MambaMixer(spec.mixer, hidden_size, place, ctx, f"{prefix}.mixer")
+        mixer = MambaMixer if isinstance(spec.mixer, Mamba) else Mamba2Mixer
+        self.mixer: nn.Module = mixer(spec.mixer, hidden_size, place, ctx, f"{prefix}.mixer")  # type: ignore[arg-type]
         self.ffn: FeedForward | MixtureOfExperts | None = None
         if spec.ffn is not None:
             kind = FeedForward if isinstance(spec.ffn, Mlp) else MixtureOfExperts
