@@ -65,6 +65,17 @@ def step_ms(llm: LLM, requests: list[LoRARequest | None]) -> float:
     return min((run(16 + STEPS) - run(16)) / STEPS for _ in range(4)) * 1e3
 
 
+def print_kernels(llm: LLM, requests: list[LoRARequest | None]) -> None:
+    """What takes the device's time in decode steps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    prompts = [{"prompt_token_ids": list(range(10, 26))} for _ in range(BATCH)]
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        llm.generate(prompts, params, lora_request=[requests[i % len(requests)] for i in range(BATCH)], use_tqdm=False)
+    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=60))
+
+
 def prefill_s(llm: LLM, request: LoRARequest | None) -> float:
     params = SamplingParams(temperature=0, max_tokens=1)
     times = []
@@ -80,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json of a Llama-like model")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--profile", action="store_true", help="also print what takes the device's time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
@@ -97,6 +109,9 @@ def main() -> None:
             "prefill_base_s": prefill_s(llm, None),
             "prefill_one_s": prefill_s(llm, requests[0]),
         }
+        if args.profile:
+            print_kernels(llm, [requests[0]])
+            print_kernels(llm, list(requests))
     print(json.dumps(found, indent=1))
     if args.out:
         args.out.write_text(json.dumps({"model": args.model.name, "rank": args.rank, "batch": BATCH, **found}) + "\n")

@@ -32,14 +32,14 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple
         chosen = x if segment.rows is None else x.index_select(0, segment.rows)
         shrunk = torch.mm(chosen.to(a.dtype), a[segment.slot].t())
         for index, (first, count) in enumerate(parts):
-            change = torch.mm(
-                shrunk[:, index * rank : (index + 1) * rank], b[segment.slot, first : first + count].t()
-            ).to(out.dtype)
+            small, wide = shrunk[:, index * rank : (index + 1) * rank], b[segment.slot, first : first + count].t()
             target = out.narrow(1, first, count)
-            if segment.rows is None:
-                target.add_(change)
+            if segment.rows is None and target.dtype == small.dtype:
+                target.addmm_(small, wide)
+            elif segment.rows is None:
+                target.add_(torch.mm(small, wide).to(out.dtype))
             else:
-                target.index_add_(0, segment.rows, change)
+                target.index_add_(0, segment.rows, torch.mm(small, wide).to(out.dtype))
 
 
 @op

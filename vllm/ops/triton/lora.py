@@ -1,8 +1,8 @@
 """Triton kernels of LoRA: a small product into the rank, and one out of it, for rows of any adapters.
 
-Rows go in blocks of 16, and a block goes once through each adapter that occurs in it, so that nothing depends on what
-the host knows of them: these run in CUDA graphs. Partial sums over the inputs are added in a fixed order, and a row's
-result does not depend on the rows beside it.
+Rows go in blocks of 16, and each adapter on the device looks which of a block are its own, so that nothing depends on
+what the host knows of them: these run in CUDA graphs. Partial sums over the inputs are added in a fixed order, and a
+row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from vllm.ops import lora as ops
 from vllm.step.inputs import RowView
 
 _ROWS = 16
-_INPUTS, _OUTPUTS = 64, 64
+_INPUTS, _OUTPUTS = 128, 128
 _MOST_SPLITS = 16
 _MANY_ROWS = 512  # from which products of whole segments pay, where the host knows them
-_NOBODY = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -30,28 +29,26 @@ def _shrink_kernel(
     x_ptr, a_ptr, adapters_ptr, partial_ptr, rows, x_stride, a_stride, inputs, RANKS: tl.constexpr,
     RANKS_PADDED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, splits of the inputs): partial[split, row] = a[adapter of row] x[row] over the split."""
-    split = tl.program_id(1)
+    """Grid (blocks of rows, splits of the inputs, adapters): partial[split, row] = a[adapter] x[row] over the split,
+    for the rows of that adapter.
+    """
+    split, adapter = tl.program_id(1), tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    r = tl.arange(0, RANKS_PADDED)
-    adapters = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
-    total = tl.zeros((BLOCK_M, RANKS_PADDED), tl.float32)
-    adapter = tl.min(tl.where(adapters >= 0, adapters, _NOBODY), 0)
-    while adapter < _NOBODY:
-        mine = (adapters == adapter)[:, None]
+    mine = tl.load(adapters_ptr + m, mask=m < rows, other=-1) == adapter
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        r = tl.arange(0, RANKS_PADDED)
+        total = tl.zeros((BLOCK_M, RANKS_PADDED), tl.float32)
         base = a_ptr + adapter.to(tl.int64) * a_stride
         for start in range(0, SPLIT, BLOCK_K):
             k = split * SPLIT + start + tl.arange(0, BLOCK_K)
+            inside = k < inputs
             x = tl.load(
-                x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mine & (k < inputs)[None, :], other=0.0
+                x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mine[:, None] & inside[None, :], other=0.0
             )
-            a = tl.load(
-                base + r[None, :] * inputs + k[:, None], mask=(r < RANKS)[None, :] & (k < inputs)[:, None], other=0.0
-            )
+            a = tl.load(base + r[None, :] * inputs + k[:, None], mask=(r < RANKS)[None, :] & inside[:, None], other=0.0)
             total += tl.dot(x.to(a.dtype), a, input_precision="ieee")
-        adapter = tl.min(tl.where(adapters > adapter, adapters, _NOBODY), 0)
-    out = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * RANKS + r[None, :]
-    tl.store(out, total, mask=(m < rows)[:, None] & (r < RANKS)[None, :])
+        out = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * RANKS + r[None, :]
+        tl.store(out, total, mask=mine[:, None] & (r < RANKS)[None, :])
 
 
 @triton.jit
@@ -59,35 +56,30 @@ def _expand_kernel(
     out_ptr, partial_ptr, b_ptr, adapters_ptr, parts_ptr, rows, out_stride, b_stride, RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, blocks of a part's outputs, parts): out[row] += b[adapter of row] (sum of partials)."""
-    part = tl.program_id(2)
+    """Grid (blocks of rows, blocks of a part's outputs, parts x adapters): out[row] += b[adapter] (sum of partials),
+    for the rows of that adapter.
+    """
+    part, adapter = tl.program_id(2) % PARTS, tl.program_id(2) // PARTS
     first, count = tl.load(parts_ptr + 2 * part), tl.load(parts_ptr + 2 * part + 1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if tl.program_id(1) * BLOCK_N < count:
-        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mine = tl.load(adapters_ptr + m, mask=m < rows, other=-1) == adapter
+    if (tl.program_id(1) * BLOCK_N < count) & (tl.max(mine.to(tl.int32), 0) > 0):
         r = tl.arange(0, RANK_PADDED)
-        adapters = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
-        adapter = tl.min(tl.where(adapters >= 0, adapters, _NOBODY), 0)
-        if adapter < _NOBODY:
-            shrunk = tl.zeros((BLOCK_M, RANK_PADDED), tl.float32)
-            for split in range(SPLITS):
-                at = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + r[None, :]
-                shrunk += tl.load(at, mask=(m < rows)[:, None] & (r < RANK)[None, :], other=0.0)
-            shrunk = shrunk.to(b_ptr.dtype.element_ty)
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            while adapter < _NOBODY:
-                base = b_ptr + adapter.to(tl.int64) * b_stride
-                b = tl.load(
-                    base + (first + n)[None, :] * RANK + r[:, None],
-                    mask=(n < count)[None, :] & (r < RANK)[:, None], other=0.0,
-                )  # fmt: skip
-                chosen = tl.where((adapters == adapter)[:, None], shrunk, 0.0)
-                total += tl.dot(chosen, b, input_precision="ieee")
-                adapter = tl.min(tl.where(adapters > adapter, adapters, _NOBODY), 0)
-            out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (first + n)[None, :]
-            mask = (adapters >= 0)[:, None] & (n < count)[None, :]
-            before = tl.load(out, mask=mask, other=0.0)
-            tl.store(out, before + total.to(out_ptr.dtype.element_ty), mask=mask)
+        ranks = mine[:, None] & (r < RANK)[None, :]
+        shrunk = tl.zeros((BLOCK_M, RANK_PADDED), tl.float32)
+        for split in range(SPLITS):
+            at = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + r[None, :]
+            shrunk += tl.load(at, mask=ranks, other=0.0)
+        base = b_ptr + adapter.to(tl.int64) * b_stride
+        b = tl.load(
+            base + (first + n)[None, :] * RANK + r[:, None], mask=(n < count)[None, :] & (r < RANK)[:, None], other=0.0
+        )
+        total = tl.dot(shrunk.to(b.dtype), b, input_precision="ieee")
+        out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (first + n)[None, :]
+        mask = mine[:, None] & (n < count)[None, :]
+        before = tl.load(out, mask=mask, other=0.0)
+        tl.store(out, before + total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -123,7 +115,7 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple
     split = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
     splits = triton.cdiv(inputs, split)
     partial = torch.empty(splits, count, ranks, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(triton.cdiv(count, _ROWS), splits)](
+    _shrink_kernel[(triton.cdiv(count, _ROWS), splits, len(a))](
         x, a, rows.adapters, partial, count, x.stride(0), a.stride(0), inputs, RANKS=ranks,
         RANKS_PADDED=_padded(ranks), SPLIT=split, BLOCK_M=_ROWS, BLOCK_K=_INPUTS, num_warps=4,
     )  # fmt: skip
@@ -134,7 +126,7 @@ def _expand(out: Tensor, partial: Tensor, b: Tensor, parts: Sequence[tuple[int, 
     splits, count, _ = partial.shape
     widest = max(size for _, size in parts)
     table = _part_table(tuple(parts), out.device)
-    _expand_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(widest, _OUTPUTS), len(parts))](
+    _expand_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(widest, _OUTPUTS), len(parts) * len(b))](
         out, partial, b, rows.adapters, table, count, out.stride(0), b.stride(0), RANK=b.shape[2],
         RANK_PADDED=_padded(b.shape[2]), PARTS=len(parts), SPLITS=splits, BLOCK_M=_ROWS, BLOCK_N=_OUTPUTS, num_warps=4,
     )  # fmt: skip
