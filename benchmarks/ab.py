@@ -210,7 +210,8 @@ class Turns:
         self._sides = [self._start(tree, models) for tree in trees]
 
     def _start(self, tree: Path, models: Path | None) -> subprocess.Popen[str]:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(tree.resolve())}
+        path = os.pathsep.join(filter(None, [str(tree.resolve()), os.environ.get("PYTHONPATH", "")]))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         program = [sys.executable, str(Path(__file__).resolve()), "--serve"]
         if models is not None:
             program += ["--models", str(models.resolve())]
