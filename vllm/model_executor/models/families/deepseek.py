@@ -57,6 +57,11 @@ class LatentBlock(BlockSpec):
         """Where its norms stand."""
         return Layout.PRE
 
+    @property
+    def attn_norm(self) -> bool:
+        """Whether there is a norm before the attention."""
+        return True
+
     def need(self, world: int) -> KVNeed | None:
         """One row per token, whole on every rank."""
         return KVNeed(KVKind.FULL, (KVTensor((TOKENS, self.attn.rank + self.attn.rope_dim)),))
