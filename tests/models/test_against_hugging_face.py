@@ -403,8 +403,8 @@ PROGRAM = {
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 128}, True),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}, True),
     "granite": ("GraniteForCausalLM", {}, True),
-    "granite-scaled": ("GraniteForCausalLM", {"residual_multiplier": 0.2}, False),
-    "stablelm": ("StableLmForCausalLM", {}, False),
+    "granite-scaled": ("GraniteForCausalLM", {"residual_multiplier": 0.2}, True),
+    "stablelm": ("StableLmForCausalLM", {}, True),
     "olmo2": ("Olmo2ForCausalLM", {}, False),
 }
 
