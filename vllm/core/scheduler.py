@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from vllm.core import results
 from vllm.core.crowd import Crowd
 from vllm.core.kv_manager import KVManager
+from vllm.core.limits import SchedulerLimits
 from vllm.core.plan_builder import PlanBuilder
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import ENDLESS, Request, Status
@@ -27,31 +27,7 @@ from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import StepPlan
 from vllm.step.result import Drafts, StepResult
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The bounds of one step and the order of requests.
-
-    max_num_batched_tokens: tokens computed per step.   max_num_seqs: requests running at once (number of slots).
-    chunk_threshold: a prompt gets at most this many tokens per step (0: no bound).
-    account_share: the part of the slots, or of the blocks, that one account may keep while others wait.
-    num_drafts: drafts that the device proposes behind every token it samples; each step of a request verifies them.
-    max_pending: tokens of a request in flight with which it is still planned: 0 where its next step needs to know the
-    last token on the host, as in a pipeline. None: as many as there are steps in flight.
-    stages: of a pipeline; a step takes so small a part of the requests that all stages have work.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    chunked_prefill: bool = True
-    priority: bool = False
-    chunk_threshold: int = 0
-    account_share: float = 0.5
-    num_drafts: int = 0
-    max_pending: int | None = None
-    stages: int = 1
-
+__all__ = ["Scheduler", "SchedulerLimits"]
 
 _LOADING = "loading"  # what a request waits for whose prefix comes from the lower tier
 
