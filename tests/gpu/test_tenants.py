@@ -6,7 +6,16 @@ import gc
 
 import pytest
 import torch
-from transformers import JambaConfig, JambaForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from tests.tenants import checkpoint
 from tests.tenants.drive import greedy, run
@@ -19,6 +28,9 @@ SMALL = {"vocab_size": 1000, "hidden_size": 256, "bos_token_id": 0, "eos_token_i
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 MODELS = {
     "mamba": lambda: MambaForCausalLM(MambaConfig(**SMALL, num_hidden_layers=3)),
+    "mamba2": lambda: Mamba2ForCausalLM(
+        Mamba2Config(**SMALL, num_hidden_layers=2, num_heads=8, head_dim=64, n_groups=2, state_size=64)
+    ),
     "jamba": lambda: JambaForCausalLM(
         JambaConfig(
             **SMALL, **ATTENTION, num_hidden_layers=4, num_experts=4, attn_layer_period=3, attn_layer_offset=1,
