@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.entrypoints.test_examples import run
+from tests.lora.adapters import save_adapter
+from tests.server.engines import running
 from tests.server.http_server import Server
 from tests.tiny_encoders import save_bert, save_sentence_files, save_wordpiece
-from vllm import LLM, PoolingParams
+from tests.tiny_llama import assert_idle
+from tests.tiny_models import save_llama
+from vllm import LLM, PoolingParams, SamplingParams
 from vllm.engine.texts import Texts
 from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.lora.request import LoRARequest
 
 TEXTS = ["The capital of France is Paris.", "Hello", "numbers 0 1 2 3 4 5 6 7 8 9 10 " * 6, "世界 🙂"]
 TYPES = {"return_token_type_ids": True}  # which BERT's own tokenizer class does by itself
@@ -207,6 +213,64 @@ def test_spellings_of_one_wish(options: dict[str, Any]) -> None:
         assert llm.model_config.task == "embed" and llm.model_config.runner_type == "pooling"
         (output,) = llm.embed("Hello", use_tqdm=False)
         assert np.linalg.norm(output.outputs.embedding) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_two_ranks_give_the_vectors_of_one(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    found = []
+    for ranks in (1, 2):
+        with start(tmp_path, tensor_parallel_size=ranks) as llm:
+            found.append([o.outputs.embedding for o in llm.embed(TEXTS[:2], use_tqdm=False)])
+    np.testing.assert_allclose(found[1], found[0], atol=2e-6)
+
+
+def test_engines_take_pooling_requests(tmp_path: Path) -> None:
+    """By the step loop, and asynchronously beside requests that are not in order."""
+    save_bert(tmp_path)
+    with start(tmp_path) as llm:
+        want = [o.outputs.array for o in llm.encode(TEXTS[:2], use_tqdm=False)]
+        engine = llm.llm_engine
+        for i, text in enumerate(TEXTS[:2]):
+            engine.add_request(f"r{i}", text, PoolingParams())
+        with pytest.raises(ValueError, match="this model pools"):
+            engine.add_request("s", TEXTS[0], SamplingParams())
+        found: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        np.testing.assert_allclose([found[f"r{i}"].outputs.array for i in range(2)], want, atol=1e-6)
+        assert_idle(llm)
+
+    async def ask() -> list[Any]:
+        async with running(tmp_path, num_gpu_blocks_override=None, max_model_len=None) as engine:
+
+            async def one(i: int) -> Any:
+                (output,) = [o async for o in engine.encode(TEXTS[i], PoolingParams(), f"a{i}")]
+                return output
+
+            with pytest.raises(ValueError, match="not for 'classify'"):
+                await anext(engine.encode(TEXTS[0], PoolingParams(task="classify"), "bad"))
+            abandoned = engine.encode(TEXTS[2], PoolingParams(), "left")
+            task = asyncio.ensure_future(anext(abandoned))
+            await asyncio.sleep(0)
+            task.cancel()
+            return await asyncio.gather(one(0), one(1))
+
+    outputs = asyncio.run(ask())
+    np.testing.assert_allclose([output.outputs.array for output in outputs], want, atol=1e-6)
+    assert all(output.finished for output in outputs)
+
+
+def test_each_request_has_its_own_adapter(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", sharpness=2.0)
+    merged = save_adapter(base, tmp_path / "a", targets=["q_proj", "v_proj", "down_proj"]).merge_and_unload()
+    adapter = LoRARequest("a", 1, str(tmp_path / "a"))
+    with LLM(str(base), dtype="float32", task="embed", enable_lora=True) as llm:
+        mixed = llm.embed([TEXTS[0]] * 2, lora_request=[adapter, None], use_tqdm=False)  # type: ignore[list-item]
+    with torch.no_grad():
+        last = merged.model(torch.tensor([mixed[0].prompt_token_ids])).last_hidden_state[0, -1]
+    want = torch.nn.functional.normalize(last, dim=0)
+    np.testing.assert_allclose(mixed[0].outputs.embedding, want, atol=1e-5)
+    assert np.abs(np.subtract(mixed[0].outputs.embedding, mixed[1].outputs.embedding)).max() > 0.01
 
 
 def test_examples(monkeypatch, capsys) -> None:

@@ -177,6 +177,14 @@ def test_a_decoder_that_sees_the_whole_prompt(tmp_path: Path) -> None:
             assert_near(found, states(model, ids, attention_mask=torch.zeros(1, 1, len(ids), len(ids))))
 
 
+def test_embeddinggemma_sees_half_a_window_on_either_side(tmp_path: Path) -> None:
+    sizes = {**GEMMA2, "num_hidden_layers": 7, "sliding_window": 12}
+    model = save(hf.Gemma3TextConfig(**sizes, use_bidirectional_attention=True), tmp_path)
+    with start(tmp_path, override_pooler_config={"pooling_type": "ALL", "normalize": False}) as llm:
+        for ids, found in zip(PROMPTS, encode(llm), strict=True):
+            assert_near(found, states(model, ids))
+
+
 def test_reward_heads(tmp_path: Path) -> None:
     """Qwen2's two layers on every token, and on the tokens that end a step; InternLM2's one."""
     model = save(hf.Qwen2Config(**GQA, architectures=["Qwen2ForRewardModel"]), tmp_path / "rm")
