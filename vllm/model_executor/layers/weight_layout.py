@@ -67,7 +67,8 @@ def canonical(tensor: Tensor, layout: WeightLayout, heads: int, kv_heads: int, s
     if layout is WeightLayout.STACKED_TRANSPOSED:
         return tensor.view(shape[0], shape[2], shape[1]).transpose(1, 2)
     if layout is WeightLayout.UNIT_ROWS:
-        return (tensor.float() / tensor.float().norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(tensor.dtype)
+        found: Tensor = (tensor.float() / tensor.float().norm(dim=-1, keepdim=True).clamp_min(1e-12)).to(tensor.dtype)
+        return found
     import torch  # here, so that families can name a layout without it
 
     if layout is WeightLayout.UP_GATE:

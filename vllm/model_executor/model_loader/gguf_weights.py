@@ -90,4 +90,5 @@ def _halves_apart(tensor: Tensor, heads: int, entry: GgufTensor) -> Tensor:
     """Rows of each head: first halves and second halves in turn -> all first halves, then all second ones."""
     if heads < 1 or len(tensor) % (2 * heads):
         raise ValueError(f"{entry.file}: tensor {entry.name!r} of {len(tensor)} rows cannot be cut into {heads} heads.")
-    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+    found: Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+    return found

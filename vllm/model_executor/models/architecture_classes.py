@@ -122,7 +122,8 @@ class ArchitectureModel(nn.Module):
         ids = step.token_ids if input_ids is None else input_ids
         self._embeds = embeds
         try:
-            return self.model(replace(step, token_ids=ids, positions=positions, logits_rows=None), kv_caches)
+            found: Tensor = self.model(replace(step, token_ids=ids, positions=positions, logits_rows=None), kv_caches)
+            return found
         finally:
             self._embeds = None
 

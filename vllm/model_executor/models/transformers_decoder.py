@@ -119,7 +119,8 @@ def build(config: Any, dtype: torch.dtype, *, trust_remote_code: bool, name: str
     stacks = [p for p in module.parameters() if p.dim() == 3]
     if not grouped or any(size * p.element_size() % 16 for p in stacks for size in p.shape[1:]):
         module.config._experts_implementation = "eager"
-    return module.eval().requires_grad_(False)
+    found: nn.Module = module.eval().requires_grad_(False)
+    return found
 
 
 @contextmanager

@@ -77,7 +77,8 @@ class AwqReader(Reader):
 
 def _columns(words: Tensor) -> Tensor:
     """int32 [rows, columns / 8] -> codes [rows, columns]."""
-    return unpack(words, 4, 1).unflatten(1, (-1, 8))[..., list(NIBBLE_OF_COLUMN)].flatten(1)
+    found: Tensor = unpack(words, 4, 1).unflatten(1, (-1, 8))[..., list(NIBBLE_OF_COLUMN)].flatten(1)
+    return found
 
 
 def _padded_words(k: int, group: int) -> int:

@@ -127,7 +127,8 @@ class PackedIntegers(Reader):
         if words.shape[1] == -(-count // (WORD // bits)):
             shifts = torch.arange(0, WORD // bits * bits, bits, dtype=torch.int32)
             codes = (words[..., None] >> shifts) & (2**bits - 1)
-            return codes.flatten(1)[:, :count].to(torch.uint8)
+            found: Tensor = codes.flatten(1)[:, :count].to(torch.uint8)
+            return found
         if words.shape[1] == -(-count * bits // WORD):
             return unpack(words.contiguous(), bits, 1)[:, :count]
         raise ValueError(f"{words.shape[1]} words cannot hold {count} codes of {bits} bits")

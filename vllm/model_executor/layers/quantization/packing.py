@@ -14,12 +14,14 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     if WORD % bits == 0:
         shifts = torch.arange(0, WORD, bits, device=words.device, dtype=torch.int32)
         codes = (words[..., None] >> shifts) & (2**bits - 1)
-        return codes.flatten(-2).to(torch.uint8).movedim(-1, dim)
+        found: Tensor = codes.flatten(-2).to(torch.uint8).movedim(-1, dim)
+        return found
     stream = (words[..., None] >> torch.arange(WORD, device=words.device, dtype=torch.int32)) & 1
     stream = stream.flatten(-2).to(torch.uint8)
     stream = stream[..., : stream.shape[-1] // bits * bits].unflatten(-1, (-1, bits))
     weights = 2 ** torch.arange(bits, device=words.device)
-    return (stream * weights.to(torch.uint8)).sum(-1, dtype=torch.uint8).movedim(-1, dim)
+    found = (stream * weights.to(torch.uint8)).sum(-1, dtype=torch.uint8).movedim(-1, dim)
+    return found
 
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
@@ -28,7 +30,8 @@ def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
     stream = (codes[..., None] >> torch.arange(bits, device=codes.device, dtype=torch.uint8)) & 1
     stream = stream.flatten(-2).unflatten(-1, (-1, WORD)).to(torch.int64)
     words = (stream << torch.arange(WORD, device=codes.device)).sum(-1)
-    return words.to(torch.int32).movedim(-1, dim).contiguous()  # wraps to the same 32 bits
+    found: Tensor = words.to(torch.int32).movedim(-1, dim).contiguous()  # wraps to the same 32 bits
+    return found
 
 
 def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:

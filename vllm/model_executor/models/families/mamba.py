@@ -78,7 +78,8 @@ def _silu(hf: HFConfig) -> str:
     act = hf.get_str("hidden_act")
     if act != "silu":
         raise ValueError(f"{hf.file}: field `hidden_act` is {act!r}, expected 'silu', the only one that mixers have.")
-    return act
+    found: str = act
+    return found
 
 
 def _rank(hf: HFConfig, name: str) -> int:
