@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -215,7 +217,7 @@ class CudaContext:
         graph = torch.cuda.CUDAGraph()
         main, stream = torch.cuda.current_stream(), _recording_stream(self.device)
         stream.wait_stream(main)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_collection():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -234,6 +236,20 @@ class CudaContext:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collections: what one may destroy (graphs and streams of an engine that is gone) spoils a capture
+    in progress.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.cache

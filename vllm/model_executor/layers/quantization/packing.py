@@ -20,8 +20,8 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     stream = stream.flatten(-2).to(torch.uint8)
     stream = stream[..., : stream.shape[-1] // bits * bits].unflatten(-1, (-1, bits))
     weights = 2 ** torch.arange(bits, device=words.device)
-    found = (stream * weights.to(torch.uint8)).sum(-1, dtype=torch.uint8).movedim(-1, dim)
-    return found
+    summed: Tensor = (stream * weights.to(torch.uint8)).sum(-1, dtype=torch.uint8)
+    return summed.movedim(-1, dim)
 
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
