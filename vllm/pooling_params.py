@@ -86,7 +86,12 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, tag="pooling"):
 
     def clone(self) -> PoolingParams:
         """An independent copy."""
-        return copy.deepcopy(self)
+        made = copy.copy(self)
+        for name in _MUTABLE:
+            value = getattr(made, name)
+            if value is not None:
+                setattr(made, name, copy.deepcopy(value))
+        return made
 
     def verify(self, model_config: MatryoshkaModel) -> None:
         """Check what depends on the model. Raises ValueError if it cannot return embeddings of this size."""
@@ -109,6 +114,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, tag="pooling"):
             )
 
 
+# Fields whose values may be changed in place.
+_MUTABLE = ("additional_data", "returned_token_ids", "late_interaction_params", "extra_kwargs", "late_chunking_params")
 _CHECKS: dict[str, Check] = {
     "dimensions": _dimensions,
     "additional_data": plain_data,
