@@ -23,7 +23,7 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 
 def answers(llm: LLM, count: int = 40) -> list[Any]:
-    """Tokens and rounded logprobs of `count` requests of mixed lengths, and some beams."""
+    """Tokens and logprobs of `count` requests of mixed lengths, and some beams."""
     rng = np.random.default_rng(0)
     common = rng.integers(0, VOCAB, 13).tolist()
     prompts, params = [], []
@@ -41,8 +41,8 @@ def answers(llm: LLM, count: int = 40) -> list[Any]:
     found: list[Any] = []
     for _ in range(2):  # the second time much of it is cached
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        found += [(list(o.outputs[0].token_ids), _rounded(o.outputs[0].logprobs)) for o in outputs]
-        found += [_rounded(o.prompt_logprobs) for o in outputs]
+        found += [(list(o.outputs[0].token_ids), _plain(o.outputs[0].logprobs)) for o in outputs]
+        found += [_plain(o.prompt_logprobs) for o in outputs]
     beams = llm.beam_search(prompts[:3], BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True))
     return [*found, [[s.tokens for s in beam.sequences] for beam in beams]]
 
@@ -53,7 +53,21 @@ def preemptions(llm: LLM) -> int:
     return int(core.core.core.scheduler.stats().num_preemptions)
 
 
-def _rounded(entries: Any) -> Any:
+def _plain(entries: Any) -> Any:
     if entries is None:
         return None
-    return [e and {token: round(float(lp.logprob), 2) for token, lp in e.items()} for e in entries]
+    return [e and {token: float(lp.logprob) for token, lp in e.items()} for e in entries]
+
+
+def differences(found: Any, expected: Any, where: str = "") -> list[str]:
+    """Where two answers differ: tokens at all, logprobs by more than sums in another order can explain."""
+    if isinstance(expected, float):
+        return [] if abs(found - expected) < 1e-3 else [f"{where}: {found} for {expected}"]
+    if isinstance(expected, dict):
+        found, expected = sorted(found.items()), sorted(expected.items())
+    if isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            return [f"{where}: {len(found)} for {len(expected)}"]
+        pairs = enumerate(zip(found, expected, strict=True))
+        return [line for i, (a, b) in pairs for line in differences(a, b, f"{where}.{i}")]
+    return [] if found == expected else [f"{where}: {found!r} for {expected!r}"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed.workload import answers, engine
+from tests.distributed.workload import answers, differences, engine
 from tests.executor.test_pipeline import save
 
 PROGRAM = """
@@ -24,7 +24,7 @@ Path(sys.argv[2], os.environ["RANK"]).write_text(json.dumps(found))
 
 def test_every_process_gives_the_answers_of_one(tmp_path: Path) -> None:
     folder = save("gpt2", tmp_path / "model")
-    expected = json.loads(json.dumps(answers(engine(folder), 8)))
+    expected = json.loads(json.dumps(answers(engine(folder), 8)))  # keys become texts
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
@@ -34,4 +34,5 @@ def test_every_process_gives_the_answers_of_one(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [expected, expected]
+    for rank in range(2):
+        assert differences(json.loads((tmp_path / str(rank)).read_text()), expected) == []
