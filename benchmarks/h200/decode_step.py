@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.h200.timing import capture, ceilings, device_ms
 from benchmarks.h200.tune_decode import Bench
+from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import precompile
 from vllm.worker.decode_weights import Linear, MoeWeights, ProgramWeights
 
@@ -25,9 +26,10 @@ def bytes_read(w: ProgramWeights, rows: int, context: int) -> int:
     """Of weights and cached keys and values, each once."""
 
     def size(*parts: Linear) -> int:
-        return sum(part.weight.numel() * part.weight.element_size() for part in parts)
+        weights = [part.weight for part in parts]
+        return sum(w.num_bytes if isinstance(w, PackedWords) else w.numel() * w.element_size() for w in weights)
 
-    total = size(w.head)
+    total = size(Linear(w.head))
     for layer in w.layers:
         ffn, cache = layer.ffn, layer.attention.cache
         total += size(layer.qkv, layer.o) + 2 * rows * context * cache.shape[2] * cache.shape[4] * 2
@@ -52,9 +54,11 @@ def profile(run: Callable[[], object]) -> list[tuple[str, int, float]]:
     return [(e.key[:60], e.count, round(e.self_device_time_total, 1)) for e in events if e.self_device_time_total]
 
 
-def measure(folder: str, rows: int, context: int, profiled: bool) -> tuple[float, int, list[tuple[str, int, float]]]:
+def measure(
+    folder: str, rows: int, context: int, weights: str, profiled: bool
+) -> tuple[float, int, list[tuple[str, int, float]]]:
     """Milliseconds of the step, the bytes that it must read, and its kernels if they are wanted."""
-    bench = Bench(folder, rows, context, "cuda")
+    bench = Bench(folder, rows, context, "cuda", weights)
     program = bench.program()
     with torch.inference_mode():
         graph = capture(lambda: program.run(bench.table, token_ids=bench.ids))
@@ -67,23 +71,25 @@ def main() -> None:
     parser.add_argument("--models", required=True, help="folders, separated by commas")
     parser.add_argument("--rows", default="1,32,256")
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--weights", default="plain", choices=("plain", "int4", "int4/32", "int8", "fp8"))
     parser.add_argument("--profile", default="", help="numbers of rows")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     cases = [(m, int(r)) for m in args.models.split(",") for r in args.rows.split(",")]
 
     def dry(folder: str, rows: int) -> None:
-        bench = Bench(folder, rows, args.context, "meta")
+        bench = Bench(folder, rows, args.context, "meta", args.weights)
         bench.program().run(bench.table, token_ids=bench.ids)
 
     compiling = precompile([lambda c=c: dry(*c) for c in cases], [], 90)  # type: ignore[misc]
     print(f"compiled in {compiling.wait():.1f} s", flush=True)
     found = ceilings()
-    result: dict = {"device": torch.cuda.get_device_name(), "context": args.context, "ceilings": found, "steps": {}}
+    result: dict = {"device": torch.cuda.get_device_name(), "context": args.context, "weights": args.weights}
+    result |= {"ceilings": found, "steps": {}}
     torch.cuda.empty_cache()
     profiled = [int(n) for n in args.profile.split(",") if n]
     for folder, rows in cases:
-        ms, size, kernels = measure(folder, rows, args.context, rows in profiled)
+        ms, size, kernels = measure(folder, rows, args.context, args.weights, rows in profiled)
         floor = size / found["read_GBs"] / 1e6
         result["steps"][f"{Path(folder).name}/{rows}"] = {"ms": ms, "floor_ms": floor, "kernels": kernels}
         print(f"{Path(folder).name:16} rows {rows:4}  {ms:8.3f} ms   floor {floor:7.3f}", flush=True)

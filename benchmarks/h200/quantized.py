@@ -1,6 +1,6 @@
 """Products with 4- and 8-bit weights on a GPU, beside bf16 and beside what reading the weight takes.
 
-    python -m benchmarks.h200.quantized [--shapes 8b|small] [--rows 1 8 32 64 256 2048]
+    python -m benchmarks.h200.quantized [--shapes 8b|small] [--rows 1 8 32 64 256 2048] [--tune tilings.json]
 
 Each line: microseconds of a product inside a CUDA graph (weights in turn, so that none stays in the cache), and the
 share of the memory's bandwidth at which the packed weight was read.
@@ -9,6 +9,8 @@ share of the memory's bandwidth at which the packed weight was read.
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 
 import torch
 
@@ -16,6 +18,10 @@ from benchmarks.h200.timing import graph_ms
 from vllm.ops.linear import linear
 from vllm.ops.quantized_weights import round_to_groups
 from vllm.ops.triton import quantized, register
+from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Stream, run_product
+from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.packed_linear import PackedWords
+from vllm.ops.triton.precompile import precompile
 
 SHAPES = {
     "8b": [("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336)],
@@ -29,7 +35,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 2048])
+    parser.add_argument("--tune", default="", help="try tilings of the decode step's products, and write them here")
+    parser.add_argument("--kinds", nargs="+", default=["int4", "fp8"])
     args = parser.parse_args()
+    if args.tune:
+        compile_ahead(args.rows, SHAPES[args.shapes], args.kinds)
+        result = {}
+        for kind in args.kinds:
+            for name, n, k in SHAPES[args.shapes]:
+                for rows in args.rows:
+                    outputs = n // 2 if MODES[name] == GATED else n
+                    found = tune(name, rows, outputs, k, MODES[name], kind)
+                    result[f"{kind}/{name}/{rows}"] = [(us, asdict(t)) for us, t in found]
+                    with open(args.tune, "w") as f:
+                        json.dump(result, f)
+        return
     register()
     torch.manual_seed(0)
     for name, n, k in SHAPES[args.shapes]:
@@ -54,6 +74,93 @@ def main() -> None:
                 figures.append(f"{label} {seconds * 1e6:8.1f} us {100 * size / BANDWIDTH / seconds:3.0f} %")
                 del copies
             print(f"{name:8} {n} x {k} rows {rows:5}: " + "   ".join(figures), flush=True)
+
+
+def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
+    """Those worth a try."""
+    found = []
+    for width, warps in ((64, 4), (128, 8), (64, 2), (32, 2)):
+        depth = 64 if rows > 64 else max(16, rows)
+        tiles = -(-outputs // width) * -(-rows // depth)
+        splits = [split for split in (1, 2, 4, 8) if split == 1 or (rows <= 64 and 200 < tiles * split < 1100)]
+        found += [Tiling(False, width, depth, warps, split, stages, ahead=2) for split in splits for stages in (2, 3)]
+    return found
+
+
+def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tuple[float, Tiling]]:
+    """Microseconds of a product by tiling, with programmatic launch, weights in turn; the best first."""
+    gated = mode == GATED
+    x, out = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (k, n))
+    copies = 12
+    weights = [random_words(n * (2 if gated else 1), k, kind, x.device) for _ in range(copies)]
+    tiles = 2 * n // 64 + 1
+    best, found = torch.empty(rows, tiles, device="cuda"), []
+    part = torch.empty(16 * max(64, rows) * n * 2, device="cuda")
+    arrived = torch.zeros(tiles, dtype=torch.int32, device="cuda")
+    s = Stream(rows, n, out, torch.empty_like(out), best, part, arrived, best, best.int(), best)
+    weight = torch.ones(n, device="cuda", dtype=torch.bfloat16)
+    for t in tilings(rows, n, gated):
+        if weights[0].words.shape[0] < t.split:
+            continue
+        products = [Product(w, None, mode, t, "silu" if gated else None) for w in weights]
+
+        def run(products: list[Product] = products) -> None:
+            for p in products:
+                run_product(p, s, x, out, weight if mode == RESIDUAL else None, pdl=True)
+
+        try:
+            found.append((graph_ms(run, reps=5) * 1e3 / copies, t))
+        except Exception as error:  # a tile that does not fit this chip
+            print(f"    {t}: {type(error).__name__}", flush=True)
+    found.sort(key=lambda pair: pair[0])
+    size = weights[0].num_bytes
+    print(f"{label} {kind} rows {rows}: floor {size / BANDWIDTH * 1e6:.1f} us", flush=True)
+    for us, t in found[:4]:
+        print(f"    {us:7.2f} us  {(t.rows, t.depth, t.warps, t.split, t.stages, t.ahead)}")
+    return found
+
+
+def random_words(n: int, k: int, kind: str, device: torch.device) -> PackedWords:
+    """A packed [n, k] weight of the kind "int4", "int8" (groups of 128) or "fp8" (a scale for each output); "int4/32":
+    with 32 words a block.
+    """
+    words = PackedWords.__new__(PackedWords)
+    words.format, _, width = kind.partition("/")
+    words.shape, words.order, words.offsets = torch.Size((n, k)), None, None
+    size = int(width or 64)
+    block = size * (8 if words.format == "int4" else 4)
+    blocks = -(-k // block)
+    words.group = blocks * block if words.format == "fp8" else 128
+    words.words = torch.randint(-(1 << 31), (1 << 31) - 1, (blocks, n, size), dtype=torch.int32, device=device)
+    words.scales = torch.full((blocks * block // words.group, n), 0.002, dtype=torch.float16, device=device)
+    words.num_bytes = 4 * words.words.numel() + 2 * words.scales.numel()
+    return words
+
+
+MODES = {"qkv": STORE, "o": RESIDUAL, "gate_up": GATED, "down": RESIDUAL}
+
+
+def compile_ahead(rows: list[int], shapes: list[tuple[str, int, int]], kinds: list[str]) -> None:
+    """Every variant that `tune` will launch, by many processes."""
+
+    def dry(name: str, n: int, k: int, count: int, kind: str) -> None:
+        mode = MODES[name]
+        gated = mode == GATED
+        meta = torch.device("meta")
+        words = random_words(n, k, kind, meta)
+        outs = n // 2 if gated else n
+        x, out = (torch.empty(count, size, device=meta, dtype=torch.bfloat16) for size in (k, outs))
+        best, ints = torch.empty(count, 9, device=meta), torch.empty(9, dtype=torch.int32, device=meta)
+        s = Stream(count, outs, out, out, best, best, ints, best, ints, best)
+        for t in tilings(count, outs, gated):
+            p = Product(words, None, mode, t, "silu" if gated else None)
+            run_product(p, s, x, out, out if mode == RESIDUAL else None, pdl=True)
+
+    runs = [
+        lambda c=(name, n, k, count, kind): dry(*c)
+        for name, n, k in shapes for count in rows for kind in kinds
+    ]  # fmt: skip
+    precompile(runs, [], 90).wait()
 
 
 def _copy(weight):

@@ -16,16 +16,18 @@ from typing import Any
 
 import torch
 
+from benchmarks.h200.quantized import random_words, tilings
 from benchmarks.h200.timing import capture, device_ms
 from vllm.config.hf import HFConfig
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.ops.triton.decode_linear import Tiling
+from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import precompile
 from vllm.ops.triton.wide_linear import WideTiling
 from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, StepTiling, choose_step_tiling
-from vllm.worker.decode_weights import MlpWeights, ProgramWeights, read_weights
+from vllm.worker.decode_weights import LayerWeights, Linear, MlpWeights, ProgramWeights, read_weights
 
 BLOCK = 16
 
@@ -37,6 +39,7 @@ def vectors() -> list[Tiling]:
             (1, 2048, 4, 2), (2, 512, 4, 2), (2, 1024, 4, 1), (2, 1024, 4, 2), (2, 2048, 4, 2), (4, 512, 4, 2),
             (4, 1024, 4, 1), (4, 1024, 4, 2), (4, 1024, 8, 1), (4, 2048, 8, 1), (8, 512, 4, 1), (8, 512, 4, 2),
             (8, 1024, 4, 1), (8, 1024, 8, 1), (8, 1024, 8, 2), (16, 512, 8, 1), (16, 1024, 8, 1), (32, 256, 8, 1),
+            (8, 256, 4, 2), (16, 256, 4, 1), (16, 256, 4, 2), (16, 512, 8, 2), (16, 512, 4, 1),
         )
         for whole in (False, True)
     ]  # fmt: skip
@@ -69,14 +72,16 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
             return []
         part, gated = getattr(layer.ffn, name), name == "up" and layer.ffn.gated
     else:
-        part = w.head if name == "head" else getattr(layer, name)
+        part = Linear(w.head) if name == "head" else getattr(layer, name)
     outputs, inputs = part.weight.shape[0] // (2 if gated else 1), part.weight.shape[1]
+    if isinstance(part.weight, PackedWords):
+        return tilings(rows, outputs, gated)
     splits = (1, 2, 4) if name in ("o", "down") else (1, 2) if name == "qkv" else (1,)
     tried = [t for t in skinnies(splits) if inputs % (t.depth * t.split) == 0]
     if gated:
         tried = [t for t in tried if outputs % t.rows == 0 and (2 * t.rows + 16) * t.depth * 2 * t.stages < 200_000]
     if rows == 1:
-        tried = vectors() + [t for t in tried if t.stages == 3]
+        tried = vectors()
     programs = [-(-outputs // t.rows) * t.split for t in tried]
     return [t for t, n in zip(tried, programs, strict=True) if n >= 48]
 
@@ -110,10 +115,26 @@ class Table:
         self.tables = [table.view(rows, blocks)] * groups  # with as many tensors as layers, nobody is in the way
 
 
+def packed(w: ProgramWeights, kind: str) -> ProgramWeights:
+    """The same step with random packed weights; kind: as of `random_words`."""
+
+    def pack(part: Linear) -> Linear:
+        return Linear(random_words(*part.weight.shape, kind, part.weight.device), part.bias)
+
+    def layer(old: LayerWeights) -> LayerWeights:
+        ffn = old.ffn
+        if isinstance(ffn, MlpWeights):
+            ffn = replace(ffn, up=pack(ffn.up), down=pack(ffn.down))
+        return replace(old, qkv=pack(old.qkv), o=pack(old.o), ffn=ffn)
+
+    return replace(w, layers=tuple(layer(old) for old in w.layers))
+
+
 class Bench:
     weights: ProgramWeights | None
 
-    def __init__(self, folder: str, rows: int, context: int, device: str) -> None:
+    def __init__(self, folder: str, rows: int, context: int, device: str, kind: str = "plain") -> None:
+        """kind: of the layers' weights, plain or as of `random_words`."""
         hf = HFConfig.load(Path(folder))
         spec = ModelRegistry.resolve(hf.architectures).decoder(hf)
         if device == "meta":
@@ -129,7 +150,10 @@ class Bench:
         for i, block in enumerate(blocks):
             block.attn.place = replace(block.attn.place, tensor=i)  # a tensor for each layer, also of several groups
         self.caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in spec.blocks]
-        self.model, self.weights = model, read_weights(model, self.caches)
+        self.model: DecoderModel | None = model
+        self.weights = read_weights(model, self.caches)
+        if kind != "plain" and self.weights is not None:
+            self.weights, self.model = packed(self.weights, kind), None
         self.rows = rows
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.positions = torch.full((rows,), context, dtype=torch.int32, device=device)
@@ -164,25 +188,32 @@ def changes(name: str, rows: int, w: ProgramWeights) -> list[dict[str, Any]]:
     return [{name: t} for t in candidates(name, rows, w)]
 
 
-def all_tilings(w: ProgramWeights, rows: int) -> list[StepTiling]:
+def all_tilings(w: ProgramWeights, rows: int, parts: list[str]) -> list[StepTiling]:
     start = choose_step_tiling(w, rows, 4096)
-    parts = FEW if rows <= MAX_ROWS else MANY
     return [start] + [replace(start, **change) for name in parts for change in changes(name, rows, w)]
 
 
-def dry(folder: str, rows: int, context: int) -> None:
-    bench = Bench(folder, rows, context, "meta")
-    for tiling in all_tilings(bench.weights, rows):
+def parts_of(rows: int, wanted: str) -> list[str]:
+    return [part for part in (FEW if rows <= MAX_ROWS else MANY) if not wanted or part in wanted.split(",")]
+
+
+def dry(folder: str, rows: int, context: int, kind: str, parts: str) -> None:
+    bench = Bench(folder, rows, context, "meta", kind)
+    if bench.weights is None:
+        raise ValueError("The fused step does not cover this model.")
+    for tiling in all_tilings(bench.weights, rows, parts_of(rows, parts)):
         bench.program(tiling).run(bench.table, token_ids=bench.ids)
 
 
-def tune(folder: str, rows: int, context: int, seconds: float) -> dict:
-    bench = Bench(folder, rows, context, "cuda")
+def tune(folder: str, rows: int, context: int, kind: str, parts: str, seconds: float) -> dict:
+    bench = Bench(folder, rows, context, "cuda", kind)
+    if bench.weights is None:
+        raise ValueError("The fused step does not cover this model.")
     best = choose_step_tiling(bench.weights, rows, 4096)
     first = least = bench.milliseconds(best, 20)
     end = time.perf_counter() + seconds
     print(f"{folder} rows {rows} context {context}: default {first:.4f} ms", flush=True)
-    for name in FEW if rows <= MAX_ROWS else MANY:
+    for name in parts_of(rows, parts):
         tried = [replace(best, **change) for change in changes(name, rows, bench.weights)]
         times = []
         for tiling in tried:
@@ -206,15 +237,21 @@ def main() -> None:
     parser.add_argument("--models", required=True, help="folders, separated by commas")
     parser.add_argument("--rows", default="1,32")
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--weights", default="plain", choices=("plain", "int4", "int4/32", "int8", "fp8"))
+    parser.add_argument("--parts", default="", help="what to tune, separated by commas; everything by default")
     parser.add_argument("--seconds", type=float, default=60, help="per model and number of rows")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
-    cases = [(m, int(r), args.context) for m in args.models.split(",") for r in args.rows.split(",")]
+    cases = [
+        (m, int(r), args.context, args.weights, args.parts)
+        for m in args.models.split(",")
+        for r in args.rows.split(",")
+    ]
     compiling = precompile([lambda c=c: dry(*c) for c in cases], [], 90)
     print(f"compiled in {compiling.wait():.1f} s", flush=True)
     result = {}
-    for folder, rows, context in cases:
-        result[f"{Path(folder).name}/{rows}/{context}"] = tune(folder, rows, context, args.seconds)
+    for folder, rows, context, kind, parts in cases:
+        result[f"{Path(folder).name}/{kind}/{rows}/{context}"] = tune(folder, rows, context, kind, parts, args.seconds)
         torch.cuda.empty_cache()
         with open(args.out, "w") as f:
             json.dump(result, f, indent=1)

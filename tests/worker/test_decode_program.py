@@ -25,9 +25,12 @@ from vllm.worker.slot_table import SlotTable
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is not chosen", allow_module_level=True)
 
+from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
 from vllm.ops.triton import decode_linear
+from vllm.ops.triton.packed_linear import PackedWords
 from vllm.worker import decode_program, decode_weights
 from vllm.worker.decode_program import DecodeProgram, choose_step_tiling, read_weights
+from vllm.worker.decode_weights import Linear
 
 BLOCK = 16
 LENGTHS = (23, 6)
@@ -176,3 +179,33 @@ def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(flip: Flip):
     if found is not None:
         for ours, want in zip(found, wanted, strict=True):
             assert error(ours, want) < LIMIT
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("walk", ["few", "many", "very many"])
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_packed_weights_give_what_their_numbers_give(kind, walk, monkeypatch):
+    if walk != "few":
+        monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    if walk == "very many":
+        monkeypatch.setattr(decode_program, "MAX_PACKED_ROWS", 0)
+    model = build(BASES["plain"], torch.float32)
+    table, caches, step, slots, positions = setting(model)
+    weights = read_weights(model, [cache.clone() for cache in caches])
+    assert weights is not None
+
+    def packed(part: Linear) -> Linear:
+        dense = part.weight
+        rounded = round_to_fp8(dense, "channel") if kind == "fp8" else round_to_groups(dense, 4, 32, symmetric=False)
+        part.weight.copy_(rounded.dequantize())
+        return replace(part, weight=PackedWords(rounded))
+
+    layers = []
+    for layer in weights.layers:
+        ffn = replace(layer.ffn, up=packed(layer.ffn.up), down=packed(layer.ffn.down))
+        layers.append(replace(layer, qkv=packed(layer.qkv), o=packed(layer.o), ffn=ffn))
+    weights = replace(weights, layers=tuple(layers))
+    program = DecodeProgram(weights, 2, 64, slots, positions, pdl=False)
+    hidden = torch.empty(2, 64)
+    program.run(table, hidden=hidden)
+    assert error(hidden, model(step, caches)) < LIMIT

@@ -34,7 +34,7 @@ from vllm.ops.triton.decode_linear import (
     Product,
     Stream,
     Tiling,
-    choose_tiling,
+    choose_product_tiling,
     run_product,
 )
 from vllm.ops.triton.decode_step import (
@@ -48,6 +48,7 @@ from vllm.ops.triton.decode_step import (
     normalize_rows,
 )
 from vllm.ops.triton.moe import routed_mlp, sum_chosen
+from vllm.ops.triton.packed_linear import PackedWords, dequantize
 from vllm.ops.triton.wide_linear import (
     WideTiling,
     argmax_product,
@@ -61,6 +62,7 @@ from vllm.worker.slot_table import SlotTable
 __all__ = ["DecodeProgram", "ProgramWeights", "StepTiling", "choose_step_tiling", "read_weights"]
 
 MAX_ROWS = 64  # with more, cuBLAS reads the weights as fast as our own products and multiplies faster
+MAX_PACKED_ROWS = 64  # with more, a packed weight is written as numbers first
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
     ffn, (_, _, kv_heads, _, head_dim) = layer.ffn, layer.attention.cache.shape
 
     def product(part: Linear, mode: int) -> Tiling:
-        outputs, inputs = part.weight.shape
-        return choose_tiling(rows, outputs // (2 if mode == GATED else 1), inputs, mode)
+        return choose_product_tiling(rows, part.weight, mode)
 
     windows = [layer.attention.window for layer in w.layers]
     if None not in windows:
@@ -103,14 +104,14 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
     large = head_dim > 128  # one tile of keys takes the room of two
     # with more warps and a tile in registers attention is faster, but the programs of the next product have less room:
     # that pays where they need little
-    light = layer.o.weight.numel() <= 1 << (22 if rows == 1 else 21)
+    light = layer.o.weight.shape.numel() <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
     o = product(layer.o, RESIDUAL)
     wide_gate = None
     if isinstance(ffn, MlpWeights):
         up, down = product(ffn.up, GATED if ffn.gated else STORE), product(ffn.down, RESIDUAL)
-        if alone and ffn.gated and ffn.up.bias is None:
+        if alone and ffn.gated and ffn.up.bias is None and isinstance(ffn.up.weight, Tensor):
             wide_gate = choose_wide_gate(rows, *ffn.up.weight.shape)
     else:
         up, down = product(ffn.router, STORE), o
@@ -119,14 +120,14 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
         o,
         up,
         down,
-        product(w.head, ARGMAX),
+        product(Linear(w.head), ARGMAX),
         splits,
         tile=64 if few and not large else 32,
         warps=4 if large or (few and light) else 2 if few else 1,
         stages=2,
         early=few and light and not large,
         wide_gate=wide_gate,
-        wide_head=choose_wide_head(rows) if alone and w.head.bias is None else None,
+        wide_head=choose_wide_head(rows) if alone and w.head_bias is None else None,
     )
 
 
@@ -156,7 +157,7 @@ class DecodeProgram:
         self._tiling = t = choose_step_tiling(weights, rows, width) if tiling is None else tiling
         self._alone, self._few = weights.tp.world == 1, rows <= MAX_ROWS
         self._products = [self._layer_products(layer) for layer in weights.layers]
-        self._head = Product(weights.head.weight, weights.head.bias, ARGMAX, t.head)
+        self._head = Product(weights.head, weights.head_bias, ARGMAX, t.head)
         first = self._products[0]
         products = [p for p in (first.qkv, first.o, first.up, first.down, self._head) if p is not None]
         attn, embedding = weights.layers[0].attention, weights.entrance.embedding
@@ -167,10 +168,10 @@ class DecodeProgram:
 
         fp32, int32 = torch.float32, torch.int32
         tile_rows = max(16, 1 << (rows - 1).bit_length())
-        part = max(p.tiling.split * tile_rows * p.outputs if p.tiling.split > 1 else 1 for p in products)
+        part = max(p.tiling.split * tile_rows * p.weight.shape[0] if p.tiling.split > 1 else 1 for p in products)
         tiles = max(p.tiles for p in products)
         if t.wide_head is not None:
-            tiles = max(tiles, -(-weights.head.weight.shape[0] // t.wide_head.outputs))
+            tiles = max(tiles, -(-weights.head.shape[0] // t.wide_head.outputs))
         self._stream = Stream(
             rows, hidden, empty(rows, hidden), empty(rows, hidden), empty(rows, tiles, dtype=fp32),
             empty(part, dtype=fp32), torch.zeros(tiles, dtype=int32, device=device), empty(rows, tiles, dtype=fp32),
@@ -316,15 +317,16 @@ class DecodeProgram:
 
     def _multiply(self, p: Product, x: Tensor | Folded, out: Tensor) -> Tensor:
         """A product with its activation, by our own kernels where they are as fast as others."""
-        if self._few:
+        if self._few or (isinstance(p.weight, PackedWords) and self.rows <= MAX_PACKED_ROWS):
             run_product(p, self._stream, x, out, pdl=self._pdl)
             return out
         if isinstance(x, Folded):
             raise RuntimeError("A norm is folded into products of few rows only.")
-        if p.mode == GATED and p.act is not None and self._tiling.wide_gate is not None:
-            gated_product(x, p.weight, out, p.act, self._tiling.wide_gate, pdl=self._pdl)
+        wide, weight = self._tiling.wide_gate, p.weight
+        if p.mode == GATED and p.act is not None and wide is not None and isinstance(weight, Tensor):
+            gated_product(x, weight, out, p.act, wide, pdl=self._pdl)
             return out
-        y: Tensor = linear(x, p.weight, p.bias)
+        y: Tensor = linear(x, weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype), p.bias)
         if p.act is not None:
             y = activate_gated(y, p.act) if p.mode == GATED else activate(y, p.act)
         return y
@@ -374,9 +376,9 @@ class DecodeProgram:
         elif isinstance(x, Folded):
             raise RuntimeError("A norm is folded into products of few rows only.")
         elif wide is not None:
-            tiles = argmax_product(x, w.head.weight, s.best, s.best_at, s.sums, wide, pdl=self._pdl)
+            tiles = argmax_product(x, w.head, s.best, s.best_at, s.sums, wide, pdl=self._pdl)
         else:
-            tiles = argmax_tiles(linear(x, w.head.weight, w.head.bias, torch.float32), s.best, s.best_at, s.sums)
+            tiles = argmax_tiles(linear(x, w.head, w.head_bias, torch.float32), s.best, s.best_at, s.sums)
         slots, positions, written = self._slots, self._positions, (table.tokens, table.device_lengths, token_ids, turns)
         if self._alone:
             choose_tokens(slots, positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, *written, pdl=pdl)
@@ -388,7 +390,7 @@ class DecodeProgram:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] fp32, of all ranks."""
         w = self.weights
-        logits: Tensor = linear(hidden, w.head.weight, w.head.bias, torch.float32)
+        logits: Tensor = linear(hidden, w.head, w.head_bias, torch.float32)
         if w.tp.world > 1:
             logits = w.tp.all_gather(F.pad(logits, (0, w.head_rows - logits.shape[1])))[:, : w.vocab_size]
         if w.logit_scale != 1.0:

@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import ACTIVATIONS
 from vllm.model_executor.layers.expert_method import UnquantizedExpertMethod
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
 from vllm.model_executor.models.spec import (
     Attn,
     Block,
@@ -33,6 +34,7 @@ from vllm.ops.triton.decode_attention import DecodeAttention
 from vllm.ops.triton.decode_join import NormWeights
 from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, supports
 from vllm.ops.triton.decode_step import Entrance
+from vllm.ops.triton.packed_linear import PackedWords
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.decoder import DecoderModel
@@ -40,9 +42,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight: [out, in].   bias: [out], None for none, also where another rank adds it."""
+    """weight: [out, in], packed or not.   bias: [out], None for none, also where another rank adds it."""
 
-    weight: Tensor
+    weight: Tensor | PackedWords
     bias: Tensor | None = None
 
 
@@ -91,7 +93,8 @@ class ProgramWeights:
 
     layers: tuple[LayerWeights, ...]
     entrance: Entrance
-    head: Linear
+    head: Tensor
+    head_bias: Tensor | None
     norm: NormWeights
     vocab_size: int
     first_row: int
@@ -203,12 +206,15 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
         return None
     model = cast("DecoderModel", model)
     tp = model.tp
+    if "logits" not in model.traits.heads:
+        return None
     same = all(cache.dtype == model.dtype for cache in kv_caches)
     if spec.norm is None or not covers(spec) or not same or not (model.head.plain and model.embed.plain):
         return None
     if not supports(model.head.weight.data, ARGMAX):
         return None
-    head_rows = len(model.head.weight.data)
+    head_weight: Tensor = model.head.weight.data
+    head_rows = len(head_weight)
     if spec.vocab_size <= (tp.world - 1) * head_rows:  # the last rank has padding only
         return None
     blocks: Iterable[Any] = model.blocks
@@ -225,7 +231,8 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
     return ProgramWeights(
         known,
         Entrance(model.embed.weight.data, first_row, model.embed_scale, places, first_place, spec.scale_positions),
-        Linear(model.head.weight.data[mine], bias),
+        head_weight[mine],
+        bias,
         _norm_weights(model.norm, spec.norm),
         spec.vocab_size,
         first_row,
@@ -278,12 +285,20 @@ def _ffn(ffn: Any) -> MlpWeights | MoeWeights | None:
 
 def _plain(linear: Any, mode: int) -> Linear | None:
     """The linear layer's weight and the bias that this rank adds, if they are ones that the kernels can read."""
-    if not isinstance(linear.method, UnquantizedLinearMethod) or linear.packed is not None or linear.skip_bias_add:
+    if linear.skip_bias_add:
         return None
-    if not supports(linear.weight.data, mode):
-        return None
+    if isinstance(linear.method, QuantizedLinearMethod):
+        weight = linear.packed[0].weight if len(linear.packed) == 1 else None  # unlike parts are products of their own
+        if type(weight) is not PackedWords or weight.order is not None:
+            return None
+    else:
+        if not isinstance(linear.method, UnquantizedLinearMethod) or linear.packed is not None:
+            return None
+        weight = linear.weight.data
+        if not supports(weight, mode):
+            return None
     mine = linear.bias is not None and (mode != RESIDUAL or linear.tp.is_first)
-    return Linear(linear.weight.data, linear.bias.data if mine else None)
+    return Linear(weight, linear.bias.data if mine else None)
 
 
 def _norm_weights(norm: Any, spec: Norm) -> NormWeights:

@@ -139,3 +139,14 @@ def test_rows_of_nan_disturb_no_other_row():
     fine = [0, 1, 3, 4, 5]
     torch.testing.assert_close(weights[fine], ops.route.reference(logits[fine], 2, True)[0])
     assert ((s.home >= 0) & (s.home < 12)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("experts", "top_k", "inter"), [(8, 2, 64), (5, 3, 40)])
+def test_a_decode_steps_experts_match_the_reference(tokens, experts, top_k, inter):
+    x, logits = torch.randn(tokens, 48), torch.randn(tokens, experts)
+    gate_up, down = torch.randn(experts, 2 * inter, 48) / 7, torch.randn(experts, 48, inter) / 7
+    outputs, weights, home = kernels.routed_mlp(x, logits, gate_up, down, top_k, True, "gelu_tanh")
+    got = kernels.sum_chosen(outputs, weights, home)
+    want = ops.expert_mlp.reference(x, *ops.route.reference(logits, top_k, True), gate_up, down, "gelu_tanh")
+    assert error(got, want) < 1e-5

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from vllm.ops.quantized import DenseWeight
 from vllm.ops.quantized_weights import GroupedWeight, round_to_fp8, round_to_groups
 from vllm.ops.triton import quantized as kernels
+from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, run_product
+from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.packed_linear import PackedWords
 
 
 def error(got, want):
@@ -16,7 +20,7 @@ def error(got, want):
 
 @pytest.mark.parametrize("rows", [1, 5, 17, 64, 70])
 @pytest.mark.parametrize(
-    ("bits", "group", "symmetric"), [(4, 128, True), (4, 32, False), (8, 16, True), (8, -1, False)]
+    ("bits", "group", "symmetric"), [(4, 128, True), (4, 32, False), (8, 16, True), (8, -1, False), (4, 96, True)]
 )
 def test_products_match_the_numbers(rows, bits, group, symmetric):
     weight = round_to_groups(torch.randn(100, 384), bits, group, symmetric=symmetric)
@@ -30,10 +34,37 @@ def test_products_match_the_numbers(rows, bits, group, symmetric):
     assert error(wide, want + bias.float()) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric"), [(4, 128, True), (4, 32, False), (8, 16, True), (8, -1, False), (0, 0, True)]
+)
+def test_what_follows_a_product(bits, group, symmetric):
+    rows, hidden, inner = 3, 96, 64
+
+    def rounded(n, k):
+        dense = torch.randn(n, k) * k**-0.5
+        return round_to_fp8(dense, "channel") if bits == 0 else round_to_groups(dense, bits, group, symmetric=symmetric)
+
+    up, down, x, h, norm = rounded(2 * inner, hidden), rounded(hidden, inner), *torch.randn(3, rows, hidden)
+    best, mlp = torch.empty(rows, 16), torch.empty(rows, inner)
+    arrived = torch.zeros(16, dtype=torch.int32)
+    part = torch.empty(8 * 16 * 2 * hidden)
+    s = Stream(rows, hidden, h.clone(), torch.empty_like(h), torch.empty(rows, 16), part, arrived, best, best, best)
+    t = Tiling(False, 32, 16, 4, 2)
+    bias = torch.randn(2 * inner)
+    run_product(Product(PackedWords(up), bias, GATED, t, "silu"), s, x, mlp)
+    gate, part = F.linear(x, up.dequantize(), bias).chunk(2, 1)
+    torch.testing.assert_close(mlp, F.silu(gate) * part, rtol=1e-4, atol=1e-4)
+    run_product(Product(PackedWords(down), None, RESIDUAL, t), s, mlp, s.h, norm[0])
+    want = h + F.linear(mlp, down.dequantize())
+    torch.testing.assert_close(s.h, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(s.scaled, want * norm[0], rtol=1e-4, atol=1e-4)
+    assert not s.arrived.any()
+
+
 def test_the_weight_as_numbers_is_exact():
     weight = round_to_groups(torch.randn(70, 256), 4, 64, symmetric=False)
     packed = kernels.pack(weight, torch.float32)
-    torch.testing.assert_close(kernels.dequantize(packed, torch.float32), weight.dequantize().T, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(kernels.dequantize(packed, torch.float32), weight.dequantize(), rtol=1e-6, atol=1e-6)
 
 
 def test_inputs_in_another_order():
@@ -59,3 +90,13 @@ def test_what_the_kernel_does_not_know_becomes_numbers():
         packed = kernels.pack(weight, torch.float16)
         assert type(packed) is DenseWeight
         assert error(kernels.multiply(x, packed), x.float() @ weight.dequantize().T) < 2e-3
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_products_with_float8_weights(per, rows):
+    weight = round_to_fp8(torch.randn(40, 200), per)
+    x = torch.randn(rows, 200).half()
+    packed = PackedWords(weight)
+    assert error(kernels.multiply(x, packed), x.float() @ weight.dequantize().T) < 2e-3
+    torch.testing.assert_close(kernels.dequantize(packed, torch.float32), weight.dequantize(), rtol=1e-6, atol=1e-6)

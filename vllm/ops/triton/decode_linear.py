@@ -25,7 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
-from vllm.ops.triton.activation import KINDS, apply_activation
+from vllm.ops.triton.activation import KINDS
+from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows
+from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
 _PROGRAMS = 132  # one for every processor of a large device
@@ -50,21 +52,6 @@ def _prefetch(rows, first, COLUMNS: tl.constexpr, BN: tl.constexpr):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def _inverse_rms(squares, rows, keep, tiles, width, eps):
-    """1 / rms of rows whose squares were summed in `tiles` parts. squares: [rows, tiles] fp32."""
-    j = tl.arange(0, 64)
-    total = tl.zeros([rows.shape[0]], tl.float32)
-    for first in range(0, tiles, 64):
-        part = tl.load(
-            squares + rows[:, None] * tiles + first + j[None, :],
-            mask=keep[:, None] & (first + j[None, :] < tiles),
-            other=0.0,
-        )
-        total += tl.sum(part, 1)
-    return tl.rsqrt(total / width + eps)
 
 
 @triton.jit
@@ -121,38 +108,13 @@ def _gemv_kernel(
         if MODE == 1:
             up += b.to(tl.float32) * xv[None, :]
     y = tl.sum(acc, 1)
-    if NORM:
-        j = tl.arange(0, SQUARES)
-        total = tl.sum(tl.load(squares_in + j, mask=j < tiles_in, other=0.0), 0)
-        y = y * tl.rsqrt(total / WIDTH + eps)
-        if MODE == 1:
-            u = tl.sum(up, 1) * tl.rsqrt(total / WIDTH + eps)
-    elif MODE == 1:
+    u = y
+    if MODE == 1:
         u = tl.sum(up, 1)
-    if BIAS:
-        y += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
-        if MODE == 1:
-            u += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)
-    if ACT >= 0:
-        y = apply_activation(y, ACT)
-    if MODE == 0:
-        tl.store(out + n, y.to(out.dtype.element_ty), mask=in_n)
-    elif MODE == 1:
-        tl.store(out + n, (y * u).to(out.dtype.element_ty), mask=in_n)
-    elif MODE == 2:
-        r = y.to(h.dtype.element_ty).to(tl.float32) * scale + tl.load(h + n, mask=in_n, other=0.0).to(tl.float32)
-        r = r.to(h.dtype.element_ty)
-        tl.store(h + n, r, mask=in_n)
-        if NEXT:
-            f = r.to(tl.float32)
-            g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)
-            tl.store(scaled + n, g.to(scaled.dtype.element_ty), mask=in_n)
-            tl.store(squares_out + pid, tl.sum(f * f, 0))
-    else:
-        tl.store(sums + pid, tl.sum(y, 0))
-        top, at = tl.max(tl.where(in_n, y, -float("inf")), 0, return_indices=True)
-        tl.store(best + pid, top)
-        tl.store(best_at + pid, pid * BN + at)
+    finish_row(
+        y, u, n, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
+        sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, SQUARES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles_in", "M"])
@@ -169,7 +131,6 @@ def _skinny_kernel(
     pid = tl.program_id(0)
     share = tl.program_id(1)
     SHARE: tl.constexpr = K // SPLIT
-    TILES: tl.constexpr = (N + BN - 1) // BN
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
     m = tl.arange(0, BM)
@@ -205,62 +166,23 @@ def _skinny_kernel(
         acc = tl.zeros([BN, BM], tl.float32)
         for s in tl.static_range(SPLIT):
             acc += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
-    if NORM:
-        rstd = _inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
-        acc = acc * rstd[None, :]
-        if MODE == 1:
-            up = up * rstd[None, :]
-    if BIAS:
-        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-        if MODE == 1:
-            up += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    if ACT >= 0:
-        acc = apply_activation(acc, ACT)
-    if MODE == 0:
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
-    elif MODE == 1:
-        tl.store(out + at, (acc * up).to(out.dtype.element_ty), mask=keep)
-    elif MODE == 2:
-        r = acc.to(h.dtype.element_ty).to(tl.float32) * scale + tl.load(h + at, mask=keep, other=0.0).to(tl.float32)
-        r = r.to(h.dtype.element_ty)
-        tl.store(h + at, r, mask=keep)
-        if NEXT:
-            f = r.to(tl.float32)
-            g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-            tl.store(scaled + at, g.to(scaled.dtype.element_ty), mask=keep)
-            tl.store(squares_out + m * TILES + pid, tl.sum(f * f, 0), mask=in_m)
-    else:
-        tl.store(sums + m * TILES + pid, tl.sum(acc, 0), mask=in_m)
-        top, row = tl.max(tl.where(in_n[:, None], acc, -float("inf")), 0, return_indices=True)
-        tl.store(best + m * TILES + pid, top, mask=in_m)
-        tl.store(best_at + m * TILES + pid, pid * BN + row, mask=in_m)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`
-    belong to the other.
-    """
-
-    vector: bool
-    rows: int  # BN, outputs a program
-    depth: int  # BK
-    warps: int
-    split: int = 1
-    stages: int = 3
-    unroll: int = 1
-    whole: bool = False  # without masks, if the tiles divide the product
-    ahead: int = 0  # columns of its weights that a program asks for before it waits for its predecessor
+    if MODE != 1:
+        up = acc
+    finish_rows(
+        acc, up, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
+        best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a decode step: weight [outputs (2 x outputs for GATED), inputs], bias [its rows] or None.
+    """One product of a decode step: weight [outputs (2 x outputs for GATED), inputs], packed or not, bias [its rows] or
+    None.
 
     act: of STORE and GATED, as in `ops.activation`.   scale: of what RESIDUAL adds.
     """
 
-    weight: Tensor
+    weight: Tensor | PackedWords
     bias: Tensor | None
     mode: int
     tiling: Tiling
@@ -317,20 +239,27 @@ def run_product(
     stream's `scaled` and `squares` are written, with `p.tiles` parts.
     """
     t, inputs = p.tiling, p.weight.shape[1]
-    folded = x if isinstance(x, Folded) else None
-    rows = folded.scaled if folded is not None else x
-    squares, tiles, eps = (s.squares, 1, 0.0) if folded is None else (folded.squares, folded.tiles, folded.eps)
+    norm = isinstance(x, Folded)
+    if isinstance(x, Folded):
+        rows, squares, tiles, eps = x.scaled, x.squares, x.tiles, x.eps
+    else:
+        rows, squares, tiles, eps = x, s.squares, 1, 0.0
     bias, following = (rows if given is None else given for given in (p.bias, next_weight))
     extra = {"launch_pdl": True} if pdl else {}
     rest = (s.h, following, s.scaled, s.squares, s.best, s.best_at, s.sums, p.scale)
     const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode}
-    const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": folded is not None, "NEXT": next_weight is not None}
+    const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": norm, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
-    if t.vector:
+    if t.vector and isinstance(p.weight, Tensor):
         _gemv_kernel[(p.tiles,)](
             rows, p.weight, bias, out, squares, tiles, eps, *rest,
             UNROLL=t.unroll, SQUARES=triton.next_power_of_2(max(tiles, 2)), WHOLE=_whole(p), **const, **extra,
         )  # fmt: skip
+        return
+    if isinstance(p.weight, PackedWords):
+        del const["BK"]
+        behind = (squares, tiles, eps, *rest)
+        launch_packed(rows, p.weight, (bias, out), (s.part, s.arrived), behind, s.rows, t, const, extra)
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
     _skinny_kernel[(p.tiles, t.split)](
@@ -403,6 +332,15 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
         wide = inputs >= 8192
         return Tiling(True, 16 if wide else 8, min(1024, limit), 8 if wide else 4, whole=True)
     return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 4, 2048, 8, whole=True)
+
+
+def choose_product_tiling(rows: int, weight: Tensor | PackedWords, mode: int) -> Tiling:
+    """The tiling of a product with a weight, packed or not."""
+    outputs, inputs = weight.shape
+    outputs //= 2 if mode == GATED else 1
+    if isinstance(weight, PackedWords):
+        return choose_packed_tiling(rows, outputs, weight.words.shape[0])
+    return choose_tiling(rows, outputs, inputs, mode)
 
 
 def supports(weight: Tensor, mode: int) -> bool:

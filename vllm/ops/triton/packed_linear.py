@@ -1,0 +1,358 @@
+"""Triton products with weights of 4 or 8 bits: codes stay packed on their way from memory to the registers of the
+matrix units, where bit tricks make numbers of them.
+
+A block is W = 16, 32 or 64 words for each output, of 8 codes of 4 bits or 4 codes of 8 bits: code i of word j belongs
+to input i * W + j of the block, so that the same code of neighbouring words makes a tile of a product. Words lie
+[blocks, outputs, W]: what a program reads of a block is one piece. Scales lie [groups, outputs].
+
+Few rows are too few programs for the device, so the inputs may be split among several; the last one to arrive adds the
+parts up in a fixed order. What follows a product is folded in as in `decode_linear`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
+
+from vllm.ops.quantized_weights import GroupedWeight
+from vllm.ops.triton.decode_parts import Tiling, finish_rows
+
+WORDS = (64, 32, 16)  # of a block and an output, the first that fits; the matrix units take 16 inputs at a time
+_LEAST_GROUP = 16
+_PROGRAMS = 224  # that few rows should be cut into, from times on an H200
+_FORMATS = {"int4": 0, "int8": 1, "fp8": 2}
+_ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter knows none
+
+
+@triton.constexpr_function
+def _assembly(kind, half, code):
+    """Instructions that make two numbers, in float16 if `half`, else in bfloat16, of codes number `code` of two words;
+    kind: of `_FORMATS`.
+
+    Of 4 bits: 0x4300 | c is 128 + c in bfloat16, 0x6400 | c is 1024 + c in float16. 8 bits do not fit behind 0x4300,
+    and the halves of a code are joined. The bits of a float8 are those of a wider float but for the exponent's bias,
+    which a product mends.
+    """
+    one = "0x3C003C00" if half else "0x3F803F80"
+    fma = "fma.rn.f16x2" if half else "fma.rn.bf16x2"
+    low = "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
+    selector = f"0x{4 + code}{4 + code}{code}{code}"
+    first = ""  # what is done before the last multiply-add, result * factor + offset
+    result, factor, offset = "t", one, ""
+    if kind == 0:
+        selector = "0x5410" if code < 4 else "0x7632"
+        first = f"shr.b32 t, t, {4 * (code % 4)}; " if code % 4 else ""
+        first += "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; " if half else low
+        offset = "0xE408E408" if half else "0xC308C308"
+    elif kind == 1 and half:
+        first, offset = "lop3.b32 t, t, 0x00FF00FF, 0x64006400, 0xEA; ", "0xE480E480"
+    elif kind == 1:  # 16 * upper half + (lower half - 128)
+        first = "shr.b32 u, t, 4; lop3.b32 u, u, 0x000F000F, 0x43004300, 0xEA; " + low
+        first += f"mov.b32 v, 0x41804180; mov.b32 w, 0xC500C500; {fma} u, u, v, w; "
+        first += f"mov.b32 v, {one}; mov.b32 w, 0xC380C380; {fma} t, t, v, w; "
+        result, offset = "u", "t"
+    else:
+        shift, factor = (7, "0x5C005C00") if half else (4, "0x7B807B80")
+        offset = "0x80008000"
+        first = "and.b32 u, t, 0x00800080; shl.b32 u, u, 8; and.b32 t, t, 0x007F007F; "
+        first += f"shl.b32 t, t, {shift}; or.b32 t, t, u; "
+    last = f"mov.b32 v, {factor}; mov.b32 w, {offset}; {fma} $0, {result}, v, w; " + "}"
+    return "{ .reg .b32 t, u, v, w; prmt.b32 t, $1, $2, " + selector + "; " + first + last
+
+
+@triton.jit
+def _numbers(words, CODE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """What codes number CODE of the words stand for, before scales: integers from -8 or -128 on, or float8."""
+    HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
+    if ASSEMBLY:
+        ASM: tl.constexpr = _assembly(FORMAT, HALF, CODE)
+        if HALF:
+            numbers = tl.inline_asm_elementwise(ASM, "=r,r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+        else:
+            numbers = tl.inline_asm_elementwise(ASM, "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif FORMAT == 0:
+        numbers = (((words >> (4 * CODE)) & 15) - 8).to(DTYPE)
+    elif FORMAT == 1:
+        numbers = (((words >> (8 * CODE)) & 255) - 128).to(DTYPE)
+    else:
+        code = (words >> (8 * CODE)) & 255
+        size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+        numbers = tl.where(code > 127, -size, size).to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def _group(block, s: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The group of part s of a block."""
+    if GROUP >= BLOCK:
+        return block // (GROUP // BLOCK)
+    return block * (BLOCK // GROUP) + s
+
+
+@triton.jit
+def _prefetch(words, first, share, ROWS: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr):
+    """Bring the first BLOCKS blocks of BN outputs into the L2. One piece a thread."""
+    PIECES: tl.constexpr = num_threads() // BLOCKS
+    SIZE: tl.constexpr = BN * W // PIECES  # words in a piece
+    at = words + ((share + tl.arange(0, BLOCKS)).to(tl.int64) * ROWS + first)[:, None] * W
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at + tl.arange(0, PIECES)[None, :] * SIZE, tl.full([BLOCKS, PIECES], SIZE * 4, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["tiles_in", "M"])
+def _packed_kernel(
+    x, words, scales, offsets, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
+    best, best_at, sums, scale, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr,
+    W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
+    OFFSETS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / BN, SPLIT, rows / BM). The weight is the left operand, so that few rows cost few columns."""
+    PER: tl.constexpr = 8 if FORMAT == 0 else 4
+    BLOCK: tl.constexpr = W * PER
+    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
+    ROWS: tl.constexpr = 2 * N if MODE == 1 else N
+    pid = tl.program_id(0)
+    share = tl.program_id(1)
+    n = pid * BN + tl.arange(0, BN)
+    in_n = n < N
+    j = tl.arange(0, W)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    in_m = m < M
+    if PDL:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            _prefetch(words, pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
+            if MODE == 1:
+                _prefetch(words, N + pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
+        gdc_wait()
+    acc = tl.zeros([BN, BM], tl.float32)
+    up = acc
+    for block in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), num_stages=STAGES):
+        at = (block * ROWS + n)[:, None] * W + j[None, :]
+        a = tl.load(words + at, mask=in_n[:, None], other=0, eviction_policy="evict_first")
+        if MODE == 1:
+            b = tl.load(words + at + N * W, mask=in_n[:, None], other=0, eviction_policy="evict_first")
+        for s in tl.static_range(SUB):
+            group = _group(block, s, GROUP, BLOCK) * ROWS + n
+            one = tl.zeros([BN, BM], tl.float32)
+            two = one
+            total = tl.zeros([BM], tl.float32)
+            for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
+                k = block * BLOCK + i * W + j
+                keep = in_m[None, :]
+                if K % BLOCK != 0:
+                    keep = keep & (k < K)[:, None]
+                xt = tl.load(x + m.to(tl.int64)[None, :] * K + k[:, None], mask=keep, other=0.0)
+                one = tl.dot(_numbers(a, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, one)
+                if MODE == 1:
+                    two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
+                if OFFSETS:
+                    total += tl.sum(xt.to(tl.float32), 0)
+            acc += one * tl.load(scales + group, mask=in_n, other=0.0).to(tl.float32)[:, None]
+            if OFFSETS:
+                acc += tl.load(offsets + group, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
+            if MODE == 1:
+                up += two * tl.load(scales + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None]
+                if OFFSETS:
+                    up += tl.load(offsets + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
+    keep = in_m[None, :] & in_n[:, None]
+    at = m[None, :] * N + n[:, None]
+    if SPLIT > 1:  # of one tile of rows
+        tl.store(part + share * (BM * N) + at, acc, mask=keep)
+        if MODE == 1:
+            tl.store(part + (SPLIT + share) * (BM * N) + at, up, mask=keep)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + pid, 1, sem="acq_rel")
+        if before != SPLIT - 1:
+            return
+        tl.store(arrived + pid, 0)
+        acc = tl.zeros([BN, BM], tl.float32)
+        up = acc
+        for s in tl.static_range(SPLIT):
+            acc += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+            if MODE == 1:
+                up += tl.load(part + (SPLIT + s) * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+    finish_rows(
+        acc, up, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
+        best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_kernel(
+    words, scales, offsets, out, N, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSETS: tl.constexpr,
+    W: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """out [N, K] as numbers. Grid (N / BN, blocks)."""
+    PER: tl.constexpr = 8 if FORMAT == 0 else 4
+    BLOCK: tl.constexpr = W * PER
+    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    dtype = out.dtype.element_ty
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    block = tl.program_id(1)
+    in_n = n < N
+    j = tl.arange(0, W)
+    a = tl.load(words + (block * N + n)[:, None] * W + j[None, :], mask=in_n[:, None], other=0)
+    for s in tl.static_range(SUB):
+        group = _group(block, s, GROUP, BLOCK) * N + n
+        factor = tl.load(scales + group, mask=in_n, other=0.0).to(tl.float32)
+        if OFFSETS:
+            offset = tl.load(offsets + group, mask=in_n, other=0.0).to(tl.float32)
+        for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
+            values = _numbers(a, i, FORMAT, dtype, ASSEMBLY).to(tl.float32) * factor[:, None]
+            if OFFSETS:
+                values += offset[:, None]
+            k = block * BLOCK + i * W + j
+            at = out + n.to(tl.int64)[:, None] * K + k[None, :]
+            tl.store(at, values.to(dtype), mask=in_n[:, None] & (k < K)[None, :])
+
+
+class PackedWords:
+    """A quantized [out, in] weight, packed.
+
+    words: int32 [blocks, out, W].   scales, offsets: [groups, out], in float16 where that loses nothing, else fp32.
+    group: inputs of a scale, a divisor or a multiple of a block.   order: as of `GroupedWeight`.
+    """
+
+    __slots__ = ("format", "group", "num_bytes", "offsets", "order", "scales", "shape", "words")
+
+    def __init__(self, weight: GroupedWeight) -> None:
+        n, k = weight.shape
+        self.format = "fp8" if weight.codes.dtype == torch.float8_e4m3fn else f"int{weight.bits}"
+        self.shape, self.order = weight.shape, weight.order
+        per = 32 // weight.bits
+        width = next((w for w in WORDS if k % (w * per) == 0 and _fits(weight.group, k, w * per, w)), WORDS[-1])
+        block = width * per
+        blocks = -(-k // block)
+        zero = 0 if self.format == "fp8" else 1 << (weight.bits - 1)
+        codes = weight.codes.view(torch.uint8)
+        if blocks * block > k:
+            codes = torch.nn.functional.pad(codes, (0, blocks * block - k), value=zero)
+        shifts = torch.arange(0, 32, weight.bits, device=codes.device)[:, None]
+        words = (codes.view(n, blocks, per, width).long() << shifts).sum(2)
+        self.words = words.to(torch.int32).transpose(0, 1).contiguous()
+        self.group = weight.group
+        scales, offsets = weight.scales, weight.offsets
+        if weight.group >= k:
+            self.group = blocks * block
+        elif weight.group % block and block % weight.group:
+            self.group = math.gcd(weight.group, block)
+            repeats = weight.group // self.group
+            scales = scales.repeat_interleave(repeats, 1)
+            offsets = None if offsets is None else offsets.repeat_interleave(repeats, 1)
+        if weight.zero != zero:
+            more = (zero - weight.zero) * scales
+            offsets = more if offsets is None else offsets + more
+        groups = blocks * block // self.group  # those of padding count too
+        self.scales = _narrowed(_padded(scales, groups))
+        self.offsets = None if offsets is None else _narrowed(_padded(offsets, groups))
+        tensors = (self.words, self.scales, self.offsets)
+        self.num_bytes = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+
+def _fits(group: int, k: int, block: int, width: int) -> bool:
+    """Whether a block's codes of one number, `width` of them, have one scale, and blocks and groups divide another."""
+    return group >= k or (group % width == 0 and (group % block == 0 or block % group == 0))
+
+
+def _padded(values: Tensor, groups: int) -> Tensor:
+    return torch.nn.functional.pad(values[:, :groups], (0, max(0, groups - values.shape[1])))
+
+
+def _narrowed(values: Tensor) -> Tensor:
+    """[out, groups] -> [groups, out]."""
+    values = values.t().contiguous()
+    half = values.half()
+    return half if torch.equal(half.float(), values) else values
+
+
+def packs(weight: GroupedWeight) -> bool:
+    """Whether the kernels take a weight: integer codes or float8, no tables, groups that blocks can be cut into."""
+    k = weight.shape[1]
+    whole = weight.group >= k or math.gcd(weight.group, WORDS[-1] * 32 // weight.bits) >= _LEAST_GROUP
+    return weight.table is None and whole and weight.codes.dtype in (torch.uint8, torch.float8_e4m3fn)
+
+
+def dequantize(weight: PackedWords, dtype: torch.dtype) -> Tensor:
+    """The weight as numbers, [out, in] in the order of its columns."""
+    n, k = weight.shape
+    out = torch.empty(n, k, dtype=dtype, device=weight.device)
+    offsets = weight.scales if weight.offsets is None else weight.offsets
+    _dequantize_kernel[(triton.cdiv(n, 64), weight.words.shape[0])](
+        weight.words, weight.scales, offsets, out, n, K=k, GROUP=weight.group, FORMAT=_FORMATS[weight.format],
+        OFFSETS=weight.offsets is not None, W=weight.words.shape[2], BN=64,
+        ASSEMBLY=_ASSEMBLY and dtype != torch.float32, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def launch_packed(
+    x: Tensor, weight: PackedWords, ends: tuple[Tensor, Tensor], parts: tuple[Tensor, Tensor], behind: tuple[Any, ...],
+    rows: int, t: Tiling, const: dict[str, Any], extra: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launch a product. ends: bias and out.   parts: of split products.   behind: what follows in the kernels'
+    signatures.   const: of `decode_linear`'s products.
+    """
+    offsets = weight.scales if weight.offsets is None else weight.offsets
+    tensors = (x, weight.words, weight.scales, offsets, *ends)
+    const = {
+        **const,
+        "GROUP": weight.group,
+        "FORMAT": _FORMATS[weight.format],
+        "W": weight.words.shape[2],
+        "OFFSETS": weight.offsets is not None,
+    }
+    tiles = -(-const["N"] // t.rows)
+    blocks = -(-weight.words.shape[0] // t.split)
+    whole = const["N"] % t.rows == 0 and const["PDL"]  # nothing is asked for that is not there
+    _packed_kernel[(tiles, t.split, -(-rows // t.depth))](
+        *tensors, *parts, *behind, rows, BM=t.depth, SPLIT=t.split, STAGES=t.stages,
+        AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32, **const,
+        **extra,
+    )  # fmt: skip
+
+
+def choose_packed_tiling(rows: int, outputs: int, blocks: int) -> Tiling:
+    """The tiling of a product of `rows` rows with a weight of so many outputs (of each half, if gated) and blocks."""
+    tiles, split = -(-outputs // 64), 1
+    while split < 8 and tiles * split < _PROGRAMS and blocks >= 2 * split:
+        split *= 2
+    tile_rows = min(64, max(16, triton.next_power_of_2(rows)))
+    return Tiling(False, 64, tile_rows, 4, split, 3 if rows <= 16 else 2, ahead=2)
+
+
+def packed_product(x: Tensor, weight: PackedWords, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [rows, in] @ weight.T + bias, in `dtype`. The inputs' cut depends on the weight alone up to 64 rows."""
+    (rows, _), n = x.shape, weight.shape[0]
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    # one cut for all small batches: a row's sums do not depend on its company
+    t = choose_packed_tiling(max(rows, 2), n, weight.words.shape[0])
+    part = torch.empty(t.split * t.depth * n if t.split > 1 else 1, dtype=torch.float32, device=x.device)
+    arrived = torch.zeros(-(-n // t.rows), dtype=torch.int32, device=x.device)
+    const = {"N": n, "K": x.shape[1], "WIDTH": 1, "BN": t.rows, "MODE": 0, "ACT": -1, "NORM": False, "NEXT": False}
+    const |= {"BIAS": bias is not None, "PDL": False, "num_warps": t.warps}
+    behind = (out, 1, 0.0, *(out,) * 7, 1.0)
+    launch_packed(x, weight, (x if bias is None else bias, out), (part, arrived), behind, rows, t, const, {})
+    return out
