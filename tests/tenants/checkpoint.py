@@ -52,6 +52,7 @@ def save(folder: Path, seed: int = 0) -> Path:
         "num_attention_heads": HEADS,
         "head_dim": DIM,
         "intermediate_size": MLP,
+        "window_kv_heads": [KV_HEADS[i] for i in WINDOWS],
         "max_position_embeddings": 160,
         "torch_dtype": "float32",
     }

@@ -49,8 +49,7 @@ def weir(hf: HFConfig) -> Decoder:
         Block(Attn(hf.num_heads, 2, dim, rope=rope), mlp, norm),
         state,
         Block(Attn(hf.num_heads, 4, dim, rope=rope), mlp, norm),
-        Block(Attn(hf.num_heads, 1, dim, rope=rope, window=7), mlp, norm),
-        Block(Attn(hf.num_heads, 2, dim, rope=rope, window=7), mlp, norm),
+        *(Block(Attn(hf.num_heads, n, dim, rope=rope, window=7), mlp, norm) for n in hf.get("window_kv_heads")),
         ReaderBlock(Attn(hf.num_heads, 2, dim), norm, 1),
     )
     return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, tied=True)

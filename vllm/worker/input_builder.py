@@ -164,6 +164,7 @@ class InputBuilder:
         self._table = table
         self._context = context
         self._wants_prompt = wants_prompt
+        self._all_usual = all(table.usual)
         # the groups that an attention backend may plan for
         self._attended = [g for g, group in enumerate(table.groups) if group.kind in (KVKind.FULL, KVKind.SLIDING)]
 
@@ -190,7 +191,7 @@ class InputBuilder:
             else np.empty(0, np.int64)
             for t, usual in zip(table.host_tables, table.usual, strict=True)
         ]
-        special = {} if all(table.usual) else self._special(plan, mappings, token_slots, positions)
+        special = {} if self._all_usual else self._special(plan, mappings, token_slots, positions)
         sample_rows = np.flatnonzero(plan.sample)
         logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
         if plan.drafts is not None:
@@ -262,10 +263,14 @@ class InputBuilder:
         planned: Planned | None = plan_batch(
             HostBatch(
                 plan.num_tokens, plan.num_computed, laid.lens, plan.slots,
-                [table.host_tables[g] for g in self._attended], table.block_size, self._context.device,
+                table.host_tables if len(self._attended) == len(table.groups) else self._tables_attended(),
+                table.block_size, self._context.device,
             )
         )  # fmt: skip
         return planned
+
+    def _tables_attended(self) -> list[np.ndarray]:
+        return [self._table.host_tables[g] for g in self._attended]
 
     def inputs(
         self,
