@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -141,3 +142,20 @@ def test_preemptions_are_told_once_each(caplog: pytest.LogCaptureFixture) -> Non
     told = [record.getMessage() for record in caplog.records]
     assert [text.split(" in the last")[0] for text in told] == ["3 times", "5 times"]
     assert "total_cumulative_preemption_cnt=8" in told[1]
+
+
+def test_adapters_that_run_and_wait_are_labels() -> None:
+    names = {1: "sql", 2: "chat"}
+    metrics = EngineMetrics("m", 1000, {}, max_loras=4, adapter_names=names)
+    metrics.on_step(CoreStats(running_adapters=[1, 2], waiting_adapters=[2, 77]))
+    families = {f.name: f for f in text_string_to_metric_families(render([metrics]).decode())}
+    (sample,) = families["vllm:lora_requests_info"].samples
+    assert sample.labels == {
+        "model_name": "m",
+        "engine": "0",
+        "max_lora": "4",
+        "running_lora_adapters": "sql,chat",
+        "waiting_lora_adapters": "chat,77",
+    }
+    assert sample.value == pytest.approx(time.time(), abs=60)
+    assert "lora" not in render([make()]).decode()

@@ -61,7 +61,9 @@ def complete(server: Server, model: str) -> Any:
     return server.post("/v1/completions", body)
 
 
-def test_adapters_and_their_base_answer_side_by_side(lora_server: Server, answers: dict[str, str]) -> None:
+def test_adapters_and_their_base_answer_side_by_side(
+    lora_server: Server, answers: dict[str, str], folders: tuple[Path, list[Path]]
+) -> None:
     with openai.OpenAI(base_url=lora_server.url + "/v1", api_key="EMPTY", max_retries=0) as client:
         cards = {card.id: card.model_dump() for card in client.models.list().data}
         assert (cards["first"]["parent"], cards["second"]["parent"], cards[MODEL]["parent"]) == (MODEL, "parent", None)
@@ -79,6 +81,18 @@ def test_adapters_and_their_base_answer_side_by_side(lora_server: Server, answer
             for name in (MODEL, "first")
         ]
         assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
+        assert [cards[name]["root"] for name in ("first", MODEL)] == [str(folders[1][0]), str(folders[0])]
+
+
+def test_adapters_that_run_are_told_to_prometheus(lora_server: Server, answers: dict[str, str]) -> None:
+    with openai.OpenAI(base_url=lora_server.url + "/v1", api_key="EMPTY", max_retries=0) as client:
+        options: Any = {"max_tokens": 400, "extra_body": {"ignore_eos": True, "stream_interval": 1}}
+        stream = client.completions.create(model="first", prompt=PROMPT, stream=True, **options)
+        for index, _ in enumerate(stream):
+            if index == 1:
+                text = lora_server.get("/metrics").text
+        assert 'running_lora_adapters="first"' in text, text
+    assert 'max_lora="2"' in text and 'waiting_lora_adapters=""' in text
 
 
 def test_adapters_come_and_go(lora_server: Server, folders: tuple[Path, list[Path]], answers: dict[str, str]) -> None:

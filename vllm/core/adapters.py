@@ -27,7 +27,7 @@ class AdapterSlots(AdmissionPolicy):
         clock: Callable[[], float] = time.time,
         ended: Callable[[int], None] = lambda adapter_id: None,
     ) -> None:
-        """ended: called with the adapter of each request that has ended."""
+        """ended: called with the adapter of each request that has ended, if it was there for the request."""
         self._patience, self._clock, self._ended = patience, clock, ended
         self._free = list(range(count - 1, -1, -1))
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
@@ -72,7 +72,7 @@ class AdapterSlots(AdmissionPolicy):
     def forget(self, request: Request) -> None:
         if self._starving is not None and self._starving[0] is request:
             self._starving = None
-        if request.lora_id:
+        if request.lora_id and request.lora_key:
             self._ended(request.lora_id)
 
     def loads(self) -> tuple[AdapterLoad, ...]:
@@ -100,6 +100,10 @@ class AdapterSlots(AdmissionPolicy):
         self._pinned.discard(adapter_id)
         if not self._users[adapter_id] and adapter_id in self._slot_of:
             self._free.append(self._slot_of.pop(adapter_id))
+
+    def users(self, adapter_id: int) -> int:
+        """Running requests that use an adapter."""
+        return self._users[adapter_id] if adapter_id in self._users else 0
 
     @property
     def running(self) -> set[int]:

@@ -224,6 +224,7 @@ class Adapters:
         """The adapters in host memory."""
         return sorted(adapter_id for adapter_id in self._digests if adapter_id not in self._removed)
 
-    def waiting_ids(self) -> list[int]:
-        """Adapters that requests wait for."""
-        return sorted(self._waiting)
+    def waiting(self) -> list[int]:
+        """Adapters of requests that do not run: they wait for the adapter, for its slot, or for anything else."""
+        queued = {adapter_id for adapter_id, users in self._users.items() if users > self.slots.users(adapter_id)}
+        return sorted(queued | self._waiting.keys())

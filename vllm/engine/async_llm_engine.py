@@ -91,6 +91,8 @@ class AsyncLLMEngine:
             max_model_len=model.max_model_len,
             cache_info={**_cache_info(vllm_config), "num_gpu_blocks": self._core.info["num_blocks"]},
             engine=vllm_config.parallel_config.data_parallel_rank or 0,
+            max_loras=0 if vllm_config.lora_config is None else vllm_config.lora_config.max_loras,
+            adapter_names=self.input_processor.adapter_names,
         )
         self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
         self._loggers: dict[str, Any] = stat_loggers_of(stat_loggers, vllm_config)

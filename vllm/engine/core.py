@@ -336,6 +336,8 @@ class EngineCore:
     def stats(self) -> CoreStats:
         stats = self.scheduler.stats()
         stats.num_waiting += self._grammars.num_waiting
+        if self.adapters is not None:
+            stats.running_adapters, stats.waiting_adapters = sorted(self.adapters.slots.running), self.adapters.waiting()
         return stats
 
     def idle_report(self) -> dict[str, int]:

@@ -173,6 +173,7 @@ class InputProcessor:
         self._random = random.Random(model.seed)
         self._generation_config: dict[str, Any] = model.try_get_generation_config()
         self._lora_folders: dict[tuple[int, str], str] = {}
+        self.adapter_names: dict[int, str] = {}  # of adapters that requests have named, by number
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None
         if INPUT_REGISTRY.has_input_processors:
             self._hook = INPUT_REGISTRY.create_input_processor(model)
@@ -410,7 +411,9 @@ class InputProcessor:
             folder = str(check_adapter(lora_request, lora.max_lora_rank))
             if len(self._lora_folders) >= MAX_KNOWN_ADAPTERS:
                 self._lora_folders.clear()
+                self.adapter_names.clear()
             self._lora_folders[key] = folder
+            self.adapter_names[lora_request.lora_int_id] = lora_request.lora_name
         return folder
 
     def _checked(self, params: SamplingParams) -> _Checked:

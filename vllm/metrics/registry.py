@@ -1,13 +1,15 @@
 """Every metric of one engine, counted in plain attributes and turned into Prometheus families only when scraped.
 
 Counting costs an addition (a bisection for histograms); old and new names of the same figure share one count. Labels
-are fixed at start (model name, engine index), so nothing a client sends can add a series.
+are fixed at start (model name, engine index), so nothing a client sends can add a series; only the names of adapters,
+which the operator gives, are labels that change.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.step.messages import CoreStats
@@ -101,8 +103,19 @@ class EngineMetrics:
     The front end calls `on_step`, `on_first_token`, `on_token` and `on_finished`; times are in seconds.
     """
 
-    def __init__(self, model_name: str, max_model_len: int, cache_info: dict[str, Any], engine: int = 0) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        max_model_len: int,
+        cache_info: dict[str, Any],
+        engine: int = 0,
+        *,
+        max_loras: int = 0,
+        adapter_names: Mapping[int, str] | None = None,
+    ) -> None:
+        """max_loras: 0 if adapters are not served.   adapter_names: by number, as they are when somebody scrapes."""
         self._model_name, self._first = model_name, engine
+        self._max_loras, self._adapter_names = max_loras, {} if adapter_names is None else adapter_names
         self._engines: dict[int, _EngineCounts] = {0: _EngineCounts()}
         self._cache_info = {key: str(value) for key, value in cache_info.items()}
         self.stats = CoreStats()
@@ -223,6 +236,24 @@ class EngineMetrics:
         )
         info.add_metric([*values, *self._cache_info.values()], 1)
         yield info
+        if self._max_loras:
+            yield self._adapters(names)
+
+    def _adapters(self, names: Sequence[str]) -> Metric:
+        """Which adapters run and wait, in labels; the value is the time of the scrape, as clients expect it."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        labels = [*names, "max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
+        for index, counts in sorted(self._engines.items()):
+            found = [
+                ",".join(self._adapter_names.get(number, str(number)) for number in numbers)
+                for numbers in (counts.stats.waiting_adapters, counts.stats.running_adapters)
+            ]
+            family.add_metric(
+                [self._model_name, str(self._first + index), str(self._max_loras), *found], time.time()
+            )
+        return family
 
     def _of_engine(
         self, index: int, counts: _EngineCounts

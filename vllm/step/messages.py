@@ -124,3 +124,5 @@ class CoreStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     step_time_s: float = 0.0
     steps: int = 1  # since the snapshot before, if the core counts them
     engine: int = 0  # which of several cores
+    running_adapters: list[int] = []  # LoRA adapters of running requests
+    waiting_adapters: list[int] = []  # LoRA adapters of requests that do not run, some of which may be running, too

@@ -1,0 +1,98 @@
+"""The adapters of one engine, without a device: who waits, who runs, and what nobody needs any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.core.policies import StepView
+from vllm.core.request import Request
+from vllm.engine.adapters import Adapters
+from vllm.step.messages import CoreRequest
+
+
+class Reader:
+    """An executor of one rank that has read each adapter when it is asked the first time."""
+
+    def __init__(self) -> None:
+        self.dropped: list[int] = []
+        self._read: list[int] = []
+
+    def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if name == "begin_loading_adapter":
+            self._read.append(args[0])
+        if name == "drop_adapter":
+            self.dropped.append(args[0])
+        if name == "loaded_adapters":
+            found, self._read = [[number, "00", None] for number in self._read], []
+            return [found]
+        return [None]
+
+
+class Requests:
+    """As much of a scheduler as adapters see."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.blocked: set[str] = set()
+
+    def add(self, message: CoreRequest) -> Request:
+        self.requests[message.request_id] = Request(message, 100, 1, len(self.requests))
+        return self.requests[message.request_id]
+
+    def block(self, request_id: str, reason: str) -> None:
+        self.blocked.add(request_id)
+
+    def unblock(self, request_id: str, reason: str) -> None:
+        self.blocked.discard(request_id)
+
+
+def message(number: int, adapter: int) -> CoreRequest:
+    return CoreRequest(f"r{number}", [1], SamplingParams(), 0, lora_id=adapter, lora_path=f"/{adapter}")
+
+
+def test_adapters_of_running_and_of_waiting_requests_are_told_apart() -> None:
+    scheduler: Any = Requests()
+    adapters = Adapters(Reader(), 1, 2)  # type: ignore[arg-type]
+    first, second, other = message(0, 5), message(1, 5), message(2, 6)
+    live = [scheduler.add(m) for m in (first, second, other)]
+    adapters.want(first, scheduler)
+    assert (adapters.waiting(), adapters.slots.running) == ([5], set())
+    adapters.advance(scheduler)
+    adapters.advance(scheduler)
+    assert adapters.slots.admit(live[0], StepView([], 0, 0, 0)).name == "ADMIT"
+    adapters.slots.admitted(live[0])
+    assert (adapters.waiting(), adapters.slots.running) == ([], {5})
+    adapters.want(second, scheduler)
+    adapters.want(other, scheduler)
+    assert (adapters.waiting(), adapters.slots.running) == ([5, 6], {5})
+    adapters.slots.left(live[0])
+    adapters.slots.forget(live[0])
+    adapters.slots.forget(live[1])
+    assert (adapters.waiting(), adapters.slots.running) == ([6], set())
+
+
+def test_the_end_of_a_request_that_waited_frees_no_adapter_of_another() -> None:
+    """Its adapter was counted for the other alone, so it must stay in host memory."""
+    now = [0.0]
+    reader, scheduler = Reader(), Requests()
+    live: Any = scheduler
+    adapters = Adapters(reader, 1, 1, clock=lambda: now[0])  # type: ignore[arg-type]
+    running = scheduler.add(message(0, 5))
+    adapters.want(message(0, 5), live)
+    adapters.advance(live)
+    adapters.advance(live)
+    adapters.slots.admitted(running)
+    scheduler.add(message(1, 6))
+    adapters.want(message(1, 6), live)  # has no room
+    now[0] = 5.0
+    late = scheduler.add(message(2, 5))
+    adapters.want(message(2, 5), live)
+    assert scheduler.blocked == {"r1", "r2"}, "those that came late wait behind the one that has waited for long"
+    adapters.slots.forget(late)
+    adapters.advance(live)
+    assert not reader.dropped
+    adapters.slots.left(running)
+    adapters.slots.forget(running)
+    adapters.advance(live)
+    assert reader.dropped == [5]
