@@ -103,7 +103,7 @@ class AdapterSlots(AdmissionPolicy):
 
     def users(self, adapter_id: int) -> int:
         """Running requests that use an adapter."""
-        return self._users[adapter_id] if adapter_id in self._users else 0
+        return self._users.get(adapter_id, 0)
 
     @property
     def running(self) -> set[int]:

@@ -337,7 +337,8 @@ class EngineCore:
         stats = self.scheduler.stats()
         stats.num_waiting += self._grammars.num_waiting
         if self.adapters is not None:
-            stats.running_adapters, stats.waiting_adapters = sorted(self.adapters.slots.running), self.adapters.waiting()
+            stats.running_adapters = sorted(self.adapters.slots.running)
+            stats.waiting_adapters = self.adapters.waiting()
         return stats
 
     def idle_report(self) -> dict[str, int]:

@@ -250,9 +250,7 @@ class EngineMetrics:
                 ",".join(self._adapter_names.get(number, str(number)) for number in numbers)
                 for numbers in (counts.stats.waiting_adapters, counts.stats.running_adapters)
             ]
-            family.add_metric(
-                [self._model_name, str(self._first + index), str(self._max_loras), *found], time.time()
-            )
+            family.add_metric([self._model_name, str(self._first + index), str(self._max_loras), *found], time.time())
         return family
 
     def _of_engine(
