@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import random
+import resource
+import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -326,33 +331,125 @@ def test_links_out_of_the_folder_pickles_and_large_files_are_refused(llama: Path
         read(llama, tmp_path / "nowhere")
 
 
-def test_mutated_files_are_refused_or_read(llama: Path, tmp_path: Path) -> None:
-    """Flipped bytes, cut ends, grown headers: an error that names the file, or an adapter; never anything else."""
-    import random
+class Evil:
+    """What a pickle would execute when it is loaded."""
 
-    save_adapter(llama, tmp_path, targets=["q_proj"])
-    files = [tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"]
-    originals = [file.read_bytes() for file in files]
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self._mark,))
+
+
+CONFIG_LIES: list[dict[str, Any]] = [
+    {"r": 10**9}, {"r": -1}, {"r": "8"}, {"r": None}, {"r": 7}, {"r": 8.0}, {"lora_alpha": None}, {"lora_alpha": 1e308},
+    {"peft_type": "PROMPT_TUNING"}, {"peft_type": ["LORA"]}, {"use_dora": True}, {"modules_to_save": ["lm_head"]},
+    {"bias": "all"}, {"rank_pattern": {"(a*)*b": 8}}, {"rank_pattern": {"q_proj": 4096}}, {"rank_pattern": [[]]},
+    {"alpha_pattern": {"q_proj": {}}}, {"init_lora_weights": "pissa"}, {"context_length": -5}, {"use_qalora": 1},
+]  # fmt: skip
+
+
+def damage(folder: Path, outside: Path, rng: random.Random) -> str:
+    """Do one thing to an adapter's folder that makes it another one, or none; what was done."""
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    file = rng.choice([config, weights])
+    data = bytearray(file.read_bytes())
+    kind = rng.choice(
+        [
+            "cut",
+            "flip",
+            "length",
+            "longer",
+            "config",
+            "header",
+            "tensors",
+            "link",
+            "pickle",
+            "folder",
+            "pipe",
+            "archive",
+        ]
+    )
+    mark = outside / "executed"
+    match kind:
+        case "cut":
+            file.write_bytes(data[: rng.randrange(len(data))])
+        case "flip":
+            for _ in range(rng.randrange(1, 9)):
+                data[rng.randrange(min(len(data), 2000))] = rng.randrange(256)
+            file.write_bytes(data)
+        case "length":
+            file.write_bytes(rng.choice([0, 1, 2**31, 2**63 - 1, 2**64 - 1]).to_bytes(8, "little") + data[8:])
+        case "longer":
+            file.write_bytes(data + bytes(rng.randrange(1, 99)))
+        case "config":
+            config.write_text(json.dumps({**json.loads(config.read_text()), **rng.choice(CONFIG_LIES)}))
+        case "header":
+            raw = weights.read_bytes()
+            end = 8 + int.from_bytes(raw[:8], "little")
+            fields = json.loads(raw[8:end])
+            entry = fields[rng.choice([name for name in fields if name != "__metadata__"])]
+            entry[rng.choice(["dtype", "shape", "data_offsets"])] = rng.choice(
+                [None, [2**62, 2**62], [-1, 5], "F4", {}, [0, 2**63], [0], [1.5, 2], "BF16"]
+            )
+            changed = json.dumps(fields).encode()
+            weights.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[end:])
+        case "tensors":
+            tensors = load_file(weights)
+            name = rng.choice(sorted(tensors))
+            tensor = tensors.pop(name)
+            match rng.randrange(5):
+                case 0:
+                    tensors[name] = torch.full_like(tensor, rng.choice([float("nan"), float("inf")]))
+                case 1:
+                    tensors[name] = tensor.t().contiguous()[:-1]
+                case 2:
+                    tensors[f"{name}.evil"] = tensor
+                case 3:
+                    tensors[name] = torch.zeros(5000, tensor.shape[1])
+            save_file(tensors, weights)
+        case "link":
+            target = outside / file.name
+            target.write_bytes(data)
+            file.unlink()
+            file.symlink_to(rng.choice([target, Path("/dev/zero"), outside, folder / "nowhere", file]))
+        case "pickle" | "archive":
+            weights.unlink()
+            tensors = {f"{Q}.lora_A.weight": Evil(mark)}
+            if kind == "pickle":
+                (folder / "adapter_model.bin").write_bytes(pickle.dumps(tensors))
+            else:
+                torch.save(tensors, folder / "adapter_model.bin")
+        case "folder":
+            file.unlink()
+            file.mkdir()
+        case "pipe":
+            file.unlink()
+            os.mkfifo(file)
+    return kind
+
+
+def test_damaged_and_hostile_folders_are_refused_with_a_reason(llama: Path, tmp_path: Path) -> None:
+    """500 of them: an error that says where, or an adapter that can be used; nothing is executed, memory is bounded."""
+    original, folder, outside = tmp_path / "original", tmp_path / "adapter", tmp_path / "outside"
+    save_adapter(llama, original, targets=["q_proj"])
+    outside.mkdir()
+    layers = LoRALayers(load(llama), 1, 64, torch.float32, torch.device("cpu"))
     rng = random.Random(0)
-    refused = 0
-    for _ in range(200):
-        which = rng.randrange(2)
-        data = bytearray(originals[which])
-        match rng.randrange(4):
-            case 0:
-                del data[rng.randrange(len(data)) :]
-            case 1:
-                for _ in range(rng.randrange(1, 9)):
-                    data[rng.randrange(min(len(data), 2000))] = rng.randrange(256)
-            case 2:
-                data[:8] = rng.randrange(2**63).to_bytes(8, "little")
-            case _:
-                data += bytes(rng.randrange(1, 99))
-        files[which].write_bytes(bytes(data))
+    refused: Counter[str] = Counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(500):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(original, folder)
+        kind = damage(folder, outside, rng)
         try:
-            read(llama, tmp_path)
+            layers.prepare(read(llama, folder, max_bytes=layers.max_file_bytes()))
         except ValueError as error:
-            assert str(tmp_path) in str(error), error
-            refused += 1
-        files[which].write_bytes(originals[which])
-    assert refused > 100
+            assert str(folder) in str(error) or "adapter" in str(error), error
+            refused[kind] += 1
+    assert not (outside / "executed").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "in KiB"
+    assert sum(refused.values()) > 400
+    assert all(
+        refused[kind] > 20 for kind in ("cut", "config", "header", "link", "pickle", "folder", "pipe", "archive")
+    )

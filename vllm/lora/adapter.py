@@ -123,6 +123,8 @@ def _checked(
     if set(pair) != {"A", "B"}:
         raise ValueError(f"{file}: the layer {path!r} has lora_{'/'.join(pair)} only, expected lora_A and lora_B.")
     a, b = pair["A"], pair["B"]
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise ValueError(f"{file}: the layer {path!r} has numbers that are not finite.")
     if a.shape[0] != b.shape[1] or not 1 <= a.shape[0] <= max_rank:
         raise ValueError(
             f"{file}: the layer {path!r} has A {list(a.shape)} and B {list(b.shape)}, expected [rank, in] and "
