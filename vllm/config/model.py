@@ -81,9 +81,33 @@ def _unknown_tokenizer_mode(value: Any) -> str:
     return f"Unknown tokenizer mode: {value}. Must be either 'auto', 'slow', 'mistral' or 'custom'."
 
 
+class _Resolving(type):
+    """Lets `ModelConfig(model, ...)` by itself be what an engine would make of these settings."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not (args or kwargs) or "path" in kwargs:  # neutral, or resolved already
+            return super().__call__(*args, **kwargs)
+        from vllm.config.resolve import resolve_model
+
+        if len(args) > len(_BY_PLACE):
+            raise TypeError(f"ModelConfig takes at most {len(_BY_PLACE)} arguments by place: {', '.join(_BY_PLACE)}.")
+        given = dict(zip(_BY_PLACE, args, strict=False))
+        twice = sorted(given.keys() & kwargs.keys())
+        if twice:
+            raise TypeError(f"ModelConfig got two values for the argument {twice[0]!r}.")
+        return resolve_model({**given, **kwargs})
+
+
+_BY_PLACE = ("model", "task", "tokenizer", "tokenizer_mode", "trust_remote_code", "dtype", "seed")
+
+
 @dataclass(frozen=True)
-class ModelConfig:
-    """The model: which one, from where, in which precision and up to which length."""
+class ModelConfig(metaclass=_Resolving):
+    """The model: which one, from where, in which precision and up to which length.
+
+    `ModelConfig(model, ...)` takes the settings of the engine that are about the model, checks them and reads the
+    model's config, as `EngineArgs(model, ...).create_model_config()` does; it loads no weights.
+    """
 
     model: str = setting(
         "facebook/opt-125m",

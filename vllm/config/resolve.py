@@ -22,7 +22,7 @@ from vllm.config.compilation import (
 from vllm.config.decoding import DecodingConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.dtype import resolve_dtype
-from vllm.config.fields import UnsupportedSettingError, build
+from vllm.config.fields import UnsupportedSettingError, build, settings_of
 from vllm.config.generation import check_sampling_defaults, read_generation_config, without_effect
 from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
@@ -36,9 +36,11 @@ from vllm.config.pooler import PoolingChoice, resolve_pooling
 from vllm.config.quantization import resolve_quantization
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.settings import (
+    all_settings,
     check_settings,
     log_idle_settings,
     log_useless_settings,
+    near_names,
     refuse_missing_features,
 )
 from vllm.config.speculative import SpeculativeConfig
@@ -46,6 +48,7 @@ from vllm.config.tensorizer import TensorizerConfig
 from vllm.config.vllm_config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import Platform, detect_device, platform_for
+from vllm.plugins import load_general_plugins
 from vllm.usage.usage_lib import UsageContext
 
 logger = init_logger(__name__)
@@ -116,6 +119,24 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
     )
     log_idle_settings(args, config)
     return config
+
+
+def resolve_model(given: Mapping[str, Any]) -> ModelConfig:
+    """The model's part of the configuration that these settings of `ModelConfig`, by name, stand for.
+
+    Raises TypeError for a setting that it does not have, else as `resolve`.
+    """
+    known = {s.name for s in settings_of(ModelConfig)}
+    for name in given:
+        if name not in known:
+            raise TypeError(f"ModelConfig has no argument {name!r}.{near_names(name, known)}")
+    load_general_plugins()  # they may register the model that is meant
+    args = check_settings({s.name: s.new_default() for s in all_settings()} | dict(given))
+    if "max_seq_len_to_capture" not in given:
+        args["max_seq_len_to_capture"] = CAPTURED
+    _check_features(args)
+    why: dict[str, str] = {}
+    return _model(args, platform_for(_device(args, why)), why)
 
 
 def _with_older_names(settings: Mapping[str, Any]) -> Mapping[str, Any]:

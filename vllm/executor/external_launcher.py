@@ -80,6 +80,11 @@ class ExternalLauncherExecutor:
             raise EngineDeadError("The executor has been shut down.")
         return self._worker
 
+    @property
+    def driver_worker(self) -> Worker:
+        """`worker`, under the name that training frameworks know."""
+        return self.worker
+
     def submit(self, plan: StepPlan) -> None:
         """Start this rank's part of a step."""
         self._in_flight.append(self.worker.execute(plan))

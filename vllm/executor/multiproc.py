@@ -200,6 +200,13 @@ class MultiprocExecutor:
             rank.send(data)
 
     @property
+    def driver_worker(self) -> Worker:
+        raise RuntimeError(
+            "driver_worker is one of several ranks here, and what is done to one must be done to all: call "
+            "collective_rpc with a function that takes the worker, or with a method of worker_extension_cls."
+        )
+
+    @property
     def worker(self) -> Worker:
         """The first rank's worker; raises EngineDeadError when the ranks do not work together any more."""
         if self._broken is not None:

@@ -47,6 +47,11 @@ class UniprocExecutor:
             raise EngineDeadError("The executor has been shut down.")
         return self._worker
 
+    @property
+    def driver_worker(self) -> Worker:
+        """`worker`, under the name that training frameworks know."""
+        return self.worker
+
     def submit(self, plan: StepPlan) -> None:
         """Start a step; on the CPU it is done when this returns."""
         self._in_flight.append(self.worker.execute(plan))

@@ -127,7 +127,12 @@ def fuse(model: Model) -> None:
     except (OSError, RuntimeError):
         return  # registering the kernels has said why
     decoder = cast("DecoderModel", model)
-    decoder.fused_blocks = fuse_layers(loaded, decoder)
+
+    def fuse_again() -> None:
+        decoder.fused_blocks = fuse_layers(loaded, decoder)
+
+    decoder.fuse_again = fuse_again
+    fuse_again()
 
 
 def fuse_layers(native: ctypes.CDLL, model: DecoderModel) -> FusedBlocks | None:

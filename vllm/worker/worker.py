@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vllm.distributed.ranks import ALONE, Ranks
 from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import rank_state
+from vllm.model_executor.model_loader.live_weights import unpacked
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
 from vllm.ops import attention_backends
@@ -66,15 +67,6 @@ def compile_ahead(config: VllmConfig, tp: TensorParallel = SINGLE) -> Precompila
     cuda_early.finish()
     ops.setup("cuda")  # the processes start with what this has imported
     return start(config, torch.cuda.get_device_capability(config.parallel_config.first_device), tp)
-
-
-@runtime_checkable
-class Restorable(Protocol):
-    """A module whose weights may be repacked for the device."""
-
-    def restore(self) -> bool: ...
-
-    def process_after_load(self) -> None: ...
 
 
 class Worker:
@@ -446,13 +438,10 @@ class Worker:
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
         """Call `function` with the model, each weight as it came from the checkpoint; changes to them stay."""
-        found = [m for m in cast(torch.nn.Module, self.model).modules() if isinstance(m, Restorable)]
-        repacked = [module for module in found if module.restore()]
         try:
-            return function(self.model)
+            with unpacked(list(self.model.modules())):
+                return function(self.model)
         finally:
-            for module in repacked:
-                module.process_after_load()
             self._fuse()
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:

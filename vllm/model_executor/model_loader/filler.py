@@ -100,6 +100,11 @@ class WeightFiller:
         target = self._targets.get(canonical)
         return None if target is None else part_shape(target.slot.parameter, target.part, target.expert)
 
+    def place_of(self, canonical: str) -> tuple[list[tuple[nn.Module, str]], int | None, int | None]:
+        """Where a name's weight is: the modules that own the parameter, by what name, and which part and expert."""
+        target = self._targets[canonical]
+        return target.slot.owners, target.part, target.expert
+
     def dtype_of(self, canonical: str) -> torch.dtype:
         """The dtype of the weight that `canonical` fills."""
         return self._targets[canonical].slot.parameter.dtype

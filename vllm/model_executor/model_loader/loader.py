@@ -23,11 +23,12 @@ from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.quantization import format_of
 from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.layers.sharding import ShardedParameter
-from vllm.model_executor.layers.weight_layout import WeightLayout, canonical, stored_shape
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.dense_modules import NAMES as DENSE_NAMES
 from vllm.model_executor.model_loader.dense_modules import DenseModule
 from vllm.model_executor.model_loader.filler import WeightFiller
+from vllm.model_executor.model_loader.fitting import fitted
+from vllm.model_executor.model_loader.live_weights import LiveWeights
 from vllm.model_executor.model_loader.quantized_weights import (
     QuantizedCheckpoint,
     fill_quantized_with_random_numbers,
@@ -91,6 +92,7 @@ def _load(
             )
         return load_out_of_tree(family, vllm_config, device, tp, weights)
     new = new_decoder(vllm_config, family, device, tp, stage)
+    new.model.open_weights = lambda: live_weights(new, vllm_config, device, tp, stage)
     if isinstance(weights, RankState):
         return new.model, rank_state.fill(new.model, weights, device)
     if weights is not None:
@@ -107,6 +109,7 @@ class NewDecoder:
     """A decoder without weights, and what it takes to fill it.
 
     dense: layers behind its pooler, which have files of their own; `first_dense` is the first one's number.
+    source: the family before it was converted.
     """
 
     model: DecoderModel
@@ -115,6 +118,7 @@ class NewDecoder:
     quantization: ModelQuantization | None
     dense: Sequence[DenseModule]
     first_dense: int
+    source: Family
 
     def fill(self, weights: Iterable[tuple[str, Tensor, Path]], device: torch.device) -> int:
         """Fill it from a checkpoint; the bytes that the weights take."""
@@ -138,7 +142,7 @@ def new_decoder(
     quantization = None
     if quantized is not None:
         quantization = ModelQuantization(format_of(quantized), family, packs_experts=device.type == "cpu")
-    family = converted(family, config.convert_type)
+    source, family = family, converted(family, config.convert_type)
     spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)
     dense: list[DenseModule] = []
     if config.pooling is not None and pool is not None:
@@ -153,7 +157,22 @@ def new_decoder(
         vllm_config.parallel_config.enable_expert_parallel,
     )  # fmt: skip
     first_dense = 0 if pool is None else len(pool.layers) - len(dense)
-    return NewDecoder(model, family, spec, quantization, dense, first_dense)
+    return NewDecoder(model, family, spec, quantization, dense, first_dense, source)
+
+
+def live_weights(
+    new: NewDecoder,
+    vllm_config: VllmConfig,
+    device: torch.device,
+    tp: TensorParallel,
+    stage: int,
+    hf: HFConfig | None = None,
+) -> LiveWeights:
+    """What writes tensors into a loaded decoder that `new_decoder` has made of the same arguments."""
+    if new.model.pool is not None and new.model.pool.spec.token_rows:
+        raise ValueError("The weights of a model whose head is made of rows of its table cannot be replaced.")
+    shell = new_decoder(vllm_config, new.source, device, tp, stage, hf).model
+    return LiveWeights(new.model, shell, new.family, new.spec)
 
 
 def save_tensors(
@@ -270,16 +289,14 @@ def fill_from_checkpoint(
                 unexpected.append(name)
             continue
         target, layout = found
-        if target == "head.weight" and spec.unit_head_rows:
-            layout = WeightLayout.UNIT_ROWS
-        expected = stored_shape(shape, layout)
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"{file}: tensor {name!r} has the shape {list(tensor.shape)}, but the model's config.json needs "
-                f"{list(expected)}. Do config.json and the weights belong together?"
-            )
         try:
-            filler.fill(target, _canonical(tensor, layout, shape, target, spec))
+            value = fitted(tensor, layout, shape, target, spec)
+        except ValueError as error:
+            raise ValueError(
+                f"{file}: tensor {name!r} {error}. Do config.json and the weights belong together?"
+            ) from None
+        try:
+            filler.fill(target, value)
         except ValueError as error:
             raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
     quantized_bytes, missing = (0, []) if quantized is None else quantized.finish(filler, device)
@@ -303,14 +320,6 @@ def _token_rows(tensor: Tensor, head: PoolHead) -> Tensor:
         raise ValueError(f"Token {max(head.token_rows)} scores prompts, but the model has {len(tensor)} tokens.")
     rows = tensor[list(head.token_rows)].float()
     return rows[1:] - rows[:1] if head.difference else rows
-
-
-def _canonical(tensor: Tensor, layout: WeightLayout, shape: tuple[int, ...], target: str, spec: Decoder) -> Tensor:
-    if layout is WeightLayout.PLAIN:
-        return tensor
-    block = target.split(".")[1]
-    heads = spec.blocks[int(block)].heads() if block.isdigit() else (0, 0)
-    return canonical(tensor, layout, *heads, shape)
 
 
 def _some(names: list[str]) -> str:

@@ -20,10 +20,11 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, 
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.quantization import format_of
 from vllm.model_executor.layers.quantization.method import ModelQuantization
-from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec
+from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec, load_weight
 from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.filler import WeightFiller
+from vllm.model_executor.model_loader.live_weights import unpacked
 from vllm.model_executor.model_loader.quantized_weights import (
     QuantizedCheckpoint,
     fill_quantized_with_random_numbers,
@@ -309,6 +310,28 @@ def _fill(
             "Do config.json and the weights belong together, and is the download complete?"
         )
     return size + filler.filled_bytes
+
+
+def load_again(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Give weights of a loaded module new values; see `TransformersDecoder.load_weights`."""
+    loaded = set()
+    with unpacked(list(module.modules())), torch.no_grad():
+        parameters = dict(module.named_parameters())
+        aliases = _aliases(module, set(parameters))
+        converted = _Converted(module, set(parameters))
+        for name, tensor in sorted(weights, key=lambda item: _natural(item[0])):
+            converted.add(name, tensor)
+        for name, tensor in converted.tensors():
+            parameter = parameters.get(name)
+            if isinstance(parameter, ShardedParameter):
+                try:
+                    load_weight(parameter, tensor.to(parameter.device))
+                except ValueError as error:
+                    raise ValueError(f"The tensor {name!r}: {error}.") from None
+                loaded.add(name)
+            elif name not in aliases and not _is_harmless(module, name):
+                raise ValueError(f"The tensor {name!r} cannot be loaded: the model has no such weight, or quantized.")
+    return loaded
 
 
 def _aliases(module: nn.Module, wanted: set[str]) -> set[str]:

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config.hf import HFConfig
-from vllm.distributed import current_tensor_parallel
+from vllm.distributed import current_tensor_parallel, use_tensor_parallel
 from vllm.model_executor.layers.sampler import Sampler
 from vllm.model_executor.model_loader import loader
 from vllm.model_executor.model_loader.filler import ProcessesWeights
+from vllm.model_executor.model_loader.live_weights import unpacked
 from vllm.model_executor.model_loader.rank_state import RankState
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.architecture_modules import PACKAGE, module_of
@@ -92,9 +93,11 @@ class ArchitectureModel(nn.Module):
         self._new = loader.new_decoder(vllm_config, family, device, current_tensor_parallel(), 0, hf)
         self._device = device
         self.model = self._new.model
+        tp = current_tensor_parallel()
+        self.model.open_weights = lambda: loader.live_weights(self._new, vllm_config, device, tp, 0, hf)
         self.lm_head, self.logits_processor = self.model.head, self.model.logits_processor
         self.sampler = Sampler()
-        self.filled_bytes = 0
+        self.filled_bytes, self.is_filled = 0, False
         self._bound: tuple[StepInputs, Sequence[Tensor]] | None = None
         self._embeds: Tensor | None = None
         if "embed" in self.model._modules:
@@ -146,9 +149,10 @@ class ArchitectureModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill the model from a checkpoint's tensors, under the names that checkpoints of the architecture have, and
-        what a derived class has added under its own; the names of all that was filled.
+        what a derived class has added under its own; the names of all that was filled. Of a model that is loaded
+        already: give those that are named new values (`DecoderModel.load_weights`).
 
-        Raises ValueError for a tensor that the model lacks, and for a missing one.
+        Raises ValueError for a tensor that the model lacks, and for one that is missing at first.
         """
         extra, loaded = dict(self.extra_parameters()), set[str]()
 
@@ -160,6 +164,9 @@ class ArchitectureModel(nn.Module):
                 else:
                     yield name, tensor, Path(f"{self.architecture}.load_weights")
 
+        if self.is_filled:
+            taken = self.model.load_weights((name, tensor) for name, tensor, _ in rest())
+            return taken | loaded
         self.filled_bytes = self._new.fill(rest(), self._device)
         return loaded | {name for name, _ in self.model.named_parameters(prefix="model")}
 
@@ -205,6 +212,13 @@ class DerivedModel(nn.Module):
         with self.model.bound(step, kv_caches):
             return step.wanted(self.model(step.token_ids, step.positions, **arguments))
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Let the class load new values for weights of the loaded model; the names of what it filled."""
+        inner = set(self.model.model.modules())
+        own = [module for module in self.model.modules() if module not in inner]
+        with use_tensor_parallel(self.model.model.tp), torch.no_grad(), unpacked(own):
+            return self.model.load_weights(weights)
+
     def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocabulary] fp32."""
         arguments = [SamplingMetadata()] if "sampling_metadata" in self._logits_names else []
@@ -239,4 +253,5 @@ def fill_derived(model: ArchitectureModel, weights: Weights, device: torch.devic
     for module in model.modules():
         if module not in inner and isinstance(module, ProcessesWeights):
             module.process_after_load()
+    model.is_filled = True
     return size

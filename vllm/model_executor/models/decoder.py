@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions
 from vllm.model_executor.models.traits import Traits
 from vllm.step.inputs import RowView, StepInputs
 from vllm.step.kv_policy import KVKind
+
+if TYPE_CHECKING:
+    from vllm.model_executor.model_loader.live_weights import LiveWeights
 
 # (x, step, kv_caches, rows) -> (x, residual), as the blocks one by one
 FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
@@ -123,6 +127,9 @@ class DecoderModel(nn.Module):
         )
         # a device's own way to run all of the rank's blocks at once, with the same result
         self.fused_blocks: FusedBlocks | None = None
+        self.fuse_again: Callable[[], None] | None = None  # after weights have moved
+        self.open_weights: Callable[[], LiveWeights] | None = None  # set by the loader
+        self._live: LiveWeights | None = None
         if self.is_last and spec.norm is not None:
             self.norm = build_norm(spec.norm, spec.hidden_size, dtype)
         self.pool = PoolLayers(pool, spec.hidden_size) if pool is not None and self.is_last else None
@@ -141,6 +148,23 @@ class DecoderModel(nn.Module):
         if spec.silent:
             self.register_buffer("silent", torch.tensor(spec.silent, device=device), persistent=False)
         self.logits_processor = LogitsProcessor(spec.vocab_size, scale=spec.logit_scale, soft_cap=spec.logit_softcap)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Give weights of the loaded model new values, under the names that its checkpoints have: any of them, whole
+        (each rank takes its share), in the published layout. Returns the names that belong to this rank.
+
+        Cached keys and values are those of the old weights: `reset_prefix_cache()` drops them. Raises ValueError for a
+        tensor that the model lacks, that does not fit, or whose place is quantized.
+        """
+        if self._live is None:
+            if self.open_weights is None:
+                raise RuntimeError("This model was not made by the loader, which knows the names of its weights.")
+            self._live = self.open_weights()
+        try:
+            return self._live.load(weights)
+        finally:
+            if self.fuse_again is not None:
+                self.fuse_again()
 
     @property
     def own_blocks(self) -> list[tuple[BlockSpec, nn.Module]]:

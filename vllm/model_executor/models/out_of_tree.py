@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,14 @@ class OutOfTreeModel(nn.Module):
             for layer in self.layers:
                 stack.enter_context(layer.bound(kv_caches, step))
             yield
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        """Let the class load new values for weights of the loaded model; what its `load_weights` returns."""
+        from vllm.model_executor.model_loader.live_weights import unpacked
+
+        with use_tensor_parallel(self.tp), torch.no_grad(), unpacked(list(self.model.modules())):
+            loaded: set[str] | None = self.model.load_weights(weights)  # type: ignore[operator]
+        return loaded
 
     def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocabulary] fp32."""

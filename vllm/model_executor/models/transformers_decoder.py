@@ -10,7 +10,7 @@ would get wrong.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -78,6 +78,16 @@ class TransformersDecoder(nn.Module):
     def run(self, token_ids: Tensor, positions: Tensor) -> Any:
         """What the modules below the head make of one row of tokens."""
         return self._base[0](input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Give weights of the loaded model new values, under their checkpoint's names; the module's names of them.
+
+        Tensors that transformers joins (the experts of a layer) must come in one call. Raises ValueError for a tensor
+        that the model lacks, that does not fit, or whose place is quantized.
+        """
+        from vllm.model_executor.model_loader.transformers_weights import load_again
+
+        return load_again(self.module, weights)
 
     def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocabulary] fp32, with all that the model's own head does."""
