@@ -78,7 +78,10 @@ def test_a_stage_has_only_its_own_weights(tmp_path: Path) -> None:
 def test_a_tied_table_is_on_the_first_and_the_last_stage(tmp_path: Path) -> None:
     save_random_hf_model(CASES["gpt2"](), tmp_path)
     first, middle, last = stages_of(tmp_path, 3)
-    assert torch.equal(first.embed.weight, last.head.weight)
+    with torch.inference_mode():  # through what layers compute: weights may be repacked for the processor
+        rows = first.embed(torch.arange(131))
+        columns = last.head.project(torch.eye(48))[:, :131]
+    torch.testing.assert_close(columns.T, rows)
     assert not hasattr(middle, "embed") and not hasattr(middle, "head")
 
 
