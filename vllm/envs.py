@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     VLLM_USE_TRITON_AWQ: bool
     VLLM_MAX_N_SEQUENCES: int
     VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool
+    VLLM_LORA_RESOLVER_CACHE_DIR: str | None
     VLLM_ALLOW_INSECURE_SERIALIZATION: bool
     VLLM_SERVER_DEV_MODE: bool
     VLLM_STRICT: bool
@@ -321,6 +322,12 @@ _TABLE = (
     EnvVar("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _flag, False, "Keep the API server alive after the engine has failed."),
     EnvVar("VLLM_ENABLE_RESPONSES_API_STORE", _flag, False, "Keep the newest responses of /v1/responses in memory."),
     EnvVar("VLLM_ALLOW_RUNTIME_LORA_UPDATING", _flag, False, "Routes that load and unload LoRA adapters."),
+    EnvVar(
+        "VLLM_LORA_RESOLVER_CACHE_DIR",
+        _text,
+        None,
+        "Folder whose subfolders are LoRA adapters that requests may name; needs VLLM_ALLOW_RUNTIME_LORA_UPDATING.",
+    ),
     EnvVar(
         "VLLM_ALLOW_INSECURE_SERIALIZATION",
         _flag,

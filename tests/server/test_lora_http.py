@@ -27,6 +27,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
     adapters = [root / "allowed" / name for name in ("first", "second", "third", "changing")]
     for seed, folder in enumerate(adapters):
         save_adapter(base, folder, rank=8, seed=seed)
+    save_adapter(base, root / "found" / "by-name", rank=8, seed=2)  # as "third"
+    (root / "found" / "broken").mkdir()
+    (root / "found" / "broken" / "adapter_config.json").write_text("{")
     return base, adapters
 
 
@@ -52,7 +55,9 @@ def lora_server(folders: tuple[Path, list[Path]]) -> Iterator[Server]:
     second = json.dumps({"name": "second", "path": str(adapters[1]), "base_model_name": "parent"})
     flags = ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--dtype", "float32"]
     modules = ["--lora-modules", f"first={adapters[0]}", second, "--lora-root", str(adapters[0].parent)]
-    with Server(base, *flags, *modules, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as running:
+    found = str(adapters[0].parent.parent / "found")
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": found}
+    with Server(base, *flags, *modules, env=env) as running:
         yield running
 
 
@@ -118,6 +123,17 @@ def test_adapters_come_and_go(lora_server: Server, folders: tuple[Path, list[Pat
     lora_server.post("/v1/load_lora_adapter", changing)
     assert complete(lora_server, "changing").json["choices"][0]["text"] == answers["third"]
     lora_server.post("/v1/unload_lora_adapter", changing)
+
+
+def test_adapters_in_the_folder_of_the_operator_are_found_by_name(lora_server: Server, answers: dict[str, str]) -> None:
+    for _ in range(2):
+        assert complete(lora_server, "by-name").json["choices"][0]["text"] == answers["third"]
+    assert "by-name" in [card["id"] for card in lora_server.get("/v1/models").json["data"]]
+    for name in ("absent", "../allowed/third", "..", ".", "by-name/", "x" * 300):
+        assert complete(lora_server, name).status == 404, name
+    broken = complete(lora_server, "broken")
+    assert broken.status == 400 and "neither adapter_model.safetensors" in broken.json["message"]
+    assert lora_server.post("/v1/unload_lora_adapter", {"lora_name": "by-name"}).status == 200
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where an adapter's files are: a local folder, or a repository of the Hugging Face Hub, fetched once."""
+"""Where an adapter's files are: a local folder, the package, or a repository of the Hub, fetched once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
 from vllm.lora.config import AdapterConfig, find_adapter, read_config
 from vllm.lora.request import LoRARequest
 
+PACKAGED_ADAPTERS = ("demo-pirate",)  # write "./demo-pirate" for a folder of that name
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _FILES = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "new_embeddings.*"]
 
 
@@ -36,6 +38,8 @@ def _from_hub(name: str) -> Path | None:
 def _folder(path: str) -> Path | None:
     if "\0" in path:
         return None
+    if path in PACKAGED_ADAPTERS:
+        return _ASSETS / path
     local = Path(path).expanduser()
     try:
         if local.is_dir():

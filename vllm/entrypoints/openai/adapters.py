@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolverRegistry
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
@@ -73,16 +75,37 @@ class ServedAdapters:
         async with self._changing:  # reading takes a while, and no other may take the name meanwhile
             if name in self._requests or name in served:
                 raise _invalid(f"The lora adapter '{name}' has already been loaded.")
-            if len(self._requests) >= MAX_ADAPTERS:
-                raise _invalid(f"At most {MAX_ADAPTERS} adapters may be loaded. Unload one first.")
             self._check_root(path)
-            request = LoRARequest(name, self._next_id, path)
-            self._next_id += 1
-            try:
-                await self._engine.add_lora(request)
-            except (ValueError, VLLMClientError) as error:
-                raise bad_request(str(error), "lora_path") from error
-            self._requests[name] = request
+            await self._add(name, path)
+
+    async def discover(self, name: Any, served: Sequence[str]) -> None:
+        """Add the adapter of a name that is not known, if a resolver finds one and adapters may be changed.
+
+        Raises APIError (400) if what it found cannot be used.
+        """
+        if not isinstance(name, str) or name in self._requests or name in served or not 0 < len(name) <= MAX_NAME:
+            return
+        resolvers = LoRAResolverRegistry.all()
+        if not resolvers or not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+            return
+        async with self._changing:
+            for resolver in resolvers:
+                if name in self._requests:
+                    return
+                found = await resolver.resolve_lora(served[0], name)
+                if found is not None:
+                    await self._add(name, found.lora_path, found.base_model_name)
+
+    async def _add(self, name: str, path: str, base_model_name: str | None = None) -> None:
+        if len(self._requests) >= MAX_ADAPTERS:
+            raise _invalid(f"At most {MAX_ADAPTERS} adapters may be loaded. Unload one first.")
+        request = LoRARequest(name, self._next_id, path, base_model_name=base_model_name)
+        self._next_id += 1
+        try:
+            await self._engine.add_lora(request)
+        except (ValueError, VLLMClientError) as error:
+            raise bad_request(str(error), "lora_path") from error
+        self._requests[name] = request
 
     async def unload(self, name: Any) -> None:
         """Forget an adapter; requests in progress end with it. Raises APIError."""

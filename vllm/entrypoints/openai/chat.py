@@ -127,6 +127,7 @@ async def prompt_of(context: ServerContext, request: ChatCompletionRequest, keep
 
 async def prepare(context: ServerContext, request: ChatCompletionRequest, request_id: str | None) -> Chat:
     """Check everything that can be checked before the engine is asked."""
+    await context.discover_adapter(request.model)
     model = context.check_model(request.model)
     context.require_generation("Chat Completions API")
     check_tool_choice(context.parsing, request)

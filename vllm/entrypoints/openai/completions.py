@@ -50,6 +50,7 @@ class Completion:
 
 async def prepare(context: ServerContext, request: CompletionRequest, request_id: str | None) -> Completion:
     """Check everything that can be checked before the engine is asked."""
+    await context.discover_adapter(request.model)
     model = context.check_model(request.model)
     context.require_generation("Completions API")
     if request.suffix is not None:

@@ -84,6 +84,11 @@ class ServerContext:
         """The adapter that a request means by the name of its model."""
         return self.adapters.find(name) if self.adapters is not None and name else None
 
+    async def discover_adapter(self, name: str | None) -> None:
+        """Look for an adapter of this name if the server knows none. Raises APIError if it cannot be used."""
+        if self.adapters is not None:
+            await self.adapters.discover(name, self.served_names)
+
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the adapter's, or the first of the served ones; 404 for any other model."""
         if name and self.adapter(name) is not None:
