@@ -86,9 +86,10 @@ class HttpMetrics:
 
 
 class HttpMetricsMiddleware:
-    """The outermost layer: what is refused further in is counted, too."""
+    """The outermost layer: what is refused further in is counted, too. state: of the application within."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], metrics: HttpMetrics) -> None:
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: HttpMetrics, state: Any = None) -> None:
+        self.state = state
         self._app = app
         self._metrics = metrics
 

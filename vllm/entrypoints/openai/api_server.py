@@ -15,7 +15,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,10 @@ CSP = (
 )
 
 
-def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> App:
-    """The application with all its layers, around a running engine."""
+def build_app(args: argparse.Namespace, engine: AsyncLLMEngine | None = None) -> App:
+    """The application with all its layers, around a running engine. Without one, `init_app_state` with the result's
+    `state` has to follow before the first request.
+    """
     from fastapi import FastAPI
 
     from vllm.entrypoints.openai.routes import router
@@ -67,7 +70,8 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine) -> App:
     root = (args.root_path or "").rstrip("/")
     app = FastAPI(title="vllm", version=__version__, root_path=root, redirect_slashes=False, **docs)
     app.state.args = args
-    app.state.context = make_context(args, engine)
+    if engine is not None:
+        app.state.context = make_context(args, engine)
     app.include_router(router)
     add_error_handlers(app)
     if not args.disable_web_ui and (WEB_FOLDER / "index.html").is_file():
@@ -109,7 +113,7 @@ def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter
         allow_headers=args.allowed_headers,
     )
     application.state.http_metrics = HttpMetrics()
-    return HttpMetricsMiddleware(app, metrics=application.state.http_metrics)
+    return HttpMetricsMiddleware(app, metrics=application.state.http_metrics, state=application.state)
 
 
 def keys_of(args: argparse.Namespace) -> list[str]:
@@ -182,6 +186,84 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         max_log_len=args.max_log_len,
         show_cached_tokens=args.enable_prompt_tokens_details,
     )
+
+
+async def init_app_state(engine_client: AsyncLLMEngine, vllm_config: Any, state: Any, args: argparse.Namespace) -> None:
+    """Give an application's `state` what the routes need of an engine, and the routes as objects (`serving.py`):
+    openai_serving_models, _chat, _completion, _tokenization; of a model that pools _embedding, _pooling, _scores,
+    _classification; None where the model cannot.
+
+    vllm_config: that of the engine is meant, whatever is given.   args: as `make_arg_parser` makes them.
+    """
+    from vllm.entrypoints.openai import serving
+
+    for adapter in parse_lora_modules(args.lora_modules):
+        await engine_client.add_lora(adapter)
+    context = make_context(args, engine_client)
+    config = engine_client.vllm_config.model_config
+    models = serving.OpenAIServingModels(engine_client, context=context)
+    tasks = config.supported_tasks
+
+    def made(kind: Any, *needs: str) -> Any:
+        return kind.of(models) if not needs or set(needs) & set(tasks) else None
+
+    state.args, state.context = args, context
+    state.engine_client, state.vllm_config = engine_client, engine_client.vllm_config
+    state.openai_serving_models = models
+    state.openai_serving_chat = made(serving.OpenAIServingChat, "generate")
+    state.openai_serving_completion = made(serving.OpenAIServingCompletion, "generate")
+    state.openai_serving_tokenization = made(serving.OpenAIServingTokenization)
+    state.openai_serving_embedding = made(serving.OpenAIServingEmbedding, "embed")
+    state.openai_serving_pooling = made(serving.OpenAIServingPooling, "encode")
+    state.openai_serving_scores = made(serving.ServingScores, "score")
+    state.openai_serving_classification = made(serving.ServingClassification, "classify")
+    state.openai_serving_transcription = None
+
+
+@asynccontextmanager
+async def _alive(make: Callable[[], AsyncLLMEngine]) -> AsyncIterator[AsyncLLMEngine]:
+    engine = await asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        await engine.check_health()  # begins to listen to the core
+        yield engine
+    finally:
+        await engine.shutdown(0.0)
+
+
+@asynccontextmanager
+async def build_async_engine_client(args: argparse.Namespace) -> AsyncIterator[AsyncLLMEngine]:
+    """The engine that the server's flags ask for; it ends with the block."""
+    async with _alive(functools.partial(make_engine, args)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def build_async_engine_client_from_engine_args(
+    engine_args: AsyncEngineArgs, disable_frontend_multiprocessing: bool = False
+) -> AsyncIterator[AsyncLLMEngine]:
+    """The engine of these arguments; it ends with the block."""
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+    def make() -> AsyncLLMEngine:
+        return AsyncLLMEngine.from_vllm_config(
+            engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER),
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            disable_log_requests=not engine_args.log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+            disable_frontend_multiprocessing=disable_frontend_multiprocessing,
+        )
+
+    async with _alive(make) as engine:
+        yield engine
+
+
+def __getattr__(name: str) -> Any:
+    """`router`, which is made when the first application is."""
+    if name == "router":
+        from vllm.entrypoints.openai.routes import router
+
+        return router
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def add_error_handlers(app: FastAPI) -> None:

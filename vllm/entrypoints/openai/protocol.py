@@ -564,3 +564,12 @@ class ResponsesRequest(_Sampling):
     @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or INCLUDE_LOGPROBS in (self.include or ())
+
+
+def __getattr__(name: str) -> Any:
+    """The types of answers, which the server itself does without."""
+    from vllm.entrypoints.openai import response_models
+
+    if name.startswith("_") or not hasattr(response_models, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(response_models, name)

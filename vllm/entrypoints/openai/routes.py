@@ -281,11 +281,15 @@ async def count_tokens(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    context = context_of(request)
+    return JSONResponse({"object": "list", "data": model_cards(context_of(request))})
+
+
+def model_cards(context: ServerContext) -> list[dict[str, Any]]:
+    """Every name that may be asked for: the model's, then those of adapters."""
     cards = [_model_card(context, name) for name in context.served_names]
     if context.adapters is not None:
         cards += [_adapter_card(context, adapter) for adapter in context.adapters.all()]
-    return JSONResponse({"object": "list", "data": cards})
+    return cards
 
 
 @router.get("/v1/models/{name:path}", responses=_errors(404))
@@ -334,8 +338,12 @@ def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
 
 @router.post("/tokenize", openapi_extra=_schema(TokenizeRequest), responses=BODY_ERRORS)
 async def tokenize(request: Request) -> Response:
-    context = context_of(request)
-    body = await read(request, TokenizeRequest)
+    found = await tokenized(context_of(request), await read(request, TokenizeRequest))
+    return Response(found, media_type="application/json")
+
+
+async def tokenized(context: ServerContext, body: TokenizeRequest) -> bytes:
+    """The answer of /tokenize. Raises APIError."""
     context.check_model(body.model)
     body.refuse_later_features()
     try:
@@ -360,13 +368,17 @@ async def tokenize(request: Request) -> Response:
         found = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
         return json.dumps(found).encode()
 
-    return Response(await context.in_lane(4 * len(ids), encoded), media_type="application/json")
+    return await context.in_lane(4 * len(ids), encoded)
 
 
 @router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest), responses=BODY_ERRORS)
 async def detokenize(request: Request) -> Response:
-    context = context_of(request)
-    body = await read(request, DetokenizeRequest)
+    found = await detokenized(context_of(request), await read(request, DetokenizeRequest))
+    return Response(found, media_type="application/json")
+
+
+async def detokenized(context: ServerContext, body: DetokenizeRequest) -> bytes:
+    """The answer of /detokenize. Raises APIError."""
     context.check_model(body.model)
     tokenizer = context.tokenizer
     most = context.limits.max_detokenized
@@ -380,7 +392,7 @@ async def detokenize(request: Request) -> Response:
         return json.dumps({"prompt": tokenizer.decode(body.tokens)}).encode()
 
     try:
-        return Response(await context.in_lane(4 * len(body.tokens), decoded), media_type="application/json")
+        return await context.in_lane(4 * len(body.tokens), decoded)
     except Exception as error:
         raise as_api_error(error) from error
 

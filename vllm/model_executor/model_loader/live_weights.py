@@ -85,7 +85,7 @@ class LiveWeights:
     def _put(self, target: str, value: Tensor) -> None:
         owners, part, expert = self._filler.place_of(target)
         modules = [(self._model.get_submodule(self._paths[module]), name) for module, name in owners]
-        with unpacked(module for module, _ in modules), torch.no_grad():
+        with torch.no_grad(), unpacked(module for module, _ in modules):
             module, name = modules[0]
             parameter = getattr(module, name)
             assert isinstance(parameter, ShardedParameter)

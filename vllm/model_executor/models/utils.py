@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,42 @@ from vllm.sequence import IntermediateTensors
 
 class PPMissingLayer(nn.Identity):
     """Stands in for a layer that another pipeline stage has."""
+
+
+@dataclass(frozen=True)
+class WeightsMapper:
+    """Renames a checkpoint's tensors: every text of `orig_to_new_substr` in a name, then the first prefix and the first
+    suffix that fit. A text that becomes None drops the tensor.
+    """
+
+    orig_to_new_substr: Mapping[str, str | None] = field(default_factory=dict)
+    orig_to_new_prefix: Mapping[str, str | None] = field(default_factory=dict)
+    orig_to_new_suffix: Mapping[str, str | None] = field(default_factory=dict)
+
+    def name_of(self, name: str) -> str | None:
+        """The new name, None for a tensor that is dropped."""
+        for old, new in self.orig_to_new_substr.items():
+            if old in name:
+                if new is None:
+                    return None
+                name = name.replace(old, new, 1)
+        for old, new in self.orig_to_new_prefix.items():
+            if name.startswith(old):
+                if new is None:
+                    return None
+                name = new + name[len(old) :]
+                break
+        for old, new in self.orig_to_new_suffix.items():
+            if name.endswith(old):
+                return None if new is None else name[: len(name) - len(old)] + new
+        return name
+
+    def apply(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors under their new names, without those that are dropped."""
+        for name, tensor in weights:
+            new = self.name_of(name)
+            if new is not None:
+                yield new, tensor
 
 
 class AutoWeightsLoader:
@@ -36,8 +73,9 @@ class AutoWeightsLoader:
         self.skip_prefixes = tuple(skip_prefixes or ())
         self.ignore_unexpected_prefixes = tuple(ignore_unexpected_prefixes or ())
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load everything; the names of the parameters that were filled."""
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, mapper: WeightsMapper | None = None) -> set[str]:
+        """Load everything, renamed by `mapper`; the names of the parameters that were filled."""
+        weights = weights if mapper is None else mapper.apply(weights)
         owners = {
             name: module for name, module in self.module.named_modules() if name and hasattr(module, "load_weights")
         }

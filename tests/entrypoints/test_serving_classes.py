@@ -1,0 +1,109 @@
+"""The routes as objects, and the parts that other servers are made of: as over HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from tests.tiny_llama import model_folder  # noqa: F401 - fixture
+from vllm import AsyncEngineArgs
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai import api_server
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    ErrorResponse,
+    TokenizeRequest,
+)
+from vllm.entrypoints.openai.serving_chat import OpenAIServingChat
+from vllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from vllm.entrypoints.openai.serving_models import BaseModelPath, OpenAIServingModels
+from vllm.entrypoints.openai.serving_transcription import OpenAIServingTranscription
+from vllm.utils.argparse import FlexibleArgumentParser
+
+GREEDY = {"model": "tiny", "temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+async def test_an_application_and_its_objects_answer_alike(model_folder):  # noqa: F811
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        ["--model", str(model_folder), "--served-model-name", "tiny", "--disable-frontend-multiprocessing"]
+    )
+    async with api_server.build_async_engine_client(args) as engine:
+        assert isinstance(engine, EngineClient)
+        app = api_server.build_app(args)
+        await api_server.init_app_state(engine, engine.vllm_config, app.state, args)
+        state = app.state
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+
+            async def post(path: str, body: dict) -> dict:
+                return (await client.post(path, json=body)).json()
+
+            routed = [
+                (await post("/v1/completions", {**GREEDY, "prompt": "Hello"}))["choices"],
+                (await post("/v1/chat/completions", {**GREEDY, "messages": MESSAGES}))["choices"],
+                await post("/tokenize", {"prompt": "Hello"}),
+                (await client.get("/v1/models")).json(),
+            ]
+        whole = await state.openai_serving_completion.create_completion(CompletionRequest(prompt="Hello", **GREEDY))
+        chat = await state.openai_serving_chat.create_chat_completion(
+            ChatCompletionRequest(messages=MESSAGES, **GREEDY)
+        )
+        tokens = await state.openai_serving_tokenization.create_tokenize(TokenizeRequest(prompt="Hello"))
+        text = await state.openai_serving_tokenization.create_detokenize(DetokenizeRequest(tokens=tokens.tokens))
+        models = await state.openai_serving_models.show_available_models()
+        assert isinstance(whole, CompletionResponse) and isinstance(chat, ChatCompletionResponse)
+        assert [choice.text for choice in whole.choices] == [choice["text"] for choice in routed[0]]
+        assert chat.choices[0].message.content == routed[1][0]["message"]["content"]
+        assert (tokens.model_dump(), models.model_dump()) == (routed[2], routed[3])
+        assert "Hello" in text.prompt
+        assert state.openai_serving_embedding is None
+
+        events = await state.openai_serving_chat.create_chat_completion(
+            ChatCompletionRequest(messages=MESSAGES, stream=True, **GREEDY)
+        )
+        stream = "".join([event async for event in events])
+        lines = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        chunks = [ChatCompletionStreamResponse.model_validate(json.loads(line)) for line in lines]
+        said = "".join(chunk.choices[0].delta.get("content") or "" for chunk in chunks)
+        assert said == chat.choices[0].message.content
+
+        refused = await state.openai_serving_chat.create_chat_completion(
+            ChatCompletionRequest(messages=MESSAGES, **{**GREEDY, "model": "other"})
+        )
+        assert isinstance(refused, ErrorResponse) and refused.code == 404
+
+        mine = OpenAIServingModels(engine, engine.vllm_config.model_config, [BaseModelPath("mine", "folder")])
+        other = OpenAIServingCompletion(engine, None, mine)
+        again = await other.create_completion(CompletionRequest(prompt="Hello", **{**GREEDY, "model": "mine"}))
+        assert (again.model, again.choices[0].text) == ("mine", whole.choices[0].text)
+        template = "{{ messages[0]['content'] }} {{ 'x' * 8 }}"
+        shaped = OpenAIServingChat(engine, None, mine, "helper", chat_template=template)
+        found = await shaped.create_chat_completion(
+            ChatCompletionRequest(messages=MESSAGES, **{**GREEDY, "model": "mine"})
+        )
+        assert found.choices[0].message.role == "helper"
+        assert found.usage.prompt_tokens != chat.usage.prompt_tokens
+        for make, error, words in [
+            (lambda: OpenAIServingChat(engine, None, mine, colour="red"), TypeError, "no option 'colour'"),
+            (lambda: OpenAIServingChat(engine, None, "mine"), TypeError, "must be an OpenAIServingModels"),
+            (lambda: OpenAIServingModels(object()), TypeError, "AsyncLLMEngine"),
+            (lambda: OpenAIServingTranscription(engine, None, mine), NotImplementedError, "audio"),
+        ]:
+            with pytest.raises(error, match=words):
+                make()
+
+
+async def test_an_engine_lives_as_long_as_its_block(model_folder):  # noqa: F811
+    made = AsyncEngineArgs(model=str(model_folder), max_model_len=64)
+    async with api_server.build_async_engine_client_from_engine_args(made, True) as engine:
+        assert engine.is_running and engine.vllm_config.model_config.max_model_len == 64
+    assert not engine.is_running

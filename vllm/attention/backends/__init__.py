@@ -1,0 +1,1 @@
+"""Public paths of what attention layers are given."""

@@ -1,0 +1,1 @@
+"""Public paths of what models from outside the tree say about compilation."""

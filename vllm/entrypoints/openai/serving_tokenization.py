@@ -1,0 +1,5 @@
+"""Public path of `OpenAIServingTokenization`; it lives in `serving.py`."""
+
+from vllm.entrypoints.openai.serving import OpenAIServingTokenization
+
+__all__ = ["OpenAIServingTokenization"]

@@ -1,0 +1,1 @@
+"""Public paths of executors in the newer API age."""

@@ -1,0 +1,1 @@
+"""Public paths of workers in the newer API age."""
