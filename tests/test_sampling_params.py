@@ -573,7 +573,9 @@ def test_pooling_params() -> None:
     )
     plain = Matryoshka()
     plain.is_matryoshka = False
-    with pytest.raises(ValueError, match='Model "m" does not support matryoshka representation'):
+    with pytest.raises(
+        ValueError, match='Model "m" does not support matryoshka representation.*Leave dimensions unset'
+    ):
         PoolingParams(dimensions=64).verify(plain)
     with pytest.raises(ValueError, match="output_kind of a pooling request must be FINAL_ONLY"):
         PoolingParams(output_kind=DELTA)

@@ -100,7 +100,8 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, tag="pooling"):
         if not model_config.is_matryoshka:
             raise VLLMValidationError(
                 f'Model "{model_config.served_model_name}" does not support matryoshka representation, '
-                "changing output dimensions will lead to poor results.",
+                "changing output dimensions will lead to poor results. Leave dimensions unset or, if the model was "
+                "trained for it, load it with is_matryoshka true in hf_overrides.",
                 parameter="dimensions",
                 value=self.dimensions,
             )

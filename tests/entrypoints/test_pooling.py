@@ -131,10 +131,16 @@ def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:
         scores = [o.outputs.score for o in llm.score(TEXTS[0], TEXTS, use_tqdm=False, truncate_prompt_tokens=40)]
         paired = [o.outputs.score for o in llm.score(TEXTS[:2], TEXTS[2:], use_tqdm=False, truncate_prompt_tokens=40)]
         classes = llm.classify(TEXTS[:2], use_tqdm=False)
-        with pytest.raises(ValueError, match="1:1, 1:N or N:N"):
+        with pytest.raises(ValueError, match="1:1, 1:N or N:N, got 2:3"):
             llm.score(TEXTS[:2], TEXTS[:3])
         with pytest.raises(ValueError, match="needs two texts"):
             llm.score({"prompt_token_ids": [5]}, "a")
+        (short,) = llm.classify(TEXTS[0], use_tqdm=False, truncate_prompt_tokens=3)
+        assert len(short.prompt_token_ids) == 3
+        (same,) = llm.encode(TEXTS[0], use_tqdm=False, truncate_prompt_tokens=3)
+        assert same.prompt_token_ids == short.prompt_token_ids
+        with pytest.raises(ValueError, match=r"LLM.chat\(\) is only supported for generative models"):
+            llm.chat([{"role": "user", "content": "a"}])
         with pytest.raises(ValueError, match="Embedding API is only enabled"):
             llm.embed("a")
 

@@ -225,4 +225,4 @@ def test_embeddings_and_scores_of_a_batch(tmp_path: Path):
     found = embedded["response"]["body"]["data"]
     assert [item["embedding"] for item in found] == [pytest.approx(vector, abs=1e-6) for vector in wanted]
     assert [item["score"] for item in scored["response"]["body"]["data"]] == pytest.approx(scores, abs=1e-5)
-    assert refused["error"] == "The model does not support Completions API"
+    assert refused["error"] == "The model does not support Completions API; it is for: encode, embed, score."

@@ -128,7 +128,7 @@ WRONG = [
     ("/score", {"text_1": "a", "text_2": []}, "At least one text_pair element must be given"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ("/classify", {"input": "a"}, "The model does not support Classification API"),
-    ("/v1/completions", {"prompt": "a"}, "The model does not support Completions API"),
+    ("/v1/completions", {"prompt": "a"}, "does not support Completions API; it is for: encode, embed, score."),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "does not support Chat Completions API"),
 ]
 

@@ -115,7 +115,7 @@ class CacheConfig:
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ValueError(
                 "kv_offloading_size keeps blocks for later requests, which prefix caching finds: leave "
-                "enable_prefix_caching on, or kv_offloading_size unset."
+                "enable_prefix_caching on, or kv_offloading_size unset (some models, as encoders, keep no blocks)."
             )
         if self.swap_space < 0:
             raise ValueError(f"swap_space must be non-negative, got {self.swap_space}.")

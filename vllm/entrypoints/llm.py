@@ -350,23 +350,27 @@ class LLM:
         lora_request: list[LoRARequest] | LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """What the model makes of each prompt, as a tensor: a vector, scores, or one of either for each token.
 
         pooling_params: for all prompts, or one per prompt.   pooling_task: what the answers are used for, which the
-        model must be made for.   tokenization_kwargs: `add_special_tokens`, `truncate_prompt_tokens`.
+        model must be made for.   truncate_prompt_tokens: longest prompt, -1 for what the model takes; longer ones are
+        cut at their ends.   tokenization_kwargs: the same setting, and `add_special_tokens`.
         """
         self._require("encode", "LLM.encode() is only enabled for pooling models")
         found = self._prompts(prompts, prompt_token_ids)
+        options = _with_truncation(tokenization_kwargs, truncate_prompt_tokens)
         params = pooling.params_for(pooling_params, pooling_task)
-        return self._pool(found, params, use_tqdm, lora_request, prompt_adapter_request, tokenization_kwargs)
+        return self._pool(found, params, use_tqdm, lora_request, prompt_adapter_request, options)
 
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: ProgressBar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: list[LoRARequest] | LoRARequest | None = None,
@@ -375,16 +379,16 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """An embedding vector of each prompt. Arguments as for `encode`."""
         self._require("embed", "Embedding API is only enabled for `--task embed`")
+        options = _with_truncation(tokenization_kwargs, truncate_prompt_tokens)
         params = pooling.params_for(pooling_params, "embed")
-        outputs = self._pool(
-            as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, tokenization_kwargs
-        )
+        outputs = self._pool(as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, options)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
     def classify(
         self,
         prompts: PromptType | Sequence[PromptType],
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: ProgressBar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: list[LoRARequest] | LoRARequest | None = None,
@@ -393,10 +397,9 @@ class LLM:
     ) -> list[ClassificationRequestOutput]:
         """The class probabilities of each prompt. Arguments as for `encode`."""
         self._require("classify", "Classification API is only enabled for `--task classify`")
+        options = _with_truncation(tokenization_kwargs, truncate_prompt_tokens)
         params = pooling.params_for(pooling_params, "classify")
-        outputs = self._pool(
-            as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, tokenization_kwargs
-        )
+        outputs = self._pool(as_list(prompts), params, use_tqdm, lora_request, prompt_adapter_request, options)
         return [ClassificationRequestOutput.from_base(output) for output in outputs]
 
     def score(
@@ -420,9 +423,7 @@ class LLM:
         messages "query" and "document", makes one prompt of a pair, as some rerankers want it.
         """
         self._require("score", "Score API is only enabled for `--task embed or --task score`")
-        options = {**(tokenization_kwargs or {})}
-        if truncate_prompt_tokens is not None:
-            options["truncate_prompt_tokens"] = truncate_prompt_tokens
+        options = _with_truncation(tokenization_kwargs, truncate_prompt_tokens)
         firsts, seconds = pooling.pairs(as_list(text_1), as_list(text_2))
         params = pooling.params_for(pooling_params, "score")
         settings = self.model_config.pooling
@@ -568,7 +569,10 @@ class LLM:
         """Raise ValueError unless the model is made for the task."""
         able = self.model_config.supported_tasks
         if task not in able:
-            raise ValueError(f"{message}; this model is for: {', '.join(able)}.")
+            advice = ""
+            if "generate" in able:
+                advice = " Load it with task='embed' (or classify, score, reward) to pool with it."
+            raise ValueError(f"{message}; this model is for: {', '.join(able)}.{advice}")
 
     def _pool(
         self,
@@ -638,6 +642,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """The prompts of one or several conversations."""
+        self._require("generate", "LLM.chat() is only supported for generative models")
         _refuse_processor_options(mm_processor_kwargs)
         check_chat_options(tools, chat_template_kwargs)
         add_special_tokens = (tokenization_kwargs or {}).get("add_special_tokens", False)
@@ -687,6 +692,13 @@ class LLM:
         outputs = [self._finished.pop(request_id) for request_id in ids]
         raise_if_failed(outputs)
         return outputs
+
+
+def _with_truncation(tokenization_kwargs: dict[str, Any] | None, length: int | None) -> dict[str, Any]:
+    options = dict(tokenization_kwargs or {})
+    if length is not None:
+        options["truncate_prompt_tokens"] = length
+    return options
 
 
 def _refuse_processor_options(mm_processor_kwargs: dict[str, Any] | None) -> None:

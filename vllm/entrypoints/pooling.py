@@ -46,7 +46,7 @@ def pairs(firsts: list[Any], seconds: list[Any]) -> tuple[list[Any], list[Any]]:
     if not seconds:
         raise ValueError("At least one text_pair element must be given")
     if len(firsts) not in (1, len(seconds)):
-        raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
+        raise ValueError(f"Input lengths must be either 1:1, 1:N or N:N, got {len(firsts)}:{len(seconds)}.")
     return firsts, seconds
 
 

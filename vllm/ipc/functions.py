@@ -53,7 +53,10 @@ def named(path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path!r} cannot be imported: {error}") from error
+        raise ValueError(
+            f"{path!r} cannot be imported: {error}. Expected the path of something that every process can import, "
+            "such as package.module.Name or package.module:Name."
+        ) from error
     return found
 
 

@@ -99,8 +99,16 @@ class ServerContext:
 
     def require_generation(self, name: str) -> None:
         """Raise a 400 if the model pools. name: of the API that was asked."""
-        if self.engine.vllm_config.model_config.pooling is not None:
-            raise bad_request(f"The model does not support {name}")
+        self.require_task("generate", name)
+
+    def require_task(self, task: str, name: str) -> None:
+        """Raise a 400 unless the model is made for the task. name: of the API that was asked."""
+        able = self.engine.vllm_config.model_config.supported_tasks
+        if task not in able:
+            advice = ""
+            if "generate" in able:
+                advice = " To pool with it, start the server with --task embed (or classify, score, reward)."
+            raise bad_request(f"The model does not support {name}; it is for: {', '.join(able)}.{advice}")
 
     def cached_tokens(self, outputs: Iterable[RequestOutput | None]) -> int | None:
         """Prompt tokens found in the cache, if the operator wants them shown."""

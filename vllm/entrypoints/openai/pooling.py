@@ -331,6 +331,5 @@ ROUTES = {
 def find(context: ServerContext, path: str) -> Route:
     """The route at a path. Raises a 400 unless the model is made for it."""
     route = ROUTES[path]
-    if route.task not in context.engine.vllm_config.model_config.supported_tasks:
-        raise bad_request(f"The model does not support {route.name}")
+    context.require_task(route.task, route.name)
     return route
