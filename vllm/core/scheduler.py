@@ -262,13 +262,15 @@ class Scheduler:
             waiting = len(self._waiting) > 0
             if waiting and (self.limits.priority or self._waiting.has_accounts):
                 self._make_way()
-            self._crowd.begin(self._clock(), len(self.running), builder.budget)
-            if waiting and self._crowd.may_wait:
-                self._admit_waiting(builder, 0)
-            builder.express = bool(builder.requests)
+            crowd = self._crowd
+            if self._waiting.has_accounts or crowd.account is not None:
+                crowd.begin(self._clock(), len(self.running), builder.budget)
+                if waiting and crowd.may_wait:
+                    self._admit_waiting(builder, 0)
+                    builder.express = bool(builder.requests)
             preempted = not builder.express and self._continue_running(builder)
             if waiting and not preempted and not builder.express and builder.budget > 0:
-                self._admit_waiting(builder, self._crowd.tokens)
+                self._admit_waiting(builder, builder.budget if crowd.account is None else crowd.tokens)
         if not builder.requests and not builder.moves.loaded:
             if self.kv.tier is not None:
                 if builder.moves.saved and not self._in_flight:  # what is to be saved takes the room that they need
@@ -326,7 +328,9 @@ class Scheduler:
         """Give every running request its next tokens, preempting from the end when blocks run out (then True)."""
         running, kv, chunk, budget = self.running, self.kv, self._chunk, builder.budget
         speculates, special = self._speculates, self._speculates or self._num_pooled or builder.room != ENDLESS
-        preempted, take = False, builder.take
+        preempted, take, usual, step_id = False, builder.take, not special, self._step_id
+        add, add_tokens = builder.requests.append, builder.num_tokens.append
+        add_computed, add_sample = builder.num_computed.append, builder.sample.append
         i, end = 0, len(running)
         while i < end and budget > 0:
             request = running[i]
@@ -361,7 +365,15 @@ class Scheduler:
                     builder.budget = budget
                     return True
             budget -= count
-            if speculates and start + 1 >= total and not request.pooled:
+            if usual and start + 1 == total and start >= request.num_prompt_tokens:  # as `take` does it, without a call
+                request.num_computed = start + 1
+                request.num_pending = pending + 1
+                request.plan_step, request.plan_tokens = step_id, 1
+                add(request)
+                add_tokens(1)
+                add_computed(start)
+                add_sample(True)
+            elif speculates and start + 1 >= total and not request.pooled:
                 builder.verify(request, count - 1)
             else:
                 take(request, count)
