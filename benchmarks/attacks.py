@@ -85,6 +85,14 @@ FOUND = [
         lambda: {"prompt": "a", "max_tokens": 30, "use_beam_search": True, "best_of": 64, "temperature": 0},
     ),
 ]
+PAIRS = [  # what a model that scores pairs tokenizes: a text of many characters and few tokens, with many others
+    Attack(
+        "/score: 100,000 spaces with 2,000 texts" + named,
+        "/score",
+        lambda more=more: {"text_1": " " * 100_000, "text_2": ["a"] * 2000, **more},
+    )
+    for named, more in (("", {}), (", cut", {"truncate_prompt_tokens": -1}))
+]
 TEMPLATES = [
     Attack(
         f"chat_template {name}", CHAT, lambda text=text: {"messages": [USER], "chat_template": text, "max_tokens": 1}
@@ -100,11 +108,22 @@ TEMPLATES = [
 ]
 
 
-def family(size: int = MEGABYTE) -> Iterator[Attack]:
-    """Every field of every body, with texts and counts of about `size` bytes: long, many, multi-byte, nested."""
+Body = tuple[str, type[Any], dict[str, Any]]  # path, model, what is valid
+
+
+def bodies(pools: bool = False) -> list[Body]:
+    """The bodies that a server takes, of a model that generates or `pools`."""
     from vllm.entrypoints.openai import messages, protocol
 
-    bodies: list[tuple[str, type[Any], dict[str, Any]]] = [
+    if pools:
+        return [
+            ("/v1/embeddings", protocol.EmbeddingRequest, {"input": "a"}),
+            ("/pooling", protocol.PoolingRequest, {"input": "a"}),
+            ("/classify", protocol.ClassifyRequest, {"input": "a"}),
+            ("/score", protocol.ScoreRequest, {"text_1": "a", "text_2": "b"}),
+            ("/rerank", protocol.RerankRequest, {"query": "a", "documents": ["b"]}),
+        ]
+    return [
         (COMPLETIONS, protocol.CompletionRequest, {"prompt": "a", "max_tokens": 1}),
         (CHAT, protocol.ChatCompletionRequest, {"messages": [USER], "max_tokens": 1}),
         (RESPONSES, protocol.ResponsesRequest, {"input": "a", "max_output_tokens": 1}),
@@ -113,7 +132,11 @@ def family(size: int = MEGABYTE) -> Iterator[Attack]:
         ("/tokenize", protocol.TokenizeRequest, {"prompt": "a"}),
         ("/detokenize", protocol.DetokenizeRequest, {"tokens": [5]}),
     ]
-    for path, model, valid in bodies:
+
+
+def family(size: int = MEGABYTE, pools: bool = False) -> Iterator[Attack]:
+    """Every field of every body, with texts and counts of about `size` bytes: long, many, multi-byte, nested."""
+    for path, model, valid in bodies(pools):
         for name in (*model.model_fields, "no_such_field"):
             for kind, make in shapes(name, size).items():
                 yield Attack(f"{path} {name}: {kind}", path, lambda v=valid, n=name, m=make: {**v, n: m()})
@@ -140,6 +163,8 @@ def shapes(name: str, size: int) -> dict[str, Callable[[], Any]]:
             "many parts": lambda: [{"role": "user", "content": [{"type": "text", "text": "a"}] * (size // 32)}],
             "long role": lambda: [{"role": "x" * size, "content": "a"}],
         }
+    elif name == "text_2":
+        found |= {"1,000 texts": lambda: ["ab"] * 1000}
     elif name == "tools":
         found |= {
             "long tool": lambda: [tool("f", "x" * size)],
@@ -148,6 +173,7 @@ def shapes(name: str, size: int) -> dict[str, Callable[[], Any]]:
         }
     elif name == "documents":
         found |= {
+            "2,000 texts": lambda: ["ab"] * 2000,
             "long document": lambda: [{"title": "a", "text": "x" * size}],
             "many documents": lambda: [{"title": "a", "text": "b"}] * (size // 32),
         }
@@ -174,11 +200,15 @@ def nested(depth: int, width: int) -> Any:
 
 
 class Bystanders:
-    """A client that reads streams and one that asks for /health, until `end`."""
+    """A client that reads streams (answers of /pooling, if the model `pools`) and one that asks for /health, until
+    `end`.
+    """
 
-    def __init__(self, port: int, model: str) -> None:
+    def __init__(self, port: int, model: str, pools: bool = False) -> None:
         self._port = port
-        self._stream = json.dumps({**STREAM, "model": model})
+        self._path, asked = ("/pooling", {"input": "Hello"}) if pools else (COMPLETIONS, STREAM)
+        self._end_of_answer = b"}" if pools else b"data: [DONE]\n\n"
+        self._stream = json.dumps({**asked, "model": model})
         self._ended = False
         self.gaps: list[tuple[float, float]] = []  # (when, how long)
         self.healths: list[tuple[float, float]] = []
@@ -203,7 +233,7 @@ class Bystanders:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
         while not self._ended:
             before = time.monotonic()
-            connection.request("POST", COMPLETIONS, self._stream, {"content-type": "application/json"})
+            connection.request("POST", self._path, self._stream, {"content-type": "application/json"})
             answer = connection.getresponse()
             whole = b""
             while part := answer.read1(65536):
@@ -211,7 +241,8 @@ class Bystanders:
                 self.gaps.append((now, now - before))
                 before = now
                 whole += part
-            if answer.status != 200 or not whole.endswith(b"data: [DONE]\n\n"):
+            answer.close()
+            if answer.status != 200 or not whole.endswith(self._end_of_answer):
                 self.wrong.append(f"{answer.status} {whole[-200:]!r}")
             time.sleep(0.002)
         connection.close()

@@ -24,7 +24,7 @@ from tests.tiny_llama import assert_idle
 from tests.tiny_models import save_llama
 from vllm import LLM, PoolingParams, SamplingParams
 from vllm.engine.texts import Texts
-from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.engine.tokenizer import Tokenizer, TransformersTokenizer, load_tokenizer
 from vllm.lora.request import LoRARequest
 
 TEXTS = ["The capital of France is Paris.", "Hello", "numbers 0 1 2 3 4 5 6 7 8 9 10 " * 6, "世界 🙂"]
@@ -122,6 +122,51 @@ def test_pairs_are_cut_as_transformers_cuts_them(tokenizer, first, second, most,
     types = [int(begins is not None and i >= begins) for i in range(len(ids))]
     if len(ids) < (most or 10_000):
         assert types == want["token_type_ids"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(first=words, seconds=st.lists(words, max_size=4), most=st.none() | st.integers(4, 40), special=st.booleans())
+def test_one_text_and_several_are_the_pairs_one_by_one(tokenizer, first, seconds, most, special) -> None:
+    texts = Texts(tokenizer, 10_000)
+    assert list(texts.pairs(first, seconds, special, most)) == [texts.pair(first, s, special, most) for s in seconds]
+
+
+@pytest.mark.parametrize("keep", [None, 8])
+def test_a_text_that_stands_in_many_pairs_is_tokenized_once(tokenizer, monkeypatch, keep) -> None:
+    """Spaces are no tokens here, so that no length of the text says that it cannot fit."""
+    seen: list[int] = []
+
+    def watch(name: str) -> None:
+        whole = getattr(tokenizer, name)
+
+        def counted(given: Any, *more: Any) -> Any:
+            seen.append(sum(map(len, given)))
+            return whole(given, *more)
+
+        monkeypatch.setattr(tokenizer, name, counted)
+
+    watch("encode")
+    watch("_parts")
+    found = list(Texts(tokenizer, 8).pairs(" " * 50_000, ["a"] * 100, True, keep))
+    assert len(found) == 100 and len({str(pair) for pair in found}) == 1
+    assert sum(seen) < 50_000 * 5
+
+
+def test_pairs_with_too_many_tokens_together_are_refused(tmp_path: Path) -> None:
+    save_bert(tmp_path, classes=1)
+    with start(tmp_path) as llm:
+        processor = llm.llm_engine.input_processor
+        one = len(processor.pair("hello", "a")["prompt_token_ids"])
+        assert len(processor.pairs("hello", ["a"] * 10, most=10 * one)) == 10
+        with pytest.raises(ValueError, match=f"more than {10 * one - 1} tokens together"):
+            processor.pairs("hello", ["a"] * 10, most=10 * one - 1)
+
+
+def test_a_tokenizer_that_reads_a_text_anew_for_each_pair_refuses_long_ones(tokenizer) -> None:
+    slow = TransformersTokenizer(tokenizer.hf_tokenizer)
+    assert list(slow.encode_pairs("hello", ["a", "b"])) == [slow.encode_pair("hello", s) for s in ("a", "b")]
+    with pytest.raises(ValueError, match="cannot be paired with 2000 others"):
+        slow.encode_pairs("a" * 5000, ["a"] * 2000)
 
 
 def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:

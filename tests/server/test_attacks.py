@@ -9,17 +9,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.attacks import FOUND, TEMPLATES, Attack, Bystanders, family, measure
+from benchmarks.attacks import FOUND, PAIRS, TEMPLATES, Attack, Bystanders, bodies, family, measure
 from tests.server.http_server import MODEL, Server
+from tests.tiny_encoders import save_bert
+from vllm.entrypoints.openai.pooling import ROUTES
 
 # Generous: on an idle machine they are a tenth of a second, where they were ten seconds and more.
 SECONDS = 2.5
 MEMORY_SECONDS = 12.0
+POOLED_SECONDS = 60.0  # 2,000 pairs take seconds; a text tokenized anew for each took hours
 # Fields that take text or lists; the others refuse whatever is no number or flag at once (`make soak` tries them all).
 FIELDS = frozenset(
     {"prompt", "messages", "input", "instructions", "stop", "bad_words", "logit_bias", "allowed_token_ids", "tokens"}
     | {"stop_token_ids", "suffix", "user", "model", "tools", "tool_choice", "documents", "chat_template", "request_id"}
     | {"chat_template_kwargs", "metadata", "cache_salt", "guided_json", "response_format", "no_such_field", "include"}
+    | {"text_1", "text_2", "query", "dimensions", "truncate_prompt_tokens"}
     | {"system", "stop_sequences", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "text"}
 )
 QUEUED = ("n = 2,000", "1,000 prompts", "64 beams")  # honest work, see the tests of fairness
@@ -76,6 +80,31 @@ def test_no_field_holds_up_anybody(attacked: Server, watched: Bystanders) -> Non
         assert effect.status in (200, 400, 404, 503), attack.name
         assert effect.gap < SECONDS, attack.name
         assert effect.health < SECONDS, attack.name
+
+
+def test_every_route_of_pooling_is_attacked() -> None:
+    assert {model for _, model, _ in bodies(pools=True)} == {route.request for route in ROUTES.values()}
+
+
+@pytest.mark.parametrize(
+    ("classes", "paths"), [(0, ("/v1/embeddings",)), (1, ("/pooling", "/classify", "/score", "/rerank"))]
+)
+def test_nobody_who_pools_holds_up_others(tmp_path: Path, classes: int, paths: tuple[str, ...]) -> None:
+    save_bert(tmp_path, classes=classes)
+    attacks = [a for a in (*PAIRS, *family(256 << 10, pools=True)) if a.path in paths]
+    attacks = [a for a in attacks if a in PAIRS or a.name.split(" ")[1].rstrip(":") in FIELDS]
+    assert len(attacks) > 30
+    with Server(tmp_path, "--dtype", "float32") as server:
+        before = server.post("/pooling", {"input": "Hello"}).json["data"]
+        bystanders = Bystanders(server.port, MODEL, pools=True)
+        for attack in attacks:
+            effect = measure(server.port, pid_of(server), attack, bystanders, patience=0.0)
+            assert effect.status in (200, 400, 404, 503), attack.name
+            assert max(effect.gap, effect.health) < SECONDS, attack.name
+            assert effect.took < POOLED_SECONDS, attack.name
+        bystanders.end()
+        assert bystanders.wrong == [] and len(bystanders.gaps) > len(attacks)
+        assert server.post("/pooling", {"input": "Hello"}).json["data"] == before
 
 
 @pytest.mark.soak

@@ -244,11 +244,44 @@ class InputProcessor:
             raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
         keep = None if truncate is None else self._kept(truncate)
         try:
-            ids, second_from = texts.pair(self._lower_case(first), self._lower_case(second), add_special_tokens, keep)
+            found = texts.pair(self._lower_case(first), self._lower_case(second), add_special_tokens, keep)
         except TooManyTokensError as error:
             raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
-        start = len(ids) if second_from is None else second_from
-        return {"prompt_token_ids": ids, "token_type_ids": [0] * start + [1] * (len(ids) - start)}
+        return _pair_prompt(*found)
+
+    def pairs(
+        self,
+        first: str,
+        seconds: Sequence[str],
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        most: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """The prompts of one text and each of several, as `pair` makes them.
+
+        most: tokens of all of them, more of which are refused (ValueError): the first text is sent once, but stands in
+        each prompt.
+        """
+        texts = self.texts
+        if texts is None:
+            raise ValueError("You cannot pass text prompts when `skip_tokenizer_init` is True")
+        keep = None if truncate is None else self._kept(truncate)
+        prompts: list[dict[str, Any]] = []
+        total = 0
+        try:
+            lowered = [self._lower_case(second) for second in seconds]
+            for ids, second_from in texts.pairs(self._lower_case(first), lowered, add_special_tokens, keep):
+                total += len(ids)
+                if most is not None and total > most:
+                    raise VLLMValidationError(
+                        f"These pairs have more than {most} tokens together. Send fewer at once, shorten the text that "
+                        "stands in all of them, or set truncate_prompt_tokens.",
+                        parameter="prompt",
+                    )
+                prompts.append(_pair_prompt(ids, second_from))
+        except TooManyTokensError as error:
+            raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
+        return prompts
 
     def default_params(self) -> SamplingParams:
         """What is used without sampling parameters: the model's recommendation, else the neutral ones."""
@@ -615,6 +648,11 @@ def _after_hook(
     changed = hook(LLMInputs(prompt_token_ids=token_ids, prompt=text))
     _refuse_what_needs_other_models(changed)
     return changed.get("prompt"), token_list(changed["prompt_token_ids"])
+
+
+def _pair_prompt(ids: list[int], second_from: int | None) -> dict[str, Any]:
+    start = len(ids) if second_from is None else second_from
+    return {"prompt_token_ids": ids, "token_type_ids": [0] * start + [1] * (len(ids) - start)}
 
 
 def _too_long(length: str, limit: int) -> VLLMValidationError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -87,14 +87,23 @@ class Texts:
         keep: with at most so many tokens, special ones included; what is too much is cut off at the texts' ends, and
         not looked at. Raises TooManyTokensError as `prompt` does.
         """
-        texts = []
-        for text in (first, second):
-            if text is not None and keep is not None:
-                text = self._beginning(text, keep)
-            elif text is not None and len(text) > self._limit * PLAUSIBLE_CHARACTERS_PER_TOKEN:
-                self._whole(text, False)
-            texts.append(text)
-        return self.tokenizer.encode_pair(texts[0] or "", texts[1], add_special_tokens, keep)
+        bounded = None if second is None else self._bounded(second, keep)
+        return self.tokenizer.encode_pair(self._bounded(first, keep), bounded, add_special_tokens, keep)
+
+    def pairs(
+        self, first: str, seconds: Sequence[str], add_special_tokens: bool = True, keep: int | None = None
+    ) -> Iterator[tuple[list[int], int | None]]:
+        """`pair` of one text and each of several. The first is looked at once, however many there are."""
+        first = self._bounded(first, keep)
+        return self.tokenizer.encode_pairs(first, [self._bounded(s, keep) for s in seconds], add_special_tokens, keep)
+
+    def _bounded(self, text: str, keep: int | None) -> str:
+        """What has to be looked at of a text. Raises TooManyTokensError for one that may not be cut and cannot fit."""
+        if keep is not None:
+            return self._beginning(text, keep)
+        if len(text) > self._limit * PLAUSIBLE_CHARACTERS_PER_TOKEN:
+            self._whole(text, False)
+        return text
 
     def _beginning(self, text: str, keep: int) -> str:
         """As much of a text as certainly has `keep` tokens, if it has them."""

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+# Of a text times the number of those it is paired with, where the tokenizer reads it anew for each.
+MAX_REPEATED_CHARACTERS = 8 << 20
 TOKENIZER_MODES = ("auto", "slow", "mistral")
 
 # Classes whose behaviour is tokenizer.json plus the settings read below ("Fast" at the end is dropped first). Whether
@@ -119,6 +121,20 @@ class Tokenizer(ABC):
         most: cut the texts at their ends, the longer one first, until there are at most so many tokens, special ones
         included.
         """
+
+    def encode_pairs(
+        self, first: str, seconds: Sequence[str], add_special_tokens: bool = True, most: int | None = None
+    ) -> Iterator[tuple[list[int], int | None]]:
+        """`encode_pair` of one text and each of several.
+
+        Raises ValueError if the first is long and would have to be tokenized again and again.
+        """
+        if len(first) * len(seconds) > MAX_REPEATED_CHARACTERS:
+            raise ValueError(
+                f"A text of {len(first)} characters cannot be paired with {len(seconds)} others at once: with this "
+                f"tokenizer, their product may be at most {MAX_REPEATED_CHARACTERS}. Shorten it, or send fewer."
+            )
+        return (self.encode_pair(first, second, add_special_tokens, most) for second in seconds)
 
     @abstractmethod
     def decode(
@@ -249,20 +265,36 @@ class FastTokenizer(Tokenizer):
     def encode_pair(
         self, first: str, second: str | None, add_special_tokens: bool = True, most: int | None = None
     ) -> tuple[list[int], int | None]:
-        texts = [first] if second is None else [first, second]
+        return self._joined(self._parts([first] if second is None else [first, second]), add_special_tokens, most)
+
+    def encode_pairs(
+        self, first: str, seconds: Sequence[str], add_special_tokens: bool = True, most: int | None = None
+    ) -> Iterator[tuple[list[int], int | None]]:
+        (one,) = self._parts([first])  # tokenized once: its work must not grow with the number of the others
+        for second in seconds:
+            copy = type(one).merge([one])  # which `_joined` may cut
+            yield self._joined([copy, *self._parts([second])], add_special_tokens, most)
+
+    def _parts(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        """Each text by itself, without special tokens."""
         try:
-            parts = self._backend.encode_batch(texts, add_special_tokens=False)
+            return self._backend.encode_batch(texts, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             for text in texts:
                 _check_unicode(text)
             raise
+
+    def _joined(
+        self, parts: list[tokenizers.Encoding], add_special_tokens: bool, most: int | None
+    ) -> tuple[list[int], int | None]:
+        """One or two texts as one prompt, see `encode_pair`."""
         if most is not None:
-            special = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            special = self._backend.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
             for part, length in zip(parts, _fitting([len(p) for p in parts], max(0, most - special)), strict=True):
                 part.truncate(length)
-        pair = parts[1] if second is not None else None
-        found = self._backend.post_process(parts[0], pair, add_special_tokens)
-        return found.ids, found.type_ids.index(1) if 1 in found.type_ids else None
+        found = self._backend.post_process(parts[0], parts[1] if len(parts) == 2 else None, add_special_tokens)
+        types = found.type_ids
+        return found.ids, types.index(1) if 1 in types else None
 
     def decode(
         self,

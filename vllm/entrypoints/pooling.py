@@ -63,6 +63,8 @@ def pair_prompts(
     special, truncate = tokenization_options(options)
     if truncate is not None:
         truncate = _truncation("truncate_prompt_tokens", truncate)
+    if len(firsts) == 1 and chat_template is None:
+        return processor.pairs(_text(firsts[0]), [_text(second) for second in seconds], special, truncate)
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     prompts = []
     for first, second in zip(map(_text, firsts), map(_text, seconds), strict=True):

@@ -249,11 +249,14 @@ async def _scores(
     params = PoolingParams(task="score")
     kept = _truncation(request)
     if settings is not None and settings.scores_pairs:
-        both = firsts * len(seconds) if len(firsts) == 1 else firsts
-        size = sum(map(len, both)) + sum(map(len, seconds))
-        items = await context.in_lane(
-            size, lambda: [processor.pair(a, b, truncate=kept) for a, b in zip(both, seconds, strict=True)]
-        )
+        size = sum(map(len, firsts)) * (len(seconds) if len(firsts) == 1 else 1) + sum(map(len, seconds))
+
+        def prompts() -> list[dict[str, Any]]:
+            if len(firsts) == 1:
+                return processor.pairs(firsts[0], seconds, truncate=kept, most=context.limits.max_pair_tokens)
+            return [processor.pair(a, b, truncate=kept) for a, b in zip(firsts, seconds, strict=True)]
+
+        items = await context.in_lane(size, prompts)
         work = _begin(context, request, items, params, prefix, header_id)
 
         async def of_pairs() -> tuple[list[float], int]:

@@ -105,6 +105,8 @@ def scaling_from_params(kind: str, params: dict[str, Any], max_positions: int | 
     if kind == "longrope":
         attention_factor = params.get("attention_factor")
         if attention_factor is None:
+            if original < 2:
+                raise ValueError(f"original_max_position_embeddings is {original}, expected at least 2.")
             attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
         return LongRopeScaling(
             tuple(params["short_factor"]),

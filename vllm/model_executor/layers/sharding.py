@@ -7,12 +7,14 @@ only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 PartId = str | int | None
+MAX_NUMBERS = 1 << 48  # of one weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,11 @@ class ShardedParameter(nn.Parameter):
     def empty(
         cls, full_shape: tuple[int, ...], spec: ShardSpec, rank: int, world: int, dtype: torch.dtype
     ) -> ShardedParameter:
-        """An uninitialised shard on torch's current default device."""
-        return cls(torch.empty(spec.local_shape(full_shape, world, rank), dtype=dtype), full_shape, spec, rank, world)
+        """An uninitialised shard on torch's current default device. Raises ValueError for sizes that no memory has."""
+        shape = spec.local_shape(full_shape, world, rank)
+        if math.prod(shape) > MAX_NUMBERS:
+            raise ValueError(f"The config.json asks for a weight of the shape {list(shape)}, which no device can hold.")
+        return cls(torch.empty(shape, dtype=dtype), full_shape, spec, rank, world)
 
     def materialized(self, device: torch.device) -> ShardedParameter:
         """The same parameter, uninitialised, on a real device."""

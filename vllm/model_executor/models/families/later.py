@@ -59,6 +59,8 @@ def llama4(hf: HFConfig) -> Decoder:
     sparse = hf.get("moe_layers", default=None)
     if sparse is None:
         sparse = list(range(step - 1, hf.num_layers, step))
+    if not isinstance(sparse, list) or any(type(x) is not int for x in sparse):
+        raise ValueError(f"{hf.file}: field `moe_layers` is {sparse!r:.200}, expected a list of layers' numbers.")
     rotated, rope = _rotated(hf), rope_of(hf, interleaved=True)
     norm = None
     if hf.get_bool("use_qk_norm", default=True):

@@ -1,0 +1,41 @@
+"""A config.json whose values make no model is refused with a ValueError before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.test_against_hugging_face import CASES
+from vllm.config.hf import HFConfig
+from vllm.distributed import TensorParallel
+from vllm.model_executor.model_loader.loader import build_decoder
+from vllm.model_executor.models.registry import ModelRegistry
+
+HOSTILE: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama4", "Llama4ForCausalLM", {"moe_layers": 0}),
+    ("llama4", "Llama4ForCausalLM", {"moe_layers": [[1]]}),
+    ("llama4", "Llama4ForCausalLM", {"num_local_experts": 10**18}),
+    ("hunyuan_moe", "HunYuanMoEV1ForCausalLM", {"num_experts": 10**18}),
+    ("hunyuan_moe", "HunYuanMoEV1ForCausalLM", {"num_experts": [[1], -1]}),
+    ("mixtral", "MixtralForCausalLM", {"num_local_experts": 2**31 - 1, "intermediate_size": 2**31 - 1}),
+    ("phimoe-longrope", "PhimoeForCausalLM", {"original_max_position_embeddings": 1}),
+    ("deepseek_v2", "DeepseekV2ForCausalLM", {"kv_lora_rank": -1}),
+]
+
+
+@pytest.mark.parametrize(("case", "architecture", "changes"), HOSTILE)
+def test_values_that_make_no_model_are_refused(case: str, architecture: str, changes: dict[str, Any]) -> None:
+    raw = {**json.loads(json.dumps(CASES[case]().to_dict())), "architectures": [architecture]}
+
+    def build(raw: dict[str, Any]) -> None:
+        hf = HFConfig.from_dict(raw)
+        family: Any = ModelRegistry.resolve(hf.architectures)
+        args = (torch.float32, 64, torch.device("meta"), TensorParallel(), None, family.modules)
+        build_decoder(family.decoder(hf), *args)
+
+    build(raw)
+    with pytest.raises(ValueError):
+        build({**raw, **changes})
