@@ -71,6 +71,13 @@ def test_the_document_of_the_routes_says_what_they_answer(server: Server) -> Non
     for path, method in (("/health", "get"), ("/ping", "get"), ("/reset_prefix_cache", "post")):
         assert "content" not in paths[path][method]["responses"]["200"]
     assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        answers = paths[path]["post"]["responses"]
+        assert list(answers["200"]["content"]) == ["text/plain"] and {"400", "404"} <= set(answers)
+    for path in ("/sleep", "/wake_up", "/v1/audio/transcriptions"):  # which only ever refuse
+        assert set(paths[path]["post"]["responses"]) == {"400"}
+        assert server.post(path, {}).status == 400
+    assert "503" in paths["/ping"]["get"]["responses"]
 
 
 def test_echo_shows_all_tokens_that_logprobs_are_told_of(server: Server) -> None:

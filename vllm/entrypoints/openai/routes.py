@@ -100,6 +100,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 BODY_ERRORS = _errors(400, 401, 404, 408, 413, 415, 503)
+UNWELL: dict[int | str, dict[str, Any]] = {503: {"description": "No progress, or shutting down"}}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
 GENERATING_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or its events if `stream` is true.", "content": STREAM},
@@ -413,7 +414,7 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-@router.get("/health", response_class=Response, responses={503: {"description": "No progress, or shutting down"}})
+@router.get("/health", response_class=Response, responses=UNWELL)
 async def health(request: Request) -> Response:
     """200 only while the engine makes progress and takes new requests: balancers send none where it is 503."""
     engine = context_of(request).engine
@@ -426,8 +427,8 @@ async def health(request: Request) -> Response:
     return Response(status_code=200)
 
 
-@router.get("/ping", operation_id="ping", response_class=Response)
-@router.post("/ping", operation_id="ping_by_post", response_class=Response)
+@router.get("/ping", operation_id="ping", response_class=Response, responses=UNWELL)
+@router.post("/ping", operation_id="ping_by_post", response_class=Response, responses=UNWELL)
 async def ping(request: Request) -> Response:
     return await health(request)
 
@@ -513,7 +514,12 @@ def _pooling_route(path: str) -> Callable[[Request], Awaitable[Response]]:
     return route
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=_schema(LoadLoRAAdapterRequest))
+@router.post(
+    "/v1/load_lora_adapter",
+    openapi_extra=_schema(LoadLoRAAdapterRequest),
+    response_class=PlainTextResponse,
+    responses=BODY_ERRORS,
+)
 async def load_lora_adapter(request: Request) -> Response:
     adapters = _changeable_adapters(request)
     body = await read(request, LoadLoRAAdapterRequest)
@@ -521,7 +527,12 @@ async def load_lora_adapter(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=_schema(UnloadLoRAAdapterRequest))
+@router.post(
+    "/v1/unload_lora_adapter",
+    openapi_extra=_schema(UnloadLoRAAdapterRequest),
+    response_class=PlainTextResponse,
+    responses=BODY_ERRORS,
+)
 async def unload_lora_adapter(request: Request) -> Response:
     adapters = _changeable_adapters(request)
     body = await read(request, UnloadLoRAAdapterRequest)
@@ -555,6 +566,10 @@ for _path in pooling.ROUTES:
         responses={**BODY_ERRORS, **_errors(500, 504)},
     )
 for _path, _name in OTHER_MODELS_ROUTES.items():
-    router.add_api_route(_path, _other_models_route(_name), methods=["POST"], name=_path)
+    router.add_api_route(
+        _path, _other_models_route(_name), methods=["POST"], name=_path, status_code=400, responses=_errors(400)
+    )
 for _path, _name in LATER_ROUTES.items():
-    router.add_api_route(_path, _later_route(_name), methods=["POST"], name=_path)
+    router.add_api_route(
+        _path, _later_route(_name), methods=["POST"], name=_path, status_code=400, responses=_errors(400)
+    )
