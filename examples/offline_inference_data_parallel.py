@@ -1,6 +1,6 @@
 """Offline inference with several copies of a model: each process runs one copy and answers its share of the prompts.
 
-    python examples/offline_inference_data_parallel.py --model facebook/opt-125m --data-parallel-size 2
+    python examples/offline_inference_data_parallel.py --model demo --data-parallel-size 2
 
 On GPUs each copy gets devices of its own through CUDA_VISIBLE_DEVICES; on the CPU the copies share the cores.
 """
@@ -29,7 +29,7 @@ def answer(model, rank, size, tensor_parallel_size, results):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="facebook/opt-125m")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--data-parallel-size", type=int, default=2)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Batch inference over a data set with Ray Data: copies of a model, each in an actor, answer batches of prompts.
 
     pip install 'vllm[ray]'
-    python examples/offline_inference_distributed.py --model facebook/opt-125m --copies 2
+    python examples/offline_inference_distributed.py --model demo --copies 2
 
 The data set is read, divided and written by Ray, block by block, so that it may be larger than memory; copies that die
 are started again and their batches repeated. On a cluster, run it on any node (RAY_ADDRESS tells which cluster). With
@@ -43,7 +43,7 @@ class Answer:
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="facebook/opt-125m")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--copies", type=int, default=1, help="models that work side by side")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each copy")
     parser.add_argument("--rows", type=int, default=16)

@@ -203,7 +203,7 @@ class DerivedModel(nn.Module):
     def __init__(self, model: ArchitectureModel, forward_names: frozenset[str], logits_names: frozenset[str]) -> None:
         super().__init__()
         self.model, self._forward_names, self._logits_names = model, forward_names, logits_names
-        self.traits = replace(model.model.traits, replayable=False, splits=False, handles=frozenset())
+        self.traits = replace(model.model.traits, replayable=False, decoder=None, splits=False, handles=frozenset())
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]."""
