@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters, and of prompt adapters, which do not exist yet: checked, then refused."""
+"""Settings of LoRA adapters, and of prompt adapters."""
 
 from __future__ import annotations
 
@@ -82,11 +82,12 @@ class LoRAConfig:
 class PromptAdapterConfig:
     """Prompt adapters."""
 
-    enable_prompt_adapter: bool = setting(
-        False, Flag(), "Serve prompt adapters.", flags=("--enable-prompt-adapters",), later="Prompt adapters"
-    )
+    enable_prompt_adapter: bool = setting(False, Flag(), "Serve prompt adapters.", flags=("--enable-prompt-adapters",))
     max_prompt_adapters: int = setting(
-        1, Integer(), "The most prompt adapters in one step.", needs="enable_prompt_adapter"
+        1,
+        Integer(),
+        "Prompt adapters kept in host memory.",
+        needs="enable_prompt_adapter",
     )
     max_prompt_adapter_token: int = setting(
         0, Integer(), "The most virtual tokens of a prompt adapter.", needs="enable_prompt_adapter"

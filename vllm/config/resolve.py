@@ -113,6 +113,7 @@ def resolve(settings: Mapping[str, Any], usage: UsageContext = UsageContext.ENGI
         decoding_config=build(DecodingConfig, args),
         observability_config=build(ObservabilityConfig, args),
         lora_config=build(LoRAConfig, args) if args["enable_lora"] else None,
+        prompt_adapter_config=build(PromptAdapterConfig, args) if args["enable_prompt_adapter"] else None,
         compilation_config=_compilation(args, model, scheduler, device, why),
         additional_config=args["additional_config"],
         explanation=why,

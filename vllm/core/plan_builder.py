@@ -68,6 +68,7 @@ class PlanBuilder:
                 lora_id=request.lora_id,
                 columns=request.columns,
                 encoder_tokens=request.encoder_tokens,
+                virtual=request.virtual,
             )
         )
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.lora.source import check_adapter
 from vllm.pooling_params import PoolingParams
+from vllm.prompt_adapter.source import VirtualTokens, read_prompt_adapter
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.step.messages import CoreRequest
 from vllm.structured_output.spec import GrammarSpec, constraint_of
@@ -102,6 +104,7 @@ class ProcessedRequest(NamedTuple):
     lora_request: LoRARequest | None = None
     lora_folder: str = ""
     pooled: PoolingParams | None = None
+    virtual: VirtualTokens | None = None
 
 
 class Children(Sequence[CoreRequest]):
@@ -173,6 +176,7 @@ class InputProcessor:
         self._random = random.Random(model.seed)
         self._generation_config: dict[str, Any] = model.try_get_generation_config()
         self._lora_folders: dict[tuple[int, str], str] = {}
+        self.prompt_adapters: dict[tuple[int, str], VirtualTokens] = {}  # by number and folder, the newest last
         self.adapter_names: dict[int, str] = {}  # of adapters that requests have named, by number
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None
         if INPUT_REGISTRY.has_input_processors:
@@ -408,9 +412,9 @@ class InputProcessor:
         if request.lora_request is not None:
             self.lora_folder(request.lora_request)
         if request.prompt_adapter_request is not None:
-            raise ValueError(
-                f"Got prompt_adapter_request {request.prompt_adapter_request} but prompt adapters are not enabled!"
-            )
+            if not isinstance(request.params, SamplingParams) or request.params.prompt_logprobs is not None:
+                raise ValueError("Prompt adapters are for sampling alone: not for beams, pooling or prompt_logprobs.")
+            self.virtual_tokens(request.prompt_adapter_request)
         if _priority("priority", request.priority) != 0 and self._config.scheduler_config.policy != "priority":
             raise ValueError(f"Got priority {request.priority} but Priority scheduling is not enabled.")
 
@@ -448,6 +452,29 @@ class InputProcessor:
             self._lora_folders[key] = folder
             self.adapter_names[lora_request.lora_int_id] = lora_request.lora_name
         return folder
+
+    def virtual_tokens(self, request: PromptAdapterRequest) -> VirtualTokens:
+        """The virtual tokens of a prompt adapter, read the first time. Raises ValueError."""
+        config = self._config.prompt_adapter_config
+        if config is None:
+            raise ValueError(f"Got prompt_adapter_request {request} but prompt adapters are not enabled!")
+        folder = Path(request.prompt_adapter_local_path).expanduser().resolve()
+        key = (request.prompt_adapter_id, str(folder))
+        found = self.prompt_adapters.pop(key, None)
+        if found is None:
+            found = read_prompt_adapter(
+                folder, width=self._model.get_hidden_size(), max_tokens=config.max_prompt_adapter_token
+            )
+            if found.count != request.prompt_adapter_num_virtual_tokens:
+                raise VLLMValidationError(
+                    f"The prompt adapter {request.prompt_adapter_name} has {found.count} virtual tokens, the request "
+                    f"says {request.prompt_adapter_num_virtual_tokens}.",
+                    parameter="prompt_adapter_num_virtual_tokens",
+                )
+            while len(self.prompt_adapters) >= config.max_prompt_adapters:
+                self.prompt_adapters.pop(next(iter(self.prompt_adapters)))
+        self.prompt_adapters[key] = found  # the newest last
+        return found
 
     def _checked(self, params: SamplingParams) -> _Checked:
         """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
@@ -559,7 +586,15 @@ class InputProcessor:
         if self._hook is not None:
             text, token_ids = _after_hook(self._hook, text, token_ids)
         self._check_prompt(token_ids, prompt)
-        params, grammar = self._resolve(request, given, len(token_ids), checked)
+        virtual = None
+        if request.prompt_adapter_request is not None:
+            virtual = self.virtual_tokens(request.prompt_adapter_request)
+            if virtual.count + len(token_ids) > self._model.max_model_len:
+                length = f"{len(token_ids)} and {virtual.count} virtual tokens"
+                raise _too_long(length, self._model.max_model_len)
+        params, grammar = self._resolve(
+            request, given, len(token_ids) + (0 if virtual is None else virtual.count), checked
+        )
         if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
             self._check_that_a_token_is_left(params)
         arrival = time.time() if request.arrival_time is None else request.arrival_time
@@ -578,6 +613,7 @@ class InputProcessor:
             grammar=grammar,
             lora_request=request.lora_request,
             lora_folder="" if request.lora_request is None else self.lora_folder(request.lora_request),
+            virtual=virtual,
         )
         return made if beams is not None else made._replace(children=self._children(made))
 
@@ -676,9 +712,12 @@ def core_request(
     stop: tuple[int, ...] = ()
     if isinstance(params, SamplingParams):
         eos, stop = params.eos_token_id, tuple(params.stop_token_ids or ())
+    ids, virtual = request.prompt_token_ids if token_ids is None else token_ids, request.virtual
+    if virtual is not None:  # a token that the prompt has anyway holds their places, so that no penalty sees others
+        ids = [ids[0]] * virtual.count + ids
     return CoreRequest(
         request_id=request_id,
-        prompt_token_ids=request.prompt_token_ids if token_ids is None else token_ids,
+        prompt_token_ids=ids,
         params=params,
         seed=seed,
         eos_token_id=eos,
@@ -691,6 +730,8 @@ def core_request(
         grammar=request.grammar,
         lora_id=0 if request.lora_request is None else request.lora_request.lora_int_id,
         lora_path=request.lora_folder,
+        content_keys=() if virtual is None else ((0, virtual.count, virtual.key),),
+        virtual=b"" if virtual is None else virtual.embeddings,
     )
 
 

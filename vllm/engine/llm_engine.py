@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.pooling_params import PoolingParams
     from vllm.prompt_adapter.request import PromptAdapterRequest
+    from vllm.prompt_adapter.source import VirtualTokens
     from vllm.sampling_params import BeamSearchParams, SamplingParams
     from vllm.transformers_utils.tokenizer_group import TokenizerGroup
     from vllm.v1.metrics.reader import Metric
@@ -478,13 +479,26 @@ class LLMEngine:
         return self._client.core
 
     def add_prompt_adapter(self, prompt_adapter_request: PromptAdapterRequest) -> bool:
-        raise _no_prompt_adapters()
+        """Read a prompt adapter; True. Raises ValueError if it cannot be used."""
+        self.input_processor.virtual_tokens(prompt_adapter_request)
+        return True
 
     def remove_prompt_adapter(self, prompt_adapter_id: int) -> bool:
-        raise _no_prompt_adapters()
+        """Forget a prompt adapter; requests that use it go on. False if it is not there."""
+        adapters = self._prompt_adapters()
+        found = [key for key in adapters if key[0] == prompt_adapter_id]
+        for key in found:
+            del adapters[key]
+        return bool(found)
 
     def list_prompt_adapters(self) -> list[int]:
-        raise _no_prompt_adapters()
+        """The ids of the prompt adapters in memory."""
+        return sorted({number for number, _ in self._prompt_adapters()})
+
+    def _prompt_adapters(self) -> dict[tuple[int, str], VirtualTokens]:
+        if self.vllm_config.prompt_adapter_config is None:
+            raise ValueError("Prompt adapters are not enabled. Set enable_prompt_adapter=True.")
+        return self.input_processor.prompt_adapters
 
     def shutdown(self) -> None:
         """End the workers and free the model's memory. May be called twice."""
@@ -532,7 +546,3 @@ def _with_blocks(config: VllmConfig, num_blocks: int) -> VllmConfig:
     """`config`, with what is known about the cache now."""
     cache = replace(config.cache_config, num_gpu_blocks=num_blocks, num_cpu_blocks=0)
     return replace(config, cache_config=cache)
-
-
-def _no_prompt_adapters() -> ValueError:
-    return ValueError("Prompt adapters are not enabled. They are not available in this version.")

@@ -74,7 +74,7 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
     digest = hashlib.sha256(config_file.read_bytes())
     pairs: dict[str, dict[str, Tensor]] = {}
     copies: dict[str, tuple[int, ...]] = {}
-    for name, tensor in _tensors(weights_file):
+    for name, tensor in tensors_of(weights_file):
         _update(digest, name, tensor)
         copy = None if "lora_" in name else resolve(_without_prefix(name).replace(".base_layer.", "."))
         if copy is not None and copy[0] in ("embed.weight", "head.weight"):
@@ -138,7 +138,8 @@ def _checked(
     return LoRAWeights(a, b, config.scale(path))
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a file of weights, of either kind. Raises ValueError."""
     return iterate_tensors(file) if file.suffix == ".safetensors" else iterate_pickle(file)
 
 
@@ -180,7 +181,7 @@ def _new_tokens(folder: Path) -> dict[str, Tensor]:
         file = inside(folder, name)
         if file is None:
             continue
-        found = {key: tensor.clone() for key, tensor in _tensors(file)}
+        found = {key: tensor.clone() for key, tensor in tensors_of(file)}
         unknown = found.keys() - {"input_embeddings", "output_embeddings"}
         if unknown or any(t.ndim != 2 or not t.is_floating_point() for t in found.values()):
             raise ValueError(f"{file}: expected the matrices input_embeddings and output_embeddings alone.")

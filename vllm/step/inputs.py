@@ -74,11 +74,13 @@ class StepFeatures:
     any other that is there sends the step to the general path.
 
     adapters: the views of all tokens and of those in `logits_rows`, where a request of the step uses an adapter.
+    virtual: (which tokens have embeddings of their own, [n] int64; those embeddings, [n, width]).
     token_types: [tokens] int64, which text of a pair each token belongs to, where a request has two.
     """
 
     adapters: tuple[RowView | None, RowView | None] | None = None
     token_types: Tensor | None = None
+    virtual: tuple[Tensor, Tensor] | None = None
 
     def names(self) -> frozenset[str]:
         """The features that the step brings."""

@@ -31,6 +31,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     `content_keys` are (first position, length, content hash) of what stands behind placeholders: cached blocks of the
     same tokens with other content are not found. `encoder_tokens` is the length of the encoder's output for models with
     cross attention, `encoder_key` the hash of its input.
+    `virtual` are embeddings, float32, of the first tokens of the prompt, whose ids then only hold their places.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     encoder_tokens: int = 0
     encoder_key: bytes = b""
     lora_path: str = ""
+    virtual: bytes = b""
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

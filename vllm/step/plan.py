@@ -26,7 +26,8 @@ class SlotInit(NamedTuple):
     `seed` is the request's resolved 64-bit seed; a token's random number depends on (seed, position) only.
     `params` of a request that is pooled are `PoolingParams`. `columns` holds the row's value of each declared `Column`,
     in their order; () stands for all neutral. `encoder_tokens` is the length of its
-    encoder's output, for cross attention.
+    encoder's output, for cross attention. `virtual` are the embeddings of its first tokens, float32, of a prompt
+    adapter.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class SlotInit(NamedTuple):
     lora_id: int = 0
     columns: tuple[int, ...] = ()
     encoder_tokens: int = 0
+    virtual: bytes = b""
 
 
 class Column(NamedTuple):

@@ -28,6 +28,7 @@ from vllm.worker.slot_table import SlotTable
 from vllm.worker.step_handle import Handle, LateHandle, NothingComputed, PromptLogprobs, Queued, StepHandle
 from vllm.worker.step_kind import ANY_NEED, StepKind
 from vllm.worker.transfers import run_transfers
+from vllm.worker.virtual_tokens import VirtualTokenTable
 
 # Fields of a plan that are run beyond those without a default.
 KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "pooled", "adapters"})
@@ -88,12 +89,13 @@ class ModelRunner:
         pools: Sequence[Sequence[Tensor]] | None = None,
         tier_blocks: int = 0,
         pipeline: Pipeline = ONE_STAGE,
+        virtual: VirtualTokenTable | None = None,
     ) -> None:
         """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools.
 
         pools: the memories behind `kv_caches` (`kv_memory.CacheMemory`); None: they are all pages of tokens.
         tier_blocks: of a lower tier in host memory.
-        pipeline: this rank's place in it, on the last stage.
+        pipeline: this rank's place in it, on the last stage.   virtual: where prompt adapters are served.
         """
         self.model = model
         self.layout = layout
@@ -112,6 +114,7 @@ class ModelRunner:
         self.sampler = Sampler(self.table, vocab_size, context)
         self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt, pooler)
         self._pooler = pooler
+        self._virtual = virtual
         self.decode_steps: DecodeSteps | None = None
         self.mixed_steps: MixedSteps | None = None
         self._late: LateHandle | None = None  # a step that waits for masks, the last one
@@ -126,8 +129,9 @@ class ModelRunner:
         if not len(plan.slots):
             return NothingComputed(plan.step_id)
         adapted = self.adapters is not None and self.adapters.used(plan)
+        virtual = None if self._virtual is None else self._virtual.of(plan)
         kind = None
-        if self.decode_steps is not None or self.mixed_steps is not None:
+        if virtual is None and (self.decode_steps is not None or self.mixed_steps is not None):
             kind = StepKind.of(plan, self.sampler.params, adapted)
         if self.decode_steps is not None and kind is not None and self.decode_steps.accepts(plan, kind):
             self._note_lengths(plan)
@@ -148,6 +152,8 @@ class ModelRunner:
         if self._pooler is not None and (types := self._pooler.token_types(plan, laid.positions)) is not None:
             (token_types,) = self.context.upload([types])
             features = replace(features or StepFeatures(), token_types=token_types)
+        if virtual is not None:
+            features = replace(features or StepFeatures(), virtual=virtual)
         batch = self.builder.build(plan, laid, features)
         hidden = self._forward(batch.step)
         return self.finish(plan, batch, hidden, start)
@@ -208,6 +214,9 @@ class ModelRunner:
         if self._tier is not None:
             self._tier.settle()  # what the last plan moved may be read and written from now on
         self.sampler.leave(plan.freed)
+        if self._virtual is not None:
+            self._virtual.leave(plan.freed)
+            self._virtual.enter(plan.new)
         if self._pooler is not None:
             self._pooler.leave(plan.freed)
         if plan.new:

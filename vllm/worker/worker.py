@@ -42,6 +42,7 @@ from vllm.worker.pool import Pooler, PoolingKind
 from vllm.worker.profiler import WorkerProfiler
 from vllm.worker.stage_runner import StageRunner
 from vllm.worker.step_handle import Handle
+from vllm.worker.virtual_tokens import VirtualTokenTable
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -280,7 +281,17 @@ class Worker:
             tier_blocks=self._tier_blocks,
             pipeline=self.ranks.pp,
             pooler=self._pooler(),
+            virtual=self._virtual_tokens(),
         )
+
+    def _virtual_tokens(self) -> VirtualTokenTable | None:
+        """Where requests bring embeddings of prompt adapters. Raises ValueError if the model cannot take them."""
+        if self.config.prompt_adapter_config is None:
+            return None
+        traits = self.model.traits
+        if "virtual" not in traits.handles or self.config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError("Prompt adapters are not available for this model, nor with pipeline parallelism.")
+        return VirtualTokenTable(traits.hidden_size, traits.dtype, self.context)
 
     def _pooler(self) -> Pooler | None:
         """How the model pools, None for one that generates."""

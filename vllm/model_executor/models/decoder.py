@@ -120,7 +120,7 @@ class DecoderModel(nn.Module):
             # graphs of mixed steps do not know what padding means to a state
             replayable=all(need is None or need.kind is not KVKind.RECURRENT for need in kv),
             decoder=spec,
-            handles=frozenset({"adapters"}),
+            handles=frozenset({"adapters"} if width != spec.hidden_size else {"adapters", "virtual"}),
             chunkable=not whole,
             prefix=0 if whole else 1,
             splits=True,
@@ -216,6 +216,8 @@ class DecoderModel(nn.Module):
     def _embedded(self, step: StepInputs) -> Tensor:
         """What the first block takes in: [tokens, hidden]."""
         x: Tensor = self.embed(step.token_ids, step.view(picked=False))
+        if step.features is not None and step.features.virtual is not None:
+            x = x.index_copy(0, *step.features.virtual)
         late = self.spec.scale_positions
         if self.embed_scale != 1.0 and not late:
             x = x * self.embed_scale
