@@ -57,11 +57,15 @@ def expected(model: Any, ids: list[int]) -> list[int]:
     return tokens[len(ids) :]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 8}, {"num_gpu_blocks_override": 18}, {"tensor_parallel_size": 2}],
-    ids=["whole", "chunked", "preempted", "two ranks"],
-)  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunked": {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+    "preempted": {"num_gpu_blocks_override": 18},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_answers_are_those_of_peft_beside_others(
     options: dict[str, Any], base: Path, adapters: list[tuple[PromptAdapterRequest, Any]], tmp_path: Path
 ) -> None:
