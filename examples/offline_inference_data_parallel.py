@@ -7,12 +7,13 @@ On GPUs each copy gets devices of its own through CUDA_VISIBLE_DEVICES; on the C
 
 import argparse
 import os
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 PROMPTS = [f"{what} number {i} is" for i in range(4) for what in ("The prime", "The square", "The name of planet")]
 
 
-def answer(model, rank, size, tensor_parallel_size, results):
+def answer(model, rank, size, tensor_parallel_size):
     first = rank * tensor_parallel_size
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if devices == [""]:
@@ -24,7 +25,7 @@ def answer(model, rank, size, tensor_parallel_size, results):
     mine = PROMPTS[rank::size]
     llm = LLM(model, tensor_parallel_size=tensor_parallel_size, data_parallel_size=size, data_parallel_rank=rank)
     outputs = llm.generate(mine, SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
-    results.put([(output.prompt, output.outputs[0].text) for output in outputs])
+    return [(output.prompt, output.outputs[0].text) for output in outputs]
 
 
 if __name__ == "__main__":
@@ -34,17 +35,9 @@ if __name__ == "__main__":
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
 
-    context = get_context("spawn")
-    results = context.Queue()
     size = args.data_parallel_size
-    copies = [
-        context.Process(target=answer, args=(args.model, rank, size, args.tensor_parallel_size, results))
-        for rank in range(size)
-    ]
-    for copy in copies:
-        copy.start()
-    answers = dict(pair for _ in copies for pair in results.get())
-    for copy in copies:
-        copy.join()
+    with ProcessPoolExecutor(size, get_context("spawn")) as copies:  # a copy that fails raises here
+        running = [copies.submit(answer, args.model, rank, size, args.tensor_parallel_size) for rank in range(size)]
+        answers = dict(pair for copy in running for pair in copy.result())
     for prompt in PROMPTS:
         print(f"{prompt!r} -> {answers[prompt]!r}")

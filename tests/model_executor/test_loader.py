@@ -198,7 +198,7 @@ def test_folder_without_weights_says_what_was_expected(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"No weights found.*\*\.safetensors"):
         load(folder)
-    with pytest.raises(ValueError, match=r"No weights found.*\*\.bin"):
+    with pytest.raises(ValueError, match=r"No weights found.*'npcache'.*\*\.bin"):
         load(folder, load_format="npcache")
     with pytest.raises(ValueError, match="load_format='somehow' is not supported"):
         load(folder, load_format="somehow")

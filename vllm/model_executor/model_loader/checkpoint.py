@@ -64,7 +64,7 @@ def find_checkpoint(folder: Path, load_format: str, map_location: str | dict[str
         files = _files(folder, "model.safetensors.index.json", ("model.safetensors",), ("*.safetensors",))
         if files:
             return Checkpoint("safetensors", files)
-    if load_format in ("auto", "pt"):
+    if load_format in ("auto", "pt", "npcache"):
         files = _files(folder, "pytorch_model.bin.index.json", ("pytorch_model.bin",), ("*.bin", "*.pt"))
         if files:
             return Checkpoint("pt", files, map_location)
@@ -76,11 +76,11 @@ def find_checkpoint(folder: Path, load_format: str, map_location: str | dict[str
             )
         if models:
             return Checkpoint("gguf", (models[0],))
-    known = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt", "gguf": "*.gguf"}
+    known = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt", "npcache": "*.bin or *.pt", "gguf": "*.gguf"}
     wanted = known.get(load_format, "*.safetensors, *.bin or *.pt")
     raise ValueError(
         f"No weights found in {folder} for load_format={load_format!r}: expected {wanted}. "
-        'Use load_format="dummy" to run with random weights.'
+        'Use load_format="auto" for whatever is there, or "dummy" to run with random weights.'
     )
 
 

@@ -38,7 +38,7 @@ def cached_tensors(folder: Path) -> Iterator[tuple[str, Tensor, Path]]:
 
 def _write(folder: Path, cache: Path) -> None:
     """Write the cache beside its place and move it there when it is complete; one process at a time."""
-    checkpoint = find_checkpoint(folder, "pt")
+    checkpoint = find_checkpoint(folder, "npcache")
     unfinished = folder / f".{_FOLDER}.part"
     try:
         lock = (folder / f".{_FOLDER}.lock").open("w")
