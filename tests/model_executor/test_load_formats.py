@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from tests.models.harness import PagedDriver, load, save_random_hf_model
 from tests.models.own_models import NewLlamaForCausalLM
@@ -117,6 +118,46 @@ def test_a_state_is_loaded_as_it_was_saved_or_not_at_all(folder: Path, tmp_path:
     sorted(target.glob("*.safetensors"))[-1].unlink()
     with pytest.raises(ValueError, match="are not complete"):
         tokens(target, load_format="sharded_state")
+
+
+def _one_row(numbers: dict[str, Any], tensors: dict[str, Any], codes: str) -> None:
+    for name in (codes, codes.replace("codes", "scales")):
+        tensors[name] = tensors[name][:1].contiguous()
+
+
+def _twice_the_inputs(numbers: dict[str, Any], tensors: dict[str, Any], codes: str) -> None:
+    for name in (codes, codes.replace("codes", "scales")):
+        tensors[name] = torch.cat([tensors[name]] * 2, 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _one_row,
+        _twice_the_inputs,
+        lambda numbers, tensors, codes: numbers.update(group=0),
+        lambda numbers, tensors, codes: numbers.update(bits=64),
+        lambda numbers, tensors, codes: numbers.update(tensors=["../codes"]),
+        lambda numbers, tensors, codes: numbers.update(inputs={"kind": "x"}),
+        lambda numbers, tensors, codes: numbers.clear(),
+    ],
+)
+def test_a_damaged_state_is_refused_before_a_kernel_reads_it(damage: Any, damaged_state: Path) -> None:
+    file = damaged_state / "model-rank-0-part-0.safetensors"
+    tensors = load_file(file)
+    document = json.loads(bytes(tensors["vllm_rank_state"].numpy()))
+    path, layer = next(iter(document["quantized"].items()))
+    damage(layer[0][0], tensors, f"{path}#0.0.codes")
+    tensors["vllm_rank_state"] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="the saved weights of .* are damaged"):
+        tokens(damaged_state, load_format="sharded_state", quantization="fp8")
+
+
+@pytest.fixture
+def damaged_state(folder: Path, tmp_path: Path) -> Path:
+    saved(folder, tmp_path / "saved", quantization="fp8")
+    return tmp_path / "saved"
 
 
 @pytest.mark.parametrize("pattern", ["weights.safetensors", "../{rank}-{part}", "{rank}", "{rank.x}-{part}"])

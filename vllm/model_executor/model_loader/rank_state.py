@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -241,18 +242,24 @@ def fill(module: nn.Module, state: RankState, device: torch.device, prefix: str 
     missing = [*filler.missing()]
     size = filler.filled_bytes
     described = state.description.get("quantized", {})
+    if not isinstance(described, dict):
+        raise ValueError(f"{state.where}: the description of saved weights is damaged.")
     for path, layer, method in quantized_layers(module):
         stored = described.get(prefix + path)
         if stored is None:
             missing.append(path)
             continue
-        size += method.pack(layer, _weights(state, prefix + path, 0, stored[0]), device)
+        with _damage(state, prefix + path):
+            size += method.pack(layer, _weights(state, prefix + path, 0, stored[0]), device)
     for path, experts in quantized_experts(module):
         stored = described.get(prefix + path)
         if stored is None:
             missing.append(path)
             continue
-        size += sum(experts.keep(_weights(state, prefix + path, n, s), device) for n, s in enumerate(stored))
+        with _damage(state, prefix + path):
+            if len(stored) != experts.shape.experts:
+                raise ValueError(f"{len(stored)} experts are described, expected {experts.shape.experts}")
+            size += sum(experts.keep(_weights(state, prefix + path, n, s), device) for n, s in enumerate(stored))
     if missing:
         raise ValueError(f"{state.where}: missing {', '.join(missing[:8])}.")
     return size
@@ -271,6 +278,15 @@ def fill_plain(module: nn.Module, state: RankState) -> None:
             own[name].copy_(state.read(name))
 
 
+@contextmanager
+def _damage(state: RankState, path: str) -> Iterator[None]:
+    """Whatever is wrong with a layer's description, or what it describes, as a ValueError that names the file."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        raise ValueError(f"{state.where}: the saved weights of {path} are damaged: {error}.") from error
+
+
 def _weights(state: RankState, path: str, turn: int, stored: list[Any]) -> list[Stored]:
     found: list[Stored] = []
     for index, numbers in enumerate(stored):
@@ -283,12 +299,33 @@ def _weights(state: RankState, path: str, turn: int, stored: list[Any]) -> list[
             codes = tensors["codes"]
             tensors["codes"] = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
         inputs = None if numbers["inputs"] is None else InputQuant(**numbers["inputs"])
-        found.append(
-            GroupedWeight(
-                group=numbers["group"], bits=numbers["bits"], zero=numbers["zero"], inputs=inputs, **cast(Any, tensors)
-            )
+        weight = GroupedWeight(
+            group=numbers["group"], bits=numbers["bits"], zero=numbers["zero"], inputs=inputs, **cast(Any, tensors)
         )
+        _check_weight(weight)
+        found.append(weight)
     return found
+
+
+def _check_weight(weight: GroupedWeight) -> None:
+    """Raise ValueError unless the weight is what `GroupedWeight` says. Its shape is for the layer to check."""
+    codes, table, order, inputs = weight.codes, weight.table, weight.order, weight.inputs
+    counts = (weight.group, weight.bits, weight.zero)
+    good = all(type(count) is int for count in counts) and weight.bits in (4, 8) and weight.group > 0
+    good = good and (codes.dtype == torch.uint8 or (codes.dtype == torch.float8_e4m3fn and weight.bits == 8))
+    good = good and (weight.bits == 8 or bool((codes < 16).all()))
+    good = good and all(t is None or t.is_floating_point() for t in (weight.scales, weight.offsets, table))
+    if table is not None:
+        good = good and weight.bits == 4 and tuple(table.shape) in ((16,), (codes.shape[0], 16))
+    if order is not None:
+        every = torch.arange(codes.shape[1], device=order.device)
+        good = good and order.dtype == torch.int64 and torch.equal(order.sort()[0], every)
+    if inputs is not None:
+        good = good and inputs.kind in ("int8", "fp8") and inputs.per in ("token", "tensor", "group")
+        good = good and type(inputs.zero) is int
+        good = good and all(x is None or isinstance(x, float | int) for x in (inputs.scale, inputs.limit))
+    if not good:
+        raise ValueError("their codes, scales, tables and orders do not go together")
 
 
 def record_quantized(model: nn.Module, take: Callable[..., None]) -> None:

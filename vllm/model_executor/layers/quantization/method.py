@@ -171,8 +171,15 @@ class QuantizedLinearMethod(LinearMethod):
         start, length = part.cut(rank, world)
         return weight.rows(slice(start, start + length)).padded(length)
 
+    def _local_shape(self, part: Part) -> tuple[int, int]:
+        """What this rank has of a part, [out, in]."""
+        rank, world = self._tp.rank, self._tp.world
+        rows = part.cut(rank, world)[1] if self.shape.split == "out" else part.size
+        return rows, self.shape.inputs.cut(rank, world)[1] if self.shape.split == "in" else self.shape.in_features
+
     def pack(self, layer: Any, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
         """Make the layer of its parts, cut for this rank. Returns the bytes that they take."""
+        _check_shapes(weights, [self._local_shape(part) for part in self.shape.outputs])
         if self.sink is not None:
             self.sink(0, weights)
             return 0
@@ -194,6 +201,13 @@ class QuantizedLinearMethod(LinearMethod):
         biases = [None] * len(parts) if bias is None else bias.split([part.outputs for part in parts])
         outs = [quantized_linear(x, p.weight, b, self.out_dtype) for p, b in zip(parts, biases, strict=True)]
         return torch.cat(outs, -1)
+
+
+def _check_shapes(weights: Sequence[GroupedWeight | Tensor], expected: list[tuple[int, int]]) -> None:
+    """Raise ValueError unless the weights have these shapes: kernels read as much as a layer says."""
+    found = [tuple(weight.shape) for weight in weights]
+    if found != expected:
+        raise ValueError(f"the weights have the shapes {found}, expected {expected}")
 
 
 def _read(reader: Reader | None, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
@@ -271,6 +285,8 @@ class QuantizedExpertMethod(ExpertMethod):
 
     def keep(self, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
         """Take the next expert's gate, up and down, cut for this rank. Returns the bytes that they take."""
+        inner, hidden = whole(self.shape.inner).cut(self.tp.rank, self.tp.world)[1], self.shape.hidden
+        _check_shapes(weights, [(inner, hidden), (inner, hidden), (hidden, inner)])
         if self.sink is not None:
             self.sink(self._taken, weights)
             self._taken += 1
