@@ -29,7 +29,7 @@ class VirtualTokenTable:
         self.leave(init.slot for init in new)
         for init in new:
             if init.virtual:
-                rows = np.frombuffer(init.virtual, np.float32).reshape(-1, self._width)
+                rows = np.frombuffer(init.virtual, np.float32).reshape(-1, self._width).copy()  # torch wants to write
                 (table,) = self._context.upload([rows])
                 self._tables[init.slot] = table.to(self._dtype)
 
