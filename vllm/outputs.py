@@ -215,7 +215,7 @@ def failure_of(output: RequestOutput | PoolingRequestOutput[Any]) -> Any:
     """Why the engine could not finish a request, None if it could (or still may)."""
     if isinstance(output, PoolingRequestOutput):
         return output.error
-    return next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
+    return next((c.stop_reason or "no reason is known" for c in output.outputs if c.finish_reason == "error"), None)
 
 
 def _vector(pooled: PoolingOutput, what: str) -> list[float]:

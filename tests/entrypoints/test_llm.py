@@ -687,9 +687,9 @@ def test_what_only_other_models_or_versions_do_says_so(llm):
         (
             lambda: llm.embed("a"),
             ValueError,
-            "^Embedding API is only enabled for `--task embed`; this model is for: generate.$",
+            "^Embedding API is only enabled for `--task embed`; this model is for: generate. Load it with task='embed'",
         ),
-        (lambda: llm.classify("a"), ValueError, "^Classification API is only enabled for `--task classify`: "),
+        (lambda: llm.classify("a"), ValueError, "^Classification API is only enabled for `--task classify`; "),
         (lambda: llm.score("a", "b"), ValueError, "^Score API is only enabled for `--task embed or --task score`; "),
         (lambda: llm.encode("a"), ValueError, "only enabled for pooling models"),
         (lambda: llm.sleep(), NotImplementedError, "Sleep mode is not available"),

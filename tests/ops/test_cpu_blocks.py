@@ -124,7 +124,11 @@ def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(native_builds, 
 
 
 # of every step feature, a value that is there; a new one needs an entry
-FEATURES = {"adapters": (None, None)}
+FEATURES = {
+    "adapters": lambda step, width: (None, None),
+    "token_types": lambda step, width: torch.zeros_like(step.token_ids),
+    "virtual": lambda step, width: (torch.empty(0, dtype=torch.int64), torch.empty(0, width)),
+}
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(StepFeatures)])
@@ -137,7 +141,8 @@ def test_a_step_with_a_feature_that_the_call_does_not_know_runs_layer_by_layer(f
     forward = type(model).forward
 
     def with_feature(step, caches):
-        return forward(model, dataclasses.replace(step, features=StepFeatures(**{name: FEATURES[name]})), caches)
+        value = FEATURES[name](step, model.spec.hidden_size)
+        return forward(model, dataclasses.replace(step, features=StepFeatures(**{name: value})), caches)
 
     def fused(*_):
         raise AssertionError("the call would have ignored the feature")

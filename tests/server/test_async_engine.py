@@ -25,6 +25,7 @@ from vllm.engine.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import QueueOverflowError
 from vllm.metrics.registry import render
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind
 
 LONG = 450
@@ -188,7 +189,7 @@ async def errors_of_a_request_are_its_own(engine):
     with pytest.raises(KeyError, match="already exists"):
         await final(engine, "Hello", greedy(), "neighbour")
     with pytest.raises(ValueError, match="pooling"):
-        async for _ in engine.encode("Hello", None, "pooled"):
+        async for _ in engine.encode("Hello", PoolingParams(), "pooled"):
             pass
     assert len((await neighbour).outputs[0].token_ids) == LONG
 

@@ -170,7 +170,7 @@ KINDS = {
     "parallel": ({"layout": Layout.PARALLEL_SHARED}, {"gemv": 17}, {"join": 9, "cublas": 12, "wide": 5}),
     "experts": (
         {"ffn": _EXPERTS},
-        {"gemv": 13, "join": 8, "route_and_sort": 4, "grouped": 8},
+        {"gemv": 13, "join": 8, "route_and_sort": 4, "row": 8},
         {"join": 9, "cublas": 12, "route_and_sort": 4, "grouped": 8, "wide": 1},
     ),
 }

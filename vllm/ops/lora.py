@@ -34,12 +34,13 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple
         for index, (first, count) in enumerate(parts):
             small, wide = shrunk[:, index * rank : (index + 1) * rank], b[segment.slot, first : first + count].t()
             target = out.narrow(1, first, count)
-            if segment.rows is None and target.dtype == small.dtype:
-                target.addmm_(small, wide)
-            elif segment.rows is None:
-                target.add_(torch.mm(small, wide).to(out.dtype))
+            before = target if segment.rows is None else target.index_select(0, segment.rows)
+            if target.dtype == small.dtype:
+                before = before.addmm_(small, wide)
             else:
-                target.index_add_(0, segment.rows, torch.mm(small, wide).to(out.dtype))
+                before = before.add_(torch.mm(small, wide).to(out.dtype))
+            if segment.rows is not None:
+                target.index_copy_(0, segment.rows, before)
 
 
 @op

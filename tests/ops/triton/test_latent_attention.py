@@ -88,7 +88,8 @@ def test_queries_are_rotated_and_latents_written(interleaved, dtype, stored):
         )  # fmt: skip
         results.append((q.float(), cache.float()))
     for got, want in zip(*results, strict=True):
-        assert (got - want).abs().max() <= (1e-5 if dtype == torch.float32 else 0.3)
+        step = 1e-5 if dtype == torch.float32 else 0.3 + want.abs() / 7  # of numbers of 8 bits
+        assert ((got - want).abs() <= step).all()
         assert (got - want).norm() / want.norm() < (
             1e-6 if dtype == torch.float32 else 5e-2
         )  # 8 bits, cut by the interpreter
