@@ -302,9 +302,9 @@ def measure(port: int, pid: int, attack: Attack, watched: Bystanders, patience: 
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[int, int]]:
-    """(port, process id) of a server with the demo model."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "demo", "--port", "0"]
+def serving(*flags: str, model: str = "demo") -> Iterator[tuple[int, int]]:
+    """(port, process id) of a server."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", "0"]
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         quiet = ["--disable-log-requests", "--disable-uvicorn-access-log"]
         process = subprocess.Popen([*command, *quiet, *flags], stdout=log, stderr=subprocess.STDOUT)
@@ -326,8 +326,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", action="store_true", help="every field instead of what was found, the worst ten")
     parser.add_argument("--only", default="", help="those whose name has this in it")
+    parser.add_argument("--part", default="1/1", help="every n-th of them, from the i-th on: i/n")
     args = parser.parse_args()
-    attacks = list(family()) if args.family else [*FOUND, *TEMPLATES]
+    first, step = map(int, args.part.split("/"))
+    attacks = (list(family()) if args.family else [*FOUND, *TEMPLATES])[first - 1 :: step]
     results = []
     with serving("--trust-request-chat-template") as (port, pid):
         watched = Bystanders(port, "demo")

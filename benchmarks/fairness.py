@@ -101,12 +101,13 @@ def p99(values: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    parser.add_argument("--only", default="", help="greedy requests whose name has this in it")
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
     rows = []
     with serving() as (port, _):
         ask(port, GREEDY["n=2,000 of 30 tokens"])  # warm
-        for name, body in GREEDY.items():
+        for name, body in ((name, body) for name, body in GREEDY.items() if args.only in name):
             idle, _ = beside(port, 1, None, args.seconds)
             alone = rate(port, body, args.seconds)
             times, shared = beside(port, 1000, body, args.seconds)

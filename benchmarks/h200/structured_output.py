@@ -25,11 +25,14 @@ from benchmarks.structured_output import SCHEMA
 SHAPE = "qwen3-0.6b"
 
 
-def write_model(folder: Path, width: int) -> Path:
-    """config.json and tokenizer files: bytes, then words of two to four letters with and without a blank in front."""
+def write_model(folder: Path, shape: str = SHAPE, width: int | None = None) -> Path:
+    """config.json and tokenizer files of `width` tokens (default: the model's): bytes, then words of two to four
+    letters with and without a blank in front.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    target = folder / f"{SHAPE}-with-tokenizer"
+    target = folder / f"{shape}-with-tokenizer"
+    width = MODELS[shape]["vocab_size"] if width is None else width
     target.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(alphabet)}
@@ -62,7 +65,7 @@ def write_model(folder: Path, width: int) -> Path:
     (target / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}), encoding="utf-8"
     )
-    config = {**MODELS[SHAPE], "vocab_size": width, "bos_token_id": None, "eos_token_id": vocabulary[end]}
+    config = {**MODELS[shape], "vocab_size": width, "bos_token_id": None, "eos_token_id": vocabulary[end]}
     (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return target
 
@@ -81,7 +84,7 @@ def main() -> None:
     from vllm.sampling_params import GuidedDecodingParams
 
     llm = LLM(
-        str(write_model(args.folder, args.width)), load_format="dummy", dtype="bfloat16", max_model_len=2048,
+        str(write_model(args.folder, width=args.width)), load_format="dummy", dtype="bfloat16", max_model_len=2048,
         enable_prefix_caching=False, disable_log_stats=False, hf_overrides={"num_hidden_layers": args.layers},
     )  # fmt: skip
     common: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True, "temperature": 0.7, "seed": 1}
