@@ -42,11 +42,12 @@ def offline_steps(model: str, options: dict[str, Any], tokens: int, rounds: int)
 
 def streamed(port: int, model: str, tokens: int, rounds: int) -> tuple[int, list[float]]:
     """Events with text, and the seconds between them, of `rounds` streams."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    data = json.dumps({**body, "temperature": 0})
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     events, gaps = 0, []
     for i in range(rounds + 1):
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {answer.read()[:300]!r}")

@@ -281,3 +281,78 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
             queue.remove(gone)
         assert queue.first() is turn()
         assert len(queue) == len(waiting) and {id(r) for r in queue} == {id(r) for r in waiting}
+
+
+def test_samples_that_wait_for_their_parent_hold_up_neither_their_account_nor_others() -> None:
+    clients = Clients()
+    for i in range(20):
+        clients.add(f"a{i}", "a", [i] * 8, 5)
+        clients.add(f"a{i}+", "a", [i] * 8, 5, fork_of=f"a{i}")
+    clients.add("b", "b", [1] * 8, 5)
+    clients.scheduler.block("a3", "its grammar")
+    plan = clients.scheduler.schedule()
+    assert plan is not None
+    started = [n.request_id for n in plan.new]
+    assert started[0] == "a0" and set(started) == {f"a{i}" for i in range(20) if i != 3} | {"b"}
+    clients.scheduler.apply(StepResult(plan.step_id, [5] * len(plan.sample)))
+    plan = clients.scheduler.schedule()
+    assert plan is not None
+    assert {n.request_id for n in plan.new} == {f"a{i}+" for i in range(20) if i != 3}
+    assert clients.scheduler.num_waiting == 2
+    clients.scheduler.apply(StepResult(plan.step_id, [5] * len(plan.sample)))
+    clients.scheduler.unblock("a3", "its grammar")
+    while clients.scheduler.has_unfinished():
+        clients.step()
+    clients.scheduler.check_invariants()
+
+
+def test_a_sample_that_waits_for_its_parent_keeps_no_one_from_a_slot() -> None:
+    clients = Clients()
+    for i in range(600):
+        clients.add(f"a{i}", "a", [i % 50] * 8, 900)
+    clients.step()
+    clients.add("b", "b", [1] * 8, 900)
+    clients.add("b+", "b", [1] * 8, 900, fork_of="b")
+    clients.scheduler.block("b", "its grammar")
+    clients.add("c", "c", [2] * 8, 900)
+    clients.step()
+    assert running_of(clients, "c") == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_was_set_aside_waits_again_where_it_stood(data: st.DataObject) -> None:
+    """Random sequences of three accounts, some forks: admitted, or set aside alone or with the account."""
+    queue, names = WaitingQueue(False, 8, 0.5), iter(range(1000))
+    held: list[Request] = []
+    for _ in range(data.draw(st.integers(1, 5))):
+        for _ in range(data.draw(st.integers(0, 8))):
+            number = next(names)
+            parent = data.draw(st.sampled_from([None, "p", "q"]))
+            account = data.draw(st.sampled_from(["a", "b", "c", None]))
+            message = CoreRequest(f"r{number}", [1], SamplingParams(), 0, 0.0, account=account, fork_of=parent)
+            queue.push(Request(message, 100, 1, number))
+        before = {r.id for r in queue}
+        admitted: list[Request] = []
+        while (request := queue.take()) is not None:
+            does = data.draw(st.sampled_from(["admit", "alone", "all", "stop"]))
+            if does == "admit":
+                queue.admitted(request)
+                admitted.append(request)
+            elif does == "stop":
+                queue.put_back(request)
+                break
+            else:
+                queue.set_aside(request, forks=does == "alone" and request.fork_of is not None)
+        queue.restore()
+        waiting = [r.id for r in queue]
+        assert len(waiting) == len(set(waiting)) == len(queue)
+        assert set(waiting) == before - {r.id for r in admitted}
+        for account in ("a", "b", "c"):
+            numbers = [r.sequence_number for r in queue if r.account == account]
+            assert numbers == sorted(numbers)
+        held += admitted
+        for request in held[: data.draw(st.integers(0, len(held)))]:
+            queue.left(request)
+            held.remove(request)
+        assert sorted(r.id for r in queue.turns(1000)) == sorted(waiting)

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from itertools import takewhile
 from typing import Any
 
 from vllm.core import results
@@ -320,7 +319,7 @@ class Scheduler:
         """Preempt while requests whose turn it is find no slot or too few blocks, and others should yield to them."""
         fair = self._waiting.has_accounts
         turns = self._waiting.turns(self.limits.max_num_seqs if fair else 1)
-        startable = takewhile(lambda r: not r.num_pending and not self._starts.parent_waits(r, self._step_id), turns)
+        startable = (r for r in turns if not r.num_pending and not self._starts.parent_waits(r, self._step_id))
         for victim in self._yielding.for_waiting(startable, self.limits.max_num_batched_tokens, self._chunk, fair):
             self._preempt(victim)
 
@@ -408,7 +407,7 @@ class Scheduler:
             if crowds:
                 tokens -= before - builder.budget
             if verdict is Verdict.SKIP:
-                self._waiting.set_aside(request)
+                self._waiting.set_aside(request, forks=self._starts.parent_unready(request, self._step_id))
             elif verdict is Verdict.STOP:
                 self._waiting.put_back(request)
                 break

@@ -16,13 +16,14 @@ from vllm.core.request import Request
 class _Account:
     """The sequences of one account. While it holds no slot, its foremost waiting sequence stands among the firsts."""
 
-    __slots__ = ("aside", "first", "held", "waiting")
+    __slots__ = ("aside", "first", "held", "paused", "waiting")
 
     def __init__(self) -> None:
         self.held = 0  # slots
         self.waiting: deque[Request] = deque()
         self.first: Request | None = None  # the one among the firsts
-        self.aside = False
+        self.aside = 0  # sequences set aside
+        self.paused = False  # with one of those: none of the others may go either
 
 
 class WaitingQueue:
@@ -43,6 +44,7 @@ class WaitingQueue:
         self._accounts: dict[str, _Account] = {}
         self._further: dict[str, _Account] = {}  # those that hold slots and have more to start
         self._aside: list[Request] = []
+        self._passed: set[str] = set()  # accounts whose sequences may have gone before those set aside
         self._size = 0
 
     def __len__(self) -> int:
@@ -149,21 +151,41 @@ class WaitingQueue:
             account.first = request
         self._firsts.appendleft(request)
 
-    def set_aside(self, request: Request) -> None:
-        """Not this one, nor the rest of its account, until `restore`."""
+    def set_aside(self, request: Request, forks: bool = False) -> None:
+        """Not this one, nor the rest of its account, until `restore`. `forks`: it waits for its parent, as those behind
+        it do that have the same one, and these alone of its account.
+        """
         self._size += 1
         self._aside.append(request)
-        if request.account is not None:
-            self._accounts[request.account].aside = True
+        if request.account is None:
+            return
+        account = self._accounts[request.account]
+        account.aside += 1
+        if not forks:
+            account.paused = True
+            return
+        while account.waiting and account.waiting[0].fork_of == request.fork_of:
+            self._aside.append(account.waiting.popleft())
+            account.aside += 1
+        self._passed.add(request.account)
+        self._place(request.account, account)
 
     def restore(self) -> None:
         """Let those that were set aside wait again, where they stood."""
         while self._aside:
             request = self._aside.pop()
-            self._size -= 1
-            if request.account is not None:
-                self._accounts[request.account].aside = False
-            self.put_back(request)
+            account = self._accounts[request.account] if request.account is not None else None
+            if account is not None:
+                account.aside -= 1
+                account.paused = False
+            if account is not None and request.account in self._passed:
+                account.waiting.appendleft(request)
+            else:
+                self._size -= 1
+                self.put_back(request)
+        for name in self._passed:
+            self._place(name, self._accounts[name])
+        self._passed.clear()
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -218,7 +240,7 @@ class WaitingQueue:
         """The account whose next sequence goes before all firsts there are, if any."""
         best: _Account | None = None
         for account in self._further.values():
-            if account.aside or not account.waiting:
+            if account.paused or not account.waiting:
                 continue
             if best is None or self._before(account, best):
                 best = account
