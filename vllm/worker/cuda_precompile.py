@@ -120,7 +120,8 @@ class DryRun:
         bits = torch.empty(2, -(-logits.shape[1] // 32), dtype=torch.int32, device=META)
         unmasked = mask_logits(logits, ids, bits)
         draw_tokens(logits, ids, ids, drawing, tokens, ids, ids, unmasked=unmasked)
-        best, best_at = torch.empty_like(unmasked), torch.empty_like(unmasked, dtype=torch.int32)
+        # not `empty_like`, which imports a library for algebra for tensors of this device
+        best, best_at = (torch.empty(unmasked.shape, dtype=t, device=META) for t in (torch.float32, torch.int32))
         tiles = argmax_tiles(logits, best, best_at, best)
         choose_tokens(ids, ids, best, best_at, unmasked, tiles, logits.shape[1], tokens, ids, ids, masked=True)
 

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from triton.runtime.jit import JITFunction
 
 from vllm.ops.triton import precompile
 
@@ -21,3 +22,29 @@ def test_processes_that_fail_hold_up_nobody() -> None:
     found.wait()
     found.finish()
     assert not found._alive
+
+
+def _part(x: int) -> int:
+    """Stands for a function that kernels call; it is longer than the two kernels below."""
+    return x + 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9 + 10 + 11 + 12 + 13 + 14 + 15 + 16 + 17 + 18 + 19 + 20 + 21 + 22
+
+
+def _short(x: int) -> int:
+    return part(x)
+
+
+def _long(x: int) -> int:
+    y = x + 1
+    return y * y * y
+
+
+part = JITFunction(_part)
+
+
+def test_kernels_that_call_the_most_are_compiled_first() -> None:
+    short, long = JITFunction(_short), JITFunction(_long)
+    assert len(short.src) < len(long.src)  # without what it calls
+    collector = precompile._Collector()
+    collector.jobs = [(long, (), {}), (short, (), {})]
+    assert [kernel for kernel, _, _ in collector.take()] == [short, long]
+    assert collector.take() == []

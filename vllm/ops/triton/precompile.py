@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class _NoDevice:
 
 
 class _Collector:
-    """Stands in for `JITFunction.run`: remembers the first launch of every variant, longest sources first."""
+    """Stands in for `JITFunction.run`: remembers the first launch of every variant, largest kernels first."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[JITFunction, tuple, dict]] = []
@@ -66,9 +67,16 @@ class _Collector:
             self.jobs.append((kernel, args, options))
 
     def take(self) -> list[tuple[JITFunction, tuple, dict]]:
-        """What was collected since the last call; long kernels, which take long to compile, come first."""
+        """What was collected since the last call; large kernels, which take long to compile, come first."""
         jobs, self.jobs = self.jobs, []
-        return sorted(jobs, key=lambda job: -len(job[0].src))
+        return sorted(jobs, key=lambda job: -_size(job[0]))
+
+
+@cache
+def _size(kernel: JITFunction) -> int:
+    """Characters of source, those of the functions that it names included."""
+    called = (kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names)
+    return len(kernel.src) + sum(_size(function) for function in called if isinstance(function, JITFunction))
 
 
 def _kind(kernel: JITFunction, index: int, value: object) -> str:
@@ -127,15 +135,22 @@ def _work(first: Sequence[DryRun], later: Sequence[DryRun], capability: int, pro
     kernels.register("meta")
     run, collector = JITFunction.run, _Collector()
     JITFunction.run = lambda self, *a, **k: collector(self, *a, **k)
-    groups = []
-    for dry_runs in (first, later):
-        for dry_run in dry_runs:
-            with torch.inference_mode():
+
+    def launches(dry_runs: Sequence[DryRun]) -> list[tuple[JITFunction, tuple, dict]]:
+        with torch.inference_mode():
+            for dry_run in dry_runs:
                 dry_run()
-        groups.append(collector.take())
-    jobs = groups[0] + groups[1]
-    progress.first.value, progress.total.value = len(groups[0]), len(jobs)
-    while (index := progress.take()) < len(jobs):
+        return collector.take()
+
+    jobs = launches(first)
+    progress.first.value, complete = len(jobs), False
+    while True:
+        index = progress.take()
+        if index >= len(jobs) and not complete:  # nobody waits for the first kernels while later ones are looked for
+            jobs, complete = jobs + launches(later), True
+            progress.total.value = len(jobs)
+        if index >= len(jobs):
+            return
         kernel, args, options = jobs[index]
         start = time.perf_counter()
         try:
