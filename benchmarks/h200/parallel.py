@@ -3,10 +3,11 @@
     python -m benchmarks.h200.models /tmp/models
     python -m benchmarks.h200.parallel --model /tmp/models/llama-3.1-8b --out /tmp/parallel --layouts 1,tp2,pp2,dp2
 
-A layout names sizes: "tp2pp2" is two stages of two ranks each, "dp2" two copies of the engine, which run side by side,
-each with requests of its own: their figures are added up. Each engine is a process of its own
-(`benchmarks.h200.offline`, whose files are left in `--out`). The table has, for each case, tokens per second and how
-often that beats the first layout; divided by the number of devices that is the efficiency.
+A layout names sizes: "tp2pp2" is two stages of two ranks each, "tp2ep" deals out whole experts, "tp2ray" starts its
+ranks through Ray, "dp2" is two copies of the engine, which run side by side, each with requests of its own: their
+figures are added up. Each engine is a process of its own (`benchmarks.h200.offline`, whose files and logs are left in
+`--out`). The table has, for each case, tokens per second and how often that beats the first layout that `--out` has
+results of; divided by the number of devices that is the efficiency.
 """
 
 from __future__ import annotations
@@ -18,19 +19,39 @@ import os
 import re
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "ep": {"enable_expert_parallel": True},
+    "ray": {"distributed_executor_backend": "ray"},
+}
 
 
-def sizes_of(layout: str) -> tuple[dict[str, int], int]:
-    """The settings that a layout's name stands for, and the number of copies. Raises ValueError for another name."""
-    found = re.findall(r"(tp|pp|dp)(\d+)", layout)
-    if layout != "1" and "".join(a + b for a, b in found) != layout:
-        raise ValueError(f'{layout!r} is no layout. Expected "1", or sizes such as "tp2", "pp2", "tp2pp2", "dp2".')
-    sizes = {_SIZES[name]: int(size) for name, size in found if name != "dp"}
-    return sizes, next((int(size) for name, size in found if name == "dp"), 1)
+@dataclass(frozen=True)
+class Layout:
+    """settings: of each engine.   copies: engines.   each: devices of one."""
+
+    settings: dict[str, Any]
+    copies: int
+    each: int
+
+    @classmethod
+    def of(cls, name: str) -> Layout:
+        """What a layout's name stands for. Raises ValueError for another name."""
+        sizes = re.findall(r"(tp|pp|dp)(\d+)", name)
+        rest = re.sub(r"(tp|pp|dp)\d+", "", name)
+        switches = [] if name == "1" else re.findall("|".join(_SWITCHES), rest)
+        if name != "1" and "".join(switches) != rest:
+            raise ValueError(f'{name!r} is no layout. Expected "1", or sizes such as "tp2", "pp2", "tp2ep", "dp2".')
+        settings: dict[str, Any] = {_SIZES[key]: int(size) for key, size in sizes if key != "dp"}
+        each = math.prod(settings.values())
+        for switch in switches:
+            settings |= _SWITCHES[switch]
+        return cls(settings, next((int(size) for key, size in sizes if key == "dp"), 1), each)
 
 
 def figures(result: dict[str, Any]) -> dict[str, float]:
@@ -48,43 +69,68 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def run(name: str, args: argparse.Namespace, folder: Path) -> dict[str, float] | None:
+    """The figures of a layout, added up over its copies; None if it failed, with the end of the log on the screen."""
+    layout, running = Layout.of(name), []
+    for copy in range(layout.copies):
+        command = [
+            sys.executable, "-m", "benchmarks.h200.offline", "--model", args.model,
+            "--out", str(folder / f"{name}-{copy}.json"), "--cases", args.cases, "--batches", args.batches,
+            "--seed", str(copy), "--llm-kwargs", json.dumps({**json.loads(args.llm_kwargs), **layout.settings}),
+            *(["--short"] if args.short else []),
+        ]  # fmt: skip
+        devices = ",".join(str(copy * layout.each + i) for i in range(layout.each))
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+        with (folder / f"{name}-{copy}.log").open("w") as log:
+            running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    deadline = time.monotonic() + args.timeout
+    for copy, process in enumerate(running):
+        try:
+            failed = process.wait(max(0.0, deadline - time.monotonic())) != 0
+        except subprocess.TimeoutExpired:
+            failed = True
+        if failed:
+            for other in running:
+                other.kill()
+                other.wait()
+            print(f"{name}: the benchmark failed, or took more than {args.timeout} s", flush=True)
+            print((folder / f"{name}-{copy}.log").read_text()[-3000:], file=sys.stderr, flush=True)
+            return None
+    return results(name, layout, folder)
+
+
+def results(name: str, layout: Layout, folder: Path) -> dict[str, float]:
+    """The figures of a layout that has run."""
+    parts = [figures(json.loads((folder / f"{name}-{copy}.json").read_text())) for copy in range(layout.copies)]
+    found = {case: sum(part[case] for part in parts) for case in parts[0]}
+    found["start-up, s"] /= layout.copies
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder with config.json")
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument("--layouts", default="1,tp2,pp2,dp2")
+    parser.add_argument("--against", default="1", help="the layout to compare with, if --out has results of it")
     parser.add_argument("--cases", default="decode,prefill,throughput")
     parser.add_argument("--batches", default="1,32,256")
     parser.add_argument("--short", action="store_true", help="fewer repetitions")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each layout")
     parser.add_argument("--llm-kwargs", default="{}", help="JSON, for every layout")
     args = parser.parse_args()
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    common = json.loads(args.llm_kwargs)
     first: dict[str, float] = {}
-    for layout in args.layouts.split(","):
-        sizes, copies = sizes_of(layout)
-        each, running, files = math.prod(sizes.values()), [], []
-        for copy in range(copies):
-            files.append(folder / f"{layout}-{copy}.json")
-            command = [
-                sys.executable, "-m", "benchmarks.h200.offline", "--model", args.model, "--out", str(files[-1]),
-                "--cases", args.cases, "--batches", args.batches, "--seed", str(copy),
-                "--llm-kwargs", json.dumps({**common, **sizes}), *(["--short"] if args.short else []),
-            ]  # fmt: skip
-            devices = ",".join(str(copy * each + i) for i in range(each))
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment))
-        states = [process.wait() for process in running]
-        if any(states):
-            print(f"{layout}: the benchmark failed", flush=True)
+    if (folder / f"{args.against}-0.json").exists():
+        first = results(args.against, Layout.of(args.against), folder)
+    for name in args.layouts.split(","):
+        found = run(name, args, folder)
+        if found is None:
             continue
-        parts = [figures(json.loads(file.read_text())) for file in files]
-        found = {case: sum(part[case] for part in parts) for case in parts[0]}
-        found["start-up, s"] /= copies
         first = first or found
         for case, value in found.items():
-            print(f"{layout:8} {case:24} {value:12.4g} {value / first.get(case, value):8.2f}x", flush=True)
+            print(f"{name:8} {case:24} {value:12.4g} {value / first.get(case, value):8.2f}x", flush=True)
 
 
 if __name__ == "__main__":
