@@ -18,9 +18,10 @@ from tests.worker.toy import VOCAB, Ahead, Driver, Recording, Toy, attend_as_rec
 from vllm.step.inputs import StepFeatures, StepInputs
 from vllm.step.kv_policy import KVGroup, KVKind, KVPolicy
 from vllm.step.plan import Column, RowMasks, StepPlan
-from vllm.worker.cuda_graphs import _ENDINGS, DecodeGraphs, graphs_know
+from vllm.worker.cuda_graphs import _ENDINGS, DecodeGraphs
 from vllm.worker.model_runner import KNOWN
 from vllm.worker.sample.params import Needs
+from vllm.worker.static_steps import graphs_know
 from vllm.worker.step_kind import _BEFORE, StepKind
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is not chosen")

@@ -29,6 +29,7 @@ from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
 from vllm.ops.triton import decode_linear
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.worker import decode_program, decode_weights
+from vllm.worker.cuda_precompile import stages_of
 from vllm.worker.decode_program import DecodeProgram, choose_step_tiling, read_weights
 from vllm.worker.decode_weights import Linear
 
@@ -169,6 +170,43 @@ def test_what_is_covered_is_what_the_model_computes(name, walk, monkeypatch):
     assert found is not None
     for ours, wanted in zip(found, general(COVERED[name]), strict=True):
         assert error(ours, wanted) < LIMIT
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("walk", ["few", "many"])
+@pytest.mark.parametrize("name", ["plain", "experts", "sandwich, soft-caps, scaled embedding", "learned positions"])
+def test_stages_one_after_the_other_give_what_all_layers_do(name, walk, monkeypatch):
+    """The stream stands where the stage before has left it, and a stage leaves its own there."""
+    if walk == "many":
+        monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    spec = COVERED[name]
+    model = build(spec, torch.float32)
+    table, caches, step, slots, positions = setting(model)
+    weights = read_weights(model, caches)
+    assert weights is not None
+    first, last, middle = stages_of(weights, 3)
+    count, stream = len(weights.layers), torch.full((2, spec.hidden_size), float("nan"))
+    hidden, ids = torch.empty(2, spec.hidden_size), torch.full((2,), -7, dtype=torch.int32)
+    parts = [(first, 0, 1), (last, 1, count)] if count < 3 else [(first, 0, 1), (middle, 1, 2), (last, 2, count)]
+    for stage, begin, end in parts:
+        stage = replace(stage, layers=weights.layers[begin:end])
+        tiling = replace(choose_step_tiling(stage, 2, 64), splits=2, tile=16)
+        program = DecodeProgram(stage, 2, 64, slots, positions, tiling=tiling, pdl=False, stream=stream)
+        if stage.head is None:
+            program.run(table)
+        else:
+            program.run(table, token_ids=ids, hidden=hidden)
+    wanted, logits = general(spec)
+    assert error(hidden, wanted) < LIMIT
+    assert ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_stage_without_a_head_needs_room_for_its_stream():
+    model = build(BASES["plain"], torch.float32)
+    _, caches, _, slots, positions = setting(model)
+    first, _ = stages_of(read_weights(model, caches), 2)
+    with pytest.raises(ValueError, match="needs room for its stream"):
+        DecodeProgram(first, 2, 64, slots, positions)
 
 
 @pytest.mark.parametrize("flip", list(flips()), ids=lambda flip: flip.name)

@@ -63,6 +63,11 @@ class Pipeline:
             return None
         return self.previous.receive(torch.empty(rows, width, dtype=dtype, device=device))
 
+    def receive_into(self, stream: Tensor) -> None:
+        """Fill `stream`, [rows, width], with the stream behind the stage before; on the first stage do nothing."""
+        if self.previous is not None:
+            self.previous.receive(stream)
+
     def send(self, stream: Tensor) -> None:
         """Hand the stream on to the next stage."""
         if self.next is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,21 +36,19 @@ from vllm.ops.triton.decode_step import (
     argmax_tiles,
     choose_tokens,
     draw_tokens,
-    gather_inputs,
     mask_logits,
     resume_rows,
     verify_tokens,
 )
-from vllm.step.inputs import GroupInputs, RowView, StepFeatures, StepInputs
-from vllm.step.kv_policy import KVKind, KVLayout
+from vllm.step.inputs import StepFeatures
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 from vllm.step.rng import stream_start
-from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
-from vllm.worker.device import Event, RecordingContext, Replay, passed
+from vllm.worker.decode_program import DecodeProgram, ProgramWeights
+from vllm.worker.device import Event, RecordingContext, passed
 from vllm.worker.input_builder import Batch
-from vllm.worker.prefix_sharing import Heads, PrefixSharing
 from vllm.worker.sample.params import Needs, ParamsTable
+from vllm.worker.static_steps import SPANS, Entry, StaticSteps, buffer_width
 from vllm.worker.step_handle import NOT_FINITE, Handle, LateHandle
 from vllm.worker.step_kind import ANY_NEED, StepKind
 
@@ -60,9 +58,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-SPANS = (1024, 4096, 16384, 65536)  # how long sequences may be in a graph: sets how far their keys are split
 _READY_SPANS = 2  # so many of them are captured before anybody asks
-_EAGER_USES = 3  # so often a step runs before it is captured: sizes that batches only pass through are not worth it
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
 
 
@@ -106,33 +102,6 @@ class _Key(NamedTuple):
     span: int
     shared: bool
     adapted: bool
-
-
-def buffer_width(sizes: Sequence[int]) -> int:
-    """Columns of the buffers that steps of these sizes share: their rows begin at multiples of 16 bytes."""
-    return -(-sizes[-1] // 4) * 4
-
-
-def graphs_know(layout: KVLayout) -> bool:
-    """Whether the steps of a model with such a cache can be graphs: they read the block tables of attention over the
-    request's own tokens, in blocks of one size, and the first page of recurrent states.
-    """
-    known = (KVKind.FULL, KVKind.SLIDING, KVKind.RECURRENT)
-    recurrent = any(group.kind is KVKind.RECURRENT for group in layout.groups)
-    if recurrent and layout.policy.states_per_slot > 1:  # the device says which page is true
-        return False
-    return all(group.kind in known and (group.units == 1 or group.kind is KVKind.RECURRENT) for group in layout.groups)
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A step over static buffers, and its graph once it has been used often enough to be worth one."""
-
-    run: Callable[[], None]
-    step: StepInputs | None
-    keep: tuple[Any, ...]  # what must live as long as the graph
-    graph: Replay | None = None
-    uses: int = 0
 
 
 class ReplayHandle:
@@ -281,8 +250,10 @@ class _DrawingInputs:
         self._there = wanted
 
 
-class DecodeGraphs:
+class DecodeGraphs(StaticSteps[_Key]):
     """The decode steps of one runner."""
+
+    _runner: ModelRunner
 
     def __init__(
         self,
@@ -296,18 +267,10 @@ class DecodeGraphs:
 
         compiling: where the kernels of these steps may still be under way.
         """
+        super().__init__(runner, context, sizes, max_seq_len)
         self._compiling = compiling
-        self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
-        self._table, self._params = runner.table, runner.sampler.params
-        self._sizes = list(sizes)
-        self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
-        self._sharing = self._prefix_sharing()
-        self._graphs: dict[_Key, _Entry] = {}
-        self._width = self._table.width
-        self._pool = context.new_pool()
-        device, largest = context.device, buffer_width(self._sizes)
-        # slots, positions, the vector of `_ids` that a row's ids go to, drafts: a step's upload is one copy
-        self._inputs = torch.full((4, largest), -1, dtype=torch.int32, device=device)
+        self._params = runner.sampler.params
+        largest = buffer_width(self._sizes)
         self._there = _Inputs(self._inputs, context)
         self._drawing = _DrawingInputs(largest, context)
         self._masks: _MaskInputs | None = None
@@ -316,13 +279,6 @@ class DecodeGraphs:
         self._events = [context.event() for _ in range(_RING)]
         self._turn = 0
 
-    def close(self) -> None:
-        """Destroy the graphs, without waiting for the device."""
-        for entry in self._graphs.values():
-            if entry.graph is not None:
-                entry.graph.reset()
-        self._graphs.clear()
-
     def accepts(self, plan: StepPlan, kind: StepKind) -> bool:
         """Whether the plan is a decode batch that a graph covers."""
         rows = len(plan.slots)
@@ -330,15 +286,13 @@ class DecodeGraphs:
             return False
         if rows > self._sizes[0] and self._still_compiling():
             return False
+        if self._stream is not None and bool((plan.num_tokens != kind.query).any()):  # stages exchange no padding
+            return False
         # what pads behind drafts must have room in the slot table, too
         return int(plan.num_computed.max()) + kind.query <= min(self._max_seq_len, self._table.max_width - 1)
 
     def _ending(self, kind: StepKind) -> _Ending | None:
         return next((e for e in _ENDINGS if e.covers(kind, self._runner.tp.world)), None)
-
-    def _size(self, rows: int, query: int) -> int | None:
-        """The size of a graph for so many rows of so many tokens."""
-        return next((s for s in self._sizes if s >= rows and s * query <= self._sizes[-1]), None)
 
     def _still_compiling(self) -> bool:
         """Whether kernels of larger batches are under way: nobody waits for them, there are others.
@@ -402,6 +356,7 @@ class DecodeGraphs:
         if self._sharing is not None and query == 1 and plan.exact is None:
             shared = self._sharing.find(plan.slots, plan.num_computed, size)
         adapted = _ADAPTED in kind.features
+        self._receive(len(plan.slots) * query)
         if ending is _MASKED or ending is _HIDDEN:
             entry = self._use(_Key(size, 1, _HIDDEN.name, False, span, shared, adapted))
             if ending is _HIDDEN:
@@ -409,28 +364,6 @@ class DecodeGraphs:
             return self._masked(plan, _Key(size, 1, _MASKED.name, drawn, 0, False, adapted), turn, begun)
         self._use(_Key(size, query, ending.name, drawn, span, shared, adapted))
         return self._delivered(plan, query, turn, begun)
-
-    def _require_width(self, tokens: int) -> None:
-        """Make room in the slot table."""
-        self._table.require_width(tokens)
-        if self._table.width != self._width:  # the table moved to other memory
-            self._graphs.clear()
-            self._pool = self._context.new_pool()  # the old pool ends with its last graph
-            self._width = self._table.width
-
-    def _use(self, key: _Key) -> _Entry:
-        """Queue a step, by its graph if it has one or is worth one."""
-        entry = self._graphs.get(key)
-        if entry is None:
-            entry = self._graphs[key] = self._prepare(key)
-        entry.uses += 1
-        if entry.graph is None and entry.uses > _EAGER_USES:
-            self._capture(entry)
-        if entry.graph is None:
-            entry.run()
-        else:
-            entry.graph.replay()
-        return entry
 
     def _delivered(self, plan: StepPlan, query: int, turn: int, begun: float) -> ReplayHandle:
         """The ids of what was queued last are under way."""
@@ -452,7 +385,7 @@ class DecodeGraphs:
 
         return rest(plan.masks) if plan.late is None else LateHandle(plan, rest)
 
-    def _sample(self, plan: StepPlan, size: int, entry: _Entry) -> Handle:
+    def _sample(self, plan: StepPlan, size: int, entry: Entry) -> Handle:
         """Logits and sampling of a batch whose hidden states a graph has computed."""
         rows = len(plan.slots)
         step = entry.step if entry.step is not None else self._static_step(size, 1, 1)[0]
@@ -468,15 +401,7 @@ class DecodeGraphs:
             )
         return self._hidden[:rows]
 
-    def _prefix_sharing(self) -> PrefixSharing | None:
-        """What finds common prefixes in batches, by the first KV group; None if the model has no use for it."""
-        runner = self._runner
-        heads = Heads.of(runner.model.traits, runner.layout)
-        if heads is None or not heads.fit:
-            return None
-        return PrefixSharing(self._table, 0, heads, self._sizes[-1], runner.context)
-
-    def _prepare(self, key: _Key) -> _Entry:
+    def _prepare(self, key: _Key) -> Entry:
         """The step of one kind, not captured yet."""
         if key.ending == _MASKED.name:
             return self._finish(key)
@@ -485,24 +410,20 @@ class DecodeGraphs:
             return self._fused(key, self._weights, plan)
         return self._general(key, plan)
 
-    def _capture(self, entry: _Entry) -> None:
-        """Capture a step that has run before, so that its kernels exist."""
-        start = time.perf_counter()
-        entry.graph = self._context.record(entry.run, self._pool)
-        logger.debug("Captured a decode step in %.3f s.", time.perf_counter() - start)
-
-    def _fused(self, key: _Key, weights: ProgramWeights, shared: SharedPlan | None) -> _Entry:
+    def _fused(self, key: _Key, weights: ProgramWeights, shared: SharedPlan | None) -> Entry:
         size = key.size
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
-        program = DecodeProgram(weights, size, key.span, slots, positions, shared=shared)
+        program = DecodeProgram(
+            weights, size, key.span, slots, positions, shared=shared, stream=self._received(size)
+        )  # fmt: skip
         outputs: dict[str, Any] = {"token_ids": self._ids, "turns": self._inputs[2, :size]}
         if key.ending == _HIDDEN.name:
             outputs = {"hidden": self._hidden_states(size)}
         elif key.drawn:
             outputs["drawing"] = self._drawing.rows(size)
-        return _Entry(lambda: program.run(self._table, **outputs), None, (program,))
+        return Entry(lambda: program.run(self._table, **outputs), None, (program,))
 
-    def _general(self, key: _Key, plan: SharedPlan | None) -> _Entry:
+    def _general(self, key: _Key, plan: SharedPlan | None) -> Entry:
         """The model's own forward pass over static inputs."""
         runner, table, size = self._runner, self._table, key.size
         step, fill = self._static_step(size, key.span, key.query, plan)
@@ -516,7 +437,7 @@ class DecodeGraphs:
         def run() -> None:
             fill()
             self._fill_adapters(view, slots)
-            hidden = runner.model(step, runner.kv_caches)
+            hidden = self._run_model(step)
             if hidden_out is not None:
                 hidden_out.copy_(hidden)
             elif key.ending == _VERIFIED.name:
@@ -527,9 +448,9 @@ class DecodeGraphs:
             else:
                 self._choose(runner.head(hidden, view), drawing, None)
 
-        return _Entry(run, step, (step,))
+        return Entry(run, step, (step,))
 
-    def _finish(self, key: _Key) -> _Entry:
+    def _finish(self, key: _Key) -> Entry:
         """What follows the forward pass: the tokens that masks allow, out of the hidden states."""
         hidden, masks = self._hidden_states(key.size), self._masks
         if masks is None:
@@ -543,20 +464,7 @@ class DecodeGraphs:
             logits = self._runner.head(hidden, view)
             self._choose(logits, drawing, mask_logits(logits, index, bits))
 
-        return _Entry(run, None, (masks,))
-
-    def _adapters(self, size: int, query: int) -> RowView:
-        """The view of a step's tokens, at a fixed address."""
-        return RowView(torch.full((size * query,), -1, dtype=torch.int32, device=self._context.device), ())
-
-    def _fill_adapters(self, view: RowView | None, slots: Tensor) -> None:
-        """Queue what looks up the adapter of each row, whose slot is -1 for padding."""
-        adapters = self._runner.adapters
-        if view is None or adapters is None:
-            return
-        column = self._table.columns[adapters.column.name].device
-        found = torch.where(slots >= 0, column.index_select(0, slots.clamp(min=0)), adapters.column.neutral)
-        view.adapters.view(len(slots), -1).copy_(found[:, None])
+        return Entry(run, None, (masks,))
 
     def _choose(self, logits: Tensor, drawing: Drawing | None, unmasked: Tensor | None) -> None:
         """Deliver a token for each row of logits. unmasked: sums of what was there before masks."""
@@ -575,46 +483,3 @@ class DecodeGraphs:
             slots, positions, best, best_at, sums if unmasked is None else unmasked, tiles, self._params.vocab_size,
             table.tokens, table.device_lengths, self._ids, turns, masked=unmasked is not None,
         )  # fmt: skip
-
-    def _static_step(
-        self, size: int, span: int, query: int, plan: SharedPlan | None = None
-    ) -> tuple[StepInputs, Callable[[], None]]:
-        """Inputs of a step at fixed addresses, and the function that queues the kernels which fill them.
-
-        span: no sequence is longer.   query: tokens of each row.   plan: for common keys of the first group.
-        """
-        table, device = self._table, self._context.device
-        tokens = size * query
-        int64, int32 = torch.int64, torch.int32
-        columns = -(-span // table.block_size)
-        groups = tuple(
-            GroupInputs(
-                slot_mapping=torch.zeros(tokens, dtype=int64, device=device),
-                block_table=torch.zeros(size, columns, dtype=int32, device=device),
-                plan=plan if g == 0 else None,
-            )
-            for g in range(len(table.tables))
-        )
-        step = StepInputs.of(
-            token_ids=torch.zeros(tokens, dtype=int64, device=device),
-            positions=torch.zeros(tokens, dtype=int64, device=device),
-            query_starts=torch.arange(0, tokens + 1, query, dtype=int32, device=device),
-            seq_lens=torch.full((size,), query, dtype=int32, device=device),
-            groups=groups,
-            max_query_len=query,
-            max_seq_len=span,
-            host_query_starts=np.arange(0, tokens + 1, query, dtype=np.int32),
-            host_seq_lens=np.full(size, span, np.int32),
-        )
-        shared = (step.token_ids, step.positions, step.seq_lens)
-        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
-        drafts = self._inputs[3, :size] if query > 1 else None
-
-        def fill() -> None:
-            for g, (group, blocks) in enumerate(zip(groups, table.tables, strict=True)):
-                gather_inputs(
-                    slots, positions, table.tokens, blocks, shared, group.slot_mapping, group.block_table,
-                    table.block_size, g == 0, drafts,
-                )  # fmt: skip
-
-        return step, fill

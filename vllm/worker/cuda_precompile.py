@@ -27,10 +27,10 @@ from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_policy import KVLayout
-from vllm.worker.cuda_graphs import SPANS
-from vllm.worker.decode_program import DecodeProgram, read_weights
+from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.kv_memory import allocate, cache_dtype
 from vllm.worker.prefix_sharing import Heads, plan_views, static_plans
+from vllm.worker.static_steps import SPANS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,6 +55,7 @@ def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = 
         config.compilation_config.cudagraph_capture_sizes,
         tp,
         family.modules,
+        config.parallel_config.pipeline_parallel_size,
     )
     return precompile([run.first, run.sampling], [run.larger], capability[0] * 10 + capability[1])
 
@@ -76,13 +77,16 @@ class DryRun:
     def __init__(
         self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
         max_num_seqs: int, graphs: Sequence[int], tp: TensorParallel = SINGLE, modules: str | None = None,
+        stages: int = 1,
     ) -> None:  # fmt: skip
-        """graphs: batch sizes whose decode steps are captured, and fused where that is possible."""
+        """graphs: batch sizes whose decode steps are captured, and fused where that is possible.   stages: of the
+        pipeline; the model's kernels are then those of all of them.
+        """
         kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
         self._spec = replace(spec, blocks=kinds)
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
         self._cache_dtype, self._max_num_seqs, self._graphs, self._tp = cache_dtype, max_num_seqs, graphs, tp
-        self._modules = modules
+        self._modules, self._stages = modules, stages
 
     def _model(self) -> tuple[Model, KVLayout, list[Tensor]]:
         model = build_decoder(self._spec, self._dtype, self._max_positions, META, self._tp, modules=self._modules)
@@ -140,10 +144,14 @@ class DryRun:
             plan = None if heads is None or size < 3 else shared_plan(heads, size)  # two gain nothing
             if weights is not None:
                 hidden = torch.empty(size, self._spec.hidden_size, dtype=self._dtype, device=META)
-                program = DecodeProgram(weights, size, span, slots, positions)
-                program.run(table, token_ids=ids, hidden=hidden)
-                if plan is not None:
-                    DecodeProgram(weights, size, span, slots, positions, shared=plan).run(table, token_ids=ids)
+                for part in stages_of(weights, self._stages):
+                    stream = None if self._stages == 1 else torch.empty_like(hidden)
+                    found, last = (None, None) if part.head is None else (ids, hidden)
+                    program = DecodeProgram(part, size, span, slots, positions, stream=stream)
+                    program.run(table, token_ids=found, hidden=last)
+                    if plan is not None:
+                        program = DecodeProgram(part, size, span, slots, positions, shared=plan, stream=stream)
+                        program.run(table, token_ids=found)
                 continue
             step = mixed_step(np.ones(size, np.int32), layout, cached=span - 1)
             shared = (step.token_ids, step.positions, step.seq_lens)
@@ -160,6 +168,14 @@ class DryRun:
             choose_tokens(
                 slots, positions, best, ids, best, tiles, logits.shape[1], table.tokens, table.device_lengths, ids
             )
+
+
+def stages_of(weights: ProgramWeights, stages: int) -> list[ProgramWeights]:
+    """What the stages of a pipeline run of a model's decode step, as far as kernels can tell them apart."""
+    if stages == 1:
+        return [weights]
+    first, last = replace(weights, head=None, head_bias=None, norm=None), replace(weights, entrance=None)
+    return [first, last] if stages == 2 else [first, last, replace(first, entrance=None)]
 
 
 def shared_plan(heads: Heads, rows: int) -> SharedPlan:

@@ -120,14 +120,14 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
         o,
         up,
         down,
-        product(Linear(w.head), ARGMAX),
+        o if w.head is None else product(Linear(w.head), ARGMAX),
         splits,
         tile=64 if few and not large else 32,
         warps=4 if large or (few and light) else 2 if few else 1,
         stages=2,
         early=few and light and not large,
         wide_gate=wide_gate,
-        wide_head=choose_wide_head(rows) if alone and w.head_bias is None else None,
+        wide_head=choose_wide_head(rows) if alone and w.head is not None and w.head_bias is None else None,
     )
 
 
@@ -147,33 +147,40 @@ class DecodeProgram:
     def __init__(
         self, weights: ProgramWeights, rows: int, width: int, slots: Tensor, positions: Tensor, *,
         tiling: StepTiling | None = None, pdl: bool = True, shared: SharedPlan | None = None,
+        stream: Tensor | None = None,
     ) -> None:  # fmt: skip
         """slots, positions: [rows] int32 views of the uploaded inputs.   width: the longest sequence that may come.
 
-        shared: where a plan for the rows' common keys stands, if the step is to use one.
+        shared: where a plan for the rows' common keys stands, if the step is to use one.   stream: [rows, hidden] of a
+        pipeline's stage: there stands what the stage before has computed, and then what this one has.
         """
         self.weights, self.rows, self._pdl = weights, rows, pdl
         self._slots, self._positions, self._shared = slots, positions, shared
         self._tiling = t = choose_step_tiling(weights, rows, width) if tiling is None else tiling
         self._alone, self._few = weights.tp.world == 1, rows <= MAX_ROWS
         self._products = [self._layer_products(layer) for layer in weights.layers]
-        self._head = Product(weights.head, weights.head_bias, ARGMAX, t.head)
+        self._head = None
+        if weights.head is not None:
+            self._head = Product(weights.head, weights.head_bias, ARGMAX, t.head)
+        elif stream is None:
+            raise ValueError("A stage without a head needs room for its stream.")
         first = self._products[0]
         products = [p for p in (first.qkv, first.o, first.up, first.down, self._head) if p is not None]
-        attn, embedding = weights.layers[0].attention, weights.entrance.embedding
-        device, hidden = embedding.device, embedding.shape[1]
+        attn, hidden = weights.layers[0].attention, weights.hidden_size
+        device = attn.cache.device
 
-        def empty(*shape: int, dtype: torch.dtype = embedding.dtype) -> Tensor:
+        def empty(*shape: int, dtype: torch.dtype = weights.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         fp32, int32 = torch.float32, torch.int32
         tile_rows = max(16, 1 << (rows - 1).bit_length())
         part = max(p.tiling.split * tile_rows * p.weight.shape[0] if p.tiling.split > 1 else 1 for p in products)
         tiles = max(p.tiles for p in products)
-        if t.wide_head is not None:
+        if t.wide_head is not None and weights.head is not None:
             tiles = max(tiles, -(-weights.head.shape[0] // t.wide_head.outputs))
         self._stream = Stream(
-            rows, hidden, empty(rows, hidden), empty(rows, hidden), empty(rows, tiles, dtype=fp32),
+            rows, hidden, empty(rows, hidden) if stream is None else stream, empty(rows, hidden),
+            empty(rows, tiles, dtype=fp32),
             empty(part, dtype=fp32), torch.zeros(tiles, dtype=int32, device=device), empty(rows, tiles, dtype=fp32),
             empty(rows, tiles, dtype=int32), empty(rows, tiles, dtype=fp32),
         )  # fmt: skip
@@ -208,7 +215,7 @@ class DecodeProgram:
         turns: Tensor | None = None, drawing: Drawing | None = None,
     ) -> None:  # fmt: skip
         """Queue the step. token_ids: [rows] int32 receives the greedy ids (also written to the table); hidden:
-        [rows, hidden] receives the normalised last hidden states.
+        [rows, hidden] receives the normalised last hidden states. Both None: of a stage without a head.
 
         turns: as for `choose_tokens`; `token_ids` is a ring then.   drawing: the ids are drawn instead, by every rank
         from the same logits.
@@ -240,6 +247,7 @@ class DecodeProgram:
         )  # fmt: skip
         entries = [_entry(layer, p) for layer, p in zip(w.layers, self._products, strict=True)]
         x = self._enter(table, *entries[0])
+        # a stage without a head hands on the stream itself: no norm follows its last layer
         for layer, p, following in zip(w.layers, self._products, [*entries[1:], (w.norm, self._head)], strict=True):
             x = self._layer(layer, p, x, rows, *following)
         return x
@@ -296,8 +304,10 @@ class DecodeProgram:
         return self._collect(sum_chosen(y, weights, home), branch, after, layer.scale, out)
 
     def _enter(self, table: SlotTable, after: NormWeights | None, reader: Product | None) -> Tensor | Folded:
-        """The embeddings of the rows' tokens as the stream, behind the first norm."""
+        """The embeddings of the rows' tokens as the stream, or what stands there, behind the first norm."""
         w, s = self.weights, self._stream
+        if w.entrance is None:
+            return s.h if after is None else self._join(None, None, after, first=True)
         folds = after is not None and self._folds(after, reader)
         following = None
         if folds and after is not None and after.weight is not None:
@@ -360,16 +370,19 @@ class DecodeProgram:
 
     def _join(
         self, y: Tensor | None, branch: NormWeights | None, after: NormWeights | None, chosen: Chosen | None = None,
-        scale: float = 1.0, out: Tensor | None = None,
+        scale: float = 1.0, out: Tensor | None = None, first: bool = False,
     ) -> Tensor:  # fmt: skip
+        """first: it begins the step, and so goes without PDL."""
         h = self._stream.h
         out = self._x if out is None else out
-        join_rows(h, out, y, chosen, branch, after, scale, pdl=self._pdl)
+        join_rows(h, out, y, chosen, branch, after, scale, pdl=self._pdl and not first)
         return h if after is None else out
 
     def _choose(self, x: Tensor | Folded, table: SlotTable, token_ids: Tensor, turns: Tensor | None) -> None:
         """The most likely token of every row; of several ranks each names the best of its part of the vocabulary."""
         w, s, wide, pdl = self.weights, self._stream, self._tiling.wide_head, False
+        if w.head is None or self._head is None:
+            raise RuntimeError("This stage of the pipeline has no head.")
         if self._few:
             run_product(self._head, s, x, s.h, pdl=self._pdl)
             tiles, pdl = self._head.tiles, self._pdl
@@ -390,6 +403,8 @@ class DecodeProgram:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] fp32, of all ranks."""
         w = self.weights
+        if w.head is None:
+            raise RuntimeError("This stage of the pipeline has no head.")
         logits: Tensor = linear(hidden, w.head, w.head_bias, torch.float32)
         if w.tp.world > 1:
             logits = w.tp.all_gather(F.pad(logits, (0, w.head_rows - logits.shape[1])))[:, : w.vocab_size]

@@ -6,10 +6,10 @@ equals it, so that a field which nobody here knows refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import TensorParallel
@@ -85,17 +85,20 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ProgramWeights:
-    """All that the fused step reads of a model.
+    """All that the fused step reads of a model, or of its stage of a pipeline.
 
-    entrance, head: of this rank's rows, which begin at `first_row`.   head_rows: of every rank, padding included.
+    entrance, head: of this rank's rows; the head's begin at `first_row`.   head_rows: of every rank, with padding.
+    entrance: None where another stage embeds.   head, norm: None where another stage has what follows the layers.
     logit_scale, logit_softcap: of logits that are drawn from; the most likely token is the same without.
     """
 
     layers: tuple[LayerWeights, ...]
-    entrance: Entrance
-    head: Tensor
+    hidden_size: int
+    dtype: torch.dtype
+    entrance: Entrance | None
+    head: Tensor | None
     head_bias: Tensor | None
-    norm: NormWeights
+    norm: NormWeights | None
     vocab_size: int
     first_row: int
     head_rows: int
@@ -200,40 +203,50 @@ def covers(spec: Decoder) -> bool:
 
 
 def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None:
-    """The weights of a model that the fused step can run, else None."""
+    """The weights of a model that the fused step can run, or of a stage of one; else None."""
     spec = model.traits.decoder
-    if spec is None or len(model.traits.layers) < len(spec.blocks) or model.traits.dtype not in DTYPES:
+    if spec is None or model.traits.dtype not in DTYPES or "logits" not in model.traits.heads:
         return None
     model = cast("DecoderModel", model)
-    tp = model.tp
-    if "logits" not in model.traits.heads:
-        return None
+    tp, first, last = model.tp, model.is_first, model.is_last
     same = all(cache.dtype == model.dtype for cache in kv_caches)
-    if spec.norm is None or not covers(spec) or not same or not (model.head.plain and model.embed.plain):
+    if spec.norm is None or not covers(spec) or not same:
         return None
-    if not supports(model.head.weight.data, ARGMAX):
+    if (first and not model.embed.plain) or (last and not model.head.plain):
         return None
-    head_weight: Tensor = model.head.weight.data
-    head_rows = len(head_weight)
-    if spec.vocab_size <= (tp.world - 1) * head_rows:  # the last rank has padding only
-        return None
-    blocks: Iterable[Any] = model.blocks
-    layers = [_layer(block, kv_caches) for block in blocks]
+    layers = [_layer(block, kv_caches) for _, block in model.own_blocks]
     known = tuple(layer for layer in layers if layer is not None)
     if len(known) < len(layers):
         return None
-    first_row = tp.rank * head_rows
-    mine = slice(0, spec.vocab_size - first_row)
-    bias = None if model.head.bias is None else model.head.bias.data[mine]
-    places, first_place = None, 0
-    if spec.positions is not None:
-        places, first_place = model.positions.data, spec.positions.offset
+    entrance = head = head_bias = norm = None
+    first_row = head_rows = 0
+    if last:
+        if not supports(model.head.weight.data, ARGMAX):
+            return None
+        head_rows = len(model.head.weight.data)
+        if spec.vocab_size <= (tp.world - 1) * head_rows:  # the last rank has padding only
+            return None
+        first_row = tp.rank * head_rows
+        mine = slice(0, spec.vocab_size - first_row)
+        head = model.head.weight.data[mine]
+        head_bias = None if model.head.bias is None else model.head.bias.data[mine]
+        norm = _norm_weights(model.norm, spec.norm)
+    if first:
+        places, first_place = None, 0
+        if spec.positions is not None:
+            places, first_place = model.positions.data, spec.positions.offset
+        embed = model.embed
+        entrance = Entrance(
+            embed.weight.data, embed.first_row, model.embed_scale, places, first_place, spec.scale_positions
+        )
     return ProgramWeights(
         known,
-        Entrance(model.embed.weight.data, first_row, model.embed_scale, places, first_place, spec.scale_positions),
-        head_weight[mine],
-        bias,
-        _norm_weights(model.norm, spec.norm),
+        spec.hidden_size,
+        model.dtype,
+        entrance,
+        head,
+        head_bias,
+        norm,
         spec.vocab_size,
         first_row,
         head_rows,

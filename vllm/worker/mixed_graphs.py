@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm.logger import init_logger
@@ -22,6 +23,7 @@ from vllm.worker.input_builder import Laid
 
 if TYPE_CHECKING:
     from vllm.worker.model_runner import ModelRunner
+    from vllm.worker.stage_runner import StageRunner
 
 logger = init_logger(__name__)
 
@@ -80,13 +82,18 @@ class MixedGraphs:
     # prompts whose logprobs are wanted in this step are refused by `forward`, which sees which these are
     handles = frozenset({"masks", "late", "exact", "prompt_logprobs"})
 
-    def __init__(self, runner: ModelRunner, context: CudaContext, max_seq_len: int) -> None:
+    def __init__(self, runner: ModelRunner | StageRunner, context: CudaContext, max_seq_len: int) -> None:
         """max_seq_len: longer sequences are left to the eager path."""
         self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
         self._entries: dict[tuple[int, int, int], _Entry] = {}
         self._pool = context.new_pool()
         self._width = runner.table.width
         self._sizes = step_sizes(sum(p.numel() for p in runner.model.parameters()))
+        self._stream: Tensor | None = None  # what the stage before computes, in a pipeline
+        if not runner.pipeline.is_first and self._sizes:
+            traits = runner.model.traits
+            shape = self._sizes[-1], traits.hidden_size
+            self._stream = torch.zeros(shape, dtype=traits.dtype, device=context.device)
 
     @property
     def _room(self) -> int:
@@ -122,6 +129,8 @@ class MixedGraphs:
         if entry.uses <= _EAGER_USES:
             return None
         padded = laid.padded(key[0], key[1])
+        if self._stream is not None:
+            self._runner.pipeline.receive_into(self._stream[:tokens])
         if entry.graph is None:
             done = self._warm(entry, key, padded)
             self._capture(entry, key, padded)
@@ -168,8 +177,10 @@ class MixedGraphs:
         logger.debug("Captured a step of %s in %.3f s.", key, time.perf_counter() - begun)
 
     def _run(self, shape: Laid, device: list[Tensor], context: int) -> tuple[StepInputs, Tensor]:
-        step = self._runner.builder.inputs(shape, device, context)
-        return step, self._runner.model(step, self._runner.kv_caches)
+        runner, step = self._runner, self._runner.builder.inputs(shape, device, context)
+        if self._stream is None:
+            return step, runner.model(step, runner.kv_caches)
+        return step, runner.model(step, runner.kv_caches, self._stream[: len(step.positions)])
 
 
 def _shape(key: tuple[int, int, int], laid: Laid) -> Laid:

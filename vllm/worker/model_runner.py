@@ -104,7 +104,7 @@ class ModelRunner:
         self._tier = create_tier(self._pools[0], tier_blocks, context) if tier_blocks else None
         self.context = context
         self.tp = tp
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         if adapters is not None:
             columns = (*columns, adapters.column)
         self.table = SlotTable(num_slots, max_model_len, layout, context, columns)
@@ -159,10 +159,10 @@ class ModelRunner:
         return self.finish(plan, batch, hidden, start)
 
     def _forward(self, step: StepInputs) -> Tensor:
-        if self._pipeline.is_first:
+        if self.pipeline.is_first:
             return self.model(step, self.kv_caches)
         traits = self.model.traits
-        stream = self._pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
+        stream = self.pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
         return self.model(step, self.kv_caches, stream)
 
     def finish(self, plan: StepPlan, batch: Batch, hidden: Tensor, start: Any) -> Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,11 +18,19 @@ from vllm.step.plan import Column, StepPlan, require_known
 from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import InputBuilder
+from vllm.worker.model_runner import MixedSteps
 from vllm.worker.slot_table import SlotTable
 from vllm.worker.transfers import run_transfers
 
 # Fields of a plan that are run beyond those without a default. Masks and what is late are the sampling rank's business.
 KNOWN = frozenset({"transfers", "writes", "drafts", "adapters", "pooled"})
+
+
+class StageSteps(Protocol):
+    """A faster way through some steps; the slot table has taken in the plan's news before it is asked."""
+
+    def forward(self, plan: StepPlan, adapted: bool) -> Tensor | None:
+        """[tokens, hidden] of a plan, which the next one overwrites; None for a plan that is not covered."""
 
 
 class StageRunner:
@@ -43,7 +52,8 @@ class StageRunner:
     ) -> None:
         """pools: see `ModelRunner`."""
         self._pools = (kv_caches,) if pools is None else pools
-        self.model, self.kv_caches, self.context, self._pipeline = model, kv_caches, context, pipeline
+        self.model, self.kv_caches, self.context, self.pipeline = model, kv_caches, context, pipeline
+        self.layout = layout
         if adapters is not None:
             columns = (*columns, adapters.column)
         self.table = SlotTable(num_slots, max_model_len, layout, context, columns)
@@ -52,7 +62,9 @@ class StageRunner:
         self.adapters = adapters
         if adapters is not None:
             adapters.follow(self.table.columns[adapters.column.name].host)
-        self._builder = InputBuilder(self.table, context, np.zeros(num_slots, bool))
+        self.builder = InputBuilder(self.table, context, np.zeros(num_slots, bool))
+        self.decode_steps: StageSteps | None = None
+        self.mixed_steps: MixedSteps | None = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, known: Known | None = None) -> None:
@@ -74,10 +86,16 @@ class StageRunner:
             self.table.write(plan.writes)
         if not len(plan.slots):
             return
-        laid = self._builder.lay_out(replace(plan, pooled=None))  # every token goes on, whoever wants it
         adapted = self.adapters is not None and self.adapters.used(plan)
+        if self.decode_steps is not None and (found := self.decode_steps.forward(plan, adapted)) is not None:
+            self.pipeline.send(found.clone())  # the next step may write before this has arrived
+            return
+        laid = self.builder.lay_out(replace(plan, pooled=None))  # every token goes on, whoever wants it
+        if self.mixed_steps is not None and not adapted and (mixed := self.mixed_steps.forward(laid)) is not None:
+            self.pipeline.send(mixed[1][: len(laid.positions)].clone())
+            return
         features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
-        step = self._builder.build(plan, laid, features).step
+        step = self.builder.build(plan, laid, features).step
         traits = self.model.traits
-        stream = self._pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
-        self._pipeline.send(self.model(step, self.kv_caches, stream))
+        stream = self.pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
+        self.pipeline.send(self.model(step, self.kv_caches, stream))

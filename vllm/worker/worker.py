@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.ops.triton.precompile import Precompilation
     from vllm.worker.cuda_graphs import DecodeGraphs
     from vllm.worker.mixed_graphs import MixedGraphs
+    from vllm.worker.stage_graphs import StageGraphs
 
 logger = init_logger(__name__)
 
@@ -110,7 +111,7 @@ class Worker:
             for head_dim in head_sizes(self.model.traits):
                 attention_backends.check(attention, cast(torch.nn.Module, self.model), head_dim, dtype, stored)
         self.runner: ModelRunner | StageRunner | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | StageGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._profiler: WorkerProfiler | None = None
 
@@ -225,7 +226,7 @@ class Worker:
         num_states = self.layout.policy.num_states(self.config.scheduler_config.max_num_seqs)
         self.runner = self._make_runner(self._allocate(num_blocks, num_states))
         graphs = self.config.compilation_config.cudagraph_capture_sizes
-        if self.device.type == "cuda" and graphs and isinstance(self.runner, ModelRunner) and self.ranks.pp.world == 1:
+        if self.device.type == "cuda" and graphs:
             self._use_graphs(self.runner)
         if self.device.type == "cuda" and not self.layout.groups:
             self._try_largest_step()
@@ -312,24 +313,29 @@ class Worker:
             takes_types="token_types" in self.model.traits.takes,
         )
 
-    def _use_graphs(self, runner: ModelRunner) -> None:
+    def _use_graphs(self, runner: ModelRunner | StageRunner) -> None:
         """Let captured CUDA graphs run decode steps: those of one request are there at once, the others in idle moments
         or when their batch size has been seen a few times.
         """
-        from vllm.worker.cuda_graphs import DecodeGraphs, graphs_know
+        from vllm.worker.cuda_graphs import DecodeGraphs
         from vllm.worker.mixed_graphs import MixedGraphs
         from vllm.worker.rehearsal import rehearse
+        from vllm.worker.stage_graphs import StageGraphs
+        from vllm.worker.static_steps import graphs_know
 
         sizes, context = self.config.compilation_config.cudagraph_capture_sizes, self.context
         longest = self.config.model_config.max_seq_len_to_capture
         traits = runner.model.traits
         if not isinstance(context, CudaContext) or not traits.capturable or not graphs_know(self.layout):
             return
-        self._graphs = runner.decode_steps = DecodeGraphs(runner, context, sizes, longest, self._compiling)
+        if isinstance(runner, StageRunner):
+            self._graphs = runner.decode_steps = StageGraphs(runner, context, sizes, longest)
+        else:
+            self._graphs = runner.decode_steps = DecodeGraphs(runner, context, sizes, longest, self._compiling)
         ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
         if ours and traits.replayable:
             self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
-        if self.tp.world == 1:
+        if self.ranks.world == 1 and isinstance(runner, ModelRunner):
             rehearse(runner, self.config.model_config.max_model_len)
             with torch.inference_mode():
                 while self._graphs.prepare(first=True):
@@ -361,7 +367,7 @@ class Worker:
         for graphs in (self._graphs, self._mixed_graphs):
             if graphs is not None:
                 graphs.close()
-        if isinstance(self.runner, ModelRunner):
+        if self.runner is not None:
             self.runner.decode_steps = self.runner.mixed_steps = None  # which know the runner: memory is free at once
         self._graphs = self._mixed_graphs = self.runner = None
 
