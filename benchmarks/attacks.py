@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import psutil
 
@@ -108,38 +110,87 @@ TEMPLATES = [
 ]
 
 
-Body = tuple[str, type[Any], dict[str, Any]]  # path, model, what is valid
+@dataclass(frozen=True)
+class Body:
+    """What a route reads: its type, and a body that is valid."""
+
+    path: str
+    model: type[Any]
+    valid: dict[str, Any]
+
+
+# A valid body for each type of body that a route reads; a type that is not here has no attacks, which is an error.
+VALID: dict[str, dict[str, Any]] = {
+    "CompletionRequest": {"prompt": "a", "max_tokens": 1},
+    "ChatCompletionRequest": {"messages": [USER], "max_tokens": 1},
+    "ResponsesRequest": {"input": "a", "max_output_tokens": 1},
+    "MessagesRequest": {"messages": [USER], "max_tokens": 1},
+    "CountTokensRequest": {"messages": [USER]},
+    "TokenizeRequest": {"prompt": "a"},
+    "DetokenizeRequest": {"tokens": [5]},
+    "LoadLoRAAdapterRequest": {"lora_name": "a", "lora_path": "/no/such/folder"},
+    "UnloadLoRAAdapterRequest": {"lora_name": "a"},
+    "EmbeddingRequest": {"input": "a"},
+    "PoolingRequest": {"input": "a"},
+    "ClassifyRequest": {"input": "a"},
+    "ScoreRequest": {"text_1": "a", "text_2": "b"},
+    "RerankRequest": {"query": "a", "documents": ["b"]},
+}
 
 
 def bodies(pools: bool = False) -> list[Body]:
-    """The bodies that a server takes, of a model that generates or `pools`."""
-    from vllm.entrypoints.openai import messages, protocol
+    """Every type of body that the server's routes read, of a model that generates or `pools`, at the first of its
+    paths.
+    """
+    from vllm.entrypoints.openai import pooling, protocol
+    from vllm.entrypoints.openai.routes import router
 
-    if pools:
-        return [
-            ("/v1/embeddings", protocol.EmbeddingRequest, {"input": "a"}),
-            ("/pooling", protocol.PoolingRequest, {"input": "a"}),
-            ("/classify", protocol.ClassifyRequest, {"input": "a"}),
-            ("/score", protocol.ScoreRequest, {"text_1": "a", "text_2": "b"}),
-            ("/rerank", protocol.RerankRequest, {"query": "a", "documents": ["b"]}),
-        ]
-    return [
-        (COMPLETIONS, protocol.CompletionRequest, {"prompt": "a", "max_tokens": 1}),
-        (CHAT, protocol.ChatCompletionRequest, {"messages": [USER], "max_tokens": 1}),
-        (RESPONSES, protocol.ResponsesRequest, {"input": "a", "max_output_tokens": 1}),
-        ("/v1/messages", messages.MessagesRequest, {"messages": [USER], "max_tokens": 1}),
-        ("/v1/messages/count_tokens", messages.CountTokensRequest, {"messages": [USER]}),
-        ("/tokenize", protocol.TokenizeRequest, {"prompt": "a"}),
-        ("/detokenize", protocol.DetokenizeRequest, {"tokens": [5]}),
-    ]
+    types = {found.__name__: found for found in _subclasses(protocol._Request)}
+    paths: dict[str, str] = {}
+    for route in router.routes:
+        wanted = (getattr(route, "openapi_extra", None) or {}).get("requestBody")
+        if wanted is not None and (route.path in pooling.ROUTES) == pools:  # type: ignore[attr-defined]
+            paths.setdefault(wanted["content"]["application/json"]["schema"]["title"], route.path)  # type: ignore[attr-defined]
+    return [Body(path, types[name], VALID[name]) for name, path in paths.items()]
 
 
-def family(size: int = MEGABYTE, pools: bool = False) -> Iterator[Attack]:
-    """Every field of every body, with texts and counts of about `size` bytes: long, many, multi-byte, nested."""
-    for path, model, valid in bodies(pools):
-        for name in (*model.model_fields, "no_such_field"):
-            for kind, make in shapes(name, size).items():
-                yield Attack(f"{path} {name}: {kind}", path, lambda v=valid, n=name, m=make: {**v, n: m()})
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for found in kind.__subclasses__():
+        yield found
+        yield from _subclasses(found)
+
+
+def family(size: int = MEGABYTE, pools: bool = False, brief: bool = False) -> Iterator[Attack]:
+    """Every field of every body, with texts and counts of about `size` bytes: long, many, multi-byte, nested.
+
+    brief: a field that several bodies have in common only once, and numbers alone for those that take nothing else.
+    """
+    seen = set()
+    for body in bodies(pools):
+        for name in (*body.model.model_fields, "no_such_field"):
+            field = body.model.model_fields.get(name)
+            found = shapes(name, size)
+            if brief and field is not None:
+                owner = next(kind for kind in body.model.__mro__ if name in kind.__dict__.get("__annotations__", {}))
+                if (owner, name) in seen:
+                    continue
+                seen.add((owner, name))
+                if _is_number(field.annotation):
+                    found = {kind: found[kind] for kind in ("a large number", "many numbers")}
+            for kind, make in found.items():
+                yield Attack(
+                    f"{body.path} {name}: {kind}", body.path, lambda b=body, n=name, m=make: {**b.valid, n: m()}
+                )
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether a field takes numbers, flags and choices among a few words, and nothing else."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal or annotation in (int, float, bool, type(None)):
+        return True
+    return get_origin(annotation) in (Union, UnionType, Annotated) and all(
+        _is_number(part) for part in (parts[:1] if get_origin(annotation) is Annotated else parts)
+    )
 
 
 def shapes(name: str, size: int) -> dict[str, Callable[[], Any]]:
@@ -325,22 +376,27 @@ def serving(*flags: str, model: str = "demo") -> Iterator[tuple[int, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", action="store_true", help="every field instead of what was found, the worst ten")
+    parser.add_argument("--task", help="with --family: of the routes of a model that does this, such as embed")
     parser.add_argument("--only", default="", help="those whose name has this in it")
     parser.add_argument("--part", default="1/1", help="every n-th of them, from the i-th on: i/n")
+    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
     first, step = map(int, args.part.split("/"))
-    attacks = (list(family()) if args.family else [*FOUND, *TEMPLATES])[first - 1 :: step]
+    attacks = (list(family(pools=bool(args.task))) if args.family else [*FOUND, *TEMPLATES])[first - 1 :: step]
+    flags = ["--task", args.task] if args.task else ["--enable-lora"]
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     results = []
-    with serving("--trust-request-chat-template") as (port, pid):
-        watched = Bystanders(port, "demo")
+    with serving("--trust-request-chat-template", *(flags if args.family else [])) as (port, pid):
+        watched = Bystanders(port, "demo", pools=bool(args.task))
         time.sleep(3.0)
         alone = watched.worst_since(0.0)
         for attack in attacks:
             if args.only in attack.name:
                 results.append((attack.name, measure(port, pid, attack, watched, 0.0 if args.family else 10.0)))
         watched.end()
+    count, errors = len(results), sum(effect.status >= 500 for _, effect in results)
     if args.family:
-        print(f"{len(results)} requests, {sum(effect.status >= 500 for _, effect in results)} server errors")
+        print(f"{count} requests, {errors} server errors")
         results = sorted(results, key=lambda result: -result[1].gap)[:10]
     print("| request | answer | longest gap | /health | memory before, at most, after |\n|---|---|---|---|---|")
     print(f"| none | - | {alone[0] * 1e3:.0f} ms | {alone[1] * 1e3:.0f} ms | - |")
@@ -352,6 +408,10 @@ def main() -> None:
         )
     for text in watched.wrong[:5]:
         print("wrong:", text)
+    if args.out:
+        rows = [{"attack": name, **asdict(effect)} for name, effect in results]
+        figures = {"requests": count, "server_errors": errors, "alone": alone, "wrong": watched.wrong, "rows": rows}
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

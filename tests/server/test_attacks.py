@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from fastapi import FastAPI
 
-from benchmarks.attacks import FOUND, PAIRS, TEMPLATES, Attack, Bystanders, bodies, family, measure
+from benchmarks.attacks import CHAT, COMPLETIONS, FOUND, PAIRS, TEMPLATES, Attack, Bystanders, bodies, family, measure
 from tests.server.http_server import MODEL, Server
 from tests.tiny_encoders import save_bert
-from vllm.entrypoints.openai.pooling import ROUTES
+from vllm.entrypoints.openai.routes import LATER_ROUTES, OTHER_MODELS_ROUTES, router
+from vllm.entrypoints.openai.run_batch import main
 
 # Generous: on an idle machine they are a tenth of a second, where they were ten seconds and more.
 SECONDS = 2.5
 MEMORY_SECONDS = 12.0
 POOLED_SECONDS = 60.0  # 2,000 pairs take seconds; a text tokenized anew for each took hours
-# Fields that take text or lists; the others refuse whatever is no number or flag at once (`make soak` tries them all).
-FIELDS = frozenset(
-    {"prompt", "messages", "input", "instructions", "stop", "bad_words", "logit_bias", "allowed_token_ids", "tokens"}
-    | {"stop_token_ids", "suffix", "user", "model", "tools", "tool_choice", "documents", "chat_template", "request_id"}
-    | {"chat_template_kwargs", "metadata", "cache_salt", "guided_json", "response_format", "no_such_field", "include"}
-    | {"text_1", "text_2", "query", "dimensions", "truncate_prompt_tokens"}
-    | {"system", "stop_sequences", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "text"}
-)
+BRIEF = 128 << 10  # bytes of a field's value; `make soak` takes a megabyte, and every field of every route
+WITHOUT_BODY = {
+    *("/ping", "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/responses/{response_id}/cancel"),
+    *(*OTHER_MODELS_ROUTES, *LATER_ROUTES),
+}
+BATCHED = (COMPLETIONS, CHAT)
 QUEUED = ("n = 2,000", "1,000 prompts", "64 beams")  # honest work, see the tests of fairness
 
 
 @pytest.fixture(scope="module")
 def attacked(model_folder: Path) -> Iterator[Server]:
-    with Server(model_folder, "--trust-request-chat-template") as running:
+    flags = ("--trust-request-chat-template", "--enable-lora")
+    with Server(model_folder, *flags, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as running:
         before = running.canary()
         yield running
         assert running.alive, running.log[-3000:]
@@ -73,8 +75,8 @@ def test_work_for_many_sequences_leaves_room_for_others(attacked: Server, watche
 
 
 def test_no_field_holds_up_anybody(attacked: Server, watched: Bystanders) -> None:
-    attacks = [a for a in family(256 << 10) if a.name.split(" ")[1].rstrip(":") in FIELDS]
-    assert len(attacks) > 250
+    attacks = list(family(BRIEF, brief=True))
+    assert len(attacks) > 700
     for attack in attacks:
         effect = measure(attacked.port, pid_of(attacked), attack, watched, patience=0.0)
         assert effect.status in (200, 400, 404, 503), attack.name
@@ -82,8 +84,21 @@ def test_no_field_holds_up_anybody(attacked: Server, watched: Bystanders) -> Non
         assert effect.health < SECONDS, attack.name
 
 
-def test_every_route_of_pooling_is_attacked() -> None:
-    assert {model for _, model, _ in bodies(pools=True)} == {route.request for route in ROUTES.values()}
+def test_every_field_of_every_route_is_attacked() -> None:
+    """The list is made of the types that routes read, so that what is added to one of them is in it."""
+    app = FastAPI()
+    app.include_router(router)
+    posts = {path: route["post"] for path, route in app.openapi()["paths"].items() if "post" in route}
+    attacked: dict[str, set[str]] = {}
+    for pools in (False, True):
+        title_of = {body.path: body.model.__name__ for body in bodies(pools)}
+        for attack in family(64, pools):
+            attacked.setdefault(title_of[attack.path], set()).add(attack.name.split(" ")[1].rstrip(":"))
+    for path, route in posts.items():
+        if path in WITHOUT_BODY:
+            continue
+        schema = route["requestBody"]["content"]["application/json"]["schema"]
+        assert attacked[schema["title"]] == {*schema["properties"], "no_such_field"}, path
 
 
 @pytest.mark.parametrize(
@@ -91,9 +106,8 @@ def test_every_route_of_pooling_is_attacked() -> None:
 )
 def test_nobody_who_pools_holds_up_others(tmp_path: Path, classes: int, paths: tuple[str, ...]) -> None:
     save_bert(tmp_path, classes=classes)
-    attacks = [a for a in (*PAIRS, *family(256 << 10, pools=True)) if a.path in paths]
-    attacks = [a for a in attacks if a in PAIRS or a.name.split(" ")[1].rstrip(":") in FIELDS]
-    assert len(attacks) > 30
+    attacks = [a for a in (*PAIRS, *family(BRIEF, pools=True, brief=True)) if a.path in paths]
+    assert len(attacks) > 60
     with Server(tmp_path, "--dtype", "float32") as server:
         before = server.post("/pooling", {"input": "Hello"}).json["data"]
         bystanders = Bystanders(server.port, MODEL, pools=True)
@@ -105,6 +119,24 @@ def test_nobody_who_pools_holds_up_others(tmp_path: Path, classes: int, paths: t
         bystanders.end()
         assert bystanders.wrong == [] and len(bystanders.gaps) > len(attacks)
         assert server.post("/pooling", {"input": "Hello"}).json["data"] == before
+
+
+def test_no_line_of_a_batch_holds_up_the_others(model_folder: Path, tmp_path: Path) -> None:
+    """Lines of a batch take the way of requests: each has its own answer, and good ones are as they would be alone."""
+    good = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
+    bodies_of = [(COMPLETIONS, good), *((a.path, a.body()) for a in family(8 << 10, brief=True) if a.path in BATCHED)]
+    lines = []
+    for i, (url, body) in enumerate(part for bad in bodies_of for part in (bad, (COMPLETIONS, good))):
+        lines.append(json.dumps({"custom_id": str(i), "url": url, "body": {**body, "model": MODEL}}))
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(lines))
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--model", str(model_folder),
+                 "--served-model-name", MODEL]) == 0  # fmt: skip
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [answer["custom_id"] for answer in answers] == [str(i) for i in range(len(lines))]
+    assert {answer["response"]["status_code"] for answer in answers} <= {200, 400}
+    texts = {answer["response"]["body"]["choices"][0]["text"] for answer in answers[1::2]}
+    assert len(texts) == 1
 
 
 @pytest.mark.soak
