@@ -116,6 +116,11 @@ class PoolingSettings:
         return ("encode", REWARD)
 
     @property
+    def gives_many(self) -> bool:
+        """Whether an answer has a row for each of several tokens."""
+        return self.type in ("ALL", "STEP")
+
+    @property
     def scores_pairs(self) -> bool:
         """Whether two texts are scored by one prompt of both, not by the similarity of two vectors."""
         return self.task in (CLASSIFY, SCORE)

@@ -69,6 +69,7 @@ class PlanBuilder:
                 columns=request.columns,
                 encoder_tokens=request.encoder_tokens,
                 virtual=request.virtual,
+                parts=request.parts,
             )
         )
 

@@ -54,8 +54,8 @@ class Request:
         "priority", "lora_id", "lora_key", "columns", "cache_salt", "fork_of", "account", "sequence_number",
         "status", "blocked", "slot", "num_computed", "num_pending", "max_len", "min_len", "reads_cache",
         "capacity", "tables", "starts_from", "num_drafted", "proposal", "epoch", "entered_with", "pooled",
-        "max_pending", "unwritten", "encoder_tokens", "encoder_key", "content_keys", "virtual",
-         "hashes", "num_registered", "freed_behind_window", "shares_tail",
+        "max_pending", "unwritten", "encoder_tokens", "encoder_key", "content_keys", "virtual", "parts",
+        "hashes", "num_registered", "freed_behind_window", "shares_tail",
         "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported", "fetched",
         "num_prompt_logprobs", "num_preemptions",
         "first_scheduled_time",
@@ -89,6 +89,7 @@ class Request:
         self.encoder_key = message.encoder_key
         self.content_keys = message.content_keys
         self.virtual = message.virtual
+        self.parts = message.parts
         self.sequence_number = sequence_number
 
         self.status = Status.WAITING

@@ -109,7 +109,9 @@ class Scheduler:
         length = len(message.prompt_token_ids)
         if message.request_id in self.requests:
             raise ValueError(f"Request {message.request_id} already exists.")
-        if not 1 <= length < limits.max_model_len + 1:
+        if message.parts:
+            self._check_parts(message)
+        elif not 1 <= length < limits.max_model_len + 1:
             raise ValueError(f"A prompt must have 1 to {limits.max_model_len} tokens, got {length}.")
         if not limits.chunked_prefill and length > limits.max_num_batched_tokens:
             raise ValueError(
@@ -124,6 +126,16 @@ class Scheduler:
         self.requests[request.id] = request
         self._num_pooled += request.pooled
         self._waiting.push(request)
+
+    def _check_parts(self, message: CoreRequest) -> None:
+        """Raise ValueError unless these prompts can be computed together, in one step."""
+        lengths = [length for length, _ in message.parts]
+        if self.kv.num_groups:
+            raise ValueError("Prompts share a request only where the model keeps nothing of them between steps.")
+        if not 1 <= min(lengths) <= max(lengths) <= self.limits.max_model_len:
+            raise ValueError(f"A prompt must have 1 to {self.limits.max_model_len} tokens.")
+        if sum(lengths) != len(message.prompt_token_ids):
+            raise ValueError("The lengths of the prompts of a request do not add up to its tokens.")
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
         """End requests now; unknown ids are ignored. Tokens still in flight for them will be dropped."""

@@ -551,7 +551,7 @@ class AsyncLLMEngine:
             singly=processed.params.stream_interval == 1,
         )
         self._admission.enter(messages, account)
-        if account is not None and len(messages) < len(processed.children):
+        if account is not None and len(messages) < max(1, len(processed.children)):
             account.held_back.append(request.request_id)
             self._send_held_back(account)
         if self.log_requests:

@@ -378,6 +378,7 @@ class EngineCore:
             "block_size": layout.block_size,
             "bytes_per_block": layout.bytes_per_block,
             "max_in_flight": self._executor.max_in_flight,
+            "keeps_nothing": not layout.groups,
         }
 
     def check_health(self) -> None:

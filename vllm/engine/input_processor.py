@@ -7,7 +7,9 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -37,6 +39,7 @@ logger = init_logger(__name__)
 
 MAX_KNOWN_ADAPTERS = 4096
 SEED_BITS = 64
+_FEW = 200  # numbers, whose extremes Python finds sooner than numpy
 _SEED_MASK = (1 << SEED_BITS) - 1
 # Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
 BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -86,7 +89,8 @@ class ProcessedRequest(NamedTuple):
     `returned` of the children are given to the user; if there are more (best_of), the most likely ones.
     `account` is common to everything that one call of a user asks for, None if that is one sequence.
     `grammar` is what became of the parameters' guided_decoding or structured_outputs, which they keep no more.
-    `pooled` are the parameters of a request that is pooled; `params` are neutral ones then.
+    `pooled` are the parameters of a request that is pooled, which others of its batch may have in common with it;
+    `params` are neutral ones then, and `children` empty. `second_from` is where the second text of a pair begins.
     """
 
     request_id: str
@@ -104,6 +108,7 @@ class ProcessedRequest(NamedTuple):
     lora_request: LoRARequest | None = None
     lora_folder: str = ""
     pooled: PoolingParams | None = None
+    second_from: int | None = None
     virtual: VirtualTokens | None = None
 
 
@@ -155,6 +160,14 @@ class _Checked(NamedTuple):
     grammar: GrammarSpec | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What requests of one batch have in common that have the same parameters, by their identity."""
+
+    checked: dict[int, _Checked] = field(default_factory=dict)
+    pooled: dict[int, PoolingParams] = field(default_factory=dict)
+
+
 class _Parsed(NamedTuple):
     """A prompt whose form is known. Exactly one of text and token ids has to be worked on."""
 
@@ -203,19 +216,22 @@ class InputProcessor:
         """Raises ValueError or TypeError, with nothing changed, if anything about the request is wrong."""
         self._check_options(request)
         prompt = self._parse(request.prompt)
-        return self._build(request, prompt, self._tokenize([request], [prompt])[0], {})
+        return self._build(request, prompt, self._tokenize([request], [prompt])[0], _Shared())
 
     def process_batch(self, requests: Sequence[RequestInput]) -> list[ProcessedRequest]:
         """Several requests, tokenized together. One bad request fails all of them, with nothing changed."""
-        parsed = []
+        parsed, options = [], set()
         for request in requests:
-            self._check_options(request)
+            same = id(request.params), id(request.lora_request), id(request.prompt_adapter_request), request.priority
+            if same not in options or not isinstance(request.request_id, str):
+                self._check_options(request)
+                options.add(same)
             parsed.append(self._parse(request.prompt))
         tokenized = self._tokenize(requests, parsed)
-        checked: dict[int, _Checked] = {}
+        shared = _Shared()
         with self.all_or_none():
             return [
-                self._build(request, prompt, ids, checked)
+                self._build(request, prompt, ids, shared)
                 for request, prompt, ids in zip(requests, parsed, tokenized, strict=True)
             ]
 
@@ -294,6 +310,11 @@ class InputProcessor:
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
     def _parse(self, prompt: PromptType) -> _Parsed:
+        if type(prompt) is str:
+            return _Parsed(prompt, None, None)
+        if type(prompt) is dict and len(prompt) == 1 and isinstance(ids := prompt.get("prompt_token_ids"), list):
+            token_ids, bounds = _plain_ids(ids)
+            return _Parsed(None, token_ids, None, bounds)
         prompt = listed(prompt)
         if isinstance(prompt, (list, tuple)):
             token_ids, bounds = _plain_ids(prompt)
@@ -572,11 +593,10 @@ class InputProcessor:
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def _build(
-        self, request: RequestInput, prompt: _Parsed, token_ids: list[int], checked: dict[int, _Checked]
+        self, request: RequestInput, prompt: _Parsed, token_ids: list[int], shared: _Shared
     ) -> ProcessedRequest:
-        """checked: parameters that other requests of the batch have in common with this one, by their identity."""
         if isinstance(request.params, PoolingParams):
-            return self._build_pooled(request, request.params, prompt, token_ids)
+            return self._build_pooled(request, request.params, prompt, token_ids, shared)
         given, beams = _sampling_and_beams(request.params)
         if given.truncate_prompt_tokens is not None:
             if prompt.token_ids:
@@ -593,7 +613,7 @@ class InputProcessor:
                 length = f"{len(token_ids)} and {virtual.count} virtual tokens"
                 raise _too_long(length, self._model.max_model_len)
         params, grammar = self._resolve(
-            request, given, len(token_ids) + (0 if virtual is None else virtual.count), checked
+            request, given, len(token_ids) + (0 if virtual is None else virtual.count), shared.checked
         )
         if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
             self._check_that_a_token_is_left(params)
@@ -618,16 +638,17 @@ class InputProcessor:
         return made if beams is not None else made._replace(children=self._children(made))
 
     def _build_pooled(
-        self, request: RequestInput, params: PoolingParams, prompt: _Parsed, token_ids: list[int]
+        self, request: RequestInput, params: PoolingParams, prompt: _Parsed, token_ids: list[int], shared: _Shared
     ) -> ProcessedRequest:
         if params.truncate_prompt_tokens is not None and prompt.token_ids:
             self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
             token_ids = token_ids[: self._kept(params.truncate_prompt_tokens)]
         self._check_prompt(token_ids, prompt)
-        params = params.clone()
-        params.second_from = prompt.second_from
-        params.truncate_prompt_tokens = None
-        made = ProcessedRequest(
+        own = shared.pooled.get(id(params))
+        if own is None:
+            own = shared.pooled[id(params)] = params.clone()
+            own.second_from = own.truncate_prompt_tokens = None
+        return ProcessedRequest(
             request_id=request.request_id,
             prompt=prompt.text,
             prompt_token_ids=token_ids,
@@ -640,9 +661,9 @@ class InputProcessor:
             account=request.account,
             lora_request=request.lora_request,
             lora_folder="" if request.lora_request is None else self.lora_folder(request.lora_request),
-            pooled=params,
+            pooled=own,
+            second_from=prompt.second_from,
         )
-        return made._replace(children=[core_request(made, request.request_id, params)])
 
     def _children(self, request: ProcessedRequest) -> Children:
         params, count = request.params, request.params.num_candidates
@@ -735,6 +756,50 @@ def core_request(
     )
 
 
+def pooled_request(request: ProcessedRequest) -> CoreRequest:
+    """The message for a request that is pooled."""
+    assert request.pooled is not None
+    params = request.pooled
+    if request.second_from is not None:
+        params = params.clone()
+        params.second_from = request.second_from
+    return core_request(request, request.request_id, params)
+
+
+def packed_request(requests: Sequence[ProcessedRequest]) -> CoreRequest:
+    """One message for several requests that are pooled alike, which has the id of the first."""
+    first = requests[0]
+    assert first.pooled is not None
+    ids = list(chain.from_iterable([request.prompt_token_ids for request in requests]))
+    made = core_request(first, first.request_id, first.pooled, token_ids=ids)
+    made.parts = tuple(
+        [(len(r.prompt_token_ids), -1 if r.second_from is None else r.second_from) for r in requests]
+    )
+    return made
+
+
+def packs(
+    requests: Sequence[ProcessedRequest], max_tokens: int, max_requests: int
+) -> Iterator[Sequence[ProcessedRequest]]:
+    """Divide requests, in order, into those that are pooled alike and fit together into one step."""
+    first = tokens = 0
+    for i, request in enumerate(requests):
+        length, head = len(request.prompt_token_ids), requests[first]
+        alike = (
+            request.pooled is not None
+            and request.pooled is head.pooled
+            and request.lora_request is head.lora_request is None
+            and request.priority == head.priority
+            and request.account == head.account
+        )
+        if i > first and not (alike and tokens + length <= max_tokens and i - first < max_requests):
+            yield requests[first:i]
+            first, tokens = i, 0
+        tokens += length
+    if requests:
+        yield requests[first:]
+
+
 def child_seed(seed: int, index: int) -> int:
     """The seed of the index-th sequence of a request; the first keeps the request's. SplitMix64's output function."""
     if index == 0:
@@ -811,8 +876,11 @@ def _through_an_array(token_ids: list[Any] | tuple[Any, ...]) -> tuple[list[int]
         return None
     if not plain:
         return None
-    numbers: np.ndarray = np.frombuffer(plain, np.int32)
-    low, high = int(numbers.min()), int(numbers.max())
+    if len(plain) < _FEW:
+        low, high = int(min(token_ids)), int(max(token_ids))
+    else:
+        numbers: np.ndarray = np.frombuffer(plain, np.int32)
+        low, high = int(numbers.min()), int(numbers.max())
     return (plain.tolist(), (low, high)) if low > 1 or set(map(type, token_ids)) <= {int} else None
 
 

@@ -26,7 +26,7 @@ from vllm.config import (
 )
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
-from vllm.engine.input_processor import InputProcessor, RequestInput, first_step
+from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput, first_step, packs
 from vllm.engine.metrics import stat_loggers_of
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.prompt_adapter.request import PromptAdapterRequest
     from vllm.prompt_adapter.source import VirtualTokens
     from vllm.sampling_params import BeamSearchParams, SamplingParams
+    from vllm.step.messages import CoreRequest
     from vllm.transformers_utils.tokenizer_group import TokenizerGroup
     from vllm.v1.metrics.reader import Metric
 
@@ -55,6 +56,7 @@ logger = init_logger(__name__)
 
 _Output = TypeVar("_Output")
 _POLL_SECONDS = 0.001
+_LOOKED_AT = 512  # prompts, between two looks at what the device does
 
 
 class LLMEngine:
@@ -97,9 +99,13 @@ class LLMEngine:
 
             core = EngineCore(vllm_config, executor_class(vllm_config))
         self._client = InprocClient(vllm_config, core)
-        self.vllm_config = _with_blocks(vllm_config, self._client.describe()["num_blocks"])
+        described = self._client.describe()
+        self.vllm_config = _with_blocks(vllm_config, described["num_blocks"])
+        # Where nothing is kept between steps, prompts that are pooled to one row each travel together.
+        self._early: list[AnyOutput] = []  # what came while requests were added
+        self._packs = described["keeps_nothing"] and model.pooling is not None and not model.pooling.gives_many
         self.input_processor = InputProcessor(vllm_config, tokenizer)
-        self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, self._client.describe())
+        self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, described)
         counts = self._metrics if log_stats or self.stat_loggers else None
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, counts)
         self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
@@ -175,14 +181,18 @@ class LLMEngine:
                 raise ValueError(f"Request {request.request_id} already exists.")
             ids.add(request.request_id)
         with self._lock, collector_paused(), self.input_processor.all_or_none():
-            first = self._first_step(requests)
             try:
+                if self._packs:
+                    self._add_packed(requests)
+                    return
+                first = self._first_step(requests)
                 self._add(requests[:first])
                 if first < len(requests):
                     self._client.begin()
                     self._add(requests[first:])
             except BaseException:
                 self.abort_request(ids)
+                self._early = [output for output in self._early if output.request_id not in ids]
                 raise
 
     def _add(self, requests: Sequence[RequestInput]) -> None:
@@ -191,7 +201,25 @@ class LLMEngine:
         grammars = [message.grammar for message in messages if message.grammar is not None]
         if grammars:
             self._client.check_grammars(grammars)
-        children = [child for message in messages for child in self.output_processor.add(message)]
+        self._to_core([child for message in messages for child in self.output_processor.add(message)])
+
+    def _add_packed(self, requests: Sequence[RequestInput]) -> None:
+        """The same for prompts that are pooled, those of one step as one request; where the device works beside the
+        host it begins with the first while others are looked at.
+        """
+        limits = self.vllm_config.scheduler_config
+        size = _LOOKED_AT if self._client.overlaps else max(1, len(requests))
+        left: list[ProcessedRequest] = []
+        for first in range(0, len(requests), size):
+            left += self.input_processor.process_batch(requests[first : first + size])
+            groups = list(packs(left, limits.max_num_batched_tokens, limits.max_num_seqs))
+            is_last = first + size >= len(requests)
+            left = [] if is_last else list(groups.pop())
+            self._to_core([self.output_processor.add_pack(group) for group in groups])
+            if groups and not is_last:
+                self._early += self._step()
+
+    def _to_core(self, children: list[CoreRequest]) -> None:
         rejected = self._client.add_requests(children)
         if rejected:
             raise ValueError(rejected[0].error)
@@ -214,7 +242,8 @@ class LLMEngine:
     def step(self) -> list[AnyOutput]:
         """Advance by one step. Returns what became known about any request; finished ones are forgotten."""
         with self._lock:
-            return self._step()
+            early, self._early = self._early, []
+            return early or self._step()
 
     def _step(self) -> list[AnyOutput]:
         processed = self.output_processor.process(self._client.step())
@@ -229,7 +258,7 @@ class LLMEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        return self.output_processor.num_unfinished > 0
+        return bool(self._early) or self.output_processor.num_unfinished > 0
 
     def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
         """There is one scheduler, whatever the number of pipeline stages."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm.engine.beam import Beam, BeamSearch
 from vllm.engine.detokenizer import Detokenizer
-from vllm.engine.input_processor import ProcessedRequest
+from vllm.engine.input_processor import ProcessedRequest, packed_request, pooled_request
 from vllm.engine.tokenizer import Tokenizer
 from vllm.faults import Faults
 from vllm.logger import init_logger
@@ -19,7 +19,7 @@ from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.sequence import Logprob, RequestMetrics
 from vllm.step.messages import CoreOutput, CoreRequest
-from vllm.step.result import TokenLogprobs
+from vllm.step.result import Pooled, TokenLogprobs
 
 logger = init_logger(__name__)
 
@@ -258,13 +258,15 @@ class _Request:
 
 
 class _PooledRequest:
-    """A request that is pooled: one prompt, one answer. begun: whether the core has it."""
+    """A request that is pooled: one prompt, one answer. begun: whether the core has it.   pack: those that share a
+    request of the core with it.
+    """
 
-    __slots__ = ("begun", "first_scheduled", "message", "num_cached_tokens")
+    __slots__ = ("begun", "first_scheduled", "message", "num_cached_tokens", "pack")
 
-    def __init__(self, message: ProcessedRequest) -> None:
-        self.message = message
-        self.begun = False
+    def __init__(self, message: ProcessedRequest, pack: list[ProcessedRequest] | None = None) -> None:
+        self.message, self.pack = message, pack
+        self.begun = pack is not None
         self.first_scheduled: float | None = None
         self.num_cached_tokens = 0
 
@@ -278,13 +280,19 @@ class _PooledRequest:
         message, pooled = self.message, output.pooled
         data = error = None
         if pooled is not None:
-            data = PoolingOutput(np.frombuffer(bytearray(pooled.data), pooled.dtype).reshape(pooled.shape))
+            data = PoolingOutput(_array(pooled))
         else:
             text = output.error or f"The request ended with {output.finish_reason!r} and without an answer."
             error = Refusal(text) if output.refused else text
         return PoolingRequestOutput(
             message.request_id, data, message.prompt_token_ids, True, self.num_cached_tokens, error
         )
+
+
+def _array(pooled: Pooled) -> np.ndarray:
+    """What was pooled, as an array that may be written to."""
+    found: np.ndarray = np.frombuffer(bytearray(pooled.data), pooled.dtype).reshape(pooled.shape)
+    return found
 
 
 class OutputProcessor:
@@ -306,6 +314,7 @@ class OutputProcessor:
         self._owner: dict[str, tuple[_Request, _Sequence]] = {}  # id in the core -> sequence
         self._beams: dict[str, _Request] = {}  # id in the core -> request searched by beams
         self._pooled: dict[str, _PooledRequest] = {}
+        self._packs: dict[str, list[ProcessedRequest]] = {}  # by the id of the first, which the core has
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests or request_id in self._pooled
@@ -337,6 +346,18 @@ class OutputProcessor:
         self._beams.update((child.request_id, request) for child in first)
         return first
 
+    def add_pack(self, messages: Sequence[ProcessedRequest]) -> CoreRequest:
+        """Register requests that are pooled alike. Returns the one that the core has to run for all of them."""
+        if len(messages) == 1:
+            (made,) = self.add(messages[0])
+            return made
+        for message in messages:
+            if message.request_id in self:
+                raise ValueError(f"Request {message.request_id} already exists.")
+        pack = self._packs[messages[0].request_id] = list(messages)
+        self._pooled.update((message.request_id, _PooledRequest(message, pack)) for message in messages)
+        return packed_request(pack)
+
     def prompt_length(self, request_id: str) -> int:
         """In tokens; 0 for a request that is not known (any more)."""
         request = self._requests.get(request_id) or self._pooled.get(request_id)
@@ -347,7 +368,7 @@ class OutputProcessor:
         pooled = self._pooled.get(request_id)
         if pooled is not None and not pooled.begun:
             pooled.begun = True
-            return list(pooled.message.children)
+            return [pooled_request(pooled.message)]
         request = self._requests.get(request_id)
         if request is None:
             return []
@@ -366,7 +387,7 @@ class OutputProcessor:
         for request_id in request_ids:
             pooled = self._pooled.pop(request_id, None)
             if pooled is not None:
-                core_ids.append(request_id)
+                core_ids += self._leave_pack(pooled)
                 self._count_pooled(pooled, "abort", time.time())
             request = self._requests.get(request_id)
             if request is None:
@@ -395,6 +416,11 @@ class OutputProcessor:
         for core_output in core_outputs:
             found = owner.get(core_output.request_id)
             if found is None:
+                pack = self._packs.get(core_output.request_id)
+                if pack is not None:
+                    if core_output.finish_reason is not None:
+                        self._process_pack(pack, core_output, now, outputs, follow_ups)
+                    continue
                 pooled = self._pooled.get(core_output.request_id)
                 if pooled is not None:
                     outputs += self._process_pooled(pooled, core_output, now)
@@ -443,6 +469,38 @@ class OutputProcessor:
             if output is not None:
                 outputs.append(output)
         return Processed(outputs, aborts, follow_ups)
+
+    def _leave_pack(self, request: _PooledRequest) -> list[str]:
+        """What the core has to abort when a pooled request ends early: nothing while others share its request."""
+        if request.pack is None:
+            return [request.message.request_id]
+        if any(message.request_id in self._pooled for message in request.pack):
+            return []
+        core_id = request.pack[0].request_id
+        del self._packs[core_id]
+        return [core_id]
+
+    def _process_pack(
+        self, pack: list[ProcessedRequest], output: CoreOutput, now: float, outputs: list[AnyOutput],
+        follow_ups: list[CoreRequest],
+    ) -> None:  # fmt: skip
+        """The answers of requests that shared one of the core. If that failed, each is tried by itself."""
+        del self._packs[output.request_id]
+        left = [(i, found) for i, m in enumerate(pack) if (found := self._pooled.get(m.request_id)) is not None]
+        if output.pooled is None:
+            for _, request in left:
+                request.pack = None
+                follow_ups.append(pooled_request(request.message))
+            return
+        rows = _array(output.pooled)
+        for i, request in left:
+            message = request.message
+            del self._pooled[message.request_id]
+            request.first_scheduled = output.first_scheduled_time or None
+            self._count_pooled(request, "stop", now)
+            outputs.append(
+                PoolingRequestOutput(message.request_id, PoolingOutput(rows[i]), message.prompt_token_ids, True)
+            )
 
     def _process_pooled(self, request: _PooledRequest, output: CoreOutput, now: float) -> list[AnyOutput]:
         """The answer of a request that is pooled, once it is there."""

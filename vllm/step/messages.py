@@ -32,6 +32,9 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     same tokens with other content are not found. `encoder_tokens` is the length of the encoder's output for models with
     cross attention, `encoder_key` the hash of its input.
     `virtual` are embeddings, float32, of the first tokens of the prompt, whose ids then only hold their places.
+    `parts` are (tokens, position of the second text or -1) of several prompts that are pooled: `prompt_token_ids` holds
+    them one after the other, and the answer has a row for each. Only for models that keep nothing between steps, and
+    for kinds of pooling that make one row of a prompt; together they fit into one step.
     """
 
     request_id: str
@@ -52,6 +55,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     encoder_key: bytes = b""
     lora_path: str = ""
     virtual: bytes = b""
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -27,7 +27,7 @@ class SlotInit(NamedTuple):
     `params` of a request that is pooled are `PoolingParams`. `columns` holds the row's value of each declared `Column`,
     in their order; () stands for all neutral. `encoder_tokens` is the length of its
     encoder's output, for cross attention. `virtual` are the embeddings of its first tokens, float32, of a prompt
-    adapter.
+    adapter. `parts` are the prompts that it consists of, as `CoreRequest` says.
     """
 
     request_id: str
@@ -43,6 +43,7 @@ class SlotInit(NamedTuple):
     columns: tuple[int, ...] = ()
     encoder_tokens: int = 0
     virtual: bytes = b""
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 class Column(NamedTuple):

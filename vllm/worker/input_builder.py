@@ -101,6 +101,7 @@ class Laid:
 
     index, positions: [tokens] int64, where tokens stand in the slot table and in their sequences.
     starts: [requests + 1], lens: [requests] int32.   logits_rows: [rows] int64.   slots: [requests] int64.
+    Prompts that share a row of the plan are requests of their own here.
     mappings: per KV group [tokens] int64; for recurrent layers [requests, pages] int64, each request's pages; for cross
         attention [tokens of encoders] int64.
     entering, key_lens, drafts: as in `GroupInputs`, on the host; None where no group asks for it.
@@ -203,8 +204,15 @@ class InputBuilder:
         pooled_rows: tuple[PooledRows, ...] = ()
         if plan.pooled is not None:
             pooled_rows, logits_rows = self._pooled_rows(plan, plan.pooled, starts, logits_rows)
+        index = table.token_index(token_slots, positions)
+        parts = {init.slot: init.parts for init in plan.new if init.parts}
+        if parts:
+            owners = [parts.get(slot) or ((count, -1),) for slot, count in zip(slots.tolist(), plan.num_tokens.tolist())]
+            lens = np.array([length for several in owners for length, _ in several], np.int32)
+            starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+            positions, slots = within(lens).astype(np.int64), np.repeat(slots, [len(several) for several in owners])
         return Laid(
-            table.token_index(token_slots, positions), positions, starts, lens, logits_rows, slots.astype(np.int64),
+            index, positions, starts, lens, logits_rows, slots.astype(np.int64),
             tuple(mappings), sample_rows, prompt_rows, pooled_rows, **special,
         )  # fmt: skip
 

@@ -39,7 +39,10 @@ class PoolingKind(Enum):
 
 
 class PooledChunk(NamedTuple):
-    """Tokens `start` to `end` of a prompt of `total`, of which `rows` states stand from row `first` on."""
+    """Tokens `start` to `end` of a prompt of `total`, of which `rows` states stand from row `first` on.
+
+    A request of several prompts is one chunk, of all of them.
+    """
 
     plan_row: int
     slot: int
@@ -76,12 +79,14 @@ class _Request:
     """One request: how many of its tokens were seen, and what was kept of them.
 
     tags: of STEP, the positions of the tokens that end a step.
+    parts: of a request of several prompts [prompts, 2] int64, each one's tokens and where its second text begins or -1.
     """
 
     params: PoolingParams
+    parts: np.ndarray | None = None
     seen: int = 0
     total: Tensor | None = None  # [hidden] fp32, of MEAN
-    parts: list[Tensor] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
     tags: np.ndarray | None = None
 
 
@@ -119,7 +124,10 @@ class Pooler:
             if isinstance(init.params, PoolingParams):
                 if init.num_computed and self._kind is not PoolingKind.LAST:
                     raise ValueError(f"{self._kind.name} pools every token: a request cannot begin behind a prefix.")
-                request = self._requests[init.slot] = _Request(init.params, init.num_computed)
+                parts = np.array(init.parts, np.int64) if init.parts else None
+                if parts is not None and self._kind.gives_many:
+                    raise ValueError(f"{self._kind.name} gives several rows for a prompt: each needs its own request.")
+                request = self._requests[init.slot] = _Request(init.params, parts, init.num_computed)
                 if self._kind is PoolingKind.STEP:
                     request.tags = np.flatnonzero(np.asarray(init.token_ids) == self._step_tag)
 
@@ -135,16 +143,30 @@ class Pooler:
         """
         if not self._takes_types:
             return None
-        requests = [self._requests.get(slot) for slot in plan.slots.tolist()]
-        seconds = [None if request is None else request.params.second_from for request in requests]
-        if all(second is None for second in seconds):
+        pieces = []
+        for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
+            request = self._requests.get(slot)
+            second = None if request is None else request.params.second_from
+            if request is None or request.parts is None:
+                pieces.append(np.array([[count, -1 if second is None else second]]))
+            else:
+                pieces.append(request.parts)
+        lengths, seconds = np.concatenate(pieces).T
+        if (seconds < 0).all():
             return None
-        starts: np.ndarray = np.array([_NEVER if second is None else second for second in seconds], np.int64)
-        types: np.ndarray = (positions >= np.repeat(starts, plan.num_tokens)).astype(np.int64)
-        return types
+        types: np.ndarray = positions >= np.repeat(np.where(seconds < 0, _NEVER, seconds), lengths)
+        return types.astype(np.int64)
 
     def wanted(self, slot: int, start: int, end: int, total: int) -> np.ndarray:
-        """Positions, of the tokens `start` to `end` of a prompt of `total`, whose hidden states count: [n] int64."""
+        """Positions, of the tokens `start` to `end` of a prompt of `total`, whose hidden states count: [n] int64.
+
+        Of a request of several prompts: places in all of its tokens.
+        """
+        parts = self._request(slot).parts
+        if parts is not None and self._kind is not PoolingKind.MEAN:
+            ends: np.ndarray = np.cumsum(parts[:, 0])
+            places: np.ndarray = ends - 1 if self._kind is PoolingKind.LAST else ends - parts[:, 0]
+            return places
         if self._kind is PoolingKind.STEP:
             tags = self._request(slot).tags
             assert tags is not None
@@ -171,29 +193,38 @@ class Pooler:
             if chunk.start != self._request(chunk.slot).seen:
                 seen = self._request(chunk.slot).seen
                 raise ValueError(f"Tokens from {chunk.start} on are pooled where {seen} was due.")
-            if chunk.is_whole:
+            together = self._request(chunk.slot).parts is not None
+            if chunk.is_whole and not together:
                 whole.append(chunk)
                 continue
             found += self._pool_whole(hidden, whole)
             whole = []
+            if together:
+                found += self._pool_whole(hidden, [chunk])
+                continue
             result = self._add(chunk, hidden[chunk.first : chunk.first + chunk.rows])
             if result is not None:
                 found.append(result)
         return found + self._pool_whole(hidden, whole)
 
     def _pool_whole(self, hidden: Tensor, chunks: list[PooledChunk]) -> list[PooledRun]:
-        """The results of prompts that were computed in one go and whose states follow each other."""
+        """The results of prompts that were computed in one go and whose states follow each other; or of one request of
+        several.
+        """
         if not chunks:
             return []
         for chunk in chunks:
             self._requests[chunk.slot].seen = chunk.end
         states = hidden[chunks[0].first : chunks[-1].first + chunks[-1].rows].float()
-        lengths = [chunk.rows for chunk in chunks]
+        parts = self._requests[chunks[0].slot].parts
+        lengths = [chunk.rows for chunk in chunks] if parts is None else parts[:, 0].tolist()
         if self._kind is PoolingKind.MEAN:
             states = _means(states, lengths)
         if self._head is not None:
             states = self._head(states)
         rows = [chunk.plan_row for chunk in chunks]
+        if parts is not None:
+            return [PooledRun(rows, self._finish(states, _wishes(self._requests[chunks[0].slot].params)), [len(parts)])]
         wishes = [_wishes(self._requests[chunk.slot].params) for chunk in chunks]
         if len(set(wishes)) == 1:
             return [PooledRun(rows, self._finish(states, wishes[0]), lengths if self._kind.gives_many else None)]
@@ -213,11 +244,11 @@ class Pooler:
             sums = states.sum(0)
             request.total = sums if request.total is None else request.total + sums
         else:
-            request.parts.append(states)
+            request.pieces.append(states)
         if chunk.end < chunk.total:
             return None
-        states = torch.cat(request.parts) if request.total is None else request.total[None] / chunk.total
-        request.total, request.parts = None, []
+        states = torch.cat(request.pieces) if request.total is None else request.total[None] / chunk.total
+        request.total, request.pieces = None, []
         if self._head is not None:
             states = self._head(states)
         values = self._finish(states, _wishes(request.params))

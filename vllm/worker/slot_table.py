@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,17 +120,16 @@ class SlotTable:
         if not new:
             return
         self.require_width(max(len(init.token_ids) for init in new) + 1)
-        lists = [np.asarray(init.token_ids, np.int32) for init in new]
-        (ids,) = self._context.upload([np.concatenate(lists)])
-        offset = 0
-        for init, row in zip(new, lists, strict=True):
-            self.tokens[init.slot, : len(row)] = ids[offset : offset + len(row)]
-            offset += len(row)
-            self.num_prompt[init.slot] = init.num_prompt_tokens
-            self.lengths[init.slot] = len(row)
-            self.encoder_lens[init.slot] = init.encoder_tokens
-        if self.states is not None:
-            self.keep_states(np.array([init.slot for init in new]))
+        slots = np.array([init.slot for init in new], np.int64)
+        lengths = np.array([len(init.token_ids) for init in new], np.int64)
+        total = int(lengths.sum())
+        ids = np.concatenate([np.frombuffer(array("i", init.token_ids), np.int32) for init in new])
+        where = np.arange(total) + np.repeat(slots * self.width - (np.cumsum(lengths) - lengths), lengths)
+        self.tokens.view(-1).index_copy_(0, *self._context.upload([where, ids]))
+        self.num_prompt[slots] = [init.num_prompt_tokens for init in new]
+        self.lengths[slots] = lengths
+        self.encoder_lens[slots] = [init.encoder_tokens for init in new]
+        self.keep_states(slots)
         if self.columns or any(init.columns for init in new):
             self._enter_columns(new)
         appends = [BlockAppend(init.slot, g, 0, blocks) for init in new for g, blocks in enumerate(init.block_ids)]

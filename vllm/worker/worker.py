@@ -256,6 +256,9 @@ class Worker:
 
     def _make_runner(self, caches: CacheMemory) -> ModelRunner | StageRunner:
         model, scheduler = self.config.model_config, self.config.scheduler_config
+        length = model.max_model_len
+        if not self.layout.groups:  # then prompts may share a request, up to a whole step
+            length = max(length, scheduler.max_num_batched_tokens)
         if not self.ranks.pp.is_last:
             return StageRunner(
                 self.model,
@@ -264,7 +267,7 @@ class Worker:
                 self.context,
                 self.ranks.pp,
                 num_slots=scheduler.max_num_seqs,
-                max_model_len=model.max_model_len,
+                max_model_len=length,
                 adapters=self.adapters,
                 pools=caches.pools,
             )
@@ -274,7 +277,7 @@ class Worker:
             caches.tensors,
             self.context,
             num_slots=scheduler.max_num_seqs,
-            max_model_len=model.max_model_len,
+            max_model_len=length,
             vocab_size=model.logits_width,
             tp=self.tp,
             adapters=self.adapters,
