@@ -592,9 +592,7 @@ class InputProcessor:
 
     # -- the result ----------------------------------------------------------------------------------------------------
 
-    def _build(
-        self, request: RequestInput, prompt: _Parsed, token_ids: list[int], shared: _Shared
-    ) -> ProcessedRequest:
+    def _build(self, request: RequestInput, prompt: _Parsed, token_ids: list[int], shared: _Shared) -> ProcessedRequest:
         if isinstance(request.params, PoolingParams):
             return self._build_pooled(request, request.params, prompt, token_ids, shared)
         given, beams = _sampling_and_beams(request.params)
@@ -772,9 +770,7 @@ def packed_request(requests: Sequence[ProcessedRequest]) -> CoreRequest:
     assert first.pooled is not None
     ids = list(chain.from_iterable([request.prompt_token_ids for request in requests]))
     made = core_request(first, first.request_id, first.pooled, token_ids=ids)
-    made.parts = tuple(
-        [(len(r.prompt_token_ids), -1 if r.second_from is None else r.second_from) for r in requests]
-    )
+    made.parts = tuple([(len(r.prompt_token_ids), -1 if r.second_from is None else r.second_from) for r in requests])
     return made
 
 
@@ -787,7 +783,7 @@ def packs(
         length, head = len(request.prompt_token_ids), requests[first]
         alike = (
             request.pooled is not None
-            and request.pooled is head.pooled
+            and (request.pooled is head.pooled or request.pooled == head.pooled)
             and request.lora_request is head.lora_request is None
             and request.priority == head.priority
             and request.account == head.account

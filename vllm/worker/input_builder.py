@@ -207,7 +207,10 @@ class InputBuilder:
         index = table.token_index(token_slots, positions)
         parts = {init.slot: init.parts for init in plan.new if init.parts}
         if parts:
-            owners = [parts.get(slot) or ((count, -1),) for slot, count in zip(slots.tolist(), plan.num_tokens.tolist())]
+            owners = [
+                parts.get(slot) or ((count, -1),)
+                for slot, count in zip(slots.tolist(), plan.num_tokens.tolist(), strict=True)
+            ]
             lens = np.array([length for several in owners for length, _ in several], np.int32)
             starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
             positions, slots = within(lens).astype(np.int64), np.repeat(slots, [len(several) for several in owners])
