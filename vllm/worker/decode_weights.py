@@ -30,6 +30,7 @@ from vllm.model_executor.models.spec import (
     Rope,
 )
 from vllm.model_executor.models.traits import Model
+from vllm.ops.triton.attention import fp8_limit
 from vllm.ops.triton.decode_attention import DecodeAttention
 from vllm.ops.triton.decode_join import NormWeights
 from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, supports
@@ -209,14 +210,14 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
         return None
     model = cast("DecoderModel", model)
     tp, first, last = model.tp, model.is_first, model.is_last
-    same = all(cache.dtype == model.dtype for cache in kv_caches)
-    if spec.norm is None or not covers(spec) or not same:
+    stored = all(cache.dtype == model.dtype or fp8_limit(cache.dtype) for cache in kv_caches)
+    if spec.norm is None or not covers(spec) or not stored:
         return None
     if (first and not model.embed.plain) or (last and not model.head.plain):
         return None
     layers = [_layer(block, kv_caches) for _, block in model.own_blocks]
-    known = tuple(layer for layer in layers if layer is not None)
-    if len(known) < len(layers):
+    read = tuple(layer for layer in layers if layer is not None)
+    if len(read) < len(layers):
         return None
     entrance = head = head_bias = norm = None
     first_row = head_rows = 0
@@ -240,7 +241,7 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
             embed.weight.data, embed.first_row, model.embed_scale, places, first_place, spec.scale_positions
         )
     return ProgramWeights(
-        known,
+        read,
         spec.hidden_size,
         model.dtype,
         entrance,
@@ -276,6 +277,8 @@ def _layer(block: Any, kv_caches: list[Tensor]) -> LayerWeights | None:
         window=attn.params.window,
         softcap=spec.softcap,
         interleaved=spec.rope is not None and spec.rope.interleaved,
+        k_scale=attn.params.k_scale,
+        v_scale=attn.params.v_scale,
     )
     return LayerWeights(qkv, o, ffn, norms, block.layout, block.scale, attention)
 

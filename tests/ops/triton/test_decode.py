@@ -464,6 +464,41 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(
     assert not rows.arrived.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("splits", "early", "dim"), [(1, False, 16), (3, True, 24)])
+def test_decode_attention_reads_and_writes_a_cache_of_eight_bits(dtype, splits, early, dim):
+    """The new token's key and value count as the cache keeps them, beyond its range at its ends."""
+    heads, kv_heads, block = 6, 2, 8
+    lengths = torch.tensor([1, 40, 150])
+    slots = torch.tensor([3, 0, 2], dtype=torch.int32)
+    table = (torch.randperm(100) + 1)[:80].view(4, 20).to(torch.int32)
+    cache = torch.randn(101, 2, kv_heads, block, dim).to(dtype)
+    # numbers of the format itself: the interpreter rounds others wrongly
+    qkv = (torch.randn(3, heads + 2 * kv_heads, dim).to(dtype).float() * 0.5).flatten(1)
+    qkv[0, -1], qkv[1, -dim] = 1e6, -1e6
+    want_cache = cache.clone()
+    home = table[slots.long(), lengths // block].long() * block + lengths % block
+    q, k, v = qkv.view(3, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    write_kv.reference(k, v, want_cache, home, 0.5, 0.25)
+    starts, lens = torch.arange(4, dtype=torch.int32), (lengths + 1).to(torch.int32)
+    group = GroupInputs(home, table[slots.long()])
+    step = StepInputs.of(
+        lengths, lengths, starts, lens, (group,), logits_rows=lengths, max_seq_len=151,
+        host_query_starts=starts.numpy(), host_seq_lens=lens.numpy(),
+    )  # fmt: skip
+    want = attend.reference(q, want_cache, AttentionParams(0.25, k_scale=0.5, v_scale=0.25), step, group)
+
+    a = DecodeAttention(heads, 0.25, cache, None, k_scale=0.5, v_scale=0.25)
+    rows = DecodeRows(
+        slots, lengths.to(torch.int32), [table], torch.empty(3 * heads * splits, dim),
+        torch.empty(3 * heads * splits), torch.zeros(3 * kv_heads, dtype=torch.int32), splits, early=early,
+    )  # fmt: skip
+    out = torch.empty(3, heads * dim)
+    decode_attention(qkv, out, a, rows)
+    torch.testing.assert_close(out, want.flatten(1), rtol=1e-4, atol=1e-4)
+    assert torch.equal(cache.view(torch.uint8), want_cache.view(torch.uint8))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 64])
 @pytest.mark.parametrize("inputs", [64, 320, 896, 1024, 4096, 14336])
 def test_chosen_tilings_divide_the_product(rows, inputs):

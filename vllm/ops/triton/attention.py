@@ -25,20 +25,85 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @triton.jit
+def half_rows(q):
+    """Rows of queries as fp16 within [-1, 1], and what they were divided by, [rows, 1]: two numbers of 8 bits become
+    fp16 in one instruction, and bf16 in five.
+    """
+    x = q.to(tl.float32)
+    top = tl.max(tl.abs(x), 1, keep_dims=True)
+    top = tl.where(top > 0.0, top, 1.0)
+    return (x / top).to(tl.float16), top
+
+
+@triton.jit
+def unpack_pairs(x, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Neighbours of a float8 FORMAT that were loaded as int16: those in the low bytes and those in the high ones, fp16.
+
+    Loaded as numbers of 16 bits they can be transposed on their way to the tensor cores, as bytes they cannot.
+    """
+    if tl.float8e5 == FORMAT:  # fp16 without its last byte
+        low = (x << 8).to(tl.float16, bitcast=True)
+        high = (x & -256).to(tl.float16, bitcast=True)
+    elif ASM:
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 a, b;
+            .reg .b32 c, d;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 c, a;
+            cvt.rn.f16x2.e4m3x2 d, b;
+            prmt.b32 $0, c, d, 0x5410;
+            prmt.b32 $1, c, d, 0x7632;
+            }
+            """,
+            "=r,=r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = (x & 255).to(tl.uint8).to(FORMAT, bitcast=True).to(tl.float16)
+        high = ((x >> 8) & 255).to(tl.uint8).to(FORMAT, bitcast=True).to(tl.float16)
+    return low, high
+
+
+@triton.jit
+def apart(acc, ROWS: tl.constexpr, DP: tl.constexpr):
+    """The even and the odd columns of [ROWS, DP]."""
+    even, odd = tl.split(tl.reshape(acc, (ROWS, DP // 2, 2)))
+    return even, odd
+
+
+@triton.jit
+def together(even, odd, ROWS: tl.constexpr, DP: tl.constexpr):
+    """What `apart` took apart."""
+    return tl.reshape(tl.join(even, odd), (ROWS, DP))
+
+
+@triton.jit
 def walk(
     m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, hi, first, last,
     qk_scale, cap, stride_block,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr = 0, SPARSE: tl.constexpr = 0, LOCAL: tl.constexpr = 0,
-    STRIDE: tl.constexpr = 1, number=0,
+    STRIDE: tl.constexpr = 1, number=0, PAIRS: tl.constexpr = False, ASM: tl.constexpr = False,
 ):  # fmt: skip
     """Online softmax (m: maximum, z: normaliser) over keys [lo, hi), lo a multiple of TILE.
 
     MASKED: keys outside [first, last) are not read.   SPARSE, LOCAL, STRIDE: of `SparseBlocks`, 0 without; number: its
-    head's, of each row.
+    head's, of each row.   PAIRS: the cache is one of 8 bits, and values are read two at a time (`unpack_pairs`, ASM).
     """
     d = tl.arange(0, DP)
+    values, vd, VD = cache + v_offset, d, D
+    odd = z  # nothing without PAIRS
+    if PAIRS:
+        values = (cache + v_offset).to(tl.pointer_type(tl.int16))
+        vd = tl.arange(0, DP // 2)
+        VD = D // 2
+        acc, odd = apart(acc, acc.shape[0], DP)
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         k_pos = start + tl.arange(0, TILE)
         if MASKED:
@@ -47,16 +112,19 @@ def walk(
         else:
             block = tl.load(table + k_pos // BS).to(tl.int64)
         base = block * stride_block + kv_head * (BS * D) + (k_pos % BS) * D
+        v_base = base
+        if PAIRS:
+            v_base = base // 2
         if MASKED:
             # stale memory may hold NaN, and 0 * NaN is NaN: what is not live must be loaded as zero
             k = tl.load(cache + base[None, :] + d[:, None], mask=live[None, :] & (d[:, None] < D), other=0.0)
-            v = tl.load(cache + v_offset + base[:, None] + d[None, :], mask=live[:, None] & (d[None, :] < D), other=0.0)
+            v = tl.load(values + v_base[:, None] + vd[None, :], mask=live[:, None] & (vd[None, :] < VD), other=0.0)
         elif D == DP:
             k = tl.load(cache + base[None, :] + d[:, None])
-            v = tl.load(cache + v_offset + base[:, None] + d[None, :])
+            v = tl.load(values + v_base[:, None] + vd[None, :])
         else:
             k = tl.load(cache + base[None, :] + d[:, None], mask=d[:, None] < D, other=0.0)
-            v = tl.load(cache + v_offset + base[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
+            v = tl.load(values + v_base[:, None] + vd[None, :], mask=vd[None, :] < VD, other=0.0)
         s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
         s = s * qk_scale
         if SOFTCAP:
@@ -79,8 +147,15 @@ def walk(
         alpha = tl.exp2(m - m_new)
         p = tl.exp2(s - m_new[:, None])
         z = z * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+        if PAIRS:
+            v_even, v_odd = unpack_pairs(v, cache.dtype.element_ty, ASM)
+            acc = tl.dot(p.to(q.dtype), v_even.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+            odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), odd * alpha[:, None], input_precision=PRECISION)
+        else:
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
+    if PAIRS:
+        acc = together(acc, odd, acc.shape[0], DP)
     return m, z, acc
 
 
@@ -161,12 +236,13 @@ def _attend_kernel(
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SMALL: tl.constexpr,
     MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     CHUNK: tl.constexpr, SPARSE: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, SHARED: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens.
     Else: grid (tiles, kv_heads), those of MIN_QUERY to max_query tokens.
 
     SHARED: the first keys of some requests, all of one new token, have been taken care of (`SharedPlan`).
+    PAIRS, ASM: as for `walk`.
     """
     if SMALL:
         kv_head = tl.program_id(0)
@@ -207,6 +283,10 @@ def _attend_kernel(
     d = tl.arange(0, DP)
     q_at = (start + token).to(tl.int64) * stride_q + head * stride_qh
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0)
+    if PAIRS:  # noqa: SIM102 (a condition for the compiler)
+        if q.dtype == tl.bfloat16:
+            q, top = half_rows(q)
+            qk_scale = qk_scale * top
     slope = tl.zeros([BM], tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=ok, other=0.0) * 1.4426950408889634
@@ -243,11 +323,13 @@ def _attend_kernel(
         bare += tl.maximum(tl.minimum(hi, first_pos + 1) - lo, 0) // TILE * TILE
     m, z, acc = walk(
         m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, lo, bare, first, last, qk_scale, cap, stride_block,
-        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, False, STAGES, PRECISION, CHUNK, SPARSE, LOCAL, STRIDE, number,
+        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, False, STAGES, PRECISION, CHUNK, SPARSE, LOCAL, STRIDE, number, PAIRS,
+        ASM,
     )  # fmt: skip
     m, z, acc = walk(
         m, z, acc, q, q_pos, slope, cache, v_offset, table, kv_head, bare, hi, first, last, qk_scale, cap, stride_block,
-        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION, CHUNK, SPARSE, LOCAL, STRIDE, number,
+        D, DP, BS, TILE, WINDOW, SOFTCAP, ALIBI, True, STAGES, PRECISION, CHUNK, SPARSE, LOCAL, STRIDE, number, PAIRS,
+        ASM,
     )  # fmt: skip
 
     if SHARED:  # noqa: SIM102 (a condition for the compiler)
@@ -351,6 +433,11 @@ def _common(q: Tensor, kv_cache: Tensor, params: AttentionParams) -> dict:
     }
 
 
+def pairs(kv_cache: Tensor) -> dict:
+    """How `walk` reads a cache of this dtype in the kernels for few queries."""
+    return {"PAIRS": kv_cache.dtype in _FP8, "ASM": kv_cache.device.type != "cpu"}
+
+
 def _reach(params: AttentionParams) -> dict:
     """Constants that only some layers need."""
     sparse = params.sparse
@@ -402,7 +489,7 @@ def _launch_long(
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, *_per_head(params, out), out, out, out,
         step.seq_lens, out, out, 0, longest, *_arguments(q, kv_cache, params, step, group),
         BM=rows, BQ=tokens_per_tile, TILE=32 if wide else 64, SPLIT=False, SMALL=False, MIN_QUERY=short + 1,
-        SHARED=False, STAGES=2, num_warps=4, **const, **_reach(params),
+        SHARED=False, PAIRS=False, ASM=False, STAGES=2, num_warps=4, **const, **_reach(params),
     )  # fmt: skip
 
 
@@ -430,7 +517,7 @@ def _launch_short(
         q, kv_cache, group.block_table, step.query_starts, step.seq_lens, *per_head, out, part, lse,
         *before, short, *_arguments(q, kv_cache, params, step, group, splits),
         BM=rows, BQ=short, TILE=32, SPLIT=splits > 1, SMALL=True, MIN_QUERY=1, SHARED=shared is not None, STAGES=2,
-        num_warps=4 if wide else 1, **const, **_reach(params),
+        num_warps=4 if wide else 1, **pairs(kv_cache), **const, **_reach(params),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(requests * short, heads)](

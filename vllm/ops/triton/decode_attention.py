@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.shared_prefix import SharedPlan
-from vllm.ops.triton.attention import merge_parts, walk
+from vllm.ops.triton.attention import apart, fp8_limit, half_rows, merge_parts, pairs, together, unpack_pairs, walk
 
 # of the kernel for shared keys: keys at a time, tiles of them under way, and warps by rows
 SHARED_TILE, SHARED_STAGES, SHARED_WARPS = 64, 3, {64: 4, 128: 8}
@@ -23,10 +23,11 @@ SHARED_TILE, SHARED_STAGES, SHARED_WARPS = 64, 3, {64: 4, 128: 8}
 
 @triton.jit
 def _load_tile(
-    heads_at, v_offset, table, key, live, stride_block, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+    heads_at, v_offset, table, key, live, stride_block, BS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Keys `key` [TILE] of one head through a block table: both halves of the keys, transposed, and the values. Columns
-    from D on are zeros.
+    """Keys `key` [TILE] of one head through a block table: both halves of the keys, transposed, and the values, with
+    PAIRS as `unpack_pairs` takes them. Columns from D on are zeros.
     """
     HALF: tl.constexpr = DP // 2
     c = tl.arange(0, HALF)
@@ -34,14 +35,20 @@ def _load_tile(
     block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
     base = block * stride_block + (key % BS) * D
     ka_at = heads_at + base[None, :] + c[:, None]
-    v_at = heads_at + v_offset + base[:, None] + d[None, :]
+    VD = D
+    if PAIRS:
+        d = tl.arange(0, DP // 2)
+        VD = D // 2
+        v_at = (heads_at + v_offset).to(tl.pointer_type(tl.int16)) + (base // 2)[:, None] + d[None, :]
+    else:
+        v_at = heads_at + v_offset + base[:, None] + d[None, :]
     k_a = tl.load(ka_at, mask=live[None, :], other=0.0)  # D is more than half of DP
     if D == DP:
         k_b = tl.load(ka_at + HALF, mask=live[None, :], other=0.0)
         v = tl.load(v_at, mask=live[:, None], other=0.0)
     else:
         k_b = tl.load(ka_at + HALF, mask=live[None, :] & (HALF + c < D)[:, None], other=0.0)
-        v = tl.load(v_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_at, mask=live[:, None] & (d < VD)[None, :], other=0.0)
     return k_a, k_b, v
 
 
@@ -56,17 +63,31 @@ def _capped(s, scale, cap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale, cap, SOFTCAP: tl.constexpr):
-    """One tile of keys into the running maximum, sum and result."""
-    s = tl.dot(qa, k_a)
-    s = _capped(tl.dot(qb, k_b, s), scale, cap, SOFTCAP)
+def _attend_tile(
+    m, z, acc, odd, qa, qb, k_a, k_b, v, live, scale, cap, FORMAT: tl.constexpr, SOFTCAP: tl.constexpr,
+    PAIRS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into the running maximum, sum and result. PAIRS: `acc` has even columns, `odd` the others."""
+    s = tl.dot(qa, k_a.to(qa.dtype))
+    s = _capped(tl.dot(qb, k_b.to(qb.dtype), s), scale, cap, SOFTCAP)
     s = tl.where(live[None, :], s, -float("inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(s - m_new[:, None])
     z = z * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return m_new, z, acc
+    if PAIRS:
+        v_even, v_odd = unpack_pairs(v, FORMAT, ASM)
+        acc = tl.dot(p.to(qa.dtype), v_even.to(qa.dtype), acc * alpha[:, None])
+        odd = tl.dot(p.to(qa.dtype), v_odd.to(qa.dtype), odd * alpha[:, None])
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return m_new, z, acc, odd
+
+
+@triton.jit
+def _stored(x, inverse, FORMAT: tl.constexpr, LIMIT: tl.constexpr):
+    """Numbers as a cache of 8 bits keeps them; LIMIT: the largest of the format."""
+    return tl.minimum(tl.maximum(x.to(tl.float32) * inverse, -LIMIT), LIMIT).to(FORMAT)
 
 
 @triton.jit
@@ -160,16 +181,17 @@ def _turned(
 )
 def _decode_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, k_weight, out, part, lse, arrived,
-    eps, offset, scale, cap, v_offset, stride_block, stride_table, splits,
+    eps, offset, scale, cap, k_scale, v_scale, v_offset, stride_block, stride_table, splits,
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
     INTERLEAVED: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-    SHARED: tl.constexpr, EARLY: tl.constexpr,
+    LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
 
     ROT: columns of a head that are rotated.   scale, cap: as `_capped` takes them.
+    k_scale, v_scale, LIMIT: of a cache of 8 bits (PAIRS, ASM: as for `walk`).
 
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
@@ -214,7 +236,7 @@ def _decode_kernel(
     )
     if EARLY:
         live = lo + t < hi
-        k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP)
+        k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP, PAIRS)
     if PDL:
         gdc_wait()
     if (slot < 0) | (split >= active):
@@ -228,6 +250,17 @@ def _decode_kernel(
     )  # fmt: skip
     qa = q1.to(qkv.dtype.element_ty)
     qb = q2.to(qkv.dtype.element_ty)
+    FORMAT: tl.constexpr = cache.dtype.element_ty
+    row_scale = scale
+    if PAIRS:
+        top = tl.full([GP, 1], 1.0, tl.float32)
+        if qkv.dtype.element_ty == tl.bfloat16:
+            top = tl.maximum(tl.max(tl.abs(q1), 1, keep_dims=True), tl.max(tl.abs(q2), 1, keep_dims=True))
+            top = tl.where(top > 0.0, top, 1.0)
+            qa = (qa.to(tl.float32) / top).to(tl.float16)
+            qb = (qb.to(tl.float32) / top).to(tl.float16)
+        scale = scale * top
+        row_scale = tl.reshape(scale, (GP,))
 
     m = tl.full([GP], -1.0e30, tl.float32)
     z = tl.zeros([GP], tl.float32)
@@ -241,12 +274,16 @@ def _decode_kernel(
         kb = k2.to(qkv.dtype.element_ty)
         v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d, mask=in_d, other=0.0)
         home = tl.load(table + position // BS).to(tl.int64) * stride_block + kv_head * (BS * D) + (position % BS) * D
+        if PAIRS:
+            ka = _stored(ka, 1.0 / k_scale, FORMAT, LIMIT)
+            kb = _stored(kb, 1.0 / k_scale, FORMAT, LIMIT)
+            v_new = _stored(v_new, 1.0 / v_scale, FORMAT, LIMIT)
         tl.store(cache + home + a, ka)
         tl.store(cache + home + b, kb, mask=b < D)
         tl.store(cache + v_offset + home + d, v_new, mask=in_d)
         same = tl.sum(qa.to(tl.float32) * ka.to(tl.float32)[None, :], 1)
         same += tl.sum(qb.to(tl.float32) * kb.to(tl.float32)[None, :], 1)
-        m = _capped(same, scale, cap, SOFTCAP)
+        m = _capped(same, row_scale, cap, SOFTCAP)
         z += 1.0
         acc += v_new.to(tl.float32)[None, :]
     if SHARED:  # noqa: SIM102 (a condition for the compiler)
@@ -254,16 +291,28 @@ def _decode_kernel(
             m, z, acc = merge_parts(
                 m, z, acc, shared_part, shared_lse, shared_rows + row * 4, tile_rows, kv_head, g, KV_HEADS, GROUP, D, DP
             )
+    odd = z  # nothing without PAIRS
+    if PAIRS:
+        acc, odd = apart(acc, GP, DP)
     if EARLY:
-        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale, cap, SOFTCAP)
+        m, z, acc, odd = _attend_tile(
+            m, z, acc, odd, qa, qb, k_a, k_b, v, live, scale, cap, FORMAT, SOFTCAP, PAIRS, ASM
+        )  # fmt: skip
         lo += TILE
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         live = start + t < hi
-        k_a, k_b, v = _load_tile(heads_at, v_offset, table, start + t, live, stride_block, BS, D, DP)
-        m, z, acc = _attend_tile(m, z, acc, qa, qb, k_a, k_b, v, live, scale, cap, SOFTCAP)
+        k_a, k_b, v = _load_tile(heads_at, v_offset, table, start + t, live, stride_block, BS, D, DP, PAIRS)
+        m, z, acc, odd = _attend_tile(
+            m, z, acc, odd, qa, qb, k_a, k_b, v, live, scale, cap, FORMAT, SOFTCAP, PAIRS, ASM
+        )  # fmt: skip
+    if PAIRS:
+        acc = together(acc, odd, GP, DP)
     head_out = out + row.to(tl.int64) * (HEADS * D) + kv_head * GROUP * D
     if active == 1:
-        tl.store(head_out + g[:, None] * D + d[None, :], (acc / z[:, None]).to(out.dtype.element_ty), mask=keep)
+        mean = acc / z[:, None]
+        if PAIRS:
+            mean *= v_scale
+        tl.store(head_out + g[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=keep)
         return
     first = (row * KV_HEADS + kv_head) * splits * GROUP
     mine = first + split * GROUP + g
@@ -295,7 +344,10 @@ def _decode_kernel(
             total = total * old + tl.sum(weight, 0)
             merged = merged * old + tl.sum(value * weight[:, None], 0)
             peak = new_peak
-        tl.store(head_out + i * D + d, (merged / total).to(out.dtype.element_ty), mask=in_d)
+        merged = merged / total
+        if PAIRS:
+            merged *= v_scale
+        tl.store(head_out + i * D + d, merged.to(out.dtype.element_ty), mask=in_d)
 
 
 @triton.jit(
@@ -304,12 +356,13 @@ def _decode_kernel(
 )
 def _shared_kernel(
     qkv, cache, table_ptr, slots_ptr, positions_ptr, cos_sin, q_weight, members, items, part, lse,
-    eps, offset, scale, cap, v_offset, stride_block, stride_table,
+    eps, offset, scale, cap, k_scale, v_scale, v_offset, stride_block, stride_table,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
     INTERLEAVED: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV_HEADS, items): one item of a `SharedPlan`; its keys are in the cache already."""
+    """Grid (KV_HEADS, items): one item of a `SharedPlan`; its keys are in the cache already. v_scale, LIMIT: unused."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)
     if PDL:
@@ -348,13 +401,17 @@ def _shared_kernel(
     qa = q1.to(qkv.dtype.element_ty)
     qb = q2.to(qkv.dtype.element_ty)
     q = tl.reshape(tl.permute(tl.join(qa, qb), (0, 2, 1)), (BM, DP))
+    if PAIRS:  # noqa: SIM102 (a condition for the compiler)
+        if q.dtype == tl.bfloat16:
+            q, top = half_rows(q)
+            scale = scale * top
 
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     m, z, acc = walk(
         m, z, acc, q, position, z, cache, v_offset, table, kv_head, lo, hi, lo, hi,
-        scale, cap, stride_block, D, DP, BS, TILE, 0, SOFTCAP, False, False, STAGES, "tf32",
+        scale, cap, stride_block, D, DP, BS, TILE, 0, SOFTCAP, False, False, STAGES, "tf32", PAIRS=PAIRS, ASM=ASM,
     )  # fmt: skip
     at = (tl.program_id(1) * KV_HEADS + kv_head).to(tl.int64) * BM + i
     tl.store(part + at[:, None] * D + d[None, :], acc / z[:, None], mask=keep)
@@ -363,7 +420,8 @@ def _shared_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """What is fixed per layer. cache: [blocks, 2, kv_heads, block_size, head_dim] in the dtype of the activations.
+    """What is fixed per layer. cache: [blocks, 2, kv_heads, block_size, head_dim] in the dtype of the activations, or
+    in a float8 format, of numbers divided by k_scale and v_scale.
 
     cos_sin: [positions, columns of a head that are rotated], None for no rotation; interleaved: as of `ops.rotary`.
     group: of the layer's block table.   window: keys that each query sees; None for all.   softcap: of the scores.
@@ -381,6 +439,8 @@ class DecodeAttention:
     window: int | None = None
     softcap: float | None = None
     interleaved: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,13 +492,17 @@ def _arguments(qkv: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool) -> 
     """What both kernels take: tensors, numbers, constants."""
     _, _, kv_heads, block_size, head_dim = a.cache.shape
     table = rows.tables[a.group]
-    scale = a.scale if a.softcap is not None else a.scale * 1.4426950408889634
+    scale = a.scale * a.k_scale * (1.0 if a.softcap is not None else 1.4426950408889634)
     cos_sin, q_weight = (qkv if t is None else t for t in (a.cos_sin, a.q_weight))
     tensors = (qkv, a.cache, table, rows.slots, rows.positions, cos_sin, q_weight)
-    numbers = (a.eps, a.offset, scale, a.softcap or 0.0, a.cache.stride(1), a.cache.stride(0), table.stride(0))
+    numbers = (
+        a.eps, a.offset, scale, a.softcap or 0.0, a.k_scale, a.v_scale, a.cache.stride(1), a.cache.stride(0),
+        table.stride(0),
+    )  # fmt: skip
     rotated = 0 if a.cos_sin is None else a.cos_sin.shape[1]
     const = {"HEADS": a.heads, "KV_HEADS": kv_heads, "D": head_dim, "DP": max(16, triton.next_power_of_2(head_dim))}
     const |= {"ROT": rotated, "INTERLEAVED": a.interleaved, "BS": block_size, "SOFTCAP": a.softcap is not None}
+    const |= {"LIMIT": fp8_limit(a.cache.dtype), **pairs(a.cache)}
     return tensors, numbers, {**const, "NORM": a.q_weight is not None, "PDL": pdl}
 
 
