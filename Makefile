@@ -8,7 +8,7 @@ ARGS ?=
 JOBS ?= 2
 
 .PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-real test-clients test-ray \
-	test-gpu wheel clean
+	test-distributed test-gpu wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,8 +64,13 @@ test-real: setup-dev ## Compare a real embedding model with sentence-transformer
 test-clients: setup-dev ## Test published clients against a server and in the process (CLIENTS="openai dspy" for some)
 	$(BIN)/python -m tools.client_tests $(CLIENTS) -- $(ARGS)
 
-test-ray: setup-dev ## Test engines on a Ray cluster, which is started on this machine (pip install 'vllm[ray]' first)
-	$(PYTEST) -q -m ray tests/ray $(ARGS)
+test-ray: setup-dev ## Test engines on a Ray cluster, which is started on this machine, and with Ray's libraries
+	$(BIN)/python -m pip install --quiet '.[ray]' 'ray[serve]'
+	OMP_NUM_THREADS=1 $(PYTEST) -q -m ray tests/ray $(ARGS)
+
+test-distributed: setup-dev ## Compare the answers of engines divided in every way, under mp and Ray, with those of one process
+	$(BIN)/python -m pip install --quiet '.[ray]'
+	OMP_NUM_THREADS=1 $(PYTEST) -q -m distributed tests/distributed $(ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU here"'

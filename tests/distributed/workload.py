@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ def engine(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **{**SMALL, **settings})
 
 
-def answers(llm: LLM, count: int = 40) -> list[Any]:
-    """Tokens and logprobs of `count` requests of mixed lengths, and some beams."""
+def workload(count: int) -> tuple[list[Any], list[SamplingParams]]:
+    """Prompts of mixed lengths, of which every third begins like the others, and what is asked of each."""
     rng = np.random.default_rng(0)
     common = rng.integers(0, VOCAB, 13).tolist()
-    prompts, params = [], []
+    prompts: list[Any] = []
+    params = []
     for i in range(count):
         own = rng.integers(0, VOCAB, 1 + int(rng.integers(0, 30))).tolist()
         prompts.append({"prompt_token_ids": common + own if i % 3 == 0 else own})
@@ -38,11 +40,26 @@ def answers(llm: LLM, count: int = 40) -> list[Any]:
         if i % 4 == 3:
             kind.update(temperature=0.7, top_p=0.9, seed=i)
         params.append(SamplingParams(max_tokens=4 + i % 16, ignore_eos=True, detokenize=False, **kind))
+    return prompts, params
+
+
+def plain_answers(outputs: Sequence[Any]) -> list[Any]:
+    """Tokens and logprobs of outputs, as plain data."""
+    found = [(list(o.outputs[0].token_ids), _plain(o.outputs[0].logprobs)) for o in outputs]
+    return [*found, *(_plain(o.prompt_logprobs) for o in outputs)]
+
+
+def beams_of(output: Any) -> list[list[int]]:
+    """The tokens of each beam, those of the prompt before them."""
+    return [[*output.prompt_token_ids, *beam.token_ids] for beam in output.outputs]
+
+
+def answers(llm: LLM, count: int = 40) -> list[Any]:
+    """Tokens and logprobs of `count` requests of mixed lengths, and some beams."""
+    prompts, params = workload(count)
     found: list[Any] = []
     for _ in range(2):  # the second time much of it is cached
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        found += [(list(o.outputs[0].token_ids), _plain(o.outputs[0].logprobs)) for o in outputs]
-        found += [_plain(o.prompt_logprobs) for o in outputs]
+        found += plain_answers(llm.generate(prompts, params, use_tqdm=False))
     beams = llm.beam_search(prompts[:3], BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True))
     return [*found, [[s.tokens for s in beam.sequences] for beam in beams]]
 

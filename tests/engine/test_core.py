@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm import SamplingParams
-from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.engine.core import EngineCore
 from vllm.exceptions import EngineDeadError
 from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
@@ -53,8 +53,10 @@ class Device:
     def shutdown(self) -> None: ...
 
 
-def new_core(max_in_flight=1, **scheduler) -> tuple[EngineCore, Device]:
+def new_core(max_in_flight=1, stages=1, **scheduler) -> tuple[EngineCore, Device]:
+    parallel = ParallelConfig(pipeline_parallel_size=stages, distributed_executor_backend="mp")
     config = VllmConfig(
+        parallel_config=parallel,
         cache_config=CacheConfig(),
         scheduler_config=SchedulerConfig(
             **{"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, **scheduler}
@@ -92,6 +94,21 @@ def test_as_many_steps_in_flight_as_the_device_takes(depth):
     assert core.add_requests([request(str(i), max_tokens=4 + i) for i in range(7)]) == []
     assert run(core) == {str(i): (4 + i, "length") for i in range(7)}
     assert device.deepest == depth
+    assert_empty(core)
+
+
+def test_stages_get_their_next_step_before_anybody_looks_at_what_the_last_one_brought():
+    core, device = new_core(2, stages=2)
+    core.add_requests([request(str(i)) for i in range(4)])
+    outputs = core.step()
+    assert len(outputs) == 2 and len(device.in_flight) == 2, "half of the requests, and both stages have work"
+    assert not device.in_flight[1].new and len(device.in_flight[1].slots) == 2
+    device.fails_at[device.steps + 2] = RuntimeError("broken")
+    submit, device.submit = device.submit, lambda plan: (_ for _ in ()).throw(RuntimeError("no"))
+    assert {output.request_id for output in core.step()} == {"2", "3"}, "what a step brought is not lost"
+    device.submit = submit
+    device.fails_at.clear()
+    assert run(core).keys() == {"0", "1", "2", "3"}
     assert_empty(core)
 
 

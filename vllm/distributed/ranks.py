@@ -36,6 +36,11 @@ class Seat:
     def stage(self) -> int:
         return self.pp - 1 - self.index // self.tp
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether it is on the last stage."""
+        return self.stage == self.pp - 1
+
     def at(self, stage: int) -> int:
         """The number of the worker with the same share of each layer in another stage."""
         return (self.pp - 1 - stage) * self.tp + self.tp_rank

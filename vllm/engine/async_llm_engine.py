@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.admission import Account, Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
-from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput
-from vllm.engine.metrics import stat_loggers_of
+from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput, tokenization_options
+from vllm.engine.metrics import StatLoggerBase, stat_loggers_of
 from vllm.engine.output_processor import OutputProcessor, Refusal
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
@@ -64,7 +64,7 @@ class AsyncLLMEngine:
         *,
         start_engine_loop: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: Mapping[str, Any] | None = None,
+        stat_loggers: Mapping[str, Any] | Sequence[Any] | None = None,
         log_requests: bool = True,
         log_stats: bool = True,
         multiprocessing: bool = True,
@@ -96,6 +96,9 @@ class AsyncLLMEngine:
         )
         self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
         self._loggers: dict[str, Any] = stat_loggers_of(stat_loggers, vllm_config)
+        for stat_logger in self._loggers.values():
+            if isinstance(stat_logger, StatLoggerBase):
+                stat_logger.info("metrics", self.metrics)
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
         self._streams: dict[str, RequestStream] = {}
         self._wakeups = Wakeups()
@@ -121,7 +124,7 @@ class AsyncLLMEngine:
         engine_args: AsyncEngineArgs | EngineArgs,
         start_engine_loop: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: Mapping[str, Any] | None = None,
+        stat_loggers: Mapping[str, Any] | Sequence[Any] | None = None,
     ) -> AsyncLLMEngine:
         """Resolve the arguments, load the model, return the engine. Raises ValueError for arguments that do not fit."""
         config = engine_args.create_engine_config(usage_context)
@@ -140,7 +143,7 @@ class AsyncLLMEngine:
         vllm_config: VllmConfig,
         start_engine_loop: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: Mapping[str, Any] | None = None,
+        stat_loggers: Mapping[str, Any] | Sequence[Any] | None = None,
         disable_log_requests: bool = False,
         disable_log_stats: bool = False,
         disable_frontend_multiprocessing: bool = False,
@@ -481,20 +484,30 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         inputs: PromptType | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """The one answer of a pooling request, as soon as it is there. Leaving the generator aborts the request.
 
+        truncate_prompt_tokens: a longer prompt is cut to so many, -1: to as many as the model takes.
+        tokenization_kwargs: the same setting, also as `truncation` and `max_length`, and `add_special_tokens`.
         `inputs` is an older name of `prompt`. Raises as `generate` does.
         """
         prompt = prompt if inputs is None else inputs
         if prompt is None or pooling_params is None or request_id is None:
             raise TypeError("encode() needs a prompt, pooling_params and a request_id.")
         _ignore_tracing(request_id, trace_headers)
+        special, truncate = tokenization_options(tokenization_kwargs, pools=True)
+        truncate = truncate if truncate_prompt_tokens is None else truncate_prompt_tokens
+        if truncate is not None:
+            pooling_params = pooling_params.clone()
+            pooling_params.truncate_prompt_tokens = truncate
+            pooling_params.__post_init__()
         stream = await self._open(
-            RequestInput(request_id, prompt, pooling_params, None, lora_request, None, priority), timeout
+            RequestInput(request_id, prompt, pooling_params, None, lora_request, None, priority, special), timeout
         )
         try:
             async for output in stream.outputs():

@@ -87,6 +87,7 @@ class EngineCore:
             tier_blocks=executor.kv_layout.places_in(config.kv_offloading_bytes),
         )
         self._grammars = grammar_requests(config)
+        self._pipelined = config.parallel_config.pipeline_parallel_size > 1
         self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0
         self.step_allowance = 0.0  # seconds that the size of the newest step explains
         self._late: tuple[int, np.ndarray] | None = None  # the newest step, and its rows, if some wait for masks
@@ -288,8 +289,7 @@ class EngineCore:
             failed = self.adapters.advance(scheduler)
             if failed:
                 return failed
-        while self._late is None and self._submitted < executor.max_in_flight and self._submit():
-            pass
+        self._fill()
         if self._submitted == 0:
             if scheduler.has_unfinished():
                 time.sleep(IDLE_SECONDS)
@@ -302,7 +302,17 @@ class EngineCore:
             self._complete(*self._late)
         if self._submitted and not scheduler.has_unfinished():
             self._drain()
+        if self._pipelined:  # a stage waits for the tokens just taken in: no time for what becomes of them first
+            try:
+                self._fill()
+            except Exception as error:
+                outputs += self._failed(error)
         return outputs
+
+    def _fill(self) -> None:
+        """Submit as many steps as may be in flight."""
+        while self._late is None and self._submitted < self._executor.max_in_flight and self._submit():
+            pass
 
     def _drain(self) -> None:
         """Collect steps whose requests have all ended: their slots and blocks are then nobody's."""

@@ -834,6 +834,27 @@ def first_step(requests: Sequence[RequestInput], max_tokens: int, max_requests: 
     return filled if requests else 0
 
 
+def tokenization_options(given: Mapping[str, Any] | None, pools: bool = False) -> tuple[bool, int | None]:
+    """`add_special_tokens` and `truncate_prompt_tokens` of tokenization_kwargs. Raises ValueError for any other.
+
+    pools: the names of Hugging Face are known, too, `truncation` with `max_length`, which keep a prompt's head, as is
+    done for what is pooled.
+    """
+    options = dict(given or {})
+    special = options.pop("add_special_tokens", True)
+    truncate = options.pop("truncate_prompt_tokens", None)
+    if pools and options.pop("truncation", False):
+        length = options.pop("max_length", None)
+        truncate = length if truncate is None else truncate
+        truncate = -1 if truncate is None else truncate
+    if options:
+        raise ValueError(
+            f"Unknown tokenization_kwargs: {', '.join(map(str, options))}. "
+            "There are add_special_tokens and truncate_prompt_tokens."
+        )
+    return special, truncate
+
+
 def token_list(token_ids: Any) -> list[int]:
     """`token_ids` as a list of plain integers; ValueError if it is anything else."""
     return _plain_ids(token_ids)[0]

@@ -27,7 +27,7 @@ from vllm.config import (
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput, first_step, packs
-from vllm.engine.metrics import stat_loggers_of
+from vllm.engine.metrics import StatLoggerBase, stat_loggers_of
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
@@ -64,7 +64,7 @@ class LLMEngine:
 
     Requests may be added and aborted in other threads than the one that steps; they wait until a step is over.
     stat_loggers: objects with a method `log(stats)`, called with the core's `CoreStats` after each step; or classes, or
-    their paths.
+    their paths; by name or in a list.
     """
 
     DO_VALIDATE_OUTPUT: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class LLMEngine:
         executor_class: type[Any] | None = None,
         log_stats: bool = True,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: dict[str, Any] | None = None,
+        stat_loggers: Mapping[str, Any] | Sequence[Any] | None = None,
         **parts: Any,
     ) -> None:
         """`parts` are the older way to give a configuration: model_config, cache_config and so on, by keyword."""
@@ -106,6 +106,9 @@ class LLMEngine:
         self._packs = described["keeps_nothing"] and model.pooling is not None and not model.pooling.gives_many
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, described)
+        for stat_logger in self.stat_loggers.values():
+            if isinstance(stat_logger, StatLoggerBase):
+                stat_logger.info("metrics", self._metrics)
         counts = self._metrics if log_stats or self.stat_loggers else None
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, counts)
         self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
@@ -120,7 +123,7 @@ class LLMEngine:
         cls,
         vllm_config: VllmConfig,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: dict[str, Any] | None = None,
+        stat_loggers: Mapping[str, Any] | Sequence[Any] | None = None,
         disable_log_stats: bool = False,
     ) -> LLMEngine:
         return cls(vllm_config, log_stats=not disable_log_stats, usage_context=usage_context, stat_loggers=stat_loggers)
@@ -130,7 +133,7 @@ class LLMEngine:
         cls,
         engine_args: EngineArgs,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
-        stat_loggers: dict[str, Any] | None = None,
+        stat_loggers: Mapping[str, Any] | Sequence[Any] | None = None,
         enable_multiprocessing: bool = False,
     ) -> LLMEngine:
         """The engine for these arguments. The core runs in this process, also with `enable_multiprocessing`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.ipc.functions import named
@@ -33,14 +33,17 @@ class StatLoggerBase(ABC):
         """Called after each step."""
 
     def info(self, type: str, obj: Any) -> None:  # noqa: B027 - most loggers have no use for it
-        """Facts that do not change, such as the cache's configuration."""
+        """Facts that do not change, such as the cache's configuration; with "metrics" the engine's `EngineMetrics`."""
 
 
-def stat_loggers_of(given: Mapping[str, Any] | None, config: VllmConfig) -> dict[str, Any]:
-    """The loggers that a caller gives, by name: objects, classes or their paths; and those of installed plug-ins.
+def stat_loggers_of(given: Mapping[str, Any] | Sequence[Any] | None, config: VllmConfig) -> dict[str, Any]:
+    """The loggers that a caller gives: objects, classes or their paths, by name, or in a list, and then their classes'
+    names are theirs; and those of installed plug-ins.
 
     Raises ValueError for one that has no method `log`.
     """
+    if given is not None and not isinstance(given, Mapping):
+        given = {f"{_name(logger)}-{i}" if i else _name(logger): logger for i, logger in enumerate(given)}
     made = {}
     for name, found in {**plugins_of(STAT_LOGGER_GROUP), **(given or {})}.items():
         found = named(found) if isinstance(found, str) else found
@@ -48,6 +51,13 @@ def stat_loggers_of(given: Mapping[str, Any] | None, config: VllmConfig) -> dict
         if not callable(getattr(made[name], "log", None)):
             raise ValueError(f"The stat logger {name!r} has no method log(stats), see vllm.engine.metrics.")
     return made
+
+
+def _name(logger: Any) -> str:
+    """Of a logger that was given without one: its class's."""
+    if isinstance(logger, str):
+        return logger
+    return str(getattr(logger, "__name__", type(logger).__name__))
 
 
 class LoggingStatLogger(StatLoggerBase):

@@ -14,7 +14,7 @@ from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.config.model import CAPTURED
 from vllm.config.model_source import copy_small_files
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.input_processor import RequestInput, listed, needs_generation
+from vllm.engine.input_processor import RequestInput, listed, needs_generation, tokenization_options
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints import pooling
 from vllm.entrypoints.chat_utils import tokenize_chat
@@ -27,7 +27,6 @@ from vllm.entrypoints.llm_forms import (
     final_only,
     merge_legacy,
     raise_if_failed,
-    tokenization_options,
 )
 from vllm.entrypoints.progress import Progress, ProgressBar
 from vllm.entrypoints.turn import Turn

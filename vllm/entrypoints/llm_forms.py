@@ -77,19 +77,6 @@ def final_only(
     return params
 
 
-def tokenization_options(given: dict[str, Any] | None) -> tuple[bool, int | None]:
-    """`add_special_tokens` and `truncate_prompt_tokens` of tokenization_kwargs. Raises ValueError for any other."""
-    options = dict(given or {})
-    special = options.pop("add_special_tokens", True)
-    truncate = options.pop("truncate_prompt_tokens", None)
-    if options:
-        raise ValueError(
-            f"Unknown tokenization_kwargs: {', '.join(map(str, options))}. "
-            "There are add_special_tokens and truncate_prompt_tokens."
-        )
-    return special, truncate
-
-
 def check_path_of_template(chat_template: Path | str | None) -> None:
     """Raise, before a model is loaded, for the path of a template's file that does not exist.
 

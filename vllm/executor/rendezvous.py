@@ -132,6 +132,8 @@ def _sharers(seat: Seat, timeout: timedelta) -> dist.ProcessGroup | None:
 def _linked(seat: Seat, timeout: timedelta, device: torch.device) -> Pipeline:
     """This worker's stage, connected to its neighbours."""
     links: dict[int, Link] = {}
+    # each link has a group of its own, in which nothing else has to wait for it: no need to be told so by every rank
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     for stage in range(seat.pp - 1):
         for before, after in zip(seat.sharers(stage), seat.sharers(stage + 1), strict=True):
             group = dist.new_group([before, after], timeout=timeout)

@@ -267,8 +267,7 @@ class DecodeGraphs(StaticSteps[_Key]):
 
         compiling: where the kernels of these steps may still be under way.
         """
-        super().__init__(runner, context, sizes, max_seq_len)
-        self._compiling = compiling
+        super().__init__(runner, context, sizes, max_seq_len, compiling)
         self._params = runner.sampler.params
         largest = buffer_width(self._sizes)
         self._there = _Inputs(self._inputs, context)
@@ -293,17 +292,6 @@ class DecodeGraphs(StaticSteps[_Key]):
 
     def _ending(self, kind: StepKind) -> _Ending | None:
         return next((e for e in _ENDINGS if e.covers(kind, self._runner.tp.world)), None)
-
-    def _still_compiling(self) -> bool:
-        """Whether kernels of larger batches are under way: nobody waits for them, there are others.
-
-        Of several ranks one compiles, but all must take the same path: they wait.
-        """
-        if self._compiling is not None and self._runner.tp.world > 1:
-            self._compiling.finish()
-        if self._compiling is not None and self._compiling.finished:
-            self._compiling = None
-        return self._compiling is not None
 
     def prepare(self, first: bool = False) -> bool:
         """Run or capture, over nothing but padding, one step that batches will need: the largest first, or with `first`

@@ -57,6 +57,8 @@ class StageGraphs(StaticSteps[_Key]):
         longest = int(plan.num_computed.max()) + query
         if size is None or plan.exact is not None or longest > min(self._max_seq_len, self._table.max_width - 1):
             return None
+        if rows > self._sizes[0] and self._still_compiling():
+            return None
         self._require_width(longest + 1)
         self._upload(plan, size)
         self._receive(rows * query)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.pipeline import Pipeline
 from vllm.model_executor.models.traits import Model
 from vllm.step.known import Known
@@ -46,12 +47,14 @@ class StageRunner:
         *,
         num_slots: int,
         max_model_len: int,
+        tp: TensorParallel = SINGLE,
         columns: Sequence[Column] = (),
         adapters: WorkerAdapters | None = None,
         pools: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         """pools: see `ModelRunner`."""
         self._pools = (kv_caches,) if pools is None else pools
+        self.tp = tp
         self.model, self.kv_caches, self.context, self.pipeline = model, kv_caches, context, pipeline
         self.layout = layout
         if adapters is not None:

@@ -27,6 +27,7 @@ from vllm.worker.device import RecordingContext, Replay
 from vllm.worker.prefix_sharing import Heads, PrefixSharing
 
 if TYPE_CHECKING:
+    from vllm.ops.triton.precompile import Precompilation
     from vllm.worker.model_runner import ModelRunner
     from vllm.worker.stage_runner import StageRunner
 
@@ -69,9 +70,18 @@ class StaticSteps(ABC, Generic[Key]):
     """The steps of one runner, by key."""
 
     def __init__(
-        self, runner: ModelRunner | StageRunner, context: RecordingContext, sizes: Sequence[int], max_seq_len: int
+        self,
+        runner: ModelRunner | StageRunner,
+        context: RecordingContext,
+        sizes: Sequence[int],
+        max_seq_len: int,
+        compiling: Precompilation | None = None,
     ) -> None:
-        """sizes: batch sizes that get a graph, ascending. max_seq_len: longer sequences are left to the eager path."""
+        """sizes: batch sizes that get a graph, ascending. max_seq_len: longer sequences are left to the eager path.
+
+        compiling: where the kernels of these steps may still be under way.
+        """
+        self._compiling = compiling
         self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
         self._table, self._sizes = runner.table, list(sizes)
         self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
@@ -133,6 +143,17 @@ class StaticSteps(ABC, Generic[Key]):
         start = time.perf_counter()
         entry.graph = self._context.record(entry.run, self._pool)
         logger.debug("Captured a decode step in %.3f s.", time.perf_counter() - start)
+
+    def _still_compiling(self) -> bool:
+        """Whether kernels of larger batches are under way: nobody waits for them, there are others.
+
+        Of several ranks one compiles, but all must take the same path: they wait.
+        """
+        if self._compiling is not None and self._runner.tp.world > 1:
+            self._compiling.finish()
+        if self._compiling is not None and self._compiling.finished:
+            self._compiling = None
+        return self._compiling is not None
 
     def _receive(self, rows: int) -> None:
         """Let what the stage before has computed come to where the step that follows will read it."""

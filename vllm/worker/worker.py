@@ -268,6 +268,7 @@ class Worker:
                 self.ranks.pp,
                 num_slots=scheduler.max_num_seqs,
                 max_model_len=length,
+                tp=self.tp,
                 adapters=self.adapters,
                 pools=caches.pools,
             )
@@ -332,7 +333,7 @@ class Worker:
         if not isinstance(context, CudaContext) or not traits.capturable or not graphs_know(self.layout):
             return
         if isinstance(runner, StageRunner):
-            self._graphs = runner.decode_steps = StageGraphs(runner, context, sizes, longest)
+            self._graphs = runner.decode_steps = StageGraphs(runner, context, sizes, longest, self._compiling)
         else:
             self._graphs = runner.decode_steps = DecodeGraphs(runner, context, sizes, longest, self._compiling)
         ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
