@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict
 
 import torch
+import triton
 
 from benchmarks.h200.timing import graph_ms
 from vllm.ops.linear import linear
@@ -77,13 +78,19 @@ def main() -> None:
 
 
 def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
-    """Those worth a try."""
-    found = []
-    for width, warps in ((64, 4), (128, 8), (64, 2), (32, 2)):
+    """Those worth a try: of the kernel for slices, up to 64 rows, and of the other."""
+    found, depth = [], min(64, max(8, triton.next_power_of_2(rows)))
+    for width, slices in ((16, 4), (32, 4), (32, 8), (64, 2), (64, 4)) if rows <= 64 else ():
+        if width * depth * (2 if gated else 1) > 4096:
+            continue
+        tiles = -(-outputs // width)
+        splits = [split for split in (1, 2, 4, 8) if split == 1 or 200 < tiles * split < 700]
+        found += [Tiling(True, width, depth, slices, split, stages, ahead=slices) for split in splits[:2] for stages in (2, 3)]
+    for width, warps in ((64, 4), (128, 8)) if rows > 8 else ():
         depth = 64 if rows > 64 else max(16, rows)
         tiles = -(-outputs // width) * -(-rows // depth)
-        splits = [split for split in (1, 2, 4, 8) if split == 1 or (rows <= 64 and 200 < tiles * split < 1100)]
-        found += [Tiling(False, width, depth, warps, split, stages, ahead=2) for split in splits for stages in (2, 3)]
+        splits = [split for split in (1, 2, 4, 8) if split == 1 or (rows <= 64 and 200 < tiles * split < 700)]
+        found += [Tiling(False, width, depth, warps, split, stages, ahead=2) for split in splits[-2:] for stages in (2, 3)]
     return found
 
 
@@ -116,7 +123,7 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     size = weights[0].num_bytes
     print(f"{label} {kind} rows {rows}: floor {size / BANDWIDTH * 1e6:.1f} us", flush=True)
     for us, t in found[:4]:
-        print(f"    {us:7.2f} us  {(t.rows, t.depth, t.warps, t.split, t.stages, t.ahead)}")
+        print(f"    {us:7.2f} us  {(t.vector, t.rows, t.depth, t.warps, t.split, t.stages, t.ahead)}")
     return found
 
 
@@ -128,12 +135,12 @@ def random_words(n: int, k: int, kind: str, device: torch.device) -> PackedWords
     words.format, _, width = kind.partition("/")
     words.shape, words.order, words.offsets = torch.Size((n, k)), None, None
     size = int(width or 64)
-    block = size * (8 if words.format == "int4" else 4)
+    block = size * (4 if words.format == "int4" else 2)
     blocks = -(-k // block)
     words.group = blocks * block if words.format == "fp8" else 128
-    words.words = torch.randint(-(1 << 31), (1 << 31) - 1, (blocks, n, size), dtype=torch.int32, device=device)
+    words.words = torch.randint(-(1 << 15), (1 << 15) - 1, (blocks, n, size), dtype=torch.int16, device=device)
     words.scales = torch.full((blocks * block // words.group, n), 0.002, dtype=torch.float16, device=device)
-    words.num_bytes = 4 * words.words.numel() + 2 * words.scales.numel()
+    words.num_bytes = 2 * words.words.numel() + 2 * words.scales.numel()
     return words
 
 
@@ -160,7 +167,7 @@ def compile_ahead(rows: list[int], shapes: list[tuple[str, int, int]], kinds: li
         lambda c=(name, n, k, count, kind): dry(*c)
         for name, n, k in shapes for count in rows for kind in kinds
     ]  # fmt: skip
-    precompile(runs, [], 90).wait()
+    print(f"compiled in {precompile(runs, [], 90, processes=30).wait():.1f} s", flush=True)
 
 
 def _copy(weight):

@@ -39,6 +39,8 @@ def test_products_match_the_numbers(kind, dtype):
 @pytest.mark.parametrize(
     ("rows", "tiling"),
     [
+        (1, Tiling(True, 32, 8, 4, 1, 3, ahead=4)),
+        (20, Tiling(True, 32, 32, 4, 2, 2, ahead=4)),
         (1, Tiling(False, 32, 16, 2, 4, 3, ahead=2)),
         (1, Tiling(False, 64, 16, 2, 4, 4, ahead=2)),
         (33, Tiling(False, 64, 64, 4, 1, 4, ahead=2)),

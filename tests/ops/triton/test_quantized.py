@@ -37,8 +37,11 @@ def test_products_match_the_numbers(rows, bits, group, symmetric):
 @pytest.mark.parametrize(
     ("bits", "group", "symmetric"), [(4, 128, True), (4, 32, False), (8, 16, True), (8, -1, False), (0, 0, True)]
 )
-def test_what_follows_a_product(bits, group, symmetric):
-    rows, hidden, inner = 3, 96, 64
+@pytest.mark.parametrize(
+    "t", [Tiling(False, 32, 16, 4, 2), Tiling(True, 32, 8, 2, 1), Tiling(True, 16, 16, 2, 2)], ids=str
+)
+def test_what_follows_a_product(bits, group, symmetric, t):
+    rows, hidden, inner = 3, 224, 96
 
     def rounded(n, k):
         dense = torch.randn(n, k) * k**-0.5
@@ -49,7 +52,6 @@ def test_what_follows_a_product(bits, group, symmetric):
     arrived = torch.zeros(16, dtype=torch.int32)
     part = torch.empty(8 * 16 * 2 * hidden)
     s = Stream(rows, hidden, h.clone(), torch.empty_like(h), torch.empty(rows, 16), part, arrived, best, best, best)
-    t = Tiling(False, 32, 16, 4, 2)
     bias = torch.randn(2 * inner)
     run_product(Product(PackedWords(up), bias, GATED, t, "silu"), s, x, mlp)
     gate, part = F.linear(x, up.dequantize(), bias).chunk(2, 1)

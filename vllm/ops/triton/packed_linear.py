@@ -33,8 +33,8 @@ _ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter knows n
 
 @triton.constexpr_function
 def _assembly(kind, half, code):
-    """Instructions that make two numbers, in float16 if `half`, else in bfloat16, of codes number `code` of two words;
-    kind: of `_FORMATS`.
+    """Instructions that make two numbers, in float16 if `half`, else in bfloat16, of codes number `code` of two
+    neighbouring elements, which are the halves of a register; kind: of `_FORMATS`.
 
     Of 4 bits: 0x4300 | c is 128 + c in bfloat16, 0x6400 | c is 1024 + c in float16. 8 bits do not fit behind 0x4300,
     and the halves of a code are joined. The bits of a float8 are those of a wider float but for the exponent's bias,
@@ -42,47 +42,51 @@ def _assembly(kind, half, code):
     """
     one = "0x3C003C00" if half else "0x3F803F80"
     fma = "fma.rn.f16x2" if half else "fma.rn.bf16x2"
-    low = "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
-    selector = f"0x{4 + code}{4 + code}{code}{code}"
-    first = ""  # what is done before the last multiply-add, result * factor + offset
-    result, factor, offset = "t", one, ""
+    last = "mov.b32 v, {}; mov.b32 w, {}; " + fma + " $0, {}, v, w; }}"
+
+    def shifted(register, bits):
+        return f"shr.b32 {register}, $1, {bits}; " if bits else f"mov.b32 {register}, $1; "
+
+    def behind(register, mask, magic):
+        return f"lop3.b32 {register}, {register}, {mask}, {magic}, 0xEA; "
+
     if kind == 0:
-        selector = "0x5410" if code < 4 else "0x7632"
-        first = f"shr.b32 t, t, {4 * (code % 4)}; " if code % 4 else ""
-        first += "lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; " if half else low
-        offset = "0xE408E408" if half else "0xC308C308"
+        first = shifted("t", 4 * code) + behind("t", "0x000F000F", "0x64006400" if half else "0x43004300")
+        end = last.format(one, "0xE408E408" if half else "0xC308C308", "t")
     elif kind == 1 and half:
-        first, offset = "lop3.b32 t, t, 0x00FF00FF, 0x64006400, 0xEA; ", "0xE480E480"
+        first = shifted("t", 8 * code) + behind("t", "0x00FF00FF", "0x64006400")
+        end = last.format(one, "0xE480E480", "t")
     elif kind == 1:  # 16 * upper half + (lower half - 128)
-        first = "shr.b32 u, t, 4; lop3.b32 u, u, 0x000F000F, 0x43004300, 0xEA; " + low
+        first = shifted("u", 8 * code + 4) + behind("u", "0x000F000F", "0x43004300")
         first += f"mov.b32 v, 0x41804180; mov.b32 w, 0xC500C500; {fma} u, u, v, w; "
+        first += shifted("t", 8 * code) + behind("t", "0x000F000F", "0x43004300")
         first += f"mov.b32 v, {one}; mov.b32 w, 0xC380C380; {fma} t, t, v, w; "
-        result, offset = "u", "t"
+        end = last.format(one, "t", "u")
     else:
-        shift, factor = (7, "0x5C005C00") if half else (4, "0x7B807B80")
-        offset = "0x80008000"
-        first = "and.b32 u, t, 0x00800080; shl.b32 u, u, 8; and.b32 t, t, 0x007F007F; "
-        first += f"shl.b32 t, t, {shift}; or.b32 t, t, u; "
-    last = f"mov.b32 v, {factor}; mov.b32 w, {offset}; {fma} $0, {result}, v, w; " + "}"
-    return "{ .reg .b32 t, u, v, w; prmt.b32 t, $1, $2, " + selector + "; " + first + last
+        up = (7 if half else 4) - 8 * code
+        move = f"shl.b32 t, $1, {up}; " if up > 0 else f"shr.b32 t, $1, {-up}; "
+        first = move + ("and.b32 t, t, 0x3F803F80; " if half else "and.b32 t, t, 0x07F007F0; ")
+        first += ("mov.b32 u, $1; " if code else "shl.b32 u, $1, 8; ") + "lop3.b32 t, u, 0x80008000, t, 0xEA; "
+        end = last.format("0x5C005C00" if half else "0x7B807B80", "0x80008000", "t")
+    return "{ .reg .b32 t, u, v, w; " + first + end
 
 
 @triton.jit
 def _numbers(words, CODE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """What codes number CODE of the words stand for, before scales: integers from -8 or -128 on, or float8."""
+    """What codes number CODE of the elements stand for, before scales: integers from -8 or -128 on, or float8."""
     HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
     if ASSEMBLY:
         ASM: tl.constexpr = _assembly(FORMAT, HALF, CODE)
         if HALF:
-            numbers = tl.inline_asm_elementwise(ASM, "=r,r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+            numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
         else:
-            numbers = tl.inline_asm_elementwise(ASM, "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+            numbers = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif FORMAT == 0:
-        numbers = (((words >> (4 * CODE)) & 15) - 8).to(DTYPE)
+        numbers = (((words.to(tl.int32) >> (4 * CODE)) & 15) - 8).to(DTYPE)
     elif FORMAT == 1:
-        numbers = (((words >> (8 * CODE)) & 255) - 128).to(DTYPE)
+        numbers = (((words.to(tl.int32) >> (8 * CODE)) & 255) - 128).to(DTYPE)
     else:
-        code = (words >> (8 * CODE)) & 255
+        code = (words.to(tl.int32) >> (8 * CODE)) & 255
         size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
         numbers = tl.where(code > 127, -size, size).to(DTYPE)
     return numbers
@@ -100,12 +104,12 @@ def _group(block, s: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
 def _prefetch(words, first, share, ROWS: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr):
     """Bring the first BLOCKS blocks of BN outputs into the L2. One piece a thread."""
     PIECES: tl.constexpr = num_threads() // BLOCKS
-    SIZE: tl.constexpr = BN * W // PIECES  # words in a piece
+    SIZE: tl.constexpr = BN * W // PIECES  # elements in a piece
     at = words + ((share + tl.arange(0, BLOCKS)).to(tl.int64) * ROWS + first)[:, None] * W
     tl.inline_asm_elementwise(
         "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
-        [at + tl.arange(0, PIECES)[None, :] * SIZE, tl.full([BLOCKS, PIECES], SIZE * 4, tl.int32)],
+        [at + tl.arange(0, PIECES)[None, :] * SIZE, tl.full([BLOCKS, PIECES], SIZE * 2, tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -121,7 +125,7 @@ def _packed_kernel(
     OFFSETS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / BN, SPLIT, rows / BM). The weight is the left operand, so that few rows cost few columns."""
-    PER: tl.constexpr = 8 if FORMAT == 0 else 4
+    PER: tl.constexpr = 4 if FORMAT == 0 else 2
     BLOCK: tl.constexpr = W * PER
     SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
@@ -194,13 +198,107 @@ def _packed_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["tiles_in", "M"])
+def _sliced_kernel(
+    x, words, scales, offsets, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
+    best, best_at, sums, scale, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr,
+    W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
+    OFFSETS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / BN, SPLIT). Each of SLICES warps takes blocks of its own, so that none waits for another's products."""
+    PER: tl.constexpr = 4 if FORMAT == 0 else 2
+    BLOCK: tl.constexpr = W * PER
+    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    SHARE: tl.constexpr = (BLOCKS + SPLIT * SLICES - 1) // (SPLIT * SLICES) * SLICES
+    WHOLE: tl.constexpr = BLOCKS % SLICES == 0 and K % BLOCK == 0  # no slice is without a block
+    ROWS: tl.constexpr = 2 * N if MODE == 1 else N
+    pid = tl.program_id(0)
+    share = tl.program_id(1)
+    n = pid * BN + tl.arange(0, BN)
+    in_n = n < N
+    j = tl.arange(0, W)
+    m = tl.arange(0, BM)
+    in_m = m < M
+    if PDL:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            _prefetch(words, pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
+            if MODE == 1:
+                _prefetch(words, N + pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
+        gdc_wait()
+    slices = tl.arange(0, SLICES)
+    acc = tl.zeros([SLICES, BN, BM], tl.float32)
+    up = acc
+    for first in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), SLICES, num_stages=STAGES):
+        block = first + slices
+        keep_n = in_n[None, :] & (block >= 0)[:, None]
+        if not WHOLE:
+            keep_n = keep_n & (block < BLOCKS)[:, None]
+        at = (block[:, None] * ROWS + n[None, :])[:, :, None] * W + j[None, None, :]
+        a = tl.load(words + at, mask=keep_n[:, :, None], other=0, eviction_policy="evict_first")
+        if MODE == 1:
+            b = tl.load(words + at + N * W, mask=keep_n[:, :, None], other=0, eviction_policy="evict_first")
+        for s in tl.static_range(SUB):
+            one = tl.zeros([SLICES, BN, BM], tl.float32)
+            two = one
+            total = tl.zeros([SLICES, BM], tl.float32)
+            for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
+                k = block[:, None] * BLOCK + i * W + j[None, :]
+                keep = in_m[None, None, :]
+                if not WHOLE:
+                    keep = keep & (k < K)[:, :, None]
+                xt = tl.load(x + m.to(tl.int64)[None, None, :] * K + k[:, :, None], mask=keep, other=0.0)
+                one = tl.dot(_numbers(a, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, one)
+                if MODE == 1:
+                    two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
+                if OFFSETS:
+                    total += tl.sum(xt.to(tl.float32), 1)
+            group = _group(block, s, GROUP, BLOCK)[:, None] * ROWS + n[None, :]
+            acc += one * tl.load(scales + group, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
+            if OFFSETS:
+                given = tl.load(offsets + group, mask=keep_n, other=0.0).to(tl.float32)
+                acc += given[:, :, None] * total[:, None, :]
+            if MODE == 1:
+                up += two * tl.load(scales + group + N, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
+                if OFFSETS:
+                    given = tl.load(offsets + group + N, mask=keep_n, other=0.0).to(tl.float32)
+                    up += given[:, :, None] * total[:, None, :]
+    y = tl.sum(acc, 0)
+    u = y
+    if MODE == 1:
+        u = tl.sum(up, 0)
+    keep = in_m[None, :] & in_n[:, None]
+    at = m[None, :] * N + n[:, None]
+    if SPLIT > 1:
+        tl.store(part + share * (BM * N) + at, y, mask=keep)
+        if MODE == 1:
+            tl.store(part + (SPLIT + share) * (BM * N) + at, u, mask=keep)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + pid, 1, sem="acq_rel")
+        if before != SPLIT - 1:
+            return
+        tl.store(arrived + pid, 0)
+        y = tl.zeros([BN, BM], tl.float32)
+        u = y
+        for s in tl.static_range(SPLIT):
+            y += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+            if MODE == 1:
+                u += tl.load(part + (SPLIT + s) * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+    finish_rows(
+        y, u, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
+        best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+    )  # fmt: skip
+
+
 @triton.jit
 def _dequantize_kernel(
     words, scales, offsets, out, N, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, OFFSETS: tl.constexpr,
     W: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """out [N, K] as numbers. Grid (N / BN, blocks)."""
-    PER: tl.constexpr = 8 if FORMAT == 0 else 4
+    PER: tl.constexpr = 4 if FORMAT == 0 else 2
     BLOCK: tl.constexpr = W * PER
     SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     dtype = out.dtype.element_ty
@@ -236,7 +334,7 @@ class PackedWords:
         n, k = weight.shape
         self.format = "fp8" if weight.codes.dtype == torch.float8_e4m3fn else f"int{weight.bits}"
         self.shape, self.order = weight.shape, weight.order
-        per = 32 // weight.bits
+        per = 16 // weight.bits
         width = next((w for w in WORDS if k % (w * per) == 0 and _fits(weight.group, k, w * per, w)), WORDS[-1])
         block = width * per
         blocks = -(-k // block)
@@ -244,9 +342,9 @@ class PackedWords:
         codes = weight.codes.view(torch.uint8)
         if blocks * block > k:
             codes = torch.nn.functional.pad(codes, (0, blocks * block - k), value=zero)
-        shifts = torch.arange(0, 32, weight.bits, device=codes.device)[:, None]
-        words = (codes.view(n, blocks, per, width).long() << shifts).sum(2)
-        self.words = words.to(torch.int32).transpose(0, 1).contiguous()
+        shifts = torch.arange(0, 16, weight.bits, device=codes.device)[:, None]
+        words = (codes.view(n, blocks, per, width).int() << shifts).sum(2)
+        self.words = words.to(torch.int16).transpose(0, 1).contiguous()
         self.group = weight.group
         scales, offsets = weight.scales, weight.offsets
         if weight.group >= k:
@@ -289,7 +387,7 @@ def _narrowed(values: Tensor) -> Tensor:
 def packs(weight: GroupedWeight) -> bool:
     """Whether the kernels take a weight: integer codes or float8, no tables, groups that blocks can be cut into."""
     k = weight.shape[1]
-    whole = weight.group >= k or math.gcd(weight.group, WORDS[-1] * 32 // weight.bits) >= _LEAST_GROUP
+    whole = weight.group >= k or math.gcd(weight.group, WORDS[-1] * 16 // weight.bits) >= _LEAST_GROUP
     return weight.table is None and whole and weight.codes.dtype in (torch.uint8, torch.float8_e4m3fn)
 
 
@@ -325,6 +423,13 @@ def launch_packed(
     tiles = -(-const["N"] // t.rows)
     blocks = -(-weight.words.shape[0] // t.split)
     whole = const["N"] % t.rows == 0 and const["PDL"]  # nothing is asked for that is not there
+    if t.vector:
+        _sliced_kernel[(tiles, t.split)](
+            *tensors, *parts, *behind, rows, BM=t.depth, SPLIT=t.split, STAGES=t.stages, SLICES=t.warps,
+            AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32,
+            **const, **extra,
+        )  # fmt: skip
+        return
     _packed_kernel[(tiles, t.split, -(-rows // t.depth))](
         *tensors, *parts, *behind, rows, BM=t.depth, SPLIT=t.split, STAGES=t.stages,
         AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32, **const,
