@@ -24,7 +24,7 @@ VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int6
                                    int64_t head_dim, const int64_t* positions, const float* cos_sin, int64_t rotary_dim,
                                    int32_t interleaved, void* cache, int64_t block_stride, int64_t block_size,
                                    const int64_t* slots, const void* q_weight, const void* k_weight, float eps,
-                                   float offset, int32_t dtype, int32_t cache_dtype);
+                                   float offset, float k_scale, float v_scale, int32_t dtype, int32_t cache_dtype);
 
 // attention.cpp
 struct AttentionCall {

@@ -560,7 +560,7 @@ bool with_math(const AttentionCall& c, Body&& body) {
         return true;
     }
 #endif
-    return with_type(c.cache_dtype, [&](auto type) { body(FloatMath<decltype(type)>{}); });
+    return with_cache_type(c.cache_dtype, [&](auto type) { body(FloatMath<decltype(type)>{}); });
 }
 
 }  // namespace

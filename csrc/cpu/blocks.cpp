@@ -31,7 +31,7 @@ struct BlockWeights {
     int64_t heads, kv_heads, head_dim, rotary_dim;
     int64_t window;
     int64_t group;  // which block table
-    float scale, softcap, qk_eps, qk_offset;
+    float scale, softcap, qk_eps, qk_offset, k_scale, v_scale;
     int32_t interleaved, gated, activation;
 };
 
@@ -80,9 +80,9 @@ AttentionCall attention_call(const BlocksCall& c, const BlockWeights& b) {
     call.block_stride = b.block_stride;
     call.block_size = c.block_size;
     call.window = b.window;
-    call.scale = b.scale;
+    call.scale = b.scale * b.k_scale;
     call.softcap = b.softcap;
-    call.v_scale = 1.0f;
+    call.v_scale = b.v_scale;
     call.dtype = c.dtype;
     call.cache_dtype = c.cache_dtype;
     return call;
@@ -189,7 +189,7 @@ class Walk {
         check(rotate_and_write(team_, {qkv, c_.tokens, b.qkv.out, b.heads, b.kv_heads, b.head_dim,
                                        b.cos_sin ? c_.positions : nullptr, b.cos_sin, b.rotary_dim, b.interleaved != 0, b.cache,
                                        b.block_stride, c_.block_size, c_.groups[b.group].slots, b.q_norm, b.k_norm, b.qk_eps,
-                                       b.qk_offset},
+                                       b.qk_offset, b.k_scale, b.v_scale},
                                c_.dtype, c_.cache_dtype));
     }
 

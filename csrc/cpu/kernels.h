@@ -71,6 +71,7 @@ struct WriteArguments {
     const int64_t* slots;
     const void *q_weight, *k_weight;  // [head_dim], or null: heads are not normalised
     float eps, offset;
+    float k_scale, v_scale;  // of a float8 cache: stored = value / scale
 };
 bool rotate_and_write(Team& team, const WriteArguments& a, int32_t dtype, int32_t cache_dtype);
 

@@ -27,13 +27,17 @@ void rotate_neighbours(T* x, const float* cos, const float* sin, int64_t half) {
     }
 }
 
+// scale: what float8 numbers stand for is a multiple of it.
 template <class From, class To>
-void copy_head(To* to, const From* from, int64_t count) {
-    for_each_vector(count, [&](int64_t i, int64_t n) { store_some(to + i, load_some(from + i, n), n); });
+void copy_head(To* to, const From* from, int64_t count, float scale) {
+    for_each_vector(count, [&](int64_t i, int64_t n) {
+        const vf v = load_some(from + i, n);
+        store_some(to + i, sizeof(To) == 1 ? v / splat(scale) : v, n);
+    });
 }
 
 template <class T>
-void copy_head(T* to, const T* from, int64_t count) {
+void copy_head(T* to, const T* from, int64_t count, float) {
     std::memcpy(to, from, size_t(count) * sizeof(T));
 }
 
@@ -64,9 +68,9 @@ class CacheSlot {
 
     // kv: 0 keys, 1 values; from: [kv_heads, head_dim].
     template <class T>
-    void write(int64_t kv, const T* from) const {
+    void write(int64_t kv, const T* from, float scale) const {
         for (int64_t h = 0; h < kv_heads_; h++) {
-            copy_head(first_ + kv * kv_stride_ + h * head_stride_, from + h * head_dim_, head_dim_);
+            copy_head(first_ + kv * kv_stride_ + h * head_stride_, from + h * head_dim_, head_dim_, scale);
         }
     }
 
@@ -97,8 +101,8 @@ void token(const WriteArguments& a, int64_t t) {
     }
     if (!a.cache) return;
     const CacheSlot<C> to(a.cache, a.block_stride, a.block_size, a.kv_heads, a.head_dim, a.slots[t]);
-    to.write(0, x + a.heads * a.head_dim);
-    to.write(1, x + (a.heads + a.kv_heads) * a.head_dim);
+    to.write(0, x + a.heads * a.head_dim, a.k_scale);
+    to.write(1, x + (a.heads + a.kv_heads) * a.head_dim, a.v_scale);
 }
 
 }  // namespace
@@ -107,7 +111,7 @@ bool rotate_and_write(Team& team, const WriteArguments& a, int32_t dtype, int32_
     const int64_t elements = (a.heads + 2 * a.kv_heads) * a.head_dim;
     bool known = true;
     return with_type(dtype, [&](auto type) {
-        known = with_type(cache_dtype, [&](auto cache_type) {
+        known = with_cache_type(cache_dtype, [&](auto cache_type) {
             team.share(a.tokens, team.grain(a.tokens, 1 + 8192 / elements), [&](int64_t t, int64_t end) {
                 for (; t < end; t++) token<decltype(type), decltype(cache_type)>(a, t);
             });
@@ -120,10 +124,10 @@ VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int6
                                    int64_t head_dim, const int64_t* positions, const float* cos_sin, int64_t rotary_dim,
                                    int32_t interleaved, void* cache, int64_t block_stride, int64_t block_size,
                                    const int64_t* slots, const void* q_weight, const void* k_weight, float eps,
-                                   float offset, int32_t dtype, int32_t cache_dtype) {
+                                   float offset, float k_scale, float v_scale, int32_t dtype, int32_t cache_dtype) {
     const WriteArguments a = {x,          tokens, stride,           heads,    kv_heads, head_dim,
                               positions,  cos_sin, rotary_dim,      interleaved != 0, cache, block_stride,
-                              block_size, slots,  q_weight,         k_weight, eps,      offset};
+                              block_size, slots,  q_weight,         k_weight, eps,      offset,   k_scale, v_scale};
     return guarded([&] {
         return run_kernel(threads_for(tokens * (heads + 2 * kv_heads) * head_dim), 1, [&](Team& team) { return rotate_and_write(team, a, dtype, cache_dtype); });
     });
@@ -132,19 +136,19 @@ VLLM_API int vllm_rotate_and_write(void* x, int64_t tokens, int64_t stride, int6
 // k, v: [tokens, kv_heads, head_dim], token rows k_stride and v_stride elements apart.
 VLLM_API int vllm_write_kv(const void* k, const void* v, int64_t tokens, int64_t k_stride, int64_t v_stride,
                              int64_t kv_heads, int64_t head_dim, void* cache, int64_t block_stride, int64_t block_size,
-                             const int64_t* slots, int32_t dtype, int32_t cache_dtype) {
+                             const int64_t* slots, float k_scale, float v_scale, int32_t dtype, int32_t cache_dtype) {
     return guarded([&] {
         return run_kernel(threads_for(2 * tokens * kv_heads * head_dim), 1, [&](Team& team) {
             bool known = true;
             return with_type(dtype, [&](auto type) {
-                known = with_type(cache_dtype, [&](auto cache_type) {
+                known = with_cache_type(cache_dtype, [&](auto cache_type) {
                     using T = decltype(type);
                     using C = decltype(cache_type);
                     team.share(tokens, team.grain(tokens, 8), [&](int64_t t, int64_t end) {
                         for (; t < end; t++) {
                             const CacheSlot<C> to(cache, block_stride, block_size, kv_heads, head_dim, slots[t]);
-                            to.write(0, (const T*)k + t * k_stride);
-                            to.write(1, (const T*)v + t * v_stride);
+                            to.write(0, (const T*)k + t * k_stride, k_scale);
+                            to.write(1, (const T*)v + t * v_stride, v_scale);
                         }
                     });
                 });

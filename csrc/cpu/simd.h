@@ -51,6 +51,34 @@ inline vf load(const f16* p) {
 #endif
 }
 
+inline vf load(const e4m3* p) {
+#if defined(__AVX512F__)
+    const vu code = (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    const vu code = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    vu code;
+    for (int i = 0; i < W; i++) code[i] = p[i].bits;
+#endif
+    const vu rest = code & 0x7fu, sign = (code & 0x80u) << 24;
+    const vu value = (vu)((vf)(rest << 20) * 0x1p120f) | sign;
+    return (vf)(value | ((vu)(rest == 0x7fu) & 0x7fc00000u));
+}
+
+inline vf load(const e5m2* p) {
+    f16 lanes[W];
+    for (int i = 0; i < W; i++) lanes[i].bits = uint16_t(p[i].bits << 8);
+    return load(lanes);
+}
+
+inline void store(e4m3* p, vf v) {
+    for (int i = 0; i < W; i++) p[i] = from_float<e4m3>(v[i]);
+}
+
+inline void store(e5m2* p, vf v) {
+    for (int i = 0; i < W; i++) p[i] = from_float<e5m2>(v[i]);
+}
+
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof(v)); }
 
 inline void store(bf16* p, vf v) {

@@ -306,10 +306,19 @@ def test_cache_defaults(make: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "fp8_e4m3"])
-def test_an_fp8_cache_needs_cuda(make: Any, dtype: str) -> None:
-    assert make(GPU, kv_cache_dtype=dtype).cache_config.cache_dtype == dtype
-    with pytest.raises(ValueError, match="needs a CUDA device"):
-        make(CPU, kv_cache_dtype=dtype)
+def test_an_fp8_cache_and_its_scales(make: Any, dtype: str) -> None:
+    for device in (GPU, CPU):
+        cache = make(device, kv_cache_dtype=dtype, calculate_kv_scales=True).cache_config
+        assert cache.cache_dtype == dtype
+    assert make(kv_cache_dtype=dtype, quantization_param_path="x.json").cache_config.quantization_param_path == "x.json"
+    with pytest.raises(ValueError, match="set one"):
+        make(kv_cache_dtype=dtype, quantization_param_path="x.json", calculate_kv_scales=True)
+
+
+@pytest.mark.parametrize("given", [{"quantization_param_path": "x.json"}, {"calculate_kv_scales": True}])
+def test_scales_need_an_fp8_cache(make: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="set kv_cache_dtype='fp8'"):
+        make(**given)
 
 
 def test_graphs_are_for_cuda_only(make: Any) -> None:

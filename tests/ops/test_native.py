@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ops import brute_force
-from vllm.ops.attention import AttentionParams, attend
+from vllm.ops.attention import AttentionParams, attend, write_kv
 from vllm.ops.bitmask import apply_bitmask_and_finite
 from vllm.ops.greedy import finite_rows
 from vllm.ops.norm import add_layer_norm, add_rms_norm
@@ -165,7 +165,9 @@ def batches(draw):
     head_dim=st.sampled_from([1, 12, 64, 80, 96]),
     block_size=st.sampled_from([1, 4, 16, 24]),
     dtypes=st.sampled_from(
-        [(d, d) for d in DTYPES] + [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+        [(d, d) for d in DTYPES]
+        + [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+        + [(torch.bfloat16, torch.float8_e4m3fn), (torch.float32, torch.float8_e5m2)]
     ),
     window=st.sampled_from([None, 1, 17, 150]),
     softcap=st.sampled_from([None, 3.0]),
@@ -183,7 +185,7 @@ def test_attend_agrees_with_the_reference(native, batch, shape, head_dim, block_
     params = AttentionParams(head_dim**-0.5, window, softcap, slopes, k_scale=0.5, v_scale=2.0)
     got = native.attend(wide[:, :heads], kv_cache, params, step, group)
     expected = attend.reference(wide[:, :heads].double().float(), kv_cache.float(), params, step, group)
-    tolerance = max(TOLERANCE[dtype], TOLERANCE[cache_dtype])
+    tolerance = max(TOLERANCE[dtype], TOLERANCE.get(cache_dtype, 0.0))
     assert got.dtype == dtype and got.shape == (sum(query_lens), heads, head_dim)
     torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=2 * tolerance)
 
@@ -304,6 +306,25 @@ def test_activations_follow_their_formulas(native, kind, dtype):
     check(native.activate(x, kind), brute_force.activation(x, kind), dtype, 0.1)
     rounded = brute_force.activation(gate, kind).to(dtype).double()
     check(native.activate_gated(x, kind), rounded * up.double(), dtype, 0.1)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_float8_cache_holds_the_same_bits_as_the_reference(native, dtype, cache_dtype):
+    k, v = (torch.randn(37, 2, 21) * 10.0 ** torch.randint(-6, 6, (37, 2, 21)) for _ in range(2))
+    k[3, 1, :4] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
+    k, v = k.to(dtype), v.to(dtype)
+    got, want = (torch.zeros(5, 2, 2, 16, 21, dtype=cache_dtype) for _ in range(2))
+    slots = torch.randperm(80)[:37]
+    native.write_kv(k, v, got, slots, 0.37, 2.1)
+    write_kv.reference(k, v, want, slots, 0.37, 2.1)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    cos_sin = torch.ones(40, 20)
+    qkv = torch.randn(37, 6 * 21).to(dtype)
+    arguments = (2, torch.arange(37), cos_sin, False)
+    native.rotate_and_write_kv(qkv.clone(), *arguments, got, slots, 0.37, 2.1)
+    rotate_and_write_kv.reference(qkv.clone(), *arguments, want, slots, 0.37, 2.1)
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.13, atol=0.02)
 
 
 @quick

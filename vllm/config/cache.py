@@ -55,7 +55,7 @@ class CacheConfig:
     cache_dtype: str = setting(
         "auto",
         Choice(values=CACHE_DTYPES, error=lambda value: f"Unknown kv cache dtype: {value}"),
-        'The type that keys and values are stored in; "auto": the model\'s. The fp8 types need CUDA.',
+        'The type that keys and values are stored in; "auto": the model\'s. The fp8 types take half the memory.',
         name="kv_cache_dtype",
     )
     num_gpu_blocks_override: int | None = setting(
@@ -87,14 +87,12 @@ class CacheConfig:
     quantization_param_path: str | None = setting(
         None,
         Text(optional=True),
-        "JSON file with the scales of an fp8 KV cache.",
-        later="Reading KV cache scales from a file (quantization_param_path)",
+        "JSON file with the scales of an fp8 KV cache; those of the checkpoint, if there are any, are not used then.",
     )
     calculate_kv_scales: bool = setting(
         False,
         Flag(),
-        "Compute the scales of an fp8 KV cache from the first inputs.",
-        later="Computing KV cache scales (calculate_kv_scales)",
+        "Compute the scales of an fp8 KV cache when the model has been loaded, from a few made-up prompts.",
     )
     sliding_window: int | None = None
     # What the engine adds once the model is loaded: blocks of the KV cache on its device, whatever that is.
@@ -117,6 +115,14 @@ class CacheConfig:
                 "kv_offloading_size keeps blocks for later requests, which prefix caching finds: leave "
                 "enable_prefix_caching on, or kv_offloading_size unset (some models, as encoders, keep no blocks)."
             )
+        scales = {
+            "quantization_param_path": self.quantization_param_path is not None,
+            "calculate_kv_scales": self.calculate_kv_scales,
+        }
+        for name in (name for name, given in scales.items() if given and not self.cache_dtype.startswith("fp8")):
+            raise ValueError(f"{name} is about the scales of an fp8 KV cache: set kv_cache_dtype='fp8', or leave it unset.")
+        if all(scales.values()):
+            raise ValueError("Both quantization_param_path and calculate_kv_scales say where scales come from: set one.")
         if self.swap_space < 0:
             raise ValueError(f"swap_space must be non-negative, got {self.swap_space}.")
 

@@ -22,7 +22,7 @@ from vllm.config.compilation import (
 from vllm.config.decoding import DecodingConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.dtype import resolve_dtype
-from vllm.config.fields import UnsupportedSettingError, build, settings_of
+from vllm.config.fields import build, settings_of
 from vllm.config.generation import check_sampling_defaults, read_generation_config, without_effect
 from vllm.config.hf import HFConfig
 from vllm.config.load import LoadConfig
@@ -400,12 +400,6 @@ def _cache(args: dict[str, Any], model: ModelConfig, device: str, why: dict[str,
         kept = False
     _note(why, "enable_prefix_caching", kept is not False, kept is not None, "on by default, it costs next to nothing")
     dtype = args["kv_cache_dtype"]
-    if dtype != "auto" and device != "cuda":
-        raise UnsupportedSettingError(
-            f"kv_cache_dtype={dtype!r} needs a CUDA device, but the device is {device!r}. Use kv_cache_dtype='auto'.",
-            parameter="kv_cache_dtype",
-            value=dtype,
-        )
     _note(why, "kv_cache_dtype", dtype, dtype != "auto", f"the model's dtype, {model.dtype}")
     return build(
         CacheConfig,

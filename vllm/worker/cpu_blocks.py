@@ -17,7 +17,7 @@ from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Mlp, Norm, Rope
 from vllm.model_executor.models.traits import Model
 from vllm.ops.cpu import library
-from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES
+from vllm.ops.cpu.library import ACTIVATION_CODES, CACHE_CODES, DTYPE_CODES
 from vllm.ops.cpu.packed import PackedWeight
 from vllm.step.inputs import StepInputs
 
@@ -41,7 +41,7 @@ class _Block(ctypes.Structure):
         *((name, _Linear) for name in ("qkv", "o", "up", "down")),
         *((name, _P) for name in ("q_norm", "k_norm", "cos_sin", "cache")),
         *((name, _L) for name in ("block_stride", "heads", "kv_heads", "head_dim", "rotary_dim", "window", "group")),
-        *((name, _F) for name in ("scale", "softcap", "qk_eps", "qk_offset")),
+        *((name, _F) for name in ("scale", "softcap", "qk_eps", "qk_offset", "k_scale", "v_scale")),
         *((name, _I) for name in ("interleaved", "gated", "activation")),
     ]
 
@@ -108,7 +108,7 @@ class FusedBlocks:
             self._layers, groups, x.data_ptr(), out.data_ptr(), step.positions.data_ptr(), step.query_starts.data_ptr(),
             step.seq_lens.data_ptr(), _pointer(rows), stream.data_ptr(), len(self._layers), tokens, hidden,
             len(step.host_seq_lens), cache.shape[3], wanted, DTYPE_CODES[x.dtype],
-            DTYPE_CODES[cache.dtype],
+            CACHE_CODES[cache.dtype],
         )  # fmt: skip
         if self._run(ctypes.byref(call)):
             raise MemoryError("The decoder layers found no memory for their working copies.")
@@ -187,7 +187,6 @@ def _covers(block: DecoderBlock, dtype: torch.dtype) -> bool:
         and all(_covers_norm(norm, dtype) for norm in block.norms)
         and (head_norms == (None, None) or all(_covers_head_norm(norm, dtype) for norm in head_norms))
         and attn.params.alibi_slopes is None
-        and attn.params.k_scale == attn.params.v_scale == 1.0
         and ffn.act in ACTIVATION_CODES
     )
 
@@ -253,6 +252,8 @@ def _describe(block: DecoderBlock) -> _Block:
         group=_place(attn).group,
         scale=params.scale,
         softcap=params.softcap or 0.0,
+        k_scale=params.k_scale,
+        v_scale=params.v_scale,
         gated=gated,
         activation=ACTIVATION_CODES[ffn.act],
     )

@@ -34,6 +34,7 @@ from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.worker import cpu_blocks, kv_memory
 from vllm.worker.adapters import WorkerAdapters
+from vllm.worker.cache_scales import use_cache_scales
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheMemory, CacheRequest
@@ -101,6 +102,7 @@ class Worker:
             snapshots=self._snapshots(),
             num_drafts=config.scheduler_config.num_drafts,
         )
+        use_cache_scales(self.model, config, self.context, self.tp)
         self._fuse()
         self.adapters = None
         if config.lora_config is not None:

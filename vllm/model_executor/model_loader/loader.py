@@ -26,6 +26,7 @@ from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.dense_modules import NAMES as DENSE_NAMES
 from vllm.model_executor.model_loader.dense_modules import DenseModule
+from vllm.model_executor.model_loader.cache_scales import CheckpointScales
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.model_loader.fitting import fitted
 from vllm.model_executor.model_loader.live_weights import LiveWeights
@@ -269,6 +270,7 @@ def fill_from_checkpoint(
         None if quantization is None else QuantizedCheckpoint(model, quantization, family, spec, model.is_elsewhere)
     )
     unexpected: list[str] = []
+    scales = CheckpointScales()
     head = None if model.pool is None else model.pool.spec
     rows_of = "embed.weight" if spec.tied else "head.weight"  # which a pooling head's may be taken from
     for name, tensor, file in tensors:
@@ -276,7 +278,7 @@ def fill_from_checkpoint(
             continue
         if head is not None and head.token_rows and (family.resolve(name) or ("",))[0] == rows_of:
             filler.fill("pool.0.weight", _token_rows(tensor, head))
-        if quantized is not None and quantized.take(name, tensor, file):
+        if scales.take(name, tensor, file) or (quantized is not None and quantized.take(name, tensor, file)):
             continue
         found = family.resolve(name)
         if found is not None and model.is_elsewhere(found[0]):
@@ -299,6 +301,7 @@ def fill_from_checkpoint(
             filler.fill(target, value)
         except ValueError as error:
             raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
+    model.cache_scales = scales.layers()
     quantized_bytes, missing = (0, []) if quantized is None else quantized.finish(filler, device)
     missing += [" or ".join(family.checkpoint_names(name)) or name for name in filler.missing()]
     if missing or unexpected:

@@ -71,7 +71,6 @@ class QuantizedCheckpoint:
             self._kept.update([path, *containers_of(path, method.shape)])
         self._found: dict[str, _Module] = {}
         self._stacks: dict[str, _Module] = {}  # of all experts of a layer
-        self._has_cache_scales = False
 
     def take(self, name: str, tensor: Tensor, file: Path) -> bool:
         """Keep a tensor (a view of a file) if it is quantized or belongs to a quantized layer."""
@@ -86,7 +85,6 @@ class QuantizedCheckpoint:
             return True
         suffix = next((suffix for suffix in self._suffixes if name.endswith(suffix)), None)
         if suffix is None:
-            self._has_cache_scales = self._has_cache_scales or name.endswith(_CACHE_SCALES)
             return name.endswith(self._ignored) or self._take_stack(name, tensor, file)
         module, leaf = name.removesuffix(suffix), suffix[1:]
         resolved = self._family.resolve(f"{module}.weight")
@@ -140,11 +138,6 @@ class QuantizedCheckpoint:
             packed_size = sum(tensor.numel() * tensor.element_size() for tensor in module.tensors.values())
             dense, packed = dense + weight.numel() * weight.element_size(), packed + packed_size
             filler.fill(target, weight)
-        if self._has_cache_scales:
-            logger.warning(
-                "The checkpoint has scales for a KV cache of 8-bit floats, which are not used: in such a cache every "
-                "number is stored as it is (scale 1)."
-            )
         if dense:
             logger.info(
                 "%s: there is no kernel for some weights as they are on this device in this dtype, so they were turned "

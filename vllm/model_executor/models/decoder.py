@@ -72,6 +72,7 @@ class DecoderModel(nn.Module):
         deals_experts: bool = False,
     ) -> None:
         super().__init__()
+        self.cache_scales: dict[int, tuple[float, float]] = {}  # of keys and values by layer, as the checkpoint says
         tp = TensorParallel() if tp is None else tp
         device = torch.device("cpu") if device is None else device
         self.spec = spec = without_idle_windows(spec, max_positions)

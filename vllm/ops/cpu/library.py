@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 9
+INTERFACE_VERSION = 10
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
@@ -24,6 +24,7 @@ INSTRUCTION_SETS: dict[str, set[str]] = {
 }
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 
 
@@ -74,8 +75,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_linear_groups": (_I, [_P, _P, _P, _P, *[_L] * 5, *[_I] * 5]),
     "vllm_norm": (_I, [_P, _P, _P, _P, _P, _L, _L, _L, _F, _F, _I, _I]),
     "vllm_activate": (_I, [_P, _P, _L, _L, _L, _I, _I, _I]),
-    "vllm_rotate_and_write": (_I, [_P, *[_L] * 5, _P, _P, _L, _I, _P, _L, _L, _P, _P, _P, _F, _F, _I, _I]),
-    "vllm_write_kv": (_I, [_P, _P, _L, _L, _L, _L, _L, _P, _L, _L, _P, _I, _I]),
+    "vllm_rotate_and_write": (_I, [_P, *[_L] * 5, _P, _P, _L, _I, _P, _L, _L, _P, _P, _P, *[_F] * 4, _I, _I]),
+    "vllm_write_kv": (_I, [_P, _P, _L, _L, _L, _L, _L, _P, _L, _L, _P, _F, _F, _I, _I]),
     "vllm_greedy": (_I, [_P, _L, _L, _L, _P, _P]),
     "vllm_finite_rows": (_I, [_P, _L, _L, _L, _P]),
     "vllm_mask_rows": (_I, [_P, _L, _L, _L, _P, _L, _P, _L, _P]),

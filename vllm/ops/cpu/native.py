@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
 from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite
-from vllm.ops.cpu.library import ACTIVATION_CODES, DTYPE_CODES, AttentionCall
+from vllm.ops.cpu.library import ACTIVATION_CODES, CACHE_CODES, DTYPE_CODES, AttentionCall
 from vllm.ops.cpu.packed import PackedGroups, PackedInt8, PackedWeight, WeightMemory, pack, pack_groups, pack_int8
 from vllm.ops.draw import DrawParams, draw, draw_and_finite
 from vllm.ops.embedding import embedding, pack_table
@@ -275,7 +275,7 @@ class NativeKernels:
         tokens, heads, head_dim = x.shape
         self._rotate_and_write(
             x.data_ptr(), tokens, x.stride(0), heads, 0, head_dim, positions.data_ptr(), cos_sin.data_ptr(),
-            cos_sin.shape[-1], interleaved, None, 0, 1, None, None, None, 0.0, 0.0, DTYPE_CODES[x.dtype], 0,
+            cos_sin.shape[-1], interleaved, None, 0, 1, None, None, None, 0.0, 0.0, 1.0, 1.0, DTYPE_CODES[x.dtype], 0,
         )  # fmt: skip
         return x
 
@@ -292,7 +292,7 @@ class NativeKernels:
         v_scale: float = 1.0,
         qk_norm: QKNorm | None = None,
     ) -> tuple[Tensor, OwnKV | None]:
-        cache_code = DTYPE_CODES.get(kv_cache.dtype)
+        cache_code = CACHE_CODES.get(kv_cache.dtype)
         covered = cache_code is not None and qkv.stride(1) == 1 and _rotary_covers(qkv, positions, cos_sin)
         q_weight = k_weight = None
         eps = offset = 0.0
@@ -309,21 +309,21 @@ class NativeKernels:
         self._rotate_and_write(
             qkv.data_ptr(), tokens, qkv.stride(0), heads, kv_heads, head_dim, positions.data_ptr(), cos_sin.data_ptr(),
             cos_sin.shape[-1], interleaved, kv_cache.data_ptr(), kv_cache.stride(0), block_size,
-            slot_mapping.data_ptr(), q_weight, k_weight, eps, offset, DTYPE_CODES[qkv.dtype], cache_code,
+            slot_mapping.data_ptr(), q_weight, k_weight, eps, offset, k_scale, v_scale, DTYPE_CODES[qkv.dtype], cache_code,
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads], None
 
     def write_kv(
         self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
     ) -> None:
-        code, cache_code = DTYPE_CODES.get(k.dtype), DTYPE_CODES.get(kv_cache.dtype)
+        code, cache_code = DTYPE_CODES.get(k.dtype), CACHE_CODES.get(kv_cache.dtype)
         if code is None or cache_code is None or v.dtype != k.dtype or not (_heads_packed(k) and _heads_packed(v)):
             write_kv.reference(k, v, kv_cache, slot_mapping, k_scale, v_scale)
             return
         _, _, kv_heads, block_size, head_dim = kv_cache.shape
         self.library.vllm_write_kv(
             k.data_ptr(), v.data_ptr(), k.shape[0], k.stride(0), v.stride(0), kv_heads, head_dim, kv_cache.data_ptr(),
-            kv_cache.stride(0), block_size, slot_mapping.data_ptr(), code, cache_code,
+            kv_cache.stride(0), block_size, slot_mapping.data_ptr(), k_scale, v_scale, code, cache_code,
         )  # fmt: skip
 
     # ---- attention
@@ -337,7 +337,7 @@ class NativeKernels:
         group: GroupInputs,
         own: OwnKV | None = None,
     ) -> Tensor:
-        code, cache_code = DTYPE_CODES.get(q.dtype), DTYPE_CODES.get(kv_cache.dtype)
+        code, cache_code = DTYPE_CODES.get(q.dtype), CACHE_CODES.get(kv_cache.dtype)
         if code is None or cache_code is None or params.is_unusual or not _heads_packed(q):
             return attend.reference(q, kv_cache, params, step, group)
         if group.block_table.stride(-1) != 1:
