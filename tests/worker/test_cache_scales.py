@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.quantization.harness import plain_model
 from vllm import LLM, SamplingParams
@@ -42,9 +42,9 @@ def run(folder, **options):
 
 def with_scales(folder, target, tensors):
     """A copy of the model's folder whose checkpoint has these tensors too."""
-    for name in ("config.json", "model.safetensors"):
-        (target / name).write_bytes((folder / name).read_bytes())
-    save_file({name: torch.tensor(value) for name, value in tensors.items()}, target / "scales.safetensors")
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    scales = {name: torch.tensor(value) for name, value in tensors.items()}
+    save_file({**load_file(folder / "model.safetensors"), **scales}, target / "model.safetensors")
     return target
 
 

@@ -13,7 +13,7 @@ from vllm.ops.triton.activation import apply_activation
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`
-    belong to the other.
+    belong to the other. With a packed weight, `vector` is the kernel whose warps take blocks of their own.
     """
 
     vector: bool

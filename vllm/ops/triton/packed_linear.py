@@ -1,9 +1,10 @@
 """Triton products with weights of 4 or 8 bits: codes stay packed on their way from memory to the registers of the
 matrix units, where bit tricks make numbers of them.
 
-A block is W = 16, 32 or 64 words for each output, of 8 codes of 4 bits or 4 codes of 8 bits: code i of word j belongs
-to input i * W + j of the block, so that the same code of neighbouring words makes a tile of a product. Words lie
-[blocks, outputs, W]: what a program reads of a block is one piece. Scales lie [groups, outputs].
+A block is W = 16, 32 or 64 words of 16 bits for each output, of 4 codes of 4 bits or 2 codes of 8 bits: code i of word
+j belongs to input i * W + j of the block, so that the same code of neighbouring words, which share a register, makes a
+tile of a product. Words lie [blocks, outputs, W]: what a program reads of a block is one piece. Scales lie [groups,
+outputs].
 
 Few rows are too few programs for the device, so the inputs may be split among several; the last one to arrive adds the
 parts up in a fixed order. What follows a product is folded in as in `decode_linear`.
@@ -26,7 +27,8 @@ from vllm.ops.triton.decode_parts import Tiling, finish_rows
 
 WORDS = (64, 32, 16)  # of a block and an output, the first that fits; the matrix units take 16 inputs at a time
 _LEAST_GROUP = 16
-_PROGRAMS = 224  # that few rows should be cut into, from times on an H200
+_SLICED_ROWS = 8  # up to which warps take blocks of their own: one tile of the matrix units
+_PROGRAMS = 256  # that few rows should be cut into, from times on an H200
 _FORMATS = {"int4": 0, "int8": 1, "fp8": 2}
 _ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter knows none
 
@@ -324,7 +326,7 @@ def _dequantize_kernel(
 class PackedWords:
     """A quantized [out, in] weight, packed.
 
-    words: int32 [blocks, out, W].   scales, offsets: [groups, out], in float16 where that loses nothing, else fp32.
+    words: int16 [blocks, out, W].   scales, offsets: [groups, out], in float16 where that loses nothing, else fp32.
     group: inputs of a scale, a divisor or a multiple of a block.   order: as of `GroupedWeight`.
     """
 
@@ -357,7 +359,7 @@ class PackedWords:
         if weight.zero != zero:
             more = (zero - weight.zero) * scales
             offsets = more if offsets is None else offsets + more
-        groups = blocks * block // self.group  # those of padding count too
+        groups = -(-blocks * block // self.group)  # those of padding count too
         self.scales = _narrowed(_padded(scales, groups))
         self.offsets = None if offsets is None else _narrowed(_padded(offsets, groups))
         tensors = (self.words, self.scales, self.offsets)
@@ -438,12 +440,22 @@ def launch_packed(
 
 
 def choose_packed_tiling(rows: int, outputs: int, blocks: int) -> Tiling:
-    """The tiling of a product of `rows` rows with a weight of so many outputs (of each half, if gated) and blocks."""
-    tiles, split = -(-outputs // 64), 1
-    while split < 8 and tiles * split < _PROGRAMS and blocks >= 2 * split:
+    """The tiling of a product of `rows` rows with a weight of so many outputs (of each half, if gated) and blocks. From
+    times on an H200 (`benchmarks/h200/quantized.py`).
+    """
+    split = 1
+    if rows <= _SLICED_ROWS:
+        if outputs >= 8192:
+            return Tiling(True, 64, 8, 2, 1, 3, ahead=2)
+        tiles = -(-outputs // 16)
+        while split < 8 and tiles * split < 2 * _PROGRAMS and blocks >= 16 * split:
+            split *= 2
+        return Tiling(True, 16, 8, 4, split, 3, ahead=4)
+    tiles = -(-outputs // 64)
+    while tiles < 200 and split < 8 and tiles * split < 384 and blocks >= 2 * split:
         split *= 2
     tile_rows = min(64, max(16, triton.next_power_of_2(rows)))
-    return Tiling(False, 64, tile_rows, 4, split, 3 if rows <= 16 else 2, ahead=2)
+    return Tiling(False, 64, tile_rows, 4, split, 3 if split <= 4 else 2, ahead=2)
 
 
 def packed_product(x: Tensor, weight: PackedWords, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -453,7 +465,7 @@ def packed_product(x: Tensor, weight: PackedWords, bias: Tensor | None, dtype: t
     if rows == 0:
         return out
     # one cut for all small batches: a row's sums do not depend on its company
-    t = choose_packed_tiling(max(rows, 2), n, weight.words.shape[0])
+    t = choose_packed_tiling(max(rows, _SLICED_ROWS + 1), n, weight.words.shape[0])
     part = torch.empty(t.split * t.depth * n if t.split > 1 else 1, dtype=torch.float32, device=x.device)
     arrived = torch.zeros(-(-n // t.rows), dtype=torch.int32, device=x.device)
     const = {"N": n, "K": x.shape[1], "WIDTH": 1, "BN": t.rows, "MODE": 0, "ACT": -1, "NORM": False, "NEXT": False}
