@@ -448,7 +448,7 @@ def choose_packed_tiling(rows: int, outputs: int, blocks: int) -> Tiling:
         if outputs >= 8192:
             return Tiling(True, 64, 8, 2, 1, 3, ahead=2)
         tiles = -(-outputs // 16)
-        while split < 8 and tiles * split < 2 * _PROGRAMS and blocks >= 16 * split:
+        while split < 8 and tiles * split < _PROGRAMS + 1 and blocks >= 16 * split:
             split *= 2
         return Tiling(True, 16, 8, 4, split, 3, ahead=4)
     tiles = -(-outputs // 64)
