@@ -85,12 +85,16 @@ def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
             continue
         tiles = -(-outputs // width)
         splits = [split for split in (1, 2, 4, 8) if split == 1 or 200 < tiles * split < 700]
-        found += [Tiling(True, width, depth, slices, split, stages, ahead=slices) for split in splits[:2] for stages in (2, 3)]
+        found += [
+            Tiling(True, width, depth, slices, split, stages, ahead=slices) for split in splits[:2] for stages in (2, 3)
+        ]
     for width, warps in ((64, 4), (128, 8)) if rows > 8 else ():
         depth = 64 if rows > 64 else max(16, rows)
         tiles = -(-outputs // width) * -(-rows // depth)
         splits = [split for split in (1, 2, 4, 8) if split == 1 or (rows <= 64 and 200 < tiles * split < 700)]
-        found += [Tiling(False, width, depth, warps, split, stages, ahead=2) for split in splits[-2:] for stages in (2, 3)]
+        found += [
+            Tiling(False, width, depth, warps, split, stages, ahead=2) for split in splits[-2:] for stages in (2, 3)
+        ]
     return found
 
 

@@ -63,7 +63,10 @@ def test_scales_from_every_source(folder, tmp_path):
     got, given = run(folder, kv_cache_dtype="fp8", quantization_param_path=str(file))
     assert given == {i: (max(pair), max(pair)) for i, pair in scales.items()}
     assert (got - want).abs().mean() < 0.1
-    names = {0: ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"), 1: ("self_attn.attn.k_scale", "self_attn.v_scale")}
+    names = {
+        0: ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        1: ("self_attn.attn.k_scale", "self_attn.v_scale"),
+    }
     tensors = {f"model.layers.{i}.{name}": s for i in names for name, s in zip(names[i], scales[i], strict=True)}
     stored = with_scales(folder, tmp_path, tensors)
     got, given = run(stored, kv_cache_dtype="fp8")

@@ -120,9 +120,13 @@ class CacheConfig:
             "calculate_kv_scales": self.calculate_kv_scales,
         }
         for name in (name for name, given in scales.items() if given and not self.cache_dtype.startswith("fp8")):
-            raise ValueError(f"{name} is about the scales of an fp8 KV cache: set kv_cache_dtype='fp8', or leave it unset.")
+            raise ValueError(
+                f"{name} is about the scales of an fp8 KV cache: set kv_cache_dtype='fp8', or leave it unset."
+            )
         if all(scales.values()):
-            raise ValueError("Both quantization_param_path and calculate_kv_scales say where scales come from: set one.")
+            raise ValueError(
+                "Both quantization_param_path and calculate_kv_scales say where scales come from: set one."
+            )
         if self.swap_space < 0:
             raise ValueError(f"swap_space must be non-negative, got {self.swap_space}.")
 

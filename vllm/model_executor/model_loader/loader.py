@@ -24,9 +24,9 @@ from vllm.model_executor.layers.quantization import format_of
 from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.layers.sharding import ShardedParameter
 from vllm.model_executor.model_loader import rank_state
+from vllm.model_executor.model_loader.cache_scales import CheckpointScales
 from vllm.model_executor.model_loader.dense_modules import NAMES as DENSE_NAMES
 from vllm.model_executor.model_loader.dense_modules import DenseModule
-from vllm.model_executor.model_loader.cache_scales import CheckpointScales
 from vllm.model_executor.model_loader.filler import WeightFiller
 from vllm.model_executor.model_loader.fitting import fitted
 from vllm.model_executor.model_loader.live_weights import LiveWeights

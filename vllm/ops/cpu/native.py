@@ -309,7 +309,8 @@ class NativeKernels:
         self._rotate_and_write(
             qkv.data_ptr(), tokens, qkv.stride(0), heads, kv_heads, head_dim, positions.data_ptr(), cos_sin.data_ptr(),
             cos_sin.shape[-1], interleaved, kv_cache.data_ptr(), kv_cache.stride(0), block_size,
-            slot_mapping.data_ptr(), q_weight, k_weight, eps, offset, k_scale, v_scale, DTYPE_CODES[qkv.dtype], cache_code,
+            slot_mapping.data_ptr(), q_weight, k_weight, eps, offset, k_scale, v_scale, DTYPE_CODES[qkv.dtype],
+            cache_code,
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads], None
 
