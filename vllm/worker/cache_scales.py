@@ -164,8 +164,10 @@ def _step(
     positions = np.tile(np.arange(length, dtype=np.int64), requests)
     starts: np.ndarray = np.arange(requests + 1, dtype=np.int32) * length
     lens: np.ndarray = np.full(requests, length, np.int32)
-    request = np.repeat(np.arange(requests), length)
-    tables, mappings, first = [], [], 1
+    request: np.ndarray = np.repeat(np.arange(requests), length)
+    tables: list[np.ndarray] = []
+    mappings: list[np.ndarray] = []
+    first = 1
     for group in layout.groups:
         if group.kind is KVKind.RECURRENT:
             tables.append(np.arange(1, requests + 1, dtype=np.int32)[:, None])
