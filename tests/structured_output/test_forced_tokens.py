@@ -1,4 +1,4 @@
-"""Tokens that must follow take no step of their own; masks may be computed beside the step. Neither changes a token."""
+"""Tokens that must follow take no step of their own, which changes no token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from vllm import LLM, SamplingParams
 from vllm.engine.core import EngineCore
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import GuidedDecodingParams
-from vllm.structured_output import requests
 
 CARD = {
     "type": "object",
@@ -104,17 +103,8 @@ def test_preempted_requests_bring_their_forced_tokens(tmp_path: Any, monkeypatch
     assert found == expected
 
 
-def test_masks_beside_the_step_are_those_before_it(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "BESIDE_FROM", 1)
-    beside, _ = answers(demo)
-    monkeypatch.setattr(requests, "BESIDE_FROM", 1 << 30)
-    before, _ = answers(demo)
-    assert beside == before
-
-
-def test_a_step_that_fails_beside_its_masks_is_tried_again(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_is_tried_again_with_its_masks(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = answers(demo)
-    monkeypatch.setattr(requests, "BESIDE_FROM", 1)
     executor = demo.llm_engine.core.core.executor
     submit, failures = executor.submit, iter([False] * 9 + [True])
 

@@ -16,7 +16,6 @@ from tests.structured_output.corpus import cases
 from tests.structured_output.driver import spec_of
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.exceptions import VLLMValidationError
-from vllm.structured_output.backends import guidance, xgrammar
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import Grammar, GrammarError, Matcher
 from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
@@ -113,26 +112,25 @@ def test_tokens_can_be_taken_back(backend: str, compiler: GrammarCompiler, vocab
     assert allowed(matcher, vocabulary) == history[-1]
 
 
-@pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_rows_are_what_each_is_alone(
-    backend: str, in_threads: bool, compiler: GrammarCompiler, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (guidance, xgrammar):
-        monkeypatch.setattr(module, "_PARALLEL_FROM", 0 if in_threads else 1 << 60)
+def test_many_rows_are_what_each_is_alone(backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
     made = compiler.compile(spec_of(backend, regex="[a-f]{2,12}x")).result()
     matchers = [made.grammar.start() for _ in range(12)]
     for i, matcher in enumerate(matchers):
         for _ in range(i % 4):
             assert matcher.accept(min(allowed(matcher, vocabulary)[0]))
-    rows = [2 * i for i in range(12)]
-    bits: np.ndarray = np.zeros((24, vocabulary.words), np.uint32)
-    filled = made.backend.fill_all(matchers, bits, rows)
-    assert not bits[1::2].any() and not filled.errors
-    for matcher, row, end in zip(matchers, rows, filled.may_end, strict=True):
+    complete = next(i for i, token in enumerate(vocabulary.tokens) if token == b"x")
+    for matcher in matchers[2::4]:
+        assert matcher.accept(complete)
+    bits: np.ndarray = np.full((12, vocabulary.words), 0xDEADBEEF, np.uint32)  # what was there before is overwritten
+    filled = made.backend.fill_all(matchers, bits)
+    assert not filled.errors
+    assert filled.may_end == [2, 6, 10]
+    assert set(filled.dead) <= {2, 6, 10}
+    for i, matcher in enumerate(matchers):
         alone: np.ndarray = np.zeros(vocabulary.words, np.uint32)
-        assert matcher.fill(alone) == end
-        assert np.array_equal(alone, bits[row])
+        assert matcher.fill(alone) == (i in filled.may_end)
+        assert np.array_equal(alone, bits[i])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -146,37 +144,41 @@ def test_texts_of_one_grammar_do_not_disturb_each_other(
     assert allowed(second, vocabulary) == before
 
 
-def test_forced_tokens_are_those_the_tokenizer_would_write(compiler: GrammarCompiler) -> None:
+def test_where_a_text_must_follow_masks_have_one_token(compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+    """Then no step is needed; the tokens are those the tokenizer would write."""
     grammar = compiled(compiler, "guidance", regex="The capital of France is (Paris|Rome)")
     matcher, tokens = grammar.start(), []
-    while (token := matcher.forced()) is not None:
-        tokens.append(token)
-        assert matcher.accept(token)
+    while len(following := allowed(matcher, vocabulary)[0]) == 1:
+        tokens += following
+        assert matcher.accept(tokens[-1])
     expected = load_tokenizer(DEMO).encode("The capital of France is Paris", add_special_tokens=False)
     assert len(tokens) >= 2
     assert tokens == expected[: len(tokens)]
 
 
-def test_a_forced_token_is_the_only_one_of_the_mask(compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
-    """Along random texts of the corpus; to ask changes nothing."""
-    forced = 0
-    for i, case in enumerate(cases(8, 60)):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_nothing_may_follow_are_named(
+    backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary
+) -> None:
+    """Along random texts of the corpus: an empty mask either ends a text, or is a dead end and said to be one."""
+    rows = 0
+    for i, case in enumerate(cases(8, 40 if backend == "lm-format-enforcer" else 60)):
         try:
-            matcher = compiled(compiler, "guidance", **case.arguments).start()
+            made = compiler.compile(spec_of(backend, **case.arguments)).result()
         except (VLLMValidationError, GrammarError):
             continue
-        random_ = random.Random(i)
+        matcher, random_ = made.grammar.start(), random.Random(i)
         for _ in range(40):
-            token = matcher.forced()
-            tokens, may_end = allowed(matcher, vocabulary)
-            assert matcher.forced() == token
-            if token is not None:
-                forced += 1
-                assert (tokens, may_end) == ({token}, False)
+            bits: np.ndarray = np.zeros((1, vocabulary.words), np.uint32)
+            filled = made.backend.fill_all([matcher], bits)
+            tokens = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
             if not tokens:
+                assert filled.may_end or filled.dead or filled.errors
                 break
-            assert matcher.accept(random_.choice(sorted(tokens)))
-    assert forced > 20
+            assert not filled.dead and not filled.errors
+            assert matcher.accept(random_.choice(tokens))
+            rows += 1
+    assert rows > 3
 
 
 @pytest.mark.parametrize("backend", ["guidance", "xgrammar", "outlines"])

@@ -31,8 +31,6 @@ from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from vllm.config import VllmConfig
     from vllm.config.scheduler import SchedulerConfig
     from vllm.core.request import Request
@@ -90,7 +88,7 @@ class EngineCore:
         self._pipelined = config.parallel_config.pipeline_parallel_size > 1
         self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0
         self.step_allowance = 0.0  # seconds that the size of the newest step explains
-        self._late: tuple[int, np.ndarray] | None = None  # the newest step, and its rows, if some wait for masks
+        self._late: tuple[int, list[int]] | None = None  # the newest step, and its rows that wait for masks
         self._submitted = 0  # steps handed to the executor whose results were not collected
         self._left_over: deque[CoreOutput] = deque()  # ends of requests that an interrupted step could not return
         self._death: str | None = None
@@ -194,50 +192,39 @@ class EngineCore:
 
     def _submit(self) -> bool:
         """Plan and submit a step; False if there is none to plan now."""
-        filling: Future[Masks] | None = None
         errors: dict[str, str] = {}
 
         def masks(requests: list[Request], sample: list[bool]) -> dict[str, Any]:
-            """Those of the rows that have a grammar. Rows whose masks come late are only named: where newest tokens are
-            still in flight, or where a thread computes masks beside the forward pass, which is this thread's.
+            """Those of the rows that have a grammar. Rows whose newest tokens are still in flight are only named: their
+            masks come late.
             """
-            nonlocal filling, errors
-            if self.overlaps:
-                late = [
-                    s and r.num_pending > 1 and r.id in self._grammars for r, s in zip(requests, sample, strict=True)
-                ]
-                found = self._grammars.masks(requests, [s and not x for s, x in zip(sample, late, strict=True)])
-                errors = found.errors
-                return {"masks": _row_masks(found), "late": np.array(late) if any(late) else None}
-            begun = self._grammars.masks_beside(requests, sample)
-            if isinstance(begun, Masks):
-                errors = begun.errors
-                return {"masks": _row_masks(begun)}
-            filling = begun
-            return {"late": np.array(sample)}
+            nonlocal errors
+            rows = self._grammars.rows(requests, sample)
+            late = [row for row in rows if requests[row].num_pending > 1]
+            found = self._grammars.masks(requests, [row for row in rows if requests[row].num_pending <= 1])
+            errors = found.errors
+            said: dict[str, Any] = {"masks": _row_masks(found)}
+            if late:
+                said["late"] = np.zeros(len(requests), bool)
+                said["late"][late] = True
+            return said
 
         plan = self.scheduler.schedule(masks if self._grammars else None)
         if plan is None:
             return False
         self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
-        try:
-            self._executor.submit(plan)
-        finally:
-            found = None if filling is None else filling.result()
+        self._executor.submit(plan)
         self._submitted += 1
-        if found is not None:
-            self._executor.complete(plan.step_id, _row_masks(found))
-            errors = found.errors
-        elif plan.late is not None:
-            self._late = (plan.step_id, plan.late)
+        if plan.late is not None:
+            self._late = (plan.step_id, plan.late.nonzero()[0].tolist())
         self._refuse(errors)
         self.scheduler.settle()
         return True
 
-    def _complete(self, step_id: int, late: np.ndarray) -> None:
+    def _complete(self, step_id: int, late: list[int]) -> None:
         """Give the newest step the masks that need the tokens just taken in. Requests that have ended get none."""
         self._late = None
-        masks = self._grammars.masks(self.scheduler.planned, late.tolist())
+        masks = self._grammars.masks(self.scheduler.planned, late)
         self._executor.complete(step_id, _row_masks(masks))
         self._refuse(masks.errors)
 
@@ -248,11 +235,8 @@ class EngineCore:
 
     def _jump(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
         """`outputs`, with the tokens that must follow them: none of these needs a step of its own."""
-        for output in outputs:
-            if output.finish_reason is None and output.new_token_ids and output.request_id in self._grammars:
-                tokens = self._grammars.forced(self.scheduler.requests[output.request_id])
-                if tokens:
-                    self.scheduler.extend(output, tokens)
+        for output, tokens in self._grammars.advance(outputs, self.scheduler.requests):
+            self.scheduler.extend(output, tokens)
         return outputs
 
     def _admit_compiled(self) -> list[CoreOutput]:
@@ -299,7 +283,11 @@ class EngineCore:
         if self._grammars:
             outputs = self._ended(outputs if self.overlaps else self._jump(outputs))
         if self._late is not None:
-            self._complete(*self._late)
+            try:
+                self._complete(*self._late)
+                self._submit()  # before anybody looks at the outputs: what the device does now is soon done
+            except Exception as error:
+                self._left_over.extend(self._failed(error))
         if self._submitted and not scheduler.has_unfinished():
             self._drain()
         if self._pipelined:  # a stage waits for the tokens just taken in: no time for what becomes of them first
@@ -316,6 +304,8 @@ class EngineCore:
 
     def _drain(self) -> None:
         """Collect steps whose requests have all ended: their slots and blocks are then nobody's."""
+        if self._late is not None:
+            self._complete(*self._late)
         while self._submitted:
             self._submitted -= 1
             self.scheduler.apply(self._executor.collect())

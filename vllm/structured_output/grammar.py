@@ -11,6 +11,8 @@ import numpy as np
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
+_FIRST_WORDS = 64
+
 
 class GrammarError(ValueError):
     """A constraint that cannot be compiled, with the reason. The request is at fault."""
@@ -36,9 +38,6 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """Whether the text is complete and nothing may follow."""
 
-    def forced(self) -> int | None:
-        """The one token that may follow, where the text may not end and the library knows it without a mask."""
-
 
 class Grammar(Protocol):
     """A compiled constraint, shared by all texts that have it. `nbytes`: about how much memory it holds."""
@@ -50,9 +49,12 @@ class Grammar(Protocol):
 
 
 class Filled(NamedTuple):
-    """What `fill` found of several matchers. may_end: [matchers] bool.   errors: by their places."""
+    """What `fill_all` found of several matchers, by their places: where the text may end, where nothing may follow, and
+    which have failed.
+    """
 
-    may_end: np.ndarray
+    may_end: list[int]
+    dead: list[int]
     errors: dict[int, GrammarError]
 
 
@@ -73,33 +75,44 @@ class Backend(Protocol):
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
         """The grammar itself. Raises GrammarError."""
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
-        """`fill` for several of this back end's matchers, each into its row of `bits` [n, words] uint32, contiguous."""
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
+        """`fill` for several of this back end's matchers, each into its row of `bits`: [matchers, words] uint32, whose
+        rows are contiguous.
+        """
 
 
-def fill_one_by_one(matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
+def fill_one_by_one(matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
     """`fill_all` for libraries that have no better way."""
-    found = Filled(np.zeros(len(matchers), bool), {})
-    for i, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
+    found = Filled([], [], {})
+    for i, (matcher, row) in enumerate(zip(matchers, bits, strict=True)):
         try:
-            found.may_end[i] = matcher.fill(bits[row])
+            if matcher.fill(row):
+                found.may_end.append(i)
+            if not row.any():
+                found.dead.append(i)
         except GrammarError as error:
             found.errors[i] = error
     return found
 
 
-def take_ends(bits: np.ndarray, rows: Sequence[int], end: int) -> np.ndarray:
-    """Whether the token `end`, by which a library says that a text may end, is set in each of `rows`; it is no more
-    afterwards.
-    """
+def address(array: np.ndarray) -> int:
+    """Where its numbers begin. (`array.ctypes` takes as long as a mask.)"""
+    return int(array.__array_interface__["data"][0])
+
+
+def empty_rows(bits: np.ndarray) -> list[int]:
+    """The rows without a bit. Most have one among the first words."""
+    found: list[int] = (~bits[:, :_FIRST_WORDS].any(1)).nonzero()[0].tolist()
+    return [row for row in found if not bits[row].any()]
+
+
+def take_ends(bits: np.ndarray, end: int) -> list[int]:
+    """The rows in which the token `end` is set, by which a library says that a text may end; then it is set no more."""
     word, bit = end // WORD_BITS, np.uint32(1 << (end % WORD_BITS))
     column = bits[:, word]
-    if len(rows) == len(bits):
-        found: np.ndarray = (column & bit) != 0
+    found: list[int] = (column & bit).nonzero()[0].tolist()
+    if found:
         column &= ~bit
-        return found if list(rows) == list(range(len(bits))) else found[rows]
-    found = (column[rows] & bit) != 0
-    column[rows] &= ~bit
     return found
 
 

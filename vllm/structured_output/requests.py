@@ -7,8 +7,8 @@ when a step is forgotten, since tokens are only ever added.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -22,13 +22,11 @@ from vllm.structured_output.vocabulary import WORD_BITS
 
 if TYPE_CHECKING:
     from vllm.core.request import Request
-    from vllm.engine.messages import CoreRequest
+    from vllm.step.messages import CoreOutput, CoreRequest
     from vllm.structured_output.spec import GrammarSpec
 
 # A request waits this long for its grammar, of which it may spend most behind the compilations of others.
 WAIT_SECONDS = 30.0
-# Masks: fewer are computed sooner than a thread begins.
-BESIDE_FROM = 8
 
 
 class ReasoningEnd(Protocol):
@@ -71,12 +69,16 @@ class _Waiting(NamedTuple):
 
 
 class _State:
-    """One request. ends_late: it ends only if it can do nothing else; jumps: a token that must follow need not be
-    sampled; position: of the first token that the matcher has not seen; seen: output tokens that were searched for the
-    end of the reasoning.
+    """One request. begin: of its output.   ends_late: it ends only if it can do nothing else.   jumps: a token that
+    must follow need not be sampled.   position: of the first token that the matcher has not seen.   seen: output tokens
+    that were searched for the end of the reasoning.   mask: of the token at `position`, once it is computed: a matrix
+    and its row.   problem: why the request cannot go on there.
     """
 
-    __slots__ = ("backend", "ends", "ends_late", "jumps", "matcher", "min_tokens", "position", "reasoning", "seen")
+    __slots__ = (
+        "backend", "begin", "ends", "ends_late", "jumps", "mask", "matcher", "min_tokens", "position", "problem",
+        "reasoning", "seen",
+    )  # fmt: skip
 
     def __init__(self, compiled: Compiled, message: CoreRequest, reasoning: bool) -> None:
         self.backend: Backend = compiled.backend
@@ -86,9 +88,11 @@ class _State:
         assert isinstance(message.params, SamplingParams)  # a pooled request has no output to be constrained
         self.min_tokens = message.params.min_tokens
         self.jumps = _jumps(message.params)
-        self.position = len(message.prompt_token_ids)
+        self.begin = self.position = len(message.prompt_token_ids)
         self.seen = 0
         self.reasoning = reasoning
+        self.mask: tuple[np.ndarray, int] | None = None
+        self.problem: str | None = None
 
 
 class GrammarRequests:
@@ -159,15 +163,9 @@ class GrammarRequests:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="masks")
-
     def close(self) -> None:
         """End the threads and processes."""
         self.compiler.close()
-        if "_thread" in self.__dict__:
-            self._thread.shutdown()
 
     @cached_property
     def _reasoning_end(self) -> ReasoningEnd | None:
@@ -198,87 +196,129 @@ class GrammarRequests:
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 
-    def masks(self, requests: Sequence[Request], sample: Sequence[bool]) -> Masks:
-        """The masks of a step. requests, sample: its rows, and which of them sample a token."""
-        return self._filled(*self._wanting(requests, sample))
+    def rows(self, requests: Sequence[Request], sample: Sequence[bool]) -> list[int]:
+        """Which rows of a step sample under a grammar. requests, sample: its rows, and whether they sample."""
+        states = self._states
+        return [i for i, request in enumerate(requests) if request.id in states and sample[i]]
 
-    def masks_beside(self, requests: Sequence[Request], sample: Sequence[bool]) -> Future[Masks] | Masks:
-        """The same, computed in a thread if there is enough to do. Until it is done, nothing else may be asked."""
-        wanting, errors = self._wanting(requests, sample)
-        if len(wanting) < BESIDE_FROM:
-            return self._filled(wanting, errors)
-        return self._thread.submit(self._filled, wanting, errors)
+    def masks(self, requests: Sequence[Request], rows: Iterable[int]) -> Masks:
+        """The masks of some rows of a step; a request that has ended, or whose grammar has not begun, has none."""
+        states, found, errors, missing = self._states, [], {}, []
+        where: list[int] = []
+        for row in rows:
+            request = requests[row]
+            state = states.get(request.id)
+            if state is None:
+                continue
+            try:
+                if not self._follow(state, request.tokens):
+                    continue
+            except GrammarError as error:
+                errors[request.id] = str(error)
+                continue
+            where.append(row)
+            found.append(state)
+            if state.mask is None:
+                missing.append(state)
+        if missing:
+            self._fill(missing)
+        for row, state in zip(where, found, strict=True):
+            if state.problem is not None:
+                errors[requests[row].id] = state.problem
+        return Masks(np.array(where, np.int32), _together(found), errors)
 
-    def forced(self, request: Request) -> list[int]:
-        """Tokens that must follow the last one, which now count as seen: the request takes them next."""
-        state = self._states[request.id]
-        found: list[int] = []
-        if not state.jumps:
-            return found
-        try:
-            if not self._follow(state, request):
-                return found
-            while (token := state.matcher.forced()) is not None and token not in state.ends:
-                if not state.matcher.accept(token):
-                    break
-                found.append(token)
-        except GrammarError:
-            pass  # the mask of the next token says so
-        state.position += len(found)
+    def advance(
+        self, outputs: Iterable[CoreOutput], requests: Mapping[str, Request]
+    ) -> list[tuple[CoreOutput, list[int]]]:
+        """Compute the masks of the tokens behind those that a step brought. Returns the outputs behind which there is
+        no choice, with the tokens that must follow; these count as seen: the requests take them next.
+        """
+        states, found, forced = self._states, [], []
+        for output in outputs:
+            state = states.get(output.request_id)
+            if state is None or output.finish_reason is not None or not output.new_token_ids:
+                continue
+            try:
+                if self._follow(state, requests[output.request_id].tokens):
+                    found.append((output, state))
+            except GrammarError:
+                pass  # `masks` says so
+        for bits, members in self._fill([state for _, state in found]):
+            for place in ((bits != 0).sum(1) == 1).nonzero()[0].tolist():
+                output, state = found[members[place]]
+                if state.jumps and (tokens := self._forced(state)):
+                    forced.append((output, tokens))
+        return forced
+
+    def _forced(self, state: _State) -> list[int]:
+        """The tokens that must follow, as long as masks have only one; the last may be one that ends the request."""
+        tokens: list[int] = []
+        while state.problem is None and state.mask is not None:
+            bits, place = state.mask
+            words = bits[place].nonzero()[0]
+            if len(words) != 1 or (word := int(bits[place, words[0]])) & (word - 1):
+                break
+            token = int(words[0]) * WORD_BITS + word.bit_length() - 1
+            if token in state.ends:
+                tokens.append(token)
+                break
+            if not state.matcher.accept(token):
+                break
+            tokens.append(token)
+            state.position += 1
+            self._fill([state])
+        return tokens
+
+    def _fill(self, states: Sequence[_State]) -> list[tuple[np.ndarray, list[int]]]:
+        """Compute the masks of these. Returns them by back end: a matrix, and whose its rows are."""
+        by_backend: dict[Backend, list[int]] = {}
+        for i, state in enumerate(states):
+            by_backend.setdefault(state.backend, []).append(i)
+        found = []
+        for backend, members in by_backend.items():
+            bits: np.ndarray = np.empty((len(members), self.compiler.vocabulary.words), np.uint32)
+            filled = backend.fill_all([states[i].matcher for i in members], bits)
+            for place, i in enumerate(members):
+                states[i].mask = bits, place
+            for place in {*filled.may_end, *filled.dead, *filled.errors}:
+                error = filled.errors.get(place)
+                state, row = states[members[place]], bits[place]
+                state.problem = str(error) if error else _end(state, row, place in filled.may_end)
+                if state.problem:
+                    row[:] = 0xFFFFFFFF  # its token will be dropped
+            found.append((bits, members))
         return found
 
-    def _wanting(
-        self, requests: Sequence[Request], sample: Sequence[bool]
-    ) -> tuple[list[tuple[int, Request, _State]], dict[str, str]]:
-        """Rows that sample under a grammar, whose matchers have seen all tokens."""
-        states, found, errors = self._states, [], {}
-        for row, (request, samples) in enumerate(zip(requests, sample, strict=True)):
-            if samples and (state := states.get(request.id)) is not None:
-                try:
-                    if self._follow(state, request):
-                        found.append((row, request, state))
-                except GrammarError as error:
-                    errors[request.id] = str(error)
-        return found, errors
-
-    def _filled(self, found: list[tuple[int, Request, _State]], errors: dict[str, str]) -> Masks:
-        bits: np.ndarray = np.zeros((len(found), self.compiler.vocabulary.words if found else 0), np.uint32)
-        by_backend: dict[Backend, list[int]] = {}
-        for i, (_, _, state) in enumerate(found):
-            by_backend.setdefault(state.backend, []).append(i)
-        for backend, members in by_backend.items():
-            filled = backend.fill_all([found[i][2].matcher for i in members], bits, members)
-            alive = (bits if len(members) == len(bits) else bits[members]).any(1)
-            special = filled.may_end | ~alive
-            for place in {*special.nonzero()[0].tolist(), *filled.errors}:
-                i = members[place]
-                _, request, state = found[i]
-                error = filled.errors.get(place)
-                problem = str(error) if error else _end(state, request, bits[i], bool(filled.may_end[place]))
-                if problem:
-                    errors[request.id] = problem
-                    bits[i] = 0xFFFFFFFF  # its token will be dropped
-        return Masks(np.array([row for row, _, _ in found], np.int32), bits, errors)
-
-    def _follow(self, state: _State, request: Request) -> bool:
+    def _follow(self, state: _State, tokens: Sequence[int]) -> bool:
         """Show the matcher the request's new tokens; False if the grammar has not begun."""
-        tokens = request.tokens
-        if state.position == len(tokens):
+        if state.position >= len(tokens):
             return not state.reasoning
         if state.reasoning:
             assert self._reasoning_end is not None
-            output = tokens[request.num_prompt_tokens :]
+            output = tokens[state.begin :]
             begin = self._reasoning_end.find(output, state.seen)
             state.seen = len(output)
             if begin < 0:
                 return False
             state.reasoning = False
-            state.position = request.num_prompt_tokens + begin
+            state.position = state.begin + begin
+        state.mask = None
         for position in range(state.position, len(tokens)):
             if not state.matcher.accept(tokens[position]):
                 raise GrammarError(f"Token {tokens[position]} was sampled although the grammar does not allow it.")
-        state.position = len(tokens)
+            state.position = position + 1
         return True
+
+
+def _together(states: Sequence[_State]) -> np.ndarray:
+    """The masks of several, [n, words]; usually they are a matrix already."""
+    masks = [state.mask for state in states if state.mask is not None]
+    if not masks:
+        return np.zeros((0, 0), np.uint32)
+    first = masks[0][0]
+    if len(first) == len(masks) and all(bits is first and place == i for i, (bits, place) in enumerate(masks)):
+        return first
+    return np.stack([bits[place] for bits, place in masks])
 
 
 def _jumps(params: SamplingParams) -> bool:
@@ -297,13 +337,13 @@ def refusal(error: GrammarError) -> str:
     return f"The guided decoding constraint cannot be compiled: {error}"
 
 
-def _end(state: _State, request: Request, row: np.ndarray, may_end: bool) -> str | None:
+def _end(state: _State, row: np.ndarray, may_end: bool) -> str | None:
     """Allow the tokens that end the request where its text may end. Returns why it cannot go on, if it cannot.
 
     A text that can only end ends, whatever min_tokens and ignore_eos say.
     """
     may_go_on = bool(row.any())
-    early = state.ends_late or len(request.tokens) - request.num_prompt_tokens < state.min_tokens
+    early = state.ends_late or state.position - state.begin < state.min_tokens
     if may_end and not (early and may_go_on):
         if not state.ends:
             return None if may_go_on else "The text is complete, but the model has no token that ends it."

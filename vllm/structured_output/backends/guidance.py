@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, end_of, take_ends
+from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, address, end_of, take_ends
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec, ascii_digits
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -21,13 +20,10 @@ from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 WHITESPACE = r"[ \t]{1,8}|[ \t]{0,2}\r?\n[ \t]{0,40}"
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # nothing may follow, and the text may not end either
-_MAX_THREADS = 8
 _KNOWN_TEXTS, _KNOWN_LENGTH = 4096, 256  # of which the tokens are kept
 _BASE_BYTES = 1 << 16
 _BYTES_PER_CHARACTER = 64  # measured on schemas of many shapes; lexers grow as texts are matched
 _GROUP = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*|\(')  # literals, sets, comments; brackets
-# Matchers times tokens: below, handing them to threads costs more than it saves (matchers of one grammar share a lock).
-_PARALLEL_FROM = 1 << 19
 
 
 class _Wrapper:
@@ -61,7 +57,7 @@ class GuidanceMatcher:
         self._word, self._bit = end // WORD_BITS, np.uint32(1 << (end % WORD_BITS))
 
     def fill(self, row: np.ndarray) -> bool:
-        self.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.inner.unsafe_compute_mask_ptr(address(row), row.nbytes)
         self.check(row)
         may_end = bool(row[self._word] & self._bit)
         if may_end:
@@ -87,11 +83,6 @@ class GuidanceMatcher:
     def is_terminated(self) -> bool:
         return bool(self.inner.is_stopped())
 
-    def forced(self) -> int | None:
-        # Of a text that must follow, the library's mask has no token but the first that the tokenizer makes of it.
-        tokens = self.inner.compute_ff_tokens()
-        return tokens[0] if tokens else None
-
 
 class GuidanceGrammar:
     """A matcher that has seen nothing, of which each text gets a copy."""
@@ -114,7 +105,6 @@ class Guidance:
         self._end = end_of(vocabulary)
         wrapper = llguidance.TokenizerWrapper(_Wrapper(vocabulary, self._end))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.width)
-        self._executor = llguidance.LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
 
     def build(self, spec: GrammarSpec) -> bytes:
         return b""
@@ -125,23 +115,21 @@ class Guidance:
             raise GrammarError(_readable(matcher.get_error()))
         return GuidanceGrammar(matcher, self._end, _BASE_BYTES + _BYTES_PER_CHARACTER * len(spec.text))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
         known: list[GuidanceMatcher] = list(matchers)  # type: ignore[arg-type]
-        first, stride, size = bits.ctypes.data, bits.strides[0], bits.shape[1] * bits.itemsize
-        if len(known) * size * 8 >= _PARALLEL_FROM:
-            pairs = [(matcher.inner, row) for matcher, row in zip(known, rows, strict=True)]
-            self._executor.unsafe_compute_mask_ptr(pairs, first, stride, len(bits))
-        else:
-            for matcher, row in zip(known, rows, strict=True):
-                matcher.inner.unsafe_compute_mask_ptr(first + row * stride, size)
-        errors = {}
+        place, stride, size = address(bits), bits.strides[0], bits.shape[1] * bits.itemsize
+        dead, errors = [], {}
         for i, matcher in enumerate(known):
-            if matcher.inner.is_error():
+            inner = matcher.inner
+            inner.unsafe_compute_mask_ptr(place, size)
+            place += stride
+            if inner.is_error():
                 try:
-                    matcher.check(bits[rows[i]])
+                    matcher.check(bits[i])
+                    dead.append(i)
                 except GrammarError as error:
                     errors[i] = error
-        return Filled(take_ends(bits, rows, self._end), errors)
+        return Filled(take_ends(bits, self._end), dead, errors)
 
 
 make = Guidance

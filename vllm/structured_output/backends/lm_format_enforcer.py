@@ -62,9 +62,6 @@ class LmfeMatcher:
     def is_terminated(self) -> bool:
         return self._allowed() == [self._end]
 
-    def forced(self) -> int | None:
-        return None
-
 
 class LmfeGrammar:
     """A parser, which is never changed: parsers make new ones as they read."""
@@ -113,8 +110,8 @@ class Lmfe:
             raise GrammarError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
         return LmfeGrammar(parser, self._data, self._end, _BYTES_PER_CHARACTER * len(spec.text) + (1 << 14))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
-        return fill_one_by_one(matchers, bits, rows)
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
+        return fill_one_by_one(matchers, bits)
 
 
 make = Lmfe

@@ -51,9 +51,6 @@ class OutlinesMatcher:
             len(tokens) == 1 and tokens[0] // WORD_BITS == self._word and bool(1 << tokens[0] % WORD_BITS & self._bit)
         )
 
-    def forced(self) -> int | None:
-        return None
-
 
 class OutlinesGrammar:
     """A table."""
@@ -93,8 +90,8 @@ class Outlines:
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
         return OutlinesGrammar(Index.from_binary(data), self._end, _LOADED_PER_BYTE * len(data))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
-        return fill_one_by_one(matchers, bits, rows)
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
+        return fill_one_by_one(matchers, bits)
 
 
 make = Outlines

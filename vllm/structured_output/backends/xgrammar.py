@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, end_of, fill_one_by_one, take_ends
+from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, empty_rows, end_of, take_ends
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -21,8 +20,6 @@ _COMPILE_THREADS = 2
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 _PLACE = re.compile(r"^(\[[^]]*\] *)?/[\w/.+-]+:\d+: *")
-_FILL_THREADS = 4
-_PARALLEL_FROM = 8  # matchers: below, handing them to threads costs more than it saves
 
 
 class _Surrogates:
@@ -60,16 +57,16 @@ class XgrammarMatcher:
 
     def keep_characters(self, row: np.ndarray) -> None:
         """Take out of a mask what would make the last bytes none."""
-        if self._is_open:
+        if self.is_open:
             row &= self._surrogates.rest
 
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the next byte decides about a surrogate."""
         return bool(self._tokens) and self._tokens[-1] in self._surrogates.begin
 
     def accept(self, token: int) -> bool:
-        if self._is_open and not self._surrogates.rest[token // WORD_BITS] >> np.uint32(token % WORD_BITS) & 1:
+        if self.is_open and not self._surrogates.rest[token // WORD_BITS] >> np.uint32(token % WORD_BITS) & 1:
             return False
         if not self.inner.accept_token(token):
             return False
@@ -85,9 +82,6 @@ class XgrammarMatcher:
     def is_terminated(self) -> bool:
         row: np.ndarray = np.zeros(self._words, np.uint32)
         return self.fill(row) and not row.any()
-
-    def forced(self) -> int | None:
-        return None  # the library knows the bytes that are forced, not the tokens
 
 
 class XgrammarGrammar:
@@ -121,7 +115,6 @@ class Xgrammar:
         # By whether they are for JSON. Compilers are made in the process that compiles.
         self._infos: dict[bool, xgrammar.TokenizerInfo] = {}
         self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
-        self._filler = xgrammar.BatchGrammarMatcher(max_threads=min(_FILL_THREADS, os.cpu_count() or 1))
 
     def _info(self, is_json: bool) -> xgrammar.TokenizerInfo:
         """The vocabulary. The library lets control characters into strings of bounded length: JSON does without."""
@@ -172,14 +165,15 @@ class Xgrammar:
         compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info(spec.kind == JSON))
         return XgrammarGrammar(compiled, self._end, self._words, self._surrogates)
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray, rows: Sequence[int]) -> Filled:
-        if len(matchers) < _PARALLEL_FROM:
-            return fill_one_by_one(matchers, bits, rows)
-        known: list[Any] = list(matchers)
-        self._filler.batch_fill_next_token_bitmask([matcher.inner for matcher in known], _as_tensor(bits), list(rows))
-        for matcher, row in zip(known, rows, strict=True):
-            matcher.keep_characters(bits[row])
-        return Filled(take_ends(bits, rows, self._end), {})
+    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
+        known: list[XgrammarMatcher] = list(matchers)  # type: ignore[arg-type]
+        rows = _as_tensor(bits)
+        for i, matcher in enumerate(known):
+            matcher.inner.fill_next_token_bitmask(rows, i)
+            if matcher.is_open:
+                matcher.keep_characters(bits[i])
+        may_end = take_ends(bits, self._end)
+        return Filled(may_end, empty_rows(bits), {})
 
 
 make = Xgrammar
