@@ -32,7 +32,7 @@ from typing import Any
 
 CPU = ("core", "decode", "prefill", "server")
 SHAPES = ("qwen3-0.6b", "llama-3.1-8b")
-GPU = tuple(f"{case} {shape}" for shape in SHAPES for case in ("decode", "prefill"))
+GPU = tuple(f"{case} {shape}" for shape in SHAPES for case in ("decode", "prefill", "tokens"))
 LIMITS = {"core": 1.02, "decode": 1.02, "prefill": 1.02, "server": 1.03}  # what the ratio may be, at most
 CAPTURED_DECODE = 1.01
 _REPEATS = 6  # in a turn on the CPU, of which the fastest counts: others share its caches
@@ -85,6 +85,23 @@ class Model:
         if {len(o.outputs[0].token_ids) for o in outputs} != {out}:
             raise RuntimeError("An output is of another length than was asked for.")
         return seconds
+
+    def tokens(self) -> list[list[int]]:
+        """Greedy, seeded and cut samples behind prompts of several lengths, in one batch."""
+        numbers = random.Random(1)
+        lengths = [1, 5, 17, 64, 200, 700, 1500, 33] * 3
+        prompts: list[Any] = [{"prompt_token_ids": [numbers.randrange(10, 250) for _ in range(n)]} for n in lengths]
+        params = [
+            self._params(max_tokens=48, ignore_eos=True, detokenize=False, **settings)
+            for settings in (
+                {"temperature": 0.0},
+                {"temperature": 0.9, "seed": 7},
+                {"top_p": 0.9, "top_k": 40, "seed": 11},
+            )
+            for _ in range(len(lengths) // 3)
+        ]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class Server:
@@ -147,7 +164,7 @@ class Side:
         self._server: Server | None = None
         self._model: Model | None = None  # of the one shape that a process is asked for
 
-    def measure(self, case: str) -> float:
+    def measure(self, case: str) -> Any:
         name, _, shape = case.partition(" ")
         if shape:
             return self._shape(name, shape)
@@ -162,7 +179,7 @@ class Side:
             return min(self._demo.seconds(8, 8, 96) for _ in range(_REPEATS))
         return min(sum(self._demo.seconds(1, 400, 1) for _ in range(4)) for _ in range(_REPEATS))
 
-    def _shape(self, name: str, shape: str) -> float:
+    def _shape(self, name: str, shape: str) -> Any:
         if self._model is None:
             if self._models is None:
                 raise RuntimeError("Cases on a GPU need --models, the folder that benchmarks.h200.models has made.")
@@ -172,8 +189,8 @@ class Side:
             )  # fmt: skip
         model = self._model
         if name == "decode":
-            return model.seconds(32, 16, 160)
-        return model.seconds(8, 2048, 1)
+            return model.seconds(32, 16, 600)
+        return model.tokens() if name == "tokens" else model.seconds(8, 2048, 1)
 
     def stop(self) -> None:
         if self._server is not None:
@@ -187,7 +204,7 @@ def serve(models: Path | None) -> None:
     side = Side(models)
     try:
         for line in sys.stdin:
-            print(side.measure(line.strip()), file=out, flush=True)
+            print(json.dumps(side.measure(line.strip())), file=out, flush=True)
     finally:
         side.stop()
 
@@ -225,13 +242,13 @@ class Turns:
         to.write(case + "\n")
         to.flush()
 
-    def answer(self, side: int) -> float:
+    def answer(self, side: int) -> Any:
         back = self._sides[side].stdout
         assert back is not None
         line = back.readline()
         if not line:
             raise SystemExit(f"The {('old', 'new')[side]} tree has failed; what it said is above.")
-        return float(line)
+        return json.loads(line)
 
     def warm(self, case: str, times: int) -> None:
         """Both at once: nothing is measured."""
@@ -260,6 +277,15 @@ class Turns:
             "limit": limit,
             "within": high <= limit,
         }
+
+    def same(self, case: str) -> dict[str, Any]:
+        """How many sequences of tokens are those of the other tree."""
+        found = []
+        for side in (0, 1):
+            self.ask(side, case)
+            found.append(self.answer(side))
+        equal = [old == new for old, new in zip(*found, strict=True)]
+        return {"case": case, "sequences": len(equal), "equal": sum(equal), "within": all(equal)}
 
     def close(self) -> None:
         for process in self._sides:
@@ -290,8 +316,11 @@ def main() -> None:
     for shape, of_shape in groupby(cases, lambda case: case.partition(" ")[2]):
         turns = Turns((args.old, args.new), args.models)
         for case in of_shape:
-            turns.warm(case, 5 if shape else 2)  # graphs are captured when they have been used a few times
-            rows.append(turns.compare(case, args.pairs))
+            if case.startswith("tokens"):
+                rows.append(turns.same(case))
+            else:
+                turns.warm(case, 5 if shape else 2)  # graphs are captured when they have been used a few times
+                rows.append(turns.compare(case, args.pairs))
             print(rows[-1], flush=True)
         turns.close()
     if args.json:

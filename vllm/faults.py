@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from vllm import envs
 from vllm.logger import init_logger
 
@@ -175,7 +177,9 @@ class FaultyExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Raise or sleep first if this step is the one."""
         self._faults.before_forward()
-        self._executor.submit(replace(plan, new=tuple(map(self._broken, plan.new))) if plan.new else plan)
+        self._executor.submit(
+            msgspec.structs.replace(plan, new=tuple(map(self._broken, plan.new))) if plan.new else plan
+        )
 
     def _broken(self, init: SlotInit) -> SlotInit:
         """With a processor that raises, if sampling shall fail for this request."""

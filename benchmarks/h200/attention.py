@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from benchmarks.h200.timing import ceilings, graph_ms
 from vllm.ops.attention import AttentionParams, dense_runs, plan_gathering

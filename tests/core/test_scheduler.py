@@ -7,9 +7,9 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.core.simulation import EOS, POLICIES, Simulation, expected_output, full_policy
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy, StepView, Verdict

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,7 +152,7 @@ def test_tokens_behind_a_stop_among_accepted_ones_are_dropped_with_their_logprob
         result = collect()
         assert result.counts is not None
         entries = [TokenLogprobs([t], [-1.0], 1) for t in result.token_ids]
-        return replace(result, news=(Logprobs(0, entries),) if entries else ())
+        return msgspec.structs.replace(result, news=(Logprobs(0, entries),) if entries else ())
 
     sim.device.collect = with_logprobs  # type: ignore[method-assign]
     seen: list[int] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, replace
-
 import msgspec
 import numpy as np
 import pytest
+from msgspec import NODEFAULT
+from msgspec.structs import fields, replace
 
 from vllm.executor import codec
 from vllm.pooling_params import PoolingParams
@@ -79,7 +79,7 @@ def test_every_field_of_a_plan_travels() -> None:
         "pooled": np.array([True, False, False]),
         "adapters": (AdapterLoad(1, 7),),
     }
-    assert {f.name for f in fields(StepPlan) if f.default is not MISSING} <= set(used)
+    assert {f.name for f in fields(StepPlan) if f.default is not NODEFAULT} <= set(used)
     back = over_the_wire(replace(plan, **used))
     for name, sent in used.items():
         received = getattr(back, name)

@@ -2,11 +2,10 @@
 are launched one by one.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.worker import toy
 from tests.worker.toy import Driver

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_long_queries_over_gathered_keys(heads, kv_heads, head_dim, cache_dtype)
     # queries lie inside a fused projection
     fused = torch.randn(batch.q.shape[0], heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     fused[:, :heads] = batch.q
-    got = attention.attend(fused[:, :heads], cache, params, batch.step, replace(batch.group, plan=plan))
+    got = attention.attend(fused[:, :heads], cache, params, batch.step, msgspec.structs.replace(batch.group, plan=plan))
     clean = cache.float().nan_to_num()
     assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
 
@@ -114,7 +115,9 @@ def test_fresh_prompts_read_the_step_s_own_keys(queries, lens, heads, kv_heads, 
     plan = gather_plan(np.array(queries), np.array(lens))
     assert plan is not None
     assert plan.fresh
-    group = replace(batch.group, plan=replace(plan, runs=attention.dense_runs(np.array(queries), np.array(lens))))
+    group = msgspec.structs.replace(
+        batch.group, plan=replace(plan, runs=attention.dense_runs(np.array(queries), np.array(lens)))
+    )
     slot = batch.group.slot_mapping
     fused = torch.empty(batch.q.shape[0], heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     q, k, v = fused.split([heads, kv_heads, kv_heads], 1)
@@ -145,7 +148,7 @@ def test_long_queries_over_common_keys(heads, kv_heads, head_dim):
         batch.group.block_table[r, :64] = batch.group.block_table[0, :64]
     plan = gather_plan(np.array(own), np.array(lens), [Group(np.array([0, 2, 3]), 1024)])
     params = attention.AttentionParams(head_dim**-0.5)
-    got = attention.attend(batch.q, batch.cache, params, batch.step, replace(batch.group, plan=plan))
+    got = attention.attend(batch.q, batch.cache, params, batch.step, msgspec.structs.replace(batch.group, plan=plan))
     clean = batch.cache.float().nan_to_num()
     assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
 
@@ -211,7 +214,9 @@ def test_long_fresh_prompts_through_dense_attention(lengths):
     params = attention.AttentionParams(head_dim**-0.5)
     fused = torch.randn(batch.q.shape[0], heads + 2 * kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     fused[:, :heads] = batch.q
-    got = attention.attend(fused[:, :heads], batch.cache, params, batch.step, replace(batch.group, plan=plan))
+    got = attention.attend(
+        fused[:, :heads], batch.cache, params, batch.step, msgspec.structs.replace(batch.group, plan=plan)
+    )
     clean = batch.cache.float().nan_to_num()
     assert error(got, attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)) < 1e-2
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from tests.ops.triton.batches import make_batch

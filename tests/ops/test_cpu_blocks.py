@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -131,7 +131,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(StepFeatures)])
+@pytest.mark.parametrize("name", StepFeatures.__struct_fields__)
 def test_a_step_with_a_feature_that_the_call_does_not_know_runs_layer_by_layer(folders, name):
     folder, _ = folders["qwen2"]
     model = load(folder)
@@ -142,7 +142,7 @@ def test_a_step_with_a_feature_that_the_call_does_not_know_runs_layer_by_layer(f
 
     def with_feature(step, caches):
         value = FEATURES[name](step, model.spec.hidden_size)
-        return forward(model, dataclasses.replace(step, features=StepFeatures(**{name: value})), caches)
+        return forward(model, msgspec.structs.replace(step, features=StepFeatures(**{name: value})), caches)
 
     def fused(*_):
         raise AssertionError("the call would have ignored the feature")

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import fields, replace
 
 from tests.worker.test_drafts import Drafting, enter, run_plainly
 from tests.worker.toy import VOCAB, Ahead, Driver, Recording, Toy, attend_as_recorded
@@ -81,7 +81,7 @@ def test_a_step_with_a_feature_or_a_need_that_no_graph_names_takes_the_general_p
     """Whatever is added to plans, steps and sampling is refused until a graph says that it handles it."""
     assert endings(StepKind(1, 0, frozenset()))[0] == "plain"
     handled = {"exact", "drafts", "masks", "late", "rows with adapters"}
-    names = {f.name for f in fields(StepPlan)} | {f.name for f in fields(StepFeatures)} | {"prompt_logprobs"}
+    names = {f.name for f in fields(StepPlan)} | set(StepFeatures.__struct_fields__) | {"prompt_logprobs"}
     for name in [*names, "a field to come"]:
         found = endings(StepKind(1, 0, frozenset({name})))
         assert bool(found) == (name in handled), name

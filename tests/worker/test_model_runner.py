@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec import NODEFAULT
+from msgspec.structs import fields, replace
 
 from tests.worker.toy import BLOCK, VOCAB, Driver, Toy
 from vllm.step.plan import RowMasks, StepPlan, Transfer, TransferKind
@@ -156,7 +156,7 @@ def test_prompt_logprobs_in_chunks_equal_those_of_the_dense_model() -> None:
     assert not driver.result.prompt_logprobs
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(StepPlan) if f.default is not MISSING])
+@pytest.mark.parametrize("field", [f.name for f in fields(StepPlan) if f.default is not NODEFAULT])
 def test_what_a_worker_cannot_run_is_refused_by_name(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "KNOWN", model_runner.KNOWN - {field})
     driver = Driver(Toy())

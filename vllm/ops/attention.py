@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -166,8 +167,7 @@ def dense_runs(query_lens: np.ndarray, seq_lens: np.ndarray) -> tuple[DenseRun, 
     return tuple(runs)
 
 
-@dataclass(frozen=True, slots=True)
-class HostBatch:
+class HostBatch(msgspec.Struct, frozen=True):
     """What an attention backend may know of a step before anything is uploaded.
 
     query_lens, cached, seq_lens: [requests] int32, tokens of each request in this step, before it, and together.

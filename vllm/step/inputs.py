@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GroupInputs:
+class GroupInputs(msgspec.Struct, frozen=True):
     """One KV group's view of the step.
 
     slot_mapping: [tokens] int64, `block_id * block_size + offset` where each token's key and value go.
@@ -48,16 +48,14 @@ class GroupInputs:
         return self.block_table[:, 0] if self.first is None else self.first
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """The rows of one adapter. slot: its place among those on the device.   rows: [n] int64, None for all rows."""
 
     slot: int
     rows: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class RowView:
+class RowView(msgspec.Struct, frozen=True):
     """What layers need to know of a set of rows beyond their values: which adapter each of them uses.
 
     adapters: [rows] int32, the adapter's slot, -1 for none.   segments: the same as the host knows it, one for each
@@ -68,8 +66,7 @@ class RowView:
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepFeatures:
+class StepFeatures(msgspec.Struct, frozen=True):
     """What some steps bring beyond tokens, positions and caches. A fast path states which of it it handles, by name;
     any other that is there sends the step to the general path.
 
@@ -84,11 +81,10 @@ class StepFeatures:
 
     def names(self) -> frozenset[str]:
         """The features that the step brings."""
-        return frozenset(field.name for field in fields(self) if getattr(self, field.name) is not None)
+        return frozenset(name for name in self.__struct_fields__ if getattr(self, name) is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(msgspec.Struct, frozen=True):
     """A mixed batch: request r owns tokens `query_starts[r] : query_starts[r + 1]`, the last of its `seq_lens[r]`
     tokens. Made by `of`.
 

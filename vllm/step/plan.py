@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import MISSING, dataclass, fields
 from enum import IntEnum
 from operator import attrgetter, is_
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import NODEFAULT
+from msgspec.structs import fields
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -105,8 +107,7 @@ class TokenWrite(NamedTuple):
     token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class RowMasks:
+class RowMasks(msgspec.Struct, frozen=True):
     """Which tokens some rows may sample.
 
     rows: [masked] int32 rows of the plan, each at most once.
@@ -117,8 +118,7 @@ class RowMasks:
     bits: UInt32
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """What one step computes.
 
     `slots`, `num_tokens`, `num_computed` and `sample` are parallel arrays, one entry per request.
@@ -150,7 +150,7 @@ class StepPlan:
     adapters: tuple[AdapterLoad, ...] = ()
 
 
-_NEUTRAL = tuple((field.name, field.default) for field in fields(StepPlan) if field.default is not MISSING)
+_NEUTRAL = tuple((field.name, field.default) for field in fields(StepPlan) if field.default is not NODEFAULT)
 _VALUES, _DEFAULTS = attrgetter(*(name for name, _ in _NEUTRAL)), tuple(neutral for _, neutral in _NEUTRAL)
 _NOTHING: frozenset[str] = frozenset()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -45,8 +44,7 @@ class Drafts(msgspec.Struct, frozen=True, tag="drafts", gc=False):
 News = Logprobs | Pooled | Drafts
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What the device learned in one step. Rows, also the keys of the dictionaries, are those of the plan.
 
     `token_ids[i]` is the token sampled for row i, -1 if the row did not sample; `logprobs[i]` are its logprobs. With
@@ -57,9 +55,9 @@ class StepResult:
 
     step_id: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = msgspec.field(default_factory=dict)
+    errors: dict[int, str] = msgspec.field(default_factory=dict)
     forward_time_s: float = 0.0
     counts: list[int] | None = None
     news: tuple[News, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -161,7 +162,8 @@ class DryRun:
                     self._block_size, g == 0,
                 )  # fmt: skip
             if plan is not None:
-                model(replace(step, groups=(replace(step.groups[0], plan=plan), *step.groups[1:])), caches)
+                groups = (msgspec.structs.replace(step.groups[0], plan=plan), *step.groups[1:])
+                model(msgspec.structs.replace(step, groups=groups), caches)
             logits = model.logits(model(step, caches))
             best = torch.empty(size, 64, device=META)
             tiles = argmax_tiles(logits, best, torch.empty(size, 64, dtype=torch.int32, device=META), best)

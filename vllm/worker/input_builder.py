@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from vllm.worker.pool import Pooler
 from vllm.worker.slot_table import SlotTable
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRows:
+class PromptRows(msgspec.Struct, frozen=True):
     """A row of the plan that wants the logprobs of its prompt: which tokens predict, and what they should have.
 
     plan_row: row of the plan.  first, count: where this request's rows stand in `StepInputs.logits_rows`.
@@ -31,8 +30,7 @@ class PromptRows:
     positions: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class PooledRows:
+class PooledRows(msgspec.Struct, frozen=True):
     """A row of the plan that is pooled: its tokens `start` to `end` of `total`, of which some states are wanted.
 
     plan_row: row of the plan.   first, count: where the wanted ones stand in `StepInputs.logits_rows`.
@@ -46,8 +44,7 @@ class PooledRows:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """A step's inputs and what the host knows about them.
 
     sample_rows: plan rows that sample, in order; their logits come first.
@@ -95,8 +92,7 @@ def within(counts: np.ndarray) -> np.ndarray:
     return index.astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Laid:
+class Laid(msgspec.Struct, frozen=True):
     """A plan as the host's numbers, before anything is uploaded.
 
     index, positions: [tokens] int64, where tokens stand in the slot table and in their sequences.
@@ -104,6 +100,7 @@ class Laid:
     Prompts that share a row of the plan are requests of their own here.
     mappings: per KV group [tokens] int64; for recurrent layers [requests, pages] int64, each request's pages; for cross
         attention [tokens of encoders] int64.
+    max_query_len, max_seq_len: no request has more.
     entering, key_lens, drafts: as in `GroupInputs`, on the host; None where no group asks for it.
     """
 
@@ -115,6 +112,8 @@ class Laid:
     slots: np.ndarray
     mappings: tuple[np.ndarray, ...]
     sample_rows: np.ndarray
+    max_query_len: int
+    max_seq_len: int
     prompt_rows: tuple[PromptRows, ...]
     pooled_rows: tuple[PooledRows, ...] = ()
     entering: tuple[int, ...] = ()
@@ -150,6 +149,8 @@ class Laid:
             longer(self.slots, requests),
             tuple(longer(mapping, requests if mapping.ndim == 2 else tokens) for mapping in self.mappings),
             self.sample_rows,
+            max(self.max_query_len, int(lens[-1])),
+            max(self.max_seq_len, int(lens[-1])),
             self.prompt_rows,
             self.pooled_rows,
         )
@@ -193,13 +194,13 @@ class InputBuilder:
             for t, usual in zip(table.host_tables, table.usual, strict=True)
         ]
         special = {} if self._all_usual else self._special(plan, mappings, token_slots, positions)
-        sample_rows = np.flatnonzero(plan.sample)
+        (sample_rows,) = plan.sample.nonzero()
         logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
         if plan.drafts is not None:
             tries = plan.drafts[sample_rows] + 1
             logits_rows = np.repeat(logits_rows - plan.drafts[sample_rows], tries) + within(tries)
         prompt_rows: tuple[PromptRows, ...] = ()
-        if self._wants_prompt[slots].any():
+        if np.count_nonzero(self._wants_prompt[slots]):
             prompt_rows, logits_rows = self._prompt_rows(plan, starts, logits_rows)
         pooled_rows: tuple[PooledRows, ...] = ()
         if plan.pooled is not None:
@@ -213,10 +214,11 @@ class InputBuilder:
             ]
             lens = np.array([length for several in owners for length, _ in several], np.int32)
             starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+            max_query = max_len = int(lens.max())
             positions, slots = within(lens).astype(np.int64), np.repeat(slots, [len(several) for several in owners])
         return Laid(
             index, positions, starts, lens, logits_rows, slots.astype(np.int64),
-            tuple(mappings), sample_rows, prompt_rows, pooled_rows, **special,
+            tuple(mappings), sample_rows, max_query, max_len, prompt_rows, pooled_rows, **special,
         )  # fmt: skip
 
     def _special(
@@ -263,7 +265,7 @@ class InputBuilder:
         if plans and len(self._attended) < len(table.groups):
             found = dict(zip(self._attended, plans, strict=True))
             plans = [found.get(g) for g in range(len(table.groups))]
-        step = self.inputs(laid, device[: len(arrays)], int(laid.lens.max()), plans, features)
+        step = self.inputs(laid, device[: len(arrays)], laid.max_seq_len, plans, features)
         return self.batch(plan, laid, step)
 
     def _planned(self, plan: StepPlan, laid: Laid) -> Planned | None:
@@ -312,6 +314,7 @@ class InputBuilder:
             seq_lens=lens,
             logits_rows=rows,
             groups=groups,
+            max_query_len=laid.max_query_len,
             max_seq_len=longest,
             host_query_starts=laid.starts,
             host_seq_lens=laid.lens,

@@ -9,11 +9,12 @@ the attention kernel that reads through block tables, whatever the step looks li
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from vllm.logger import init_logger
@@ -112,7 +113,7 @@ class MixedGraphs:
         """The step's inputs and [at least its rows of logits, hidden]; None for a step that no graph is there for."""
         if laid.prompt_rows:
             return None
-        tokens, longest = len(laid.positions), int(laid.lens.max())
+        tokens, longest = len(laid.positions), laid.max_seq_len
         key = bucket(tokens, len(laid.slots), longest, self._max_seq_len, self._sizes, self._room)
         if key is None:
             return None
@@ -188,7 +189,9 @@ def _shape(key: tuple[int, int, int], laid: Laid) -> Laid:
     tokens, requests, context = key
     starts: np.ndarray = np.arange(requests + 1, dtype=np.int32)
     starts[1:] += tokens - requests
-    return replace(laid, starts=starts, lens=np.full(requests, context, np.int32))
+    lens: np.ndarray = np.full(requests, context, np.int32)
+    longest = tokens - requests + 1
+    return replace(laid, starts=starts, lens=lens, max_query_len=longest, max_seq_len=context)
 
 
 def made_up(key: tuple[int, int, int], room: int, longest: int, groups: int) -> Laid | None:
@@ -216,5 +219,7 @@ def made_up(key: tuple[int, int, int], room: int, longest: int, groups: int) -> 
         slots=np.zeros(count, np.int64),
         mappings=(nowhere,) * groups,
         sample_rows=nowhere[:0],
+        max_query_len=int(lens[0]),
+        max_seq_len=int(lens[0]),
         prompt_rows=(),
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,16 +35,14 @@ class Handle(Protocol):
         """Wait for the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(msgspec.Struct, frozen=True):
     """Logprobs of one request's prompt chunk on their way to the host; each part is three downloaded tensors."""
 
     plan_row: int
     parts: int
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(msgspec.Struct, frozen=True):
     """What a step has queued, on the device.
 
     accepted: [plan rows that sample] int64, drafts that hold; None if there were none.   prompt: with the tensors of
@@ -85,9 +83,12 @@ class StepHandle:
         if self._queued.accepted is not None:
             return self._with_counts(ids, finite, possible, next(arrays), arrays)
         rows = self._batch.sample_rows
-        token_ids: np.ndarray = np.full(len(self._plan.slots), -1, np.int64)
         errors = self._errors(rows, finite, possible)
-        token_ids[rows] = ids
+        token_ids: list[int] = ids.tolist()
+        if len(rows) < len(self._plan.slots):
+            token_ids = [-1] * len(self._plan.slots)
+            for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
+                token_ids[row] = token
         logprobs = {int(rows[i]): entry for i, entry in self._logprobs(arrays)}
         prompt_logprobs = self._prompt_logprobs(arrays)
         pooled = self._pooled(arrays, errors)
@@ -95,7 +96,7 @@ class StepHandle:
             token_ids[row] = -1
             logprobs.pop(row, None)
         return StepResult(
-            self._plan.step_id, token_ids.tolist(), logprobs, prompt_logprobs, errors, self._seconds(), news=pooled
+            self._plan.step_id, token_ids, logprobs, prompt_logprobs, errors, self._seconds(), news=pooled
         )
 
     def _with_counts(
@@ -172,8 +173,7 @@ class StepHandle:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class NothingComputed:
+class NothingComputed(msgspec.Struct, frozen=True):
     """A step without rows: what else its plan asked for is queued before any later step."""
 
     step_id: int

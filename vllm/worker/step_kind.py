@@ -6,7 +6,8 @@ the general path: what is new is refused by whoever has not heard of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
+import numpy as np
 
 from vllm.step.plan import StepPlan, used_fields
 from vllm.worker.sample.params import ParamsTable
@@ -16,8 +17,7 @@ _BEFORE = frozenset({"transfers", "writes", "adapters"})
 ANY_NEED = -1
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
+class StepKind(msgspec.Struct, frozen=True):
     """One step.
 
     query: tokens that its longest row computes, if all rows sample behind their last token and have but drafts beside
@@ -38,7 +38,7 @@ class StepKind:
             features |= {"rows with adapters"}
         if not len(slots):
             return cls(0, 0, features)
-        if params.wants_prompt[slots].any():
+        if np.count_nonzero(params.wants_prompt[slots]):
             features |= {"prompt_logprobs"}
         longest = int(plan.num_tokens.max())
         decodes = longest == 1 or (plan.drafts is not None and bool((plan.num_tokens == plan.drafts + 1).all()))

@@ -1,10 +1,9 @@
 """Paged attention kernels against the torch reference."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.ops.triton.batches import make_batch
 from vllm.ops import attention as ops

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -125,7 +126,9 @@ class ArchitectureModel(nn.Module):
         ids = step.token_ids if input_ids is None else input_ids
         self._embeds = embeds
         try:
-            found: Tensor = self.model(replace(step, token_ids=ids, positions=positions, logits_rows=None), kv_caches)
+            found: Tensor = self.model(
+                msgspec.structs.replace(step, token_ids=ids, positions=positions, logits_rows=None), kv_caches
+            )
             return found
         finally:
             self._embeds = None

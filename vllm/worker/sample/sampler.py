@@ -12,8 +12,8 @@ Nothing here looks from one row to another: a row's token and logprobs do not de
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,16 +31,14 @@ from vllm.worker.sample.penalties import OutputCounts, penalize_output, penalize
 from vllm.worker.slot_table import SlotTable
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobGroup:
+class LogprobGroup(msgspec.Struct, frozen=True):
     """Rows that asked for the same number of logprobs. tensors: as `top_logprobs` returns them."""
 
     rows: np.ndarray
     tensors: tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """What one step sampled, on the device.
 
     token_ids: [rows] int64, always below the vocabulary's size.   finite: [rows] bool, the model's logits were finite.
@@ -52,7 +50,7 @@ class Sampled:
     finite: Tensor
     possible: Tensor | None = None
     logprobs: tuple[LogprobGroup, ...] = ()
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = msgspec.field(default_factory=dict)
 
 
 class Sampler:
