@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_drafts_that_are_as_many_for_each_row_go_through_graphs_and_others_past_
             driver.total[name] += len(drafts[name])
         writes = tuple(TokenWrite(driver.slot[n], driver.total[n] - len(d), d) for n, d in drafts.items())
         numbers = np.array([len(drafts[n]) for n in names], np.int32)
-        plan = replace(driver.plan(), writes=writes, drafts=numbers)
+        plan = msgspec.structs.replace(driver.plan(), writes=writes, drafts=numbers)
         assert uniform(plan) == (3 if even else 0)
         used.add(even)
         result = staged.run(plan)

@@ -7,9 +7,9 @@ what rows want.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from vllm.step.inputs import StepFeatures
