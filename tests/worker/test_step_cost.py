@@ -136,7 +136,7 @@ def _decode_step(spec: Decoder, rows: int, kind: str, monkeypatch: pytest.Monkey
 # of 4 layers: 4 products and an attention each, or 3 by cuBLAS and norms of their own for many rows
 _FEW = {"decode": 4, "embed": 1}
 _MANY = {"cublas": 12, "decode": 4, "embed": 1, "join": 9}
-_DRAW = {"deliver": 1, "draw": 1, "maxima": 1, "uniform": 1}
+_DRAW = {"deliver": 1, "draw": 1, "draw_rest": 1, "maxima": 1, "uniform": 1}
 FUSED = {
     (1, "greedy"): {**_FEW, "gemv": 17, "choose": 1},
     (1, "drawn"): {**_FEW, "gemv": 16, "normalize": 1, "cublas": 1, **_DRAW},
@@ -319,7 +319,7 @@ def _cost_behind_the_model(monkeypatch: pytest.MonkeyPatch, masked: int, **param
 
 
 _BEHIND = {"argmax": 1, "choose": 1, "inputs": 2, "matmul": 1}
-_DRAWN = {"deliver": 1, "draw": 1, "inputs": 2, "maxima": 1, "matmul": 1, "uniform": 1}
+_DRAWN = {"deliver": 1, "draw": 1, "draw_rest": 1, "inputs": 2, "maxima": 1, "matmul": 1, "uniform": 1}
 # hidden states to their place and the masks to theirs
 _MASKED = {"copy_": 2, "mask": 1}
 

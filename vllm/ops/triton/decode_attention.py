@@ -185,10 +185,12 @@ def _decode_kernel(
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
     INTERLEAVED: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, MERGE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
+    SPLITS: at least as many as there are.   HEADS_HERE: those heads as a power of two.
 
     ROT: columns of a head that are rotated.   scale, cap: as `_capped` takes them.
     k_scale, v_scale, LIMIT: of a cache of 8 bits (PAIRS, ASM: as for `walk`).
@@ -323,31 +325,34 @@ def _decode_kernel(
     if before != active - 1:
         return
     tl.store(arrived + row * KV_HEADS + kv_head, 0)
-    some = tl.arange(0, MERGE)
-    for i in tl.static_range(GROUP):
-        peak = tl.full([], -1.0e30, tl.float32)
-        total = tl.zeros([], tl.float32)
-        merged = tl.zeros([DP], tl.float32)
-        for begin in range(0, active, MERGE):  # as many as there are, not as many as there might be
-            here = begin + some
-            at = first + here * GROUP + i
-            weight = tl.load(lse + at, mask=here < active, other=-float("inf"), cache_modifier=".cg")
-            value = tl.load(
-                part + at[:, None].to(tl.int64) * D + d[None, :],
-                mask=(here[:, None] < active) & in_d[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_peak = tl.maximum(peak, tl.max(weight, 0))
-            weight = tl.exp2(weight - new_peak)
-            old = tl.exp2(peak - new_peak)
-            total = total * old + tl.sum(weight, 0)
-            merged = merged * old + tl.sum(value * weight[:, None], 0)
-            peak = new_peak
-        merged = merged / total
-        if PAIRS:
-            merged *= v_scale
-        tl.store(head_out + i * D + d, merged.to(out.dtype.element_ty), mask=in_d)
+    # the whole sum of every head first, so that parts are then loaded without waiting for one another
+    i = tl.arange(0, HEADS_HERE)
+    j = tl.arange(0, SPLITS)
+    in_i = i < GROUP
+    listed = in_i[:, None] & (j < active)[None, :]
+    all_weights = tl.load(
+        lse + first + j[None, :] * GROUP + i[:, None], mask=listed, other=-float("inf"), cache_modifier=".cg"
+    )
+    peak = tl.max(all_weights, 1)
+    peak = tl.where(in_i, peak, 0.0)
+    total = tl.sum(tl.exp2(all_weights - peak[:, None]), 1)
+    merged = tl.zeros([HEADS_HERE, DP], tl.float32)
+    for here in tl.range(0, active, loop_unroll_factor=8):
+        at = first + here * GROUP + i
+        weight = tl.load(lse + at, mask=in_i, other=-float("inf"), cache_modifier=".cg")
+        value = tl.load(
+            part + at[:, None].to(tl.int64) * D + d[None, :],
+            mask=in_i[:, None] & in_d[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        merged += value * tl.exp2(weight - peak)[:, None]
+    merged = merged / tl.where(in_i, total, 1.0)[:, None]
+    if PAIRS:
+        merged *= v_scale
+    tl.store(
+        head_out + i[:, None] * D + d[None, :], merged.to(out.dtype.element_ty), mask=in_i[:, None] & in_d[None, :]
+    )
 
 
 @triton.jit(
@@ -483,7 +488,9 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
         *tensors, qkv if a.k_weight is None else a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
         rows.splits, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
-        WINDOW=a.window or 0, MERGE=8, STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early, **const,
+        WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
+        HEADS_HERE=triton.next_power_of_2(a.heads // kv_heads), STAGES=rows.stages, SHARED=shared is not None,
+        EARLY=rows.early, **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 

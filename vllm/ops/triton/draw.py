@@ -236,7 +236,9 @@ def _draw_kernel(
     logits, maxima, scratch, temperatures, min_ps, top_ks, top_ps, uniforms, out, groups,
     VOCAB: tl.constexpr, NP: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,). A top_k below 0 marks a row of which nothing is wanted."""
+    """Grid (rows,): the token, or -1 if `_draw_rest_kernel` must look at the whole row. A top_k below 0 marks a row of
+    which nothing is wanted.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(top_ks + row)
     if k < 0:
@@ -252,7 +254,7 @@ def _draw_kernel(
     mine = logits + row * VOCAB
     token = 0
     if (k == 0) & (top_p >= 1.0):
-        token = _draw_plain(mine, VOCAB, temperature, peak, min_p, u, CHUNK)
+        token = tl.maximum(_draw_plain(mine, VOCAB, temperature, peak, min_p, u, CHUNK), 0)
     else:
         fits = 0
         if (k <= GROUPS) | (groups <= GROUPS):
@@ -261,7 +263,29 @@ def _draw_kernel(
                 top_p, u, CHUNK, NP, GROUP, GROUPS,
             )  # fmt: skip
         if fits == 0:
-            token = _draw_many(mine, VOCAB, temperature, peak, min_p, k, top_p, u, CHUNK)
+            token = -1
+    tl.store(out + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _draw_rest_kernel(
+    logits, maxima, temperatures, min_ps, top_ks, top_ps, uniforms, out, groups, VOCAB: tl.constexpr, NP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): the token of every row that `_draw_kernel` left. As one kernel the two compile for twice as long,
+    which a server waits for before it is ready.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(out + row) >= 0:
+        return
+    k = tl.load(top_ks + row)
+    k = tl.where(k >= VOCAB, 0, k)
+    g = tl.arange(0, NP)
+    peak = tl.max(tl.load(maxima + row * groups + g, mask=g < groups, other=-float("inf")), 0)
+    token = _draw_many(
+        logits + row * VOCAB, VOCAB, tl.load(temperatures + row), peak, tl.load(min_ps + row), k,
+        tl.load(top_ps + row), tl.load(uniforms + row), CHUNK,
+    )  # fmt: skip
     tl.store(out + row, tl.minimum(tl.maximum(token, 0), VOCAB - 1).to(tl.int64))
 
 
@@ -301,11 +325,13 @@ def draw_rows(
     _maxima_kernel[(rows, tiles)](
         logits, temperature, maxima, sums, groups, VOCAB=vocab, GROUP=_GROUP, TILE=_TILE, num_warps=4
     )
+    const = {"VOCAB": vocab, "NP": triton.next_power_of_2(groups), "CHUNK": chunk, "num_warps": 8}
+    const["maxnreg"] = 128  # two programs a processor: they mostly wait
     _draw_kernel[(rows,)](
-        logits, maxima, scratch, temperature, min_p, top_k, top_p, uniform, out, groups,
-        VOCAB=vocab, NP=triton.next_power_of_2(groups), CHUNK=chunk, GROUP=_GROUP, GROUPS=_GROUPS, num_warps=8,
-        maxnreg=128,  # two programs a processor: they mostly wait
+        logits, maxima, scratch, temperature, min_p, top_k, top_p, uniform, out, groups, GROUP=_GROUP, GROUPS=_GROUPS,
+        **const,
     )  # fmt: skip
+    _draw_rest_kernel[(rows,)](logits, maxima, temperature, min_p, top_k, top_p, uniform, out, groups, **const)
     return out, sums
 
 
