@@ -52,6 +52,18 @@ def test_a_stat_logger_hears_of_every_step_by_path_class_or_object() -> None:
         steps += 1
     engine.shutdown()
     assert len(NotingLogger.heard) >= 2 * steps > 0
+    heard = NotingLogger.heard[::2]
+    assert sum(stats.num_generation_tokens_iter for stats in heard) == PARAMS.max_tokens
+    assert sum(stats.num_prompt_tokens_iter for stats in heard) == sum(
+        n for s in heard for n in s.num_prompt_tokens_requests
+    )
+    assert [n for stats in heard for n in stats.num_generation_tokens_requests] == [PARAMS.max_tokens]
+    assert [reason for stats in heard for reason in stats.finished_reason_requests] == ["length"]
+    (first,) = [seconds for stats in heard for seconds in stats.time_to_first_tokens_iter]
+    later = [seconds for stats in heard for seconds in stats.time_per_output_tokens_iter]
+    (whole,) = [seconds for stats in heard for seconds in stats.time_e2e_requests]
+    assert len(later) == PARAMS.max_tokens - 1 and 0 < first < first + sum(later) <= whole + 1e-3
+    assert max(stats.num_running_sys for stats in heard) == 1 and heard[-1].now > heard[0].now > 0
 
     async def serve() -> None:
         NotingLogger.heard.clear()

@@ -43,6 +43,25 @@ class RequestMetrics:
     model_forward_time: float | None = None
     model_execute_time: float | None = None
     spec_token_acceptance_counts: list[int] | None = None
+    num_generation_tokens: int = 0  # of all sequences, once the request has finished
+
+    # The same moments by the names of later releases.
+
+    @property
+    def queued_ts(self) -> float:
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float:
+        return self.first_scheduled_time or 0.0
+
+    @property
+    def first_token_ts(self) -> float:
+        return self.first_token_time or 0.0
+
+    @property
+    def last_token_ts(self) -> float:
+        return self.last_token_time
 
 
 @dataclass

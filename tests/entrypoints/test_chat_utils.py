@@ -16,8 +16,8 @@ from vllm.entrypoints import chat_template as bounds
 from vllm.entrypoints.chat_template import TemplateLimitError, accepts_content_parts, render, render_chat
 from vllm.entrypoints.chat_utils import (
     apply_chat_template,
+    checked_messages,
     load_chat_template,
-    parse_chat_messages,
     resolve_chat_template,
     resolve_content_format,
     resolve_hf_chat_template,
@@ -165,11 +165,11 @@ def test_contents_take_the_form_of_the_template():
         {"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}]},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]},
     ]
-    as_string = parse_chat_messages(messages, "string")
+    as_string = checked_messages(messages, "string")
     assert as_string[0]["content"] == "a\nb\nc"
     assert as_string[1]["content"] == ""
     assert as_string[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    as_parts = parse_chat_messages(messages, "openai")
+    as_parts = checked_messages(messages, "openai")
     assert as_parts[0]["content"] == [{"type": "text", "text": text} for text in "abc"]
     assert as_parts[1]["content"] == []
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"x": 1}'
@@ -202,7 +202,7 @@ def test_contents_take_the_form_of_the_template():
 )
 def test_bad_messages_are_named(messages, error, text):
     with pytest.raises(error, match=text):
-        parse_chat_messages(messages, "string")
+        checked_messages(messages, "string")
 
 
 def test_where_the_template_comes_from(tokenizer, tmp_path):

@@ -6,10 +6,12 @@ import json
 
 import httpx
 import pytest
+from fastapi import APIRouter, FastAPI
 
 from tests.tiny_llama import model_folder  # noqa: F401 - fixture
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.chat_utils import apply_hf_chat_template, parse_chat_messages
 from vllm.entrypoints.openai import api_server
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.entrypoints.openai.protocol import (
@@ -107,3 +109,38 @@ async def test_an_engine_lives_as_long_as_its_block(model_folder):  # noqa: F811
     async with api_server.build_async_engine_client_from_engine_args(made, True) as engine:
         assert engine.is_running and engine.vllm_config.model_config.max_model_len == 64
     assert not engine.is_running
+
+
+async def test_routes_serve_an_application_of_somebody_elses(model_folder):  # noqa: F811
+    """As BentoVLLM's services put them together."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    args.model, args.served_model_name = str(model_folder), ["tiny"]
+    args.disable_frontend_multiprocessing = args.disable_log_requests = True
+    parts = APIRouter(lifespan=api_server.lifespan)
+    parts.add_api_route("/chat/completions", api_server.create_chat_completion, methods=["POST"])
+    parts.add_api_route("/models", api_server.show_available_models, methods=["GET"])
+    app = FastAPI()
+    app.include_router(parts)
+    async with api_server.build_async_engine_client(args) as engine, parts.lifespan_context(app):
+        tokenizer, config = await engine.get_tokenizer(), await engine.get_model_config()
+        await api_server.init_app_state(engine, config, app.state, args)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            whole = (await client.post("/chat/completions", json={**GREEDY, "messages": MESSAGES})).json()
+            missing = await client.post("/chat/completions", json={**GREEDY, "messages": MESSAGES, "model": "other"})
+            models = (await client.get("/models")).json()
+        assert models["data"][0]["id"] == "tiny"
+        assert missing.status_code == 404 and missing.json()["error"]["type"] == "NotFoundError"
+        parts_of = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+        conversation, media = parse_chat_messages(parts_of, config, tokenizer, content_format="string")
+        assert media is None
+        how = {"chat_template": None, "add_generation_prompt": True, "continue_final_message": False}
+        text = apply_hf_chat_template(tokenizer, conversation=conversation, **how)
+        ids = apply_hf_chat_template(tokenizer, conversation=conversation, tokenize=True, **how)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        async for output in engine.generate(TokensPrompt(prompt_token_ids=ids), params, "0"):
+            last = output
+        assert last.outputs[0].text == whole["choices"][0]["message"]["content"]
+        tokenizer.chat_template = None
+        with pytest.raises(ValueError, match="you must provide a chat template"):
+            apply_hf_chat_template(tokenizer, conversation)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tool_parsers.outputs import TOOLS, message_of
 from vllm.entrypoints.chat_template import render_chat
-from vllm.entrypoints.chat_utils import parse_chat_messages, resolve_content_format
+from vllm.entrypoints.chat_utils import checked_messages, resolve_content_format
 from vllm.reasoning import FORMATS as THOUGHTS
 from vllm.tool_parsers.registry import FORMATS
 
@@ -54,7 +54,7 @@ def name_of(template: str) -> str:
 
 def rendered(name: str, messages: list[Any], **variables: Any) -> str:
     template = (EXAMPLES / name).read_text(encoding="utf-8")
-    conversation: Any = parse_chat_messages(messages, resolve_content_format(template))
+    conversation: Any = checked_messages(messages, resolve_content_format(template))
     variables.setdefault("add_generation_prompt", True)
     return render_chat(template, conversation, special_tokens=SPECIAL, **variables)
 

@@ -12,7 +12,7 @@ from vllm.engine.adapters import LOADING, READY
 from vllm.engine.admission import Account, Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
 from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput, tokenization_options
-from vllm.engine.metrics import StatLoggerBase, stat_loggers_of
+from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import OutputProcessor, Refusal
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
@@ -95,10 +95,7 @@ class AsyncLLMEngine:
             adapter_names=self.input_processor.adapter_names,
         )
         self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
-        self._loggers: dict[str, Any] = stat_loggers_of(stat_loggers, vllm_config)
-        for stat_logger in self._loggers.values():
-            if isinstance(stat_logger, StatLoggerBase):
-                stat_logger.info("metrics", self.metrics)
+        self._loggers = StatLoggers(stat_loggers, vllm_config, self.metrics)
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
         self._streams: dict[str, RequestStream] = {}
         self._wakeups = Wakeups()
@@ -212,10 +209,12 @@ class AsyncLLMEngine:
     def _on_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """One step of the core. Runs on the event loop; wakes every consumer it has something for."""
         self.metrics.on_step(stats)
-        for stat_logger in self._loggers.values():
-            stat_logger.log(stats)
-        if not outputs:
-            return
+        if outputs:
+            self._take(outputs)
+        self._loggers.log(stats)
+
+    def _take(self, outputs: list[CoreOutput]) -> None:
+        """Hand what a step has brought to those who wait for it."""
         roomy: dict[Account, None] = {}
         if self._admission.waiting:
             for core_output in outputs:
@@ -730,15 +729,11 @@ class AsyncLLMEngine:
 
     def add_logger(self, logger_name: str, logger: Any) -> None:
         """Add an object whose `log(stats)` is called after each step. Raises KeyError if the name is in use."""
-        if logger_name in self._loggers:
-            raise KeyError(f"Logger with name {logger_name} already exists.")
-        self._loggers[logger_name] = logger
+        self._loggers.add(logger_name, logger)
 
     def remove_logger(self, logger_name: str) -> None:
         """Forget a logger."""
-        if logger_name not in self._loggers:
-            raise KeyError(f"Logger with name {logger_name} does not exist.")
-        del self._loggers[logger_name]
+        self._loggers.remove(logger_name)
 
     # -- control -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from vllm.config import (
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
 from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput, first_step, packs
-from vllm.engine.metrics import StatLoggerBase, stat_loggers_of
+from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
@@ -63,7 +63,7 @@ class LLMEngine:
     """Runs requests to their end, one step at a time, in this process (its workers may have processes of their own).
 
     Requests may be added and aborted in other threads than the one that steps; they wait until a step is over.
-    stat_loggers: objects with a method `log(stats)`, called with the core's `CoreStats` after each step; or classes, or
+    stat_loggers: objects with a method `log`, called with a `vllm.engine.metrics.Stats` after each step; or classes, or
     their paths; by name or in a list.
     """
 
@@ -86,7 +86,6 @@ class LLMEngine:
         _refuse_queue_limits(vllm_config.scheduler_config)
         self.usage_context = usage_context
         self.log_stats = log_stats
-        self.stat_loggers: dict[str, Any] = stat_loggers_of(stat_loggers, vllm_config)
         started = time.perf_counter()
         model = vllm_config.model_config
         tokenizer = None
@@ -106,10 +105,8 @@ class LLMEngine:
         self._packs = described["keeps_nothing"] and model.pooling is not None and not model.pooling.gives_many
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self._metrics = EngineMetrics(model.served_model_name, model.max_model_len, described)
-        for stat_logger in self.stat_loggers.values():
-            if isinstance(stat_logger, StatLoggerBase):
-                stat_logger.info("metrics", self._metrics)
-        counts = self._metrics if log_stats or self.stat_loggers else None
+        self._loggers = StatLoggers(stat_loggers, vllm_config, self._metrics)
+        counts = self._metrics if log_stats or self._loggers else None
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, counts)
         self._stats_log = StatsLog(self._metrics, "CPU" if vllm_config.device_config.device == "cpu" else "GPU")
         seconds = time.perf_counter() - started
@@ -256,7 +253,7 @@ class LLMEngine:
                 self._client.abort(processed.aborts)
             processed = self.output_processor.process(self._client.add_requests(processed.follow_ups))
             outputs += processed.outputs
-        if self.log_stats or self.stat_loggers:
+        if self.log_stats or self._loggers:
             self._log_step()
         return outputs
 
@@ -415,8 +412,7 @@ class LLMEngine:
         self._metrics.on_step(self._client.stats())
         if self.log_stats:
             self._stats_log.tick(force=True)
-        for stat_logger in self.stat_loggers.values():
-            stat_logger.log(self._metrics.stats)
+        self._loggers.log(self._metrics.stats)
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of every metric. Raises ValueError if statistics are not kept."""
@@ -432,19 +428,19 @@ class LLMEngine:
         self._metrics.on_step(stats)
         if self.log_stats:
             self._stats_log.tick()
-        for stat_logger in self.stat_loggers.values():
-            stat_logger.log(stats)
+        self._loggers.log(stats)
+
+    @property
+    def stat_loggers(self) -> dict[str, Any]:
+        """Who hears of every step, by name."""
+        return self._loggers.by_name
 
     def add_logger(self, logger_name: str, logger: Any) -> None:
         """Add an object whose `log(stats)` is called after each step. Raises KeyError if the name is in use."""
-        if logger_name in self.stat_loggers:
-            raise KeyError(f"Logger with name {logger_name} already exists.")
-        self.stat_loggers[logger_name] = logger
+        self._loggers.add(logger_name, logger)
 
     def remove_logger(self, logger_name: str) -> None:
-        if logger_name not in self.stat_loggers:
-            raise KeyError(f"Logger with name {logger_name} does not exist.")
-        del self.stat_loggers[logger_name]
+        self._loggers.remove(logger_name)
 
     def is_tracing_enabled(self) -> bool:
         return False

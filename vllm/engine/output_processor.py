@@ -559,6 +559,7 @@ class OutputProcessor:
         sequences, request.changed = request.changed, []
         if finished:
             request.metrics.finished_time = now
+            request.metrics.num_generation_tokens = sum(len(s.token_ids) for s in request.sequences)
         elif request.kind is RequestOutputKind.FINAL_ONLY:
             return None
         output = request.output(self._completions(request, sequences), finished)

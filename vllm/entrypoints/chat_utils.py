@@ -57,6 +57,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+NO_TEMPLATE = (
+    "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template if the "
+    "tokenizer does not define one."
+)
+
+
 class ConversationMessage(TypedDict, total=False):
     """A message as templates receive it."""
 
@@ -127,10 +133,7 @@ def resolve_chat_template(
             f"The tokenizer has several chat templates and none is called 'default'. Set chat_template to one of: "
             f"{', '.join(sorted(own))}."
         )
-    raise ValueError(
-        "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template "
-        "if the tokenizer does not define one."
-    )
+    raise ValueError(NO_TEMPLATE)
 
 
 def resolve_hf_chat_template(
@@ -167,7 +170,7 @@ def resolve_content_format(template: str, content_format: ContentFormatOption = 
     return "openai" if accepts_content_parts(template) else "string"
 
 
-def parse_chat_messages(messages: Sequence[Any], content_format: ContentFormat) -> list[ConversationMessage]:
+def checked_messages(messages: Sequence[Any], content_format: ContentFormat) -> list[ConversationMessage]:
     """Check messages and bring their contents into the form that the template takes.
 
     Raises ValueError, TypeError or NotImplementedError, naming the message at fault.
@@ -179,6 +182,47 @@ def parse_chat_messages(messages: Sequence[Any], content_format: ContentFormat) 
     if len(messages) > MAX_MESSAGES:
         raise ValueError(f"A conversation has at most {MAX_MESSAGES} messages, got {len(messages)}.")
     return [_parse_message(message, i, content_format) for i, message in enumerate(messages)]
+
+
+def parse_chat_messages(
+    messages: Sequence[Any],
+    model_config: ModelConfig | None,
+    tokenizer: Any,
+    content_format: ContentFormat,
+) -> tuple[list[ConversationMessage], None]:
+    """The messages as templates take them, and what they bring beside text: nothing, since models here take text.
+
+    The model and its tokenizer decide nothing about it. Raises as `checked_messages` does.
+    """
+    return checked_messages(messages, content_format), None
+
+
+def apply_hf_chat_template(
+    tokenizer: Any,
+    conversation: Sequence[ConversationMessage],
+    chat_template: Path | str | None = None,
+    tools: Sequence[Any] | None = None,
+    *,
+    model_config: ModelConfig | None = None,
+    tokenize: bool = False,
+    trust_remote_code: bool | None = None,
+    **kwargs: Any,
+) -> str | list[int]:
+    """The prompt of a conversation by a transformers tokenizer: its text, or with `tokenize` its ids.
+
+    chat_template: as for `resolve_hf_chat_template`.   kwargs: further variables of the template. Raises ValueError if
+    there is no template.
+    """
+    template = resolve_hf_chat_template(
+        tokenizer, chat_template, tools, model_config=model_config, trust_remote_code=trust_remote_code
+    )
+    if template is None:
+        raise ValueError(NO_TEMPLATE)
+    found: str | list[int] = tokenizer.apply_chat_template(
+        conversation=list(conversation), chat_template=template, tools=tools, tokenize=tokenize, return_dict=False,
+        **kwargs,
+    )  # fmt: skip
+    return found
 
 
 def _parse_message(message: Any, index: int, content_format: ContentFormat) -> ConversationMessage:
@@ -303,7 +347,7 @@ def apply_chat_template(
     is_literal: `chat_template` is the template itself, or the name of one of the model's, whatever it looks like.
     """
     template = resolve_chat_template(tokenizer, chat_template, tools, is_literal)
-    conversation = parse_chat_messages(messages, resolve_content_format(template, content_format))
+    conversation = checked_messages(messages, resolve_content_format(template, content_format))
     if "developer" not in template:
         conversation = _developers_as_system(conversation)
     return render_chat(
@@ -341,5 +385,5 @@ def tokenize_chat(
         return text, tokenizer.encode(text, add_special_tokens=False)
     if chat_template is not None:
         raise ValueError("The tokenizer (mistral_common) writes chats by its own rules. Remove chat_template.")
-    parse_chat_messages(messages, "string")  # for the errors
+    checked_messages(messages, "string")  # for the errors
     return tokenizer.chat(messages, tools, continue_final_message)

@@ -70,6 +70,25 @@ class Histogram:
         return rows
 
 
+class NotingHistogram(Histogram):
+    """One that also keeps each observation, until it is taken."""
+
+    __slots__ = ("noted",)
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
+        self.noted: list[float] = []
+
+    def observe(self, value: float, times: int = 1) -> None:
+        super().observe(value, times)
+        self.noted += [value] * times
+
+    def take(self) -> list[float]:
+        """The observations since the last time."""
+        noted, self.noted = self.noted, []
+        return noted
+
+
 class _EngineCounts:
     """What one engine core has reported."""
 

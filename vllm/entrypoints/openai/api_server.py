@@ -257,12 +257,56 @@ async def build_async_engine_client_from_engine_args(
         yield engine
 
 
-def __getattr__(name: str) -> Any:
-    """`router`, which is made when the first application is."""
-    if name == "router":
-        from vllm.entrypoints.openai.routes import router
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """For an application of somebody else's: what is there already is not collected again and again, full collections
+    wait for idle moments, and memory is given back, as in our own server.
+    """
+    gc.freeze()
 
-        return router
+    def is_idle() -> bool:
+        client = getattr(app.state, "engine_client", None)
+        return client is None or client.get_num_unfinished_requests() == 0
+
+    housekeeping = [
+        asyncio.ensure_future(collect_when_idle(is_idle)),
+        asyncio.ensure_future(give_back_memory(is_idle, lambda: None)),
+    ]
+    try:
+        yield
+    finally:
+        for task in housekeeping:
+            task.cancel()
+
+
+# Routes as functions, for applications of somebody else's whose `state` went through `init_app_state`: name -> ours.
+_ROUTE_FUNCTIONS = {
+    "create_completion": "/v1/completions",
+    "create_chat_completion": "/v1/chat/completions",
+    "create_responses": "/v1/responses",
+    "create_embedding": "/v1/embeddings",
+    "create_pooling": "/pooling",
+    "create_classify": "/classify",
+    "create_score": "/score",
+    "do_rerank": "/rerank",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+    "show_available_models": "/v1/models",
+    "show_version": "/version",
+    "health": "/health",
+    "load_lora_adapter": "/v1/load_lora_adapter",
+    "unload_lora_adapter": "/v1/unload_lora_adapter",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """`router` and its functions, which are made when the first application is."""
+    if name == "router" or name in _ROUTE_FUNCTIONS:
+        from vllm.entrypoints.openai.routes import answering, router
+
+        if name == "router":
+            return router
+        return answering(next(r.endpoint for r in router.routes if r.path == _ROUTE_FUNCTIONS[name]))  # type: ignore[attr-defined]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

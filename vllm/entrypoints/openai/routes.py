@@ -20,6 +20,7 @@ from vllm.entrypoints.openai import chat, completions, messages, pooling, respon
 from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.answers import encode
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
+from vllm.entrypoints.openai.direct import error_response
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
@@ -107,6 +108,19 @@ GENERATING_ANSWERS: dict[int | str, dict[str, Any]] = {
     **BODY_ERRORS,
     **_errors(500, 504),
 }
+
+
+def answering(route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """A route for an application of somebody else's, which does not know our errors: it answers with them itself."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await route(request)
+        except APIError as error:
+            return error_response(error)
+
+    answered.__name__ = route.__name__
+    return answered
 
 
 def context_of(request: Request) -> ServerContext:
@@ -434,7 +448,7 @@ async def ping(request: Request) -> Response:
 
 
 @router.get("/version")
-async def version() -> Response:
+async def version(request: Request) -> Response:
     return JSONResponse({"version": __version__})
 
 
