@@ -12,6 +12,7 @@ from vllm.core.block_pool import NULL_BLOCK, BlockPool
 from vllm.core.request import ENDLESS, Request
 from vllm.step.kv_policy import KVGroup, KVKind, KVPolicy
 
+_WIDEST = 8  # first intervals between two snapshots far into a prompt
 # Number of a unit -> the group's cached block that ends with it.
 Lookup = Callable[[int], int | None]
 
@@ -125,13 +126,18 @@ class StateGroup:
         self._interval = max(1, policy.snapshot_interval // self._unit) * self._unit
 
     def next_snapshot(self, request: Request, start: int) -> int:
-        """Where the chunk that starts at `start` must end, because a snapshot is taken there: multiples of the
-        interval, and the last position in the prompt from which another request with this prompt could start.
+        """Where the chunk that starts at `start` must end, because a snapshot is taken there: at the interval, twice,
+        four and eight times as far, at every multiple of that, and at the last position in the prompt from which
+        another request with this prompt could start. Whoever shares a prefix finds half of it at least, and most of a
+        long prompt is computed in large steps.
         """
         last = (request.num_prompt_tokens - 1) // self._unit * self._unit
         if start >= last:
             return ENDLESS
-        return min(last, (start // self._interval + 1) * self._interval)
+        distance, widest = self._interval, _WIDEST * self._interval
+        while distance <= start and distance < widest:
+            distance *= 2
+        return min(last, (start // distance + 1) * distance)
 
     def is_snapshot(self, request: Request, position: int) -> bool:
         """Whether one is taken at `position`."""

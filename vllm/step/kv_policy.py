@@ -39,7 +39,7 @@ class KVPolicy:
     max_encoder_tokens: for CROSS groups.
     states_per_slot: pages of recurrent state that a request has: 1 more than the drafts that a step may verify.
     snapshots: pages of recurrent state kept for prefixes beyond those of running requests.
-    snapshot_interval: tokens of a prompt between two snapshots.
+    snapshot_interval: tokens of a prompt up to its first snapshot; later ones are further apart.
     """
 
     groups: tuple[KVGroup, ...]
