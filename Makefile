@@ -7,8 +7,8 @@ ARGS ?=
 # One thread for each of the two test processes: more only fight each other.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-real test-clients test-ray \
-	test-distributed test-gpu wheel clean
+.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-real test-models-full \
+	test-clients test-ray test-distributed test-gpu wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ test-web: setup-dev ## Test the page at / in Chromium (install it first, for exa
 test-real: setup-dev ## Compare a real embedding model with sentence-transformers
 	$(BIN)/python -m pip install --quiet '.[real]'
 	$(PYTEST) -q -m real tests/test_real_embedder.py $(ARGS)
+
+test-models-full: setup-dev ## Test every family and variant through the whole engine, of which other runs take a tenth
+	MODELS_TURN=all OMP_NUM_THREADS=1 $(PYTEST) -q -n $(JOBS) tests/models $(ARGS)
 
 test-clients: setup-dev ## Test published clients against a server and in the process (CLIENTS="openai dspy" for some)
 	$(BIN)/python -m tools.client_tests $(CLIENTS) -- $(ARGS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 from vllm.config.hf_defaults import architecture_of, model_types
 from vllm.model_executor.models.families.llama import NAMES
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.registry import _CONVERTED, _FAMILIES, family_of
+from vllm.model_executor.models.spec import Decoder
 
 _HEAD = """# Supported models
 
@@ -20,7 +22,13 @@ Every family is held in fp32 against an independent implementation, at every pos
 chunks through the paged cache, for the variants of its config (tied heads, biases, windows, norms, scalings): against
 transformers, or, where transformers has no such model, against a plain one written from the published description
 (`tests/models/references.py`). The last column says how long a family is: lines of the function that turns its config
-into a spec, and names beyond those of Llama's checkpoints.
+into a spec, and names beyond those of Llama's checkpoints. All that runs them, `vllm/model_executor/models`, has about
+{total} lines, of which the families are {families}; there are {count} families.
+
+Through the whole engine, each family and variant gives the tokens of that implementation in a mixed batch, with prompts
+that are cut and requests that must make way, and two ranks its logits (`tests/models/test_every_family.py`; a tenth of
+them in each run of the tests, all with `make test-models-full`). No field that a family sets is decoration: without any
+one of them the comparison fails.
 
 | architecture | public checkpoints | held against | windows | lines of its own |
 |---|---|---|---|---|
@@ -87,7 +95,17 @@ def markdown() -> str:
         rows.append((", ".join(f"`{name}`" for name in names), checkpoints, source, windows, size))
     lines = [f"| {' | '.join(row)} |" for row in sorted(rows, key=lambda row: row[0].lower())]
     pooled = [_pooling_row(name, checkpoints) for name, checkpoints in sorted(pooling.items(), key=_lower)]
-    return _HEAD + "\n".join(lines) + "\n" + _POOLING + "\n".join(filter(None, pooled)) + "\n" + _NOTES
+    return _head(len(rows)) + "\n".join(lines) + "\n" + _POOLING + "\n".join(filter(None, pooled)) + "\n" + _NOTES
+
+
+def _head(count: int) -> str:
+    """The text above the table, with lines in hundreds, so that not every change is one of this page."""
+    folder = Path(inspect.getfile(Decoder)).parent
+    sizes = [
+        round(sum(len(file.read_text().splitlines()) for file in place.rglob("*.py")), -2)
+        for place in (folder, folder / "families")
+    ]
+    return _HEAD.format(total=sizes[0], families=sizes[1], count=count)
 
 
 def _size(family: Family) -> str:

@@ -11,9 +11,15 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from tests.models.test_against_hugging_face import GEMMA2, GQA, SIZES
+from tests.models.harness import PagedDriver, relative_error
+from tests.models.test_against_hugging_face import GEMMA2, GQA, SIZES, without_each
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
+from vllm.config.hf import HFConfig
+from vllm.distributed import TensorParallel
+from vllm.model_executor.model_loader.checkpoint import find_checkpoint
+from vllm.model_executor.model_loader.loader import build_decoder, fill_from_checkpoint
+from vllm.model_executor.models.registry import family_of
 
 BERT = {**SIZES, "pad_token_id": 0}
 ROBERTA = {**SIZES, "max_position_embeddings": 62, "pad_token_id": 3, "type_vocab_size": 1}
@@ -91,6 +97,37 @@ def test_hidden_states_of_all_tokens(case: str, tmp_path: Path) -> None:
     with start(tmp_path, task="embed", override_pooler_config={"pooling_type": "ALL", "normalize": False}) as llm:
         for ids, found in zip(PROMPTS, encode(llm), strict=True):
             assert_near(found, states(model, ids))
+
+
+class _States:
+    """A model as the driver wants one, which gives hidden states for logits."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.traits = model, model.traits
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        found: Tensor = self._model(*inputs)
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+@pytest.mark.parametrize("case", ENCODERS)
+def test_no_field_of_an_encoder_is_decoration(case: str, tmp_path: Path) -> None:
+    """Without any one of the fields that the family sets, the checkpoint does not fit, or the states are others."""
+    want = states(save(ENCODERS[case](), tmp_path), PROMPTS[2])
+    config, cpu, one = HFConfig.load(tmp_path), torch.device("cpu"), TensorParallel()
+    family = family_of(config.architectures[0])
+    assert family is not None
+    for name, spec in [("none", family.decoder(config)), *without_each(family.decoder(config))]:
+        try:
+            model = build_decoder(spec, torch.float32, 48, cpu, one, modules=family.modules)
+            fill_from_checkpoint(model, family, spec, find_checkpoint(tmp_path, "auto").tensors(), cpu)
+        except ValueError:
+            continue
+        (found,) = PagedDriver(_States(model)).run([torch.tensor(PROMPTS[2])], [64])
+        assert (relative_error(found, want) > 1e-4) == (name != "none"), name
 
 
 def scores(model: Any, ids: list[int], second: int | None = None) -> Tensor:
