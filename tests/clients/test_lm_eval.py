@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,35 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
+def save_small(family: str, folder: Path) -> Path:
+    """A random model of a family that has the demo model's tokenizer."""
+    import torch
+    import transformers as hf
+    from tokenizers import Tokenizer
+
+    sizes = {
+        "vocab_size": Tokenizer.from_file(f"{DEMO}/tokenizer.json").get_vocab_size(), "hidden_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    configs = {
+        "gemma2": lambda: hf.Gemma2Config(**sizes, **ids, head_dim=16, sliding_window=8),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+            **sizes, **ids, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+        ),
+    }
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(configs[family]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO) / name, folder)
+    return folder
+
+
 def numbers(model: str, arguments: dict[str, Any], tasks: TaskManager, names: list[str]) -> dict[str, float]:
     found = simple_evaluate(
         model, arguments, tasks=names, task_manager=tasks, batch_size="auto" if model == "vllm" else 1,
@@ -97,6 +127,14 @@ def test_the_engine_in_the_process_gives_the_numbers_of_transformers(
     assert expected["facts_choice acc,none"] > 0.5  # it knows them
     arguments = {"pretrained": DEMO, "dtype": "float32", "max_model_len": 512, "gpu_memory_utilization": 0.3}
     check(numbers("vllm", arguments, tasks, ALL), expected, ALL)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_so_does_it_for_models_of_other_families(family: str, tasks: TaskManager, tmp_path: Path) -> None:
+    folder = str(save_small(family, tmp_path))
+    wanted = numbers("hf", {"pretrained": folder, "dtype": "float32", "attn_implementation": "eager"}, tasks, ALL)
+    arguments = {"pretrained": folder, "dtype": "float32", "max_model_len": 512, "gpu_memory_utilization": 0.3}
+    check(numbers("vllm", arguments, tasks, ALL), wanted, ALL)
 
 
 def test_a_server_gives_the_numbers_of_transformers(
