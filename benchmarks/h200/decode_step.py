@@ -32,7 +32,7 @@ def bytes_read(w: ProgramWeights, rows: int, context: int) -> int:
     total = size(Linear(w.head))
     for layer in w.layers:
         ffn, cache = layer.ffn, layer.attention.cache
-        total += size(layer.qkv, layer.o) + 2 * rows * context * cache.shape[2] * cache.shape[4] * 2
+        total += size(layer.qkv, layer.o) + 2 * rows * context * cache.shape[2] * cache.shape[4] * cache.element_size()
         if isinstance(ffn, MoeWeights):
             experts = len(ffn.down)
             share = 1 - (1 - ffn.top_k / experts) ** rows  # of the experts, if all are equally likely
@@ -55,10 +55,10 @@ def profile(run: Callable[[], object]) -> list[tuple[str, int, float]]:
 
 
 def measure(
-    folder: str, rows: int, context: int, weights: str, profiled: bool
+    folder: str, rows: int, context: int, weights: str, cache: str, profiled: bool
 ) -> tuple[float, int, list[tuple[str, int, float]]]:
     """Milliseconds of the step, the bytes that it must read, and its kernels if they are wanted."""
-    bench = Bench(folder, rows, context, "cuda", weights)
+    bench = Bench(folder, rows, context, "cuda", weights, cache)
     program = bench.program()
     with torch.inference_mode():
         graph = capture(lambda: program.run(bench.table, token_ids=bench.ids))
@@ -72,24 +72,30 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32,256")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--weights", default="plain", choices=("plain", "int4", "int4/32", "int8", "fp8"))
+    parser.add_argument("--cache", default="auto", choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"))
     parser.add_argument("--profile", default="", help="numbers of rows")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     cases = [(m, int(r)) for m in args.models.split(",") for r in args.rows.split(",")]
 
     def dry(folder: str, rows: int) -> None:
-        bench = Bench(folder, rows, args.context, "meta", args.weights)
+        bench = Bench(folder, rows, args.context, "meta", args.weights, args.cache)
         bench.program().run(bench.table, token_ids=bench.ids)
 
     compiling = precompile([lambda c=c: dry(*c) for c in cases], [], 90)  # type: ignore[misc]
     print(f"compiled in {compiling.wait():.1f} s", flush=True)
     found = ceilings()
-    result: dict = {"device": torch.cuda.get_device_name(), "context": args.context, "weights": args.weights}
+    result: dict = {
+        "device": torch.cuda.get_device_name(),
+        "context": args.context,
+        "weights": args.weights,
+        "cache": args.cache,
+    }
     result |= {"ceilings": found, "steps": {}}
     torch.cuda.empty_cache()
     profiled = [int(n) for n in args.profile.split(",") if n]
     for folder, rows in cases:
-        ms, size, kernels = measure(folder, rows, args.context, args.weights, rows in profiled)
+        ms, size, kernels = measure(folder, rows, args.context, args.weights, args.cache, rows in profiled)
         floor = size / found["read_GBs"] / 1e6
         result["steps"][f"{Path(folder).name}/{rows}"] = {"ms": ms, "floor_ms": floor, "kernels": kernels}
         print(f"{Path(folder).name:16} rows {rows:4}  {ms:8.3f} ms   floor {floor:7.3f}", flush=True)

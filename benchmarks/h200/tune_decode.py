@@ -28,6 +28,7 @@ from vllm.ops.triton.precompile import precompile
 from vllm.ops.triton.wide_linear import WideTiling
 from vllm.worker.decode_program import MAX_ROWS, DecodeProgram, StepTiling, choose_step_tiling
 from vllm.worker.decode_weights import LayerWeights, Linear, MlpWeights, ProgramWeights, read_weights
+from vllm.worker.kv_memory import cache_dtype
 
 BLOCK = 16
 
@@ -89,7 +90,17 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
 ATTENTION = [
     {"splits": s, "tile": t, "warps": n, "stages": g, "early": e}
     for s in (1, 2, 4, 8, 16, 32, 64)
-    for t, n, g, e in ((32, 1, 2, False), (32, 1, 3, False), (64, 4, 2, False), (64, 2, 2, False), (64, 4, 2, True))
+    for t, n, g, e in (  # fmt: skip
+        (32, 1, 2, False),
+        (32, 1, 3, False),
+        (32, 2, 3, False),
+        (64, 4, 2, False),
+        (64, 2, 2, False),
+        (64, 4, 3, False),
+        (64, 2, 3, False),
+        (64, 4, 2, True),
+        (128, 4, 2, False),
+    )
 ]
 WIDE = [
     WideTiling(*tile)
@@ -133,8 +144,10 @@ def packed(w: ProgramWeights, kind: str) -> ProgramWeights:
 class Bench:
     weights: ProgramWeights | None
 
-    def __init__(self, folder: str, rows: int, context: int, device: str, kind: str = "plain") -> None:
-        """kind: of the layers' weights, plain or as of `random_words`."""
+    def __init__(
+        self, folder: str, rows: int, context: int, device: str, kind: str = "plain", cache: str = "auto"
+    ) -> None:
+        """kind: of the layers' weights, plain or as of `random_words`.   cache: as of kv_cache_dtype."""
         hf = HFConfig.load(Path(folder))
         spec = ModelRegistry.resolve(hf.architectures).decoder(hf)
         if device == "meta":
@@ -149,12 +162,15 @@ class Bench:
         blocks: Any = model.blocks
         for i, block in enumerate(blocks):
             block.attn.place = replace(block.attn.place, tensor=i)  # a tensor for each layer, also of several groups
-        self.caches = [torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in spec.blocks]
+        stored = cache_dtype(cache, "bfloat16")
+        self.caches = [
+            torch.empty(shape, dtype=torch.bfloat16, device=device).normal_().to(stored) for _ in spec.blocks
+        ]
         self.model: DecoderModel | None = model
         self.weights = read_weights(model, self.caches)
         if kind != "plain" and self.weights is not None:
             self.weights, self.model = packed(self.weights, kind), None
-        self.rows = rows
+        self.rows, self.width = rows, max(4096, context + 32)
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.positions = torch.full((rows,), context, dtype=torch.int32, device=device)
         self.ids = torch.empty(rows, dtype=torch.int32, device=device)
@@ -162,7 +178,7 @@ class Bench:
     def program(self, tiling: StepTiling | None = None) -> DecodeProgram:
         if self.weights is None:
             raise ValueError("The fused step does not cover this model.")
-        return DecodeProgram(self.weights, self.rows, 4096, self.slots, self.positions, tiling=tiling)
+        return DecodeProgram(self.weights, self.rows, self.width, self.slots, self.positions, tiling=tiling)
 
     def milliseconds(self, tiling: StepTiling | None = None, reps: int = 9) -> float:
         try:
@@ -188,8 +204,8 @@ def changes(name: str, rows: int, w: ProgramWeights) -> list[dict[str, Any]]:
     return [{name: t} for t in candidates(name, rows, w)]
 
 
-def all_tilings(w: ProgramWeights, rows: int, parts: list[str]) -> list[StepTiling]:
-    start = choose_step_tiling(w, rows, 4096)
+def all_tilings(w: ProgramWeights, rows: int, width: int, parts: list[str]) -> list[StepTiling]:
+    start = choose_step_tiling(w, rows, width)
     return [start] + [replace(start, **change) for name in parts for change in changes(name, rows, w)]
 
 
@@ -201,7 +217,7 @@ def dry(folder: str, rows: int, context: int, kind: str, parts: str) -> None:
     bench = Bench(folder, rows, context, "meta", kind)
     if bench.weights is None:
         raise ValueError("The fused step does not cover this model.")
-    for tiling in all_tilings(bench.weights, rows, parts_of(rows, parts)):
+    for tiling in all_tilings(bench.weights, rows, bench.width, parts_of(rows, parts)):
         bench.program(tiling).run(bench.table, token_ids=bench.ids)
 
 
@@ -209,7 +225,7 @@ def tune(folder: str, rows: int, context: int, kind: str, parts: str, seconds: f
     bench = Bench(folder, rows, context, "cuda", kind)
     if bench.weights is None:
         raise ValueError("The fused step does not cover this model.")
-    best = choose_step_tiling(bench.weights, rows, 4096)
+    best = choose_step_tiling(bench.weights, rows, bench.width)
     first = least = bench.milliseconds(best, 20)
     end = time.perf_counter() + seconds
     print(f"{folder} rows {rows} context {context}: default {first:.4f} ms", flush=True)
