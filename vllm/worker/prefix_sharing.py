@@ -12,11 +12,11 @@ import torch
 
 from vllm.model_executor.models.traits import Traits
 from vllm.ops.shared_prefix import ITEM, ROW, Group, SharedPlan, Tiles, cut, find_groups, worthwhile
+from vllm.ops.triton.decode_parts import processors
 from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.worker.device import DeviceContext
 from vllm.worker.slot_table import SlotTable
 
-_PROGRAMS = 132  # one for every processor of an H200: with more, there is more to merge
 _SPARE = 16  # items beyond those that equal shares need, for tiles of small groups
 
 
@@ -67,7 +67,7 @@ def tile_rows(heads: Heads, rows: int) -> int:
 def tiles(heads: Heads, rows: int) -> Tiles:
     """How the groups of a batch of up to `rows` rows are cut."""
     members = tile_rows(heads, rows) // (heads.query // heads.kv)
-    wanted = max(1, _PROGRAMS // heads.kv)
+    wanted = max(1, processors() // heads.kv)  # with more, there is more to merge
     return Tiles(members, wanted + -(-rows // members) + _SPARE, wanted)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.ops import attention as ops
 from vllm.ops.attention import GATHERED_ABOVE, AttentionParams, GatherPlan, OwnKV
 from vllm.ops.shared_prefix import SharedPlan
+from vllm.ops.triton.decode_parts import processors
 from vllm.ops.triton.prefill import attend_gathered, can_gather
 from vllm.step.inputs import GroupInputs, StepInputs
 
@@ -547,7 +548,7 @@ def _launch_shared(
 def choose_splits(programs: int, max_seq_len: int, window: int | None) -> int:
     """A power of two: enough programs for the device, and no split shorter than 64 keys."""
     keys = max_seq_len if window is None else min(max_seq_len, window)
-    wanted = -(-1024 // max(programs, 1))
+    wanted = -(-(processors() * 31 // 4) // max(programs, 1))
     splits = 1
     while splits < wanted and splits < 64 and splits * 2 * 64 <= keys:
         splits *= 2

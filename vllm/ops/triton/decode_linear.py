@@ -26,11 +26,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from vllm.ops.triton.activation import KINDS
-from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows
+from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, processors
 from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
-_PROGRAMS = 132  # one for every processor of a large device
 DTYPES = [torch.bfloat16, torch.float16]  # of weights and rows; what is prefetched is counted in numbers of two bytes
 
 
@@ -315,9 +314,16 @@ def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     needed; unless too few programs are left for the device.
     """
     t = usual = _usual_vector_tiling(outputs, inputs, mode)
+    if mode == RESIDUAL and _is_narrow(outputs):
+        return usual
     while inputs % t.depth and t.depth > 256:
         t = replace(t, rows=t.rows * 2, depth=t.depth // 2, whole=True)
-    return t if inputs % t.depth == 0 and outputs >= t.rows * _PROGRAMS else usual
+    return t if inputs % t.depth == 0 and outputs >= t.rows * processors() else usual
+
+
+def _is_narrow(outputs: int) -> bool:
+    """Whether tiles of 16 outputs would leave processors without a second program."""
+    return 2 * outputs < 3 * 16 * processors()
 
 
 def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
@@ -328,9 +334,13 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
         return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
     if mode == RESIDUAL and outputs <= 2048:
         return Tiling(True, 4, min(2048, limit), 8)
+    if mode == RESIDUAL and _is_narrow(outputs):
+        return Tiling(True, 8, min(1024, limit), 8, unroll=1 if inputs >= 8192 else 2, whole=True)
     if mode == RESIDUAL:
         wide = inputs >= 8192
         return Tiling(True, 16 if wide else 8, min(1024, limit), 8 if wide else 4, whole=True)
+    if mode == STORE and inputs > 1024 and inputs % 1024:  # short pieces, or many are half empty
+        return Tiling(True, 16 if outputs >= 4 * 16 * processors() else 8, 256, 4, unroll=2, whole=True)
     return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 4, 2048, 8, whole=True)
 
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 
 from vllm.ops.triton.activation import apply_activation
+
+
+@cache
+def processors() -> int:
+    """How many the device has that kernels are cut for; where there is none, those of an H100 or H200."""
+    if not torch.cuda.is_available():
+        return 132
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 @dataclass(frozen=True, slots=True)

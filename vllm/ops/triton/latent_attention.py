@@ -16,10 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vllm.ops import latent_attention as ops
 from vllm.ops.attention import GATHERED_ABOVE, GatherPlan
 from vllm.ops.triton.attention import fp8_limit
+from vllm.ops.triton.decode_parts import processors
 from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
-_PROGRAMS = 264  # two for every processor of an H200
 _GATHER = 32  # tokens a program copies
 _TAIL = 64  # rows behind the gathered ones
 _EXPANDED = 128, 64, 2, 8  # queries and keys of a tile, stages, warps
@@ -435,7 +435,7 @@ def _bmm(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
 def _splits(programs: int, max_seq_len: int) -> int:
     """A power of two: enough programs for the device, and no split shorter than 128 keys."""
     splits = 1
-    while splits < 64 and splits * programs < _PROGRAMS and splits * 2 * 128 <= max_seq_len:
+    while splits < 64 and splits * programs < 2 * processors() and splits * 2 * 128 <= max_seq_len:
         splits *= 2
     return splits
 

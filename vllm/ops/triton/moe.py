@@ -18,10 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm.ops import moe as ops
 from vllm.ops.moe import NO_EXTRAS, Choice, ExpertExtras
 from vllm.ops.triton.activation import KINDS, gated
+from vllm.ops.triton.decode_parts import processors
 
 _SORT_BLOCK = 1024
 _SUM_BLOCK = 1024
-_PROGRAMS = 264  # that a product of few rows should be cut into: two for every processor of a large device
 _ROUTED = 2048  # rows times experts that one program routes and sorts
 _GROUP = 16  # tiles of rows that go through the weights together, so that both stay in the cache
 
@@ -339,7 +339,7 @@ def _choose_tiling(pairs: int, experts: int, inner: int, dtype: torch.dtype) -> 
         return _EXACT
     each = pairs / experts
     if each <= 16:
-        return _FEWEST if min(pairs, experts) * inner // 64 < _PROGRAMS else _FEW
+        return _FEWEST if min(pairs, experts) * inner // 64 < 2 * processors() else _FEW
     return _SOME if each <= 64 else _MANY
 
 
