@@ -12,6 +12,7 @@
 struct LinearWeights {
     const void *packed, *bias;  // bias may be null
     int64_t out, in;
+    const LoraArguments* lora;  // the adapters' matrices, all else open; null without adapters
 };
 
 struct NormWeights {
@@ -50,6 +51,7 @@ struct BlocksCall {
     const int32_t *query_starts, *seq_lens;
     const int64_t* rows;  // [num_rows] tokens whose output is wanted, each once: the first rows of out; null for all
     void* kept;           // [num_rows, hidden]: their part of the stream, if there are rows
+    const int32_t *adapters, *kept_adapters;  // of tokens, of rows: slots of adapters, below 0 for none; null: none has one
     int64_t count, tokens, hidden, requests;
     int64_t block_size;
     int64_t num_rows;
@@ -64,6 +66,10 @@ constexpr int64_t kFeedForwardTokens = 512;
 int64_t bytes_of(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+size_t lora_bytes(int64_t rows, const LinearWeights& w) {
+    return w.lora ? aligned(lora_scratch_bytes(rows, w.lora->parts, w.lora->rank)) : 0;
+}
 
 AttentionCall attention_call(const BlocksCall& c, const BlockWeights& b) {
     AttentionCall call = {};
@@ -94,7 +100,7 @@ class Preparation {
     Preparation(const BlocksCall& c, int threads) : call_(c) {
         const size_t element = size_t(bytes_of(c.dtype));
         const size_t part = size_t(std::min(c.tokens, kFeedForwardTokens));
-        size_t qkv = 0, context = 0, up = 0, activated = 0, scratch = 0;
+        size_t qkv = 0, context = 0, up = 0, activated = 0, scratch = 0, small = 0;
         for (int64_t i = 0; i < c.count; i++) {
             const BlockWeights& b = c.layers[i];
             const size_t plan = plan_of(b, threads);
@@ -103,6 +109,10 @@ class Preparation {
             context = std::max(context, aligned(size_t(c.tokens * b.o.in) * element));
             up = std::max(up, aligned(part * size_t(b.up.out) * element));
             activated = std::max(activated, aligned(part * size_t(b.down.in) * element));
+            if (c.adapters) {
+                small = std::max({small, lora_bytes(c.tokens, b.qkv), lora_bytes(c.tokens, b.o), lora_bytes(int64_t(part), b.up),
+                                  lora_bytes(int64_t(part), b.down)});
+            }
             scratch = std::max({scratch, linear_scratch_bytes(c.tokens, std::max(b.qkv.in, b.o.in)),
                                 linear_scratch_bytes(int64_t(part), std::max(b.up.in, b.down.in)),
                                 attention_scratch_bytes(attention_call(c, b), plans_[plan].plan, threads)});
@@ -110,15 +120,17 @@ class Preparation {
         thread_local Scratch memory;
         // Attention's and the feed-forward layer's intermediate results are never needed at once.
         const size_t between = std::max(qkv + context, up + activated);
-        first = (char*)memory.reserve(between + scratch + 4096);
+        first = (char*)memory.reserve(between + small + scratch + 4096);
         this->context = first + qkv;
         this->activated = first + up;
-        this->scratch = first + (between + 4095) / 4096 * 4096;
+        this->small = (float*)(first + between);
+        this->scratch = first + (between + small + 4095) / 4096 * 4096;
     }
 
     const AttentionPlan& plan(int64_t layer) const { return plans_[plan_[size_t(layer)]].plan; }
 
     char *first, *context, *activated, *scratch;
+    float* small;  // of adapters
 
   private:
     struct Planned {
@@ -144,11 +156,13 @@ class Preparation {
 class Walk {
   public:
     Walk(Team& team, const BlocksCall& call, const Preparation& shared)
-        : team_(team), c_(call), shared_(shared), element_(bytes_of(call.dtype)), stream_(call.residual), rows_(call.tokens) {}
+        : team_(team), c_(call), shared_(shared), element_(bytes_of(call.dtype)), stream_(call.residual), rows_(call.tokens), adapters_(call.adapters) {}
 
     static int64_t phases(const BlocksCall& c) {
         const int64_t parts = (c.tokens + kFeedForwardTokens - 1) / kFeedForwardTokens;
-        return 1 + c.count * (2 + 2 + 1 + 2 + 2 + 5 * parts);  // rows; norms, qkv, rotation, attention, o; up, activation, down
+        const int64_t adapters = c.adapters ? 2 + 2 + 4 * parts : 0;
+        // rows; norms, qkv, rotation, attention, o; up, activation, down
+        return 1 + c.count * (2 + 2 + 1 + 2 + 2 + 5 * parts + adapters);
     }
 
     bool run() {
@@ -176,11 +190,21 @@ class Walk {
                    c_.dtype));
     }
 
-    // next: the weights of the product after this one, or null.
-    void multiply(void* out, const void* x, const LinearWeights& w, int64_t rows, const LinearWeights* next) {
+    // next: the weights of the product after this one, or null.   first: the number of the first row.
+    void multiply(void* out, const void* x, const LinearWeights& w, int64_t rows, const LinearWeights* next, int64_t first = 0) {
         Product product = {out, x, w.packed, w.bias, rows, w.out, w.in, w.in, w.out, {}};
         if (next) product.next = {next->packed, next->out, next->in};
         check(linear(team_, product, shared_.scratch, c_.dtype, c_.dtype));
+        if (!adapters_ || !w.lora) return;
+        LoraArguments lora = *w.lora;
+        lora.out = out;
+        lora.x = x;
+        lora.adapters = adapters_ + first;
+        lora.small = shared_.small;
+        lora.rows = rows;
+        lora.x_stride = w.in;
+        lora.out_stride = w.out;
+        check(add_lora(team_, lora, c_.dtype, c_.dtype));
     }
 
     void write_keys(const BlockWeights& b) {
@@ -211,6 +235,7 @@ class Walk {
             }
         });
         stream_ = c_.kept;
+        if (adapters_) adapters_ = c_.kept_adapters;
         rows_ = c_.num_rows;
         return shared_.first;
     }
@@ -219,9 +244,9 @@ class Walk {
         for (int64_t token = 0; token < rows_; token += kFeedForwardTokens) {
             const int64_t rows = std::min(kFeedForwardTokens, rows_ - token);
             char* x = (char*)c_.out + token * c_.hidden * element_;
-            multiply(shared_.first, x, b.up, rows, &b.down);
+            multiply(shared_.first, x, b.up, rows, &b.down, token);
             check(activate(team_, {shared_.activated, shared_.first, rows, b.down.in, b.up.out, b.gated, b.activation}, c_.dtype));
-            multiply(x, shared_.activated, b.down, rows, next);
+            multiply(x, shared_.activated, b.down, rows, next, token);
         }
     }
 
@@ -231,6 +256,7 @@ class Walk {
     const int64_t element_;
     void* stream_;
     int64_t rows_;
+    const int32_t* adapters_;
     bool known_ = true;
 };
 

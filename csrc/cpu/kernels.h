@@ -95,6 +95,25 @@ struct Product {
 bool linear(Team& team, const Product& a, void* scratch, int32_t dtype, int32_t out_dtype);
 size_t linear_scratch_bytes(int64_t m, int64_t k);
 
+// ---- lora.cpp: two phases
+
+constexpr int64_t kLoraParts = 16;
+
+// Shared with the Python side, field by field (vllm/ops/cpu/library.py).
+struct LoraArguments {
+    void* out;                // [rows, outputs], rows out_stride elements apart; added to
+    const void* x;            // [rows, inputs], rows x_stride elements apart
+    const void *a, *b;        // [slots, parts, rank, inputs], [slots, rank, outputs]
+    const int32_t* adapters;  // [rows], the slot of each row's adapter, below 0 for none
+    const int32_t* ranks;     // [slots]: how many of the rank's rows are used
+    float* small;             // [rows, parts, rank]: working memory
+    int64_t rows, inputs, outputs, rank, parts;
+    int64_t x_stride, out_stride;
+    int64_t starts[kLoraParts], counts[kLoraParts];  // outputs of each part
+};
+bool add_lora(Team& team, const LoraArguments& a, int32_t dtype, int32_t out_dtype);
+size_t lora_scratch_bytes(int64_t rows, int64_t parts, int64_t rank);
+
 // ---- attention.cpp: two phases
 
 // One tile: `tokens` query tokens from `first` of a request, one kv head.

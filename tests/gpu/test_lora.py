@@ -1,16 +1,30 @@
 """LoRA kernels on the device against the reference, over sizes of real layers."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
+from tests.gpu.test_decode_program import DEVICE, build, random_caches, step_of
 from tests.lora.adapters import save_adapter
-from tests.ops.triton.test_lora import mixed, views
+from tests.ops.triton.test_lora import low_rank, mixed, views
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
+from vllm.lora.layers import LoRALayers
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.kv_groups import layout_of
 from vllm.ops import lora as ops
 from vllm.ops.triton import lora as kernels
+from vllm.step.inputs import RowView, StepFeatures
+from vllm.step.plan import SlotInit
+from vllm.worker.decode_program import DecodeProgram, read_weights
+from vllm.worker.device import CudaContext
+from vllm.worker.slot_table import SlotTable
 
+EIGHT_B = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 14336, "vocab": 32000}
+SMALL = {"hidden": 896, "heads": 14, "kv_heads": 2, "head_dim": 64, "mlp": 4864, "vocab": 1000, "bias": True}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -25,11 +39,11 @@ def test_adapters_add_what_the_reference_adds(dtype, rows, inputs, parts, rank):
     a = (torch.randn(5, len(parts) * rank, inputs) / inputs**0.5).to(dtype)
     b = (torch.randn(5, outputs, rank) / rank**0.5).to(dtype)
     want = torch.zeros(rows, outputs)
-    ops.add_lora.reference(want, x.float(), a.float(), b.float(), parts, views(adapters)[1])
+    ops.add_lora.reference(want, x.float(), low_rank(a.float(), b.float(), parts), views(adapters)[1])
     for view in views(adapters):
         view = type(view)(view.adapters.cuda(), tuple(type(s)(s.slot, s.rows.cuda()) for s in view.segments))
         got = torch.zeros(rows, outputs, dtype=dtype, device="cuda")
-        kernels.add_lora(got, x.cuda(), a.cuda(), b.cuda(), parts, view)
+        kernels.add_lora(got, x.cuda(), low_rank(a.cuda(), b.cuda(), parts), view)
         torch.testing.assert_close(got.cpu().float(), want, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
 
 
@@ -59,3 +73,76 @@ def test_captured_steps_give_every_adapters_answer(tmp_path):
             found.append([list(o.outputs[0].token_ids) for o in outputs])
     assert found[0] == found[1] == found[2]
     assert len({tuple(tokens) for tokens in found[0]}) > len(params)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32, 64, 100])
+@pytest.mark.parametrize(("shape", "rank"), [(EIGHT_B, 16), (EIGHT_B, 40), (SMALL, 8)], ids=["8b-16", "8b-40", "small"])
+@torch.inference_mode()
+def test_fused_steps_add_what_the_model_adds(shape, rank, rows):
+    """Rows of five adapters and of none, of which one leaves some layers alone; twice over the same state."""
+    model = build(**shape)
+    with DEVICE:
+        twin = DecoderModel(model.spec, dtype=torch.float32, max_positions=2048, device=DEVICE)
+    twin.load_state_dict({name: p.float() for name, p in model.state_dict().items()})
+    stacks, exact = (LoRALayers(m, 5, rank, t, DEVICE) for m, t in ((model, torch.bfloat16), (twin, torch.float32)))
+    for path, stack in stacks._stacks.items():
+        stack.a.normal_().mul_(stack.a.shape[-1] ** -0.5)
+        stack.b.normal_().mul_(0.5 * rank**-0.5)
+        stack.ranks.fill_(rank)
+        if path.endswith((".o", "head", "embed")):
+            for tensor in (stack.a, stack.b, stack.ranks):
+                tensor[1].zero_()
+        for mine, other in zip((stack.a, stack.b, stack.ranks), _tensors(exact, path), strict=True):
+            other.copy_(mine)
+    layout, context, rng = layout_of(model.traits, 16), CudaContext(DEVICE), np.random.default_rng(rows)
+    table = SlotTable(rows, 2048, layout, context)
+    lengths = rng.integers(1, 300, rows)
+    free = iter(rng.permutation(rows * 20) + 1)
+    for slot, n in enumerate(lengths):
+        blocks = [int(next(free)) for _ in range(-(-n // 16))]
+        ids = rng.integers(0, shape["vocab"], n).tolist()
+        table.enter([SlotInit("r", slot, ids, 1, int(n) - 1, (blocks,), SamplingParams(), 0, ())])
+    caches = random_caches(layout, rows * 20 + 1, torch.bfloat16)
+    weights = read_weights(model, [cache.clone() for cache in caches])
+    assert weights is not None and weights.takes_adapters
+    slots, at = torch.arange(rows, device=DEVICE).int(), torch.from_numpy(lengths - 1).to(DEVICE).int()
+    hidden = torch.full((rows, shape["hidden"]), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    ids, column = torch.full((rows,), -7, device=DEVICE).int(), torch.empty(rows, device=DEVICE, dtype=torch.int32)
+    program = DecodeProgram(weights, rows, 2048, slots, at, adapters=column)
+    step = step_of(table, slots, lengths)
+    base = model(step, [cache.clone() for cache in caches])
+    for chosen in (torch.randint(-1, 5, (rows,)), torch.full((rows,), 3), torch.full((rows,), -1)):
+        column.copy_(chosen)
+        for _ in range(2):
+            program.run(table, token_ids=ids, hidden=hidden)
+        view = RowView(column.clone(), ())
+        adapted = replace(step, features=StepFeatures(adapters=(view, view)))
+        usual = model(adapted, [c.clone() for c in caches])
+        want = twin(adapted, [c.float() for c in caches])
+        fused, general = (((x.float() - want).norm(dim=1) / want.norm(dim=1)).median() for x in (hidden, usual))
+        assert fused < 1.2 * general + 1e-3
+        changed = (column >= 0).cpu()
+        assert bool(((want - base).norm(dim=1).cpu() > 0.2 * base.float().norm(dim=1).cpu())[changed].all())
+        logits = twin.logits(want, view)
+        found = logits.gather(1, ids[:, None].long())[:, 0]
+        assert (logits.amax(-1) - found < 0.15 * logits.std()).all()
+
+
+def _tensors(layers, path):
+    stack = layers._stacks[path]
+    return stack.a, stack.b, stack.ranks
+
+
+@pytest.mark.parametrize("rows", [40, 1025])
+@torch.inference_mode()
+def test_gated_activations_take_in_what_the_reference_adds(rows):
+    half, adapters = 1000, sorted(mixed(rows, 3))
+    x, y = torch.randn(rows, 896), torch.randn(rows, 2 * half)
+    a, b = torch.randn(3, 32, 896) / 896**0.5, torch.randn(3, 2 * half, 16) / 4
+    x, y, a, b = (t.bfloat16() for t in (x, y, a, b))
+    parts, (on_device, known) = ((0, half), (half, half)), views(adapters)
+    matrices = low_rank(a.float(), b.float(), parts)
+    want = ops.activate_gated_lora.reference(y.float(), x.float(), matrices, known, "silu")
+    view = RowView(on_device.adapters.cuda(), ())
+    got = kernels.activate_gated_lora(y.cuda(), x.cuda(), low_rank(a.cuda(), b.cuda(), parts), view, "silu")
+    torch.testing.assert_close(got.cpu().float(), want, rtol=2e-2, atol=6e-2)

@@ -12,7 +12,7 @@ import transformers
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from tests.models.spec_flips import Flip, build, flips
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.ops import activation, attention, embedding, greedy, linear, norm, rotary
+from vllm.ops import activation, attention, embedding, greedy, linear, lora, norm, rotary
 from vllm.ops.cpu import library
 from vllm.ops.registry import Op
 from vllm.step.inputs import StepFeatures
@@ -34,7 +34,7 @@ CONFIGS = {
 @pytest.fixture
 def unregistered():
     """The references on the operations, for one test."""
-    modules = (activation, attention, embedding, greedy, linear, norm, rotary)
+    modules = (activation, attention, embedding, greedy, linear, lora, norm, rotary)
     operations = {value for module in modules for value in vars(module).values() if isinstance(value, Op)}
     before = {operation: operation.kernel("cpu") for operation in operations}
     for operation in operations:
@@ -147,6 +147,7 @@ def test_a_step_with_a_feature_that_the_call_does_not_know_runs_layer_by_layer(f
     def fused(*_):
         raise AssertionError("the call would have ignored the feature")
 
+    fused.handles = frozenset()
     model.fused_blocks, model.forward = fused, with_feature
     assert torch.equal(driver.step(chunks), plain)
     model.forward = functools.partial(forward, model)

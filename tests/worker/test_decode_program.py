@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.models.spec_flips import BASES, Flip, build, flips
+from vllm.lora.layers import LoRALayers
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.spec import Attn, Decoder, Layout, Mlp, Moe, Norm, Rope
 from vllm.sampling_params import SamplingParams
-from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, RowView, StepFeatures, StepInputs
 from vllm.step.plan import SlotInit
 from vllm.worker.device import CpuContext
 from vllm.worker.kv_memory import allocate
@@ -247,3 +248,55 @@ def test_packed_weights_give_what_their_numbers_give(kind, walk, monkeypatch):
     hidden = torch.empty(2, 64)
     program.run(table, hidden=hidden)
     assert error(hidden, model(step, caches)) < LIMIT
+
+
+ADAPTED = ["sandwich, soft-caps, scaled embedding", "layer norm, parallel, partial rotation, biases", "experts", "tied"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("walk", ["few", "many"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_rows_of_several_adapters_get_what_the_model_computes(name, walk, monkeypatch):
+    """Adapters of every layer, one of some only, and rows without."""
+    if walk == "many":
+        monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    spec = COVERED.get(name) or replace(BASES["plain"], tied=True)
+    model = build(spec, torch.float32)
+    stacks, slots_on_device = LoRALayers(model, 3, 5, torch.float32, torch.device("cpu")), 3
+    gen = torch.Generator().manual_seed(5)
+    for path, stack in stacks._stacks.items():
+        stack.a.normal_(generator=gen).mul_(0.1)
+        stack.b.normal_(generator=gen).mul_(0.3)
+        stack.ranks.fill_(5)
+        if path.endswith((".o", "head", "embed")):  # the second adapter leaves these layers alone
+            for tensor in (stack.a, stack.b, stack.ranks):
+                tensor[1].zero_()
+    table, caches, step, slots, positions = setting(model)
+    twins = [cache.clone() for cache in caches]
+    weights = read_weights(model, caches)
+    assert weights is not None and weights.takes_adapters
+    program = None
+    for chosen in ([1, 2], [-1, 0]):
+        by_slot = torch.full((4,), -1, dtype=torch.int32)
+        by_slot[slots.long()] = torch.tensor(chosen, dtype=torch.int32)
+        if program is None:
+            padded = torch.cat([slots, torch.tensor([-1]).int()]), torch.cat([positions, torch.tensor([0]).int()])
+            column, tiling = by_slot, choose_step_tiling(weights, 3, 64, adapted=True)
+            tiling = replace(tiling, splits=2, tile=16)
+            program = DecodeProgram(weights, 3, 64, *padded, pdl=False, adapters=column, tiling=tiling)
+        column.copy_(by_slot)
+        hidden, ids = torch.empty(3, spec.hidden_size), torch.full((3,), -7, dtype=torch.int32)
+        program.run(table, token_ids=ids, hidden=hidden)
+        logits = program._logits(hidden)[:2]
+        view = RowView(torch.tensor(chosen, dtype=torch.int32), ())
+        want = model(replace(step, features=StepFeatures(adapters=(view, view))), twins)
+        assert error(hidden[:2], want) < LIMIT
+        want = model.logits(want, view)
+        assert error(logits, want) < LIMIT
+        best = want.gather(1, ids[:2, None].long())[:, 0]
+        assert (want.amax(-1) - best < 0.05 * want.std()).all()
+        padded[1][:2] = positions  # the step has moved on
+        table.tokens[slots.long(), positions.long() + 1] = 0
+        for cache, twin in zip(caches, twins, strict=True):
+            assert error(cache[1:], twin[1:]) < LIMIT
+    assert slots_on_device == stacks.slots

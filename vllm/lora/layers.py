@@ -12,7 +12,7 @@ from vllm.lora.adapter import Adapter, LoRAWeights
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.sharding import Part, shard_part
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.ops.lora import add_embedding_lora, add_lora
+from vllm.ops.lora import LowRank, activate_gated_lora, add_embedding_lora, add_lora, lay_out_b
 from vllm.step.inputs import RowView
 
 
@@ -55,7 +55,9 @@ class LinearStack:
         self.parts = tuple(zip(starts, counts, strict=True))
         self.rank = rank
         self.a = torch.zeros(slots, len(counts) * rank, width, dtype=dtype, device=device)
-        self.b = torch.zeros(slots, sum(counts), rank, dtype=dtype, device=device)
+        self.b = lay_out_b(torch.zeros(slots, sum(counts), rank, dtype=dtype, device=device))
+        self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.matrices = LowRank(self.a, self.b, self.ranks, self.parts)
 
     def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
         """(a, b) of this rank from full matrices: by fused projection, or None for one pair over all of them."""
@@ -81,6 +83,7 @@ class LinearStack:
 
     def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
         """Put an adapter's matrices into `slot`; None where it does not change this layer."""
+        self.ranks[slot] = 0 if matrices is None else matrices[0].shape[1]
         self.a[slot].zero_()
         self.b[slot].zero_()
         if matrices is None:
@@ -91,7 +94,12 @@ class LinearStack:
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the layer's output in place. out: [rows, outputs], x: [rows, inputs]."""
-        add_lora(out, x, self.a, self.b, self.parts, rows)
+        add_lora(out, x, self.matrices, rows)
+
+    def activate_gated(self, y: Tensor, x: Tensor, rows: RowView, kind: str, limit: float | None) -> Tensor:
+        """The gated activation of the layer's output y, two equal parts, after `add`. y may be overwritten."""
+        out: Tensor = activate_gated_lora(y, x, self.matrices, rows, kind, limit)
+        return out
 
 
 class EmbeddingStack:
@@ -101,6 +109,8 @@ class EmbeddingStack:
         self.rows, self.rank = layer.org_vocab_size, rank
         self.a = torch.zeros(slots, layer.org_vocab_size, rank, dtype=dtype, device=device)
         self.b = torch.zeros(slots, layer.embedding_dim, rank, dtype=dtype, device=device)
+        self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.matrices = LowRank(self.a, self.b, self.ranks, ((0, layer.embedding_dim),))
 
     def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
         """(a, b) from the full matrices; ranks do not share them."""
@@ -109,6 +119,7 @@ class EmbeddingStack:
 
     def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
         """Put an adapter's matrices into `slot`; None where it does not change the embedding."""
+        self.ranks[slot] = 0 if matrices is None else matrices[0].shape[1]
         self.a[slot].zero_()
         self.b[slot].zero_()
         if matrices is not None:
@@ -118,7 +129,7 @@ class EmbeddingStack:
 
     def add(self, out: Tensor, ids: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the embedding in place. out: [rows, width], ids: [rows]."""
-        add_embedding_lora(out, ids, self.a, self.b, rows)
+        add_embedding_lora(out, ids, self.matrices, rows)
 
 
 class LoRALayers:

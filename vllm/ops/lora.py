@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vllm.ops.activation import activate_gated
 from vllm.ops.registry import op
 from vllm.step.inputs import RowView, Segment
 
@@ -19,19 +21,39 @@ def segments_of(rows: RowView) -> Sequence[Segment]:
     return [Segment(slot, (rows.adapters == slot).nonzero()[:, 0]) for slot in slots if slot >= 0]
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The adapters' matrices of one layer, for every slot on the device.
+
+    a: [slots, parts * rank, inputs], the parts one behind the other; of an embedding [slots, vocabulary, rank].
+    b: [slots, outputs, rank], scaled, laid out by `lay_out_b`.
+    ranks: [slots] int32, how many rows of a part's `rank` the adapter uses, 0 if it does not change the layer; the
+    others are zeros.   parts: (first output, outputs) of each fused projection.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    parts: tuple[tuple[int, int], ...]
+
+
 @op
-def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple[int, int]], rows: RowView) -> None:
+def lay_out_b(b: Tensor) -> Tensor:
+    """`LowRank.b` with its numbers in the order in which this device's kernels read them; the same shape."""
+    return b
+
+
+@op
+def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
     """out[r, part] += b[s, part] (a[s, part] x[r]) in place, s being the adapter of row r; other rows stay.
 
-    out: [rows, outputs], any float dtype.   x: [rows, inputs].   a: [slots, parts * rank, inputs].
-    b: [slots, outputs, rank], scaled.   parts: (first output, outputs) of each fused projection, whose products of `a`
-    lie one behind the other.
+    out: [rows, outputs], any float dtype.   x: [rows, inputs].
     """
-    rank = b.shape[2]
+    a, b, rank = matrices.a, matrices.b, matrices.b.shape[2]
     for segment in segments_of(rows):
         chosen = x if segment.rows is None else x.index_select(0, segment.rows)
         shrunk = torch.mm(chosen.to(a.dtype), a[segment.slot].t())
-        for index, (first, count) in enumerate(parts):
+        for index, (first, count) in enumerate(matrices.parts):
             small, wide = shrunk[:, index * rank : (index + 1) * rank], b[segment.slot, first : first + count].t()
             target = out.narrow(1, first, count)
             before = target if segment.rows is None else target.index_select(0, segment.rows)
@@ -44,14 +66,26 @@ def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple
 
 
 @op
-def add_embedding_lora(out: Tensor, ids: Tensor, a: Tensor, b: Tensor, rows: RowView) -> None:
+def activate_gated_lora(
+    y: Tensor, x: Tensor, matrices: LowRank, rows: RowView, kind: str, limit: float | None = None
+) -> Tensor:
+    """`activate_gated` of y after `add_lora` to both halves, its two parts. y, which may be overwritten: [rows, 2 *
+    outputs] -> [rows, outputs].
+    """
+    add_lora(y, x, matrices, rows)
+    out: Tensor = activate_gated(y, kind, limit)
+    return out
+
+
+@op
+def add_embedding_lora(out: Tensor, ids: Tensor, matrices: LowRank, rows: RowView) -> None:
     """out[r] += b[s] a[s, ids[r]] in place, s being the adapter of row r; other rows stay.
 
-    out: [rows, width].   ids: [rows] int64.   a: [slots, vocabulary, rank].   b: [slots, width, rank], scaled.
+    out: [rows, width].   ids: [rows] int64.
     """
     for segment in segments_of(rows):
         chosen = ids if segment.rows is None else ids.index_select(0, segment.rows)
-        change = torch.mm(a[segment.slot].index_select(0, chosen), b[segment.slot].t()).to(out.dtype)
+        change = torch.mm(matrices.a[segment.slot].index_select(0, chosen), matrices.b[segment.slot].t()).to(out.dtype)
         if segment.rows is None:
             out.add_(change)
         else:

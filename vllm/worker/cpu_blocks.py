@@ -16,8 +16,8 @@ from vllm.model_executor.models.blocks import DecoderBlock, FeedForward, SelfAtt
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Mlp, Norm, Rope
 from vllm.model_executor.models.traits import Model
-from vllm.ops.cpu import library
-from vllm.ops.cpu.library import ACTIVATION_CODES, CACHE_CODES, DTYPE_CODES
+from vllm.ops.cpu import library, lora
+from vllm.ops.cpu.library import ACTIVATION_CODES, CACHE_CODES, DTYPE_CODES, LoraArguments
 from vllm.ops.cpu.packed import PackedWeight
 from vllm.step.inputs import StepInputs
 
@@ -28,7 +28,7 @@ _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("packed", _P), ("bias", _P), ("out", _L), ("in_", _L)]
+    _fields_ = [("packed", _P), ("bias", _P), ("out", _L), ("in_", _L), ("lora", ctypes.POINTER(LoraArguments))]
 
 
 class _Norm(ctypes.Structure):
@@ -55,6 +55,7 @@ class _Call(ctypes.Structure):
         ("layers", ctypes.POINTER(_Block)),
         ("groups", ctypes.POINTER(_Group)),
         *((name, _P) for name in ("residual", "out", "positions", "query_starts", "seq_lens", "rows", "kept")),
+        *((name, _P) for name in ("adapters", "kept_adapters")),
         *((name, _L) for name in ("count", "tokens", "hidden", "requests", "block_size", "num_rows")),
         *((name, _I) for name in ("dtype", "cache_dtype")),
     ]
@@ -71,12 +72,16 @@ class FusedBlocks:
     """All layers of a decoder as one native call; the same bits as calling them one by one.
 
     Made by `fuse_layers`. The layers' tensors must stay where they are.
+
+    handles: step features, by name, that the call honours: adapters, if all products had theirs when it was made.
     """
 
     def __init__(self, native: ctypes.CDLL, blocks: Sequence[DecoderBlock]) -> None:
         self._run = native.vllm_run_blocks
         self._run.restype, self._run.argtypes = _I, [ctypes.POINTER(_Call)]
         self._blocks = tuple(blocks)  # keeps the tensors alive
+        adapted = all(layer.lora is not None for block in blocks for layer in _linears(block))
+        self.handles = frozenset({"adapters"} if adapted else ())
         places = [_place(block.attn) for block in blocks]
         self._tensors = [place.tensor for place in places]
         self._layers = (_Block * len(blocks))(*(_describe(block) for block in blocks))
@@ -106,13 +111,22 @@ class FusedBlocks:
         cache = kv_caches[0]
         call = _Call(
             self._layers, groups, x.data_ptr(), out.data_ptr(), step.positions.data_ptr(), step.query_starts.data_ptr(),
-            step.seq_lens.data_ptr(), _pointer(rows), stream.data_ptr(), len(self._layers), tokens, hidden,
-            len(step.host_seq_lens), cache.shape[3], wanted, DTYPE_CODES[x.dtype],
+            step.seq_lens.data_ptr(), _pointer(rows), stream.data_ptr(), *_adapters(step), len(self._layers), tokens,
+            hidden, len(step.host_seq_lens), cache.shape[3], wanted, DTYPE_CODES[x.dtype],
             CACHE_CODES[cache.dtype],
         )  # fmt: skip
         if self._run(ctypes.byref(call)):
             raise MemoryError("The decoder layers found no memory for their working copies.")
         return out[:wanted], stream
+
+
+def _adapters(step: StepInputs) -> tuple[int | None, int | None]:
+    """Where the adapters of tokens and of wanted rows stand, None without any."""
+    every, wanted = step.view(picked=False), step.view(picked=True)
+    if every is None:
+        return None, None
+    none_wanted = every.adapters if wanted is None else wanted.adapters  # of rows that have none it is not read
+    return every.adapters.data_ptr(), none_wanted.data_ptr()
 
 
 def fuse(model: Model) -> None:
@@ -183,7 +197,7 @@ def _covers(block: DecoderBlock, dtype: torch.dtype) -> bool:
         return False
     head_norms = (attn.q_norm, attn.k_norm)
     return (
-        all(_covers_linear(layer, dtype) for layer in (attn.qkv, attn.o, _up(ffn), ffn.down))
+        all(_covers_linear(layer, dtype) for layer in _linears(block))
         and all(_covers_norm(norm, dtype) for norm in block.norms)
         and (head_norms == (None, None) or all(_covers_head_norm(norm, dtype) for norm in head_norms))
         and attn.params.alibi_slopes is None
@@ -198,6 +212,7 @@ def _covers_linear(layer: LinearBase, dtype: torch.dtype) -> bool:
         and layer.packed.dtype == dtype
         and not layer.skip_bias_add
         and (layer.bias is None or layer.bias.dtype == dtype)
+        and (layer.lora is None or (lora.covers(layer.lora.matrices) and layer.lora.matrices.a.dtype == dtype))
     )
 
 
@@ -212,6 +227,12 @@ def _covers_head_norm(norm: nn.Module | None, dtype: torch.dtype) -> bool:
     return isinstance(norm, RMSNorm) and norm.weight is not None and _covers_norm(norm, dtype)
 
 
+def _linears(block: DecoderBlock) -> tuple[LinearBase, ...]:
+    """The products of a layer whose feed-forward part is a `FeedForward`."""
+    assert isinstance(block.ffn, FeedForward)
+    return block.attn.qkv, block.attn.o, _up(block.ffn), block.ffn.down
+
+
 def _up(ffn: FeedForward) -> LinearBase:
     """The first product of a feed-forward layer."""
     up: LinearBase = ffn.gate_up if ffn.spec.gated else ffn.up
@@ -224,7 +245,8 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _linear(layer: LinearBase) -> _Linear:
     packed: PackedWeight = layer.packed
-    return _Linear(packed.pointer, _pointer(layer.bias), packed.shape[0], packed.shape[1])
+    adapters = None if layer.lora is None else ctypes.pointer(lora.describe(layer.lora.matrices))
+    return _Linear(packed.pointer, _pointer(layer.bias), packed.shape[0], packed.shape[1], adapters)
 
 
 def _norm(norm: RMSNorm | LayerNorm) -> _Norm:

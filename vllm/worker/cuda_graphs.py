@@ -395,15 +395,17 @@ class DecodeGraphs(StaticSteps[_Key]):
         if key.ending == _MASKED.name:
             return self._finish(key)
         plan = self._sharing.plan(key.size) if key.shared and self._sharing is not None else None
-        if self._weights is not None and key.query == 1 and not key.adapted:
-            return self._fused(key, self._weights, plan)
+        weights = self._weights
+        if weights is not None and key.query == 1 and (weights.takes_adapters or not key.adapted):
+            return self._fused(key, weights, plan)
         return self._general(key, plan)
 
     def _fused(self, key: _Key, weights: ProgramWeights, shared: SharedPlan | None) -> Entry:
         size = key.size
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+        by_slot = self._adapters_by_slot() if key.adapted else None
         program = DecodeProgram(
-            weights, size, key.span, slots, positions, shared=shared, stream=self._received(size)
+            weights, size, key.span, slots, positions, shared=shared, stream=self._received(size), adapters=by_slot
         )  # fmt: skip
         outputs: dict[str, Any] = {"token_ids": self._ids, "turns": self._inputs[2, :size]}
         if key.ending == _HIDDEN.name:

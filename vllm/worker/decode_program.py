@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from vllm.model_executor.models.spec import Layout
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.linear import linear
+from vllm.ops.lora import LowRank, add_lora
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.attention import choose_splits
 from vllm.ops.triton.decode_attention import DecodeRows, decode_attention
@@ -37,6 +38,7 @@ from vllm.ops.triton.decode_linear import (
     choose_product_tiling,
     run_product,
 )
+from vllm.ops.triton.decode_lora import Change, look_up, room
 from vllm.ops.triton.decode_step import (
     Drawing,
     argmax_tiles,
@@ -56,6 +58,7 @@ from vllm.ops.triton.wide_linear import (
     choose_wide_head,
     gated_product,
 )
+from vllm.step.inputs import RowView
 from vllm.worker.decode_weights import LayerWeights, Linear, MlpWeights, MoeWeights, ProgramWeights, read_weights
 from vllm.worker.slot_table import SlotTable
 
@@ -87,13 +90,13 @@ class StepTiling:
     wide_head: WideTiling | None = None
 
 
-def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
-    """The tiling for `rows` rows of sequences of up to `width` tokens."""
+def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool = False) -> StepTiling:
+    """The tiling for `rows` rows of sequences of up to `width` tokens. adapted: rows may have adapters."""
     layer = w.layers[0]
     ffn, (_, _, kv_heads, _, head_dim) = layer.ffn, layer.attention.cache.shape
 
     def product(part: Linear, mode: int) -> Tiling:
-        return choose_product_tiling(rows, part.weight, mode)
+        return choose_product_tiling(max(rows, 2) if adapted else rows, part.weight, mode)
 
     windows = [layer.attention.window for layer in w.layers]
     if None not in windows:
@@ -111,10 +114,11 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
     wide_gate = None
     if isinstance(ffn, MlpWeights):
         up, down = product(ffn.up, GATED if ffn.gated else STORE), product(ffn.down, RESIDUAL)
-        if alone and ffn.gated and ffn.up.bias is None and isinstance(ffn.up.weight, Tensor):
+        if alone and ffn.gated and ffn.up.bias is None and isinstance(ffn.up.weight, Tensor) and not adapted:
             wide_gate = choose_wide_gate(rows, *ffn.up.weight.shape)
     else:
         up, down = product(ffn.router, STORE), o
+    plain_head = alone and w.head is not None and w.head_bias is None
     return StepTiling(
         product(layer.qkv, STORE),
         o,
@@ -127,7 +131,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int) -> StepTiling:
         stages=2,
         early=few and light and not large,
         wide_gate=wide_gate,
-        wide_head=choose_wide_head(rows) if alone and w.head is not None and w.head_bias is None else None,
+        wide_head=choose_wide_head(rows) if plain_head and not adapted else None,
     )
 
 
@@ -147,21 +151,27 @@ class DecodeProgram:
     def __init__(
         self, weights: ProgramWeights, rows: int, width: int, slots: Tensor, positions: Tensor, *,
         tiling: StepTiling | None = None, pdl: bool = True, shared: SharedPlan | None = None,
-        stream: Tensor | None = None,
+        stream: Tensor | None = None, adapters: Tensor | None = None,
     ) -> None:  # fmt: skip
         """slots, positions: [rows] int32 views of the uploaded inputs.   width: the longest sequence that may come.
 
         shared: where a plan for the rows' common keys stands, if the step is to use one.   stream: [rows, hidden] of a
         pipeline's stage: there stands what the stage before has computed, and then what this one has.
+        adapters: [slots] int32, the adapter of each slot, if rows may have adapters, which the weights must take.
         """
         self.weights, self.rows, self._pdl = weights, rows, pdl
         self._slots, self._positions, self._shared = slots, positions, shared
-        self._tiling = t = choose_step_tiling(weights, rows, width) if tiling is None else tiling
+        adapted = adapters is not None
+        if adapted and not weights.takes_adapters:
+            raise ValueError("The fused step does not know what adapters add to these weights.")
+        self._tiling = t = choose_step_tiling(weights, rows, width, adapted) if tiling is None else tiling
         self._alone, self._few = weights.tp.world == 1, rows <= MAX_ROWS
+        self._adapters = None if adapters is None else _AdapterRows(weights, rows, adapters)
         self._products = [self._layer_products(layer) for layer in weights.layers]
         self._head = None
         if weights.head is not None:
-            self._head = Product(weights.head, weights.head_bias, ARGMAX, t.head)
+            change = self._change(weights.head_lora)
+            self._head = Product(weights.head, weights.head_bias, ARGMAX, t.head, change=change)
         elif stream is None:
             raise ValueError("A stage without a head needs room for its stream.")
         first = self._products[0]
@@ -199,16 +209,23 @@ class DecodeProgram:
     def _layer_products(self, layer: LayerWeights) -> _Products:
         t, ffn = self._tiling, layer.ffn
 
+        def product(part: Linear, mode: int, tiling: Tiling, act: str | None = None, scale: float = 1.0) -> Product:
+            return Product(part.weight, part.bias, mode, tiling, act, scale, self._change(part.lora))
+
         def back(part: Linear, tiling: Tiling) -> Product:
             # straight to the stream where nothing comes between
             mode = RESIDUAL if self._alone and self._few and layer.layout not in _BRANCH_NORMS else STORE
-            return Product(part.weight, part.bias, mode, tiling, scale=layer.scale)
+            return product(part, mode, tiling, scale=layer.scale)
 
-        qkv, o = Product(layer.qkv.weight, layer.qkv.bias, STORE, t.qkv), back(layer.o, t.o)
+        qkv, o = product(layer.qkv, STORE, t.qkv), back(layer.o, t.o)
         if isinstance(ffn, MoeWeights):
-            return _Products(qkv, o, Product(ffn.router.weight, ffn.router.bias, STORE, t.up), None)
-        up = Product(ffn.up.weight, ffn.up.bias, GATED if ffn.gated else STORE, t.up, ffn.act)
+            return _Products(qkv, o, product(ffn.router, STORE, t.up), None)
+        up = product(ffn.up, GATED if ffn.gated else STORE, t.up, ffn.act)
         return _Products(qkv, o, up, back(ffn.down, t.down))
+
+    def _change(self, low_rank: LowRank | None) -> Change | None:
+        """What adapters add to a product, where rows have them."""
+        return None if low_rank is None or self._adapters is None else self._adapters.change(low_rank)
 
     def run(
         self, table: SlotTable, *, token_ids: Tensor | None = None, hidden: Tensor | None = None,
@@ -246,6 +263,8 @@ class DecodeProgram:
             t.splits, t.tile, t.warps, t.stages, t.early, self._shared,
         )  # fmt: skip
         entries = [_entry(layer, p) for layer, p in zip(w.layers, self._products, strict=True)]
+        if self._adapters is not None:
+            self._adapters.look_up(self._slots)
         x = self._enter(table, *entries[0])
         # a stage without a head hands on the stream itself: no norm follows its last layer
         for layer, p, following in zip(w.layers, self._products, [*entries[1:], (w.norm, self._head)], strict=True):
@@ -312,7 +331,8 @@ class DecodeProgram:
         following = None
         if folds and after is not None and after.weight is not None:
             following = (after.weight, s.scaled, s.squares, 1)
-        embed_rows(self._slots, self._positions, table.tokens, w.entrance, s.h, following)
+        chosen = None if self._adapters is None else self._adapters.rows
+        embed_rows(self._slots, self._positions, table.tokens, w.entrance, s.h, following, chosen)
         if following is not None and after is not None:
             return Folded(s.scaled, s.squares, 1, after.eps)
         if not self._alone:
@@ -337,6 +357,8 @@ class DecodeProgram:
             gated_product(x, weight, out, p.act, wide, pdl=self._pdl)
             return out
         y: Tensor = linear(x, weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype), p.bias)
+        if p.change is not None:
+            _add_change(p.change, y, x)
         if p.act is not None:
             y = activate_gated(y, p.act) if p.mode == GATED else activate(y, p.act)
         return y
@@ -391,7 +413,7 @@ class DecodeProgram:
         elif wide is not None:
             tiles = argmax_product(x, w.head, s.best, s.best_at, s.sums, wide, pdl=self._pdl)
         else:
-            tiles = argmax_tiles(linear(x, w.head, w.head_bias, torch.float32), s.best, s.best_at, s.sums)
+            tiles = argmax_tiles(self._rank_logits(x), s.best, s.best_at, s.sums)
         slots, positions, written = self._slots, self._positions, (table.tokens, table.device_lengths, token_ids, turns)
         if self._alone:
             choose_tokens(slots, positions, s.best, s.best_at, s.sums, tiles, w.vocab_size, *written, pdl=pdl)
@@ -403,9 +425,7 @@ class DecodeProgram:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] fp32, of all ranks."""
         w = self.weights
-        if w.head is None:
-            raise RuntimeError("This stage of the pipeline has no head.")
-        logits: Tensor = linear(hidden, w.head, w.head_bias, torch.float32)
+        logits = self._rank_logits(hidden)
         if w.tp.world > 1:
             logits = w.tp.all_gather(F.pad(logits, (0, w.head_rows - logits.shape[1])))[:, : w.vocab_size]
         if w.logit_scale != 1.0:
@@ -413,6 +433,43 @@ class DecodeProgram:
         if w.logit_softcap is not None:
             logits = w.logit_softcap * torch.tanh(logits / w.logit_softcap)
         return logits
+
+    def _rank_logits(self, hidden: Tensor) -> Tensor:
+        """[rows, this rank's vocabulary] fp32."""
+        if self._head is None:
+            raise RuntimeError("This stage of the pipeline has no head.")
+        logits: Tensor = linear(hidden, self.weights.head, self._head.bias, torch.float32)
+        if self._head.change is not None:
+            _add_change(self._head.change, logits, hidden)
+        return logits
+
+
+class _AdapterRows:
+    """The rows' adapters of one program: looked up as its first kernel, then read by all products."""
+
+    def __init__(self, weights: ProgramWeights, rows: int, by_slot: Tensor) -> None:
+        parts = [part.lora for layer in weights.layers for part in layer.linears]
+        every = [part for part in (*parts, weights.head_lora) if part is not None]
+        self._by_slot = by_slot
+        self.rows = torch.full((rows,), -1, dtype=torch.int32, device=by_slot.device)
+        size = max((room(part, rows) for part in every), default=1)
+        self._small = torch.empty(size, dtype=torch.float32, device=by_slot.device)
+        self._ready = torch.zeros(len(every), dtype=torch.int32, device=by_slot.device)
+        self._next = 0
+
+    def change(self, weights: LowRank) -> Change:
+        """Of one more product, each of which has a counter of its own."""
+        at, self._next = self._next, self._next + 1
+        return Change(weights, self.rows, self._small, self._ready[at : at + 1])
+
+    def look_up(self, slots: Tensor) -> None:
+        """slots: [rows] int32, -1 for padding."""
+        look_up(slots, self._by_slot, self.rows, self._ready)
+
+
+def _add_change(change: Change, y: Tensor, x: Tensor) -> None:
+    """What adapters add to a product that knows nothing of them, in place."""
+    add_lora(y, x, change.weights, RowView(change.rows, ()))
 
 
 _BRANCH_NORMS = (Layout.SANDWICH, Layout.BRANCH)  # layouts that normalise a branch before it reaches the stream

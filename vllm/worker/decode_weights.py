@@ -6,7 +6,7 @@ equals it, so that a field which nobody here knows refuses it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,10 +30,12 @@ from vllm.model_executor.models.spec import (
     Rope,
 )
 from vllm.model_executor.models.traits import Model
+from vllm.ops.lora import LowRank
 from vllm.ops.triton.attention import fp8_limit
 from vllm.ops.triton.decode_attention import DecodeAttention
 from vllm.ops.triton.decode_join import NormWeights
 from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, supports
+from vllm.ops.triton.decode_lora import MOST_RANK
 from vllm.ops.triton.decode_step import Entrance
 from vllm.ops.triton.packed_linear import PackedWords
 
@@ -43,10 +45,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight: [out, in], packed or not.   bias: [out], None for none, also where another rank adds it."""
+    """weight: [out, in], packed or not.   bias: [out], None for none, also where another rank adds it.
+
+    lora: the adapters' matrices, None where there are no adapters.
+    """
 
     weight: Tensor | PackedWords
     bias: Tensor | None = None
+    lora: LowRank | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,12 @@ class LayerWeights:
     scale: float
     attention: DecodeAttention
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All its products but those of experts."""
+        ffn = self.ffn
+        return (self.qkv, self.o, *((ffn.up, ffn.down) if isinstance(ffn, MlpWeights) else (ffn.router,)))
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramWeights:
@@ -91,6 +103,7 @@ class ProgramWeights:
     entrance, head: of this rank's rows; the head's begin at `first_row`.   head_rows: of every rank, with padding.
     entrance: None where another stage embeds.   head, norm: None where another stage has what follows the layers.
     logit_scale, logit_softcap: of logits that are drawn from; the most likely token is the same without.
+    head_lora: the adapters' matrices of the head.
     """
 
     layers: tuple[LayerWeights, ...]
@@ -106,6 +119,16 @@ class ProgramWeights:
     logit_scale: float
     logit_softcap: float | None
     tp: TensorParallel
+    head_lora: LowRank | None = None
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the step knows what adapters add: to weights that are not packed, of ranks up to a limit."""
+        parts = [part for layer in self.layers for part in layer.linears]
+        return all(
+            part.lora is not None and part.lora.b.shape[2] <= MOST_RANK and isinstance(part.weight, Tensor)
+            for part in parts
+        )
 
 
 def _norm_computed(norm: Norm) -> Norm:
@@ -219,7 +242,7 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
     read = tuple(layer for layer in layers if layer is not None)
     if len(read) < len(layers):
         return None
-    entrance = head = head_bias = norm = None
+    entrance = head = head_bias = norm = head_lora = None
     first_row = head_rows = 0
     if last:
         if not supports(model.head.weight.data, ARGMAX):
@@ -231,15 +254,16 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
         mine = slice(0, spec.vocab_size - first_row)
         head = model.head.weight.data[mine]
         head_bias = None if model.head.bias is None else model.head.bias.data[mine]
-        norm = _norm_weights(model.norm, spec.norm)
+        norm, head_lora = _norm_weights(model.norm, spec.norm), _low_rank(model.head, len(head))
     if first:
         places, first_place = None, 0
         if spec.positions is not None:
             places, first_place = model.positions.data, spec.positions.offset
         embed = model.embed
         entrance = Entrance(
-            embed.weight.data, embed.first_row, model.embed_scale, places, first_place, spec.scale_positions
-        )
+            embed.weight.data, embed.first_row, model.embed_scale, places, first_place, spec.scale_positions,
+            _low_rank(embed) if tp.is_first else None,
+        )  # fmt: skip
     return ProgramWeights(
         read,
         spec.hidden_size,
@@ -254,6 +278,7 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
         spec.logit_scale,
         spec.logit_softcap,
         tp,
+        head_lora,
     )
 
 
@@ -295,8 +320,8 @@ def _ffn(ffn: Any) -> MlpWeights | MoeWeights | None:
     gate_up, down = experts.gate_up.data, experts.down.data
     if gate_up.dtype not in DTYPES or not (gate_up.is_contiguous() and down.is_contiguous()):
         return None
-    act = experts.shape.act
-    return MoeWeights(Linear(router.weight.data), gate_up, down, spec.top_k, spec.renormalize, act)
+    linear = Linear(router.weight.data, None, _low_rank(router))
+    return MoeWeights(linear, gate_up, down, spec.top_k, spec.renormalize, experts.shape.act)
 
 
 def _plain(linear: Any, mode: int) -> Linear | None:
@@ -314,7 +339,15 @@ def _plain(linear: Any, mode: int) -> Linear | None:
         if not supports(weight, mode):
             return None
     mine = linear.bias is not None and (mode != RESIDUAL or linear.tp.is_first)
-    return Linear(weight, linear.bias.data if mine else None)
+    return Linear(weight, linear.bias.data if mine else None, _low_rank(linear))
+
+
+def _low_rank(layer: Any, outputs: int | None = None) -> LowRank | None:
+    """The matrices of a layer's adapters. outputs: as many as are computed, None for all."""
+    if layer.lora is None:
+        return None
+    matrices: LowRank = layer.lora.matrices
+    return matrices if outputs is None else replace(matrices, parts=((0, outputs),))
 
 
 def _norm_weights(norm: Any, spec: Norm) -> NormWeights:

@@ -85,8 +85,12 @@ class StageGraphs(StaticSteps[_Key]):
         stream = self._received(size * key.query)
         if stream is None:
             raise RuntimeError("A stage that is all of the pipeline has no stream.")
-        if self._weights is not None and key.query == 1 and not key.adapted:
-            program = DecodeProgram(self._weights, size, key.span, slots, positions, shared=plan, stream=stream)
+        weights = self._weights
+        if weights is not None and key.query == 1 and (weights.takes_adapters or not key.adapted):
+            by_slot = self._adapters_by_slot() if key.adapted else None
+            program = DecodeProgram(
+                weights, size, key.span, slots, positions, shared=plan, stream=stream, adapters=by_slot
+            )
             return Entry(lambda: program.run(self._table), None, (program,))
         step, fill = self._static_step(size, key.span, key.query, plan)
         view = self._adapters(size, key.query) if key.adapted else None

@@ -185,12 +185,16 @@ class StaticSteps(ABC, Generic[Key]):
 
     def _fill_adapters(self, view: RowView | None, slots: Tensor) -> None:
         """Queue what looks up the adapter of each row, whose slot is -1 for padding."""
-        adapters = self._runner.adapters
-        if view is None or adapters is None:
+        by_slot = self._adapters_by_slot()
+        if view is None or by_slot is None:
             return
-        column = self._table.columns[adapters.column.name].device
-        found = torch.where(slots >= 0, column.index_select(0, slots.clamp(min=0)), adapters.column.neutral)
+        found = torch.where(slots >= 0, by_slot.index_select(0, slots.clamp(min=0)), -1)
         view.adapters.view(len(slots), -1).copy_(found[:, None])
+
+    def _adapters_by_slot(self) -> Tensor | None:
+        """[slots] int32, -1 for none; None without adapters."""
+        adapters = self._runner.adapters
+        return None if adapters is None else self._table.columns[adapters.column.name].device
 
     def _static_step(
         self, size: int, span: int, query: int, plan: SharedPlan | None = None

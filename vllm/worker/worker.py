@@ -103,10 +103,10 @@ class Worker:
             num_drafts=config.scheduler_config.num_drafts,
         )
         use_cache_scales(self.model, config, self.context, self.tp)
-        self._fuse()
         self.adapters = None
         if config.lora_config is not None:
             self.adapters = WorkerAdapters(config, self.model, self.context)
+        self._fuse()
         if attention is not None:
             stored = kv_memory.cache_dtype(cache.cache_dtype, config.model_config.dtype)
             dtype = kv_memory.cache_dtype("auto", config.model_config.dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm.ops import lora as ops
+from vllm.ops.activation import activate_gated
 from vllm.ops.triton import lora as kernels
 from vllm.step.inputs import RowView, Segment
 
@@ -18,10 +19,23 @@ def views(adapters):
     return RowView(device, ()), RowView(device, segments)
 
 
+def low_rank(a, b, parts):
+    return ops.LowRank(a, b, torch.full((len(a),), b.shape[2], dtype=torch.int32), parts)
+
+
 def mixed(rows, slots):
     return torch.randint(-1, slots, (rows,)).tolist()
 
 
+@pytest.fixture(params=["few", "many"])
+def few_or_many(request, monkeypatch):
+    """Kernels of few rows, or those of many."""
+    if request.param == "many":
+        monkeypatch.setattr(kernels, "_MANY_ROWS", 0)
+        monkeypatch.setattr(kernels, "_MANY", 16)
+
+
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies bfloat16 wrongly
 @pytest.mark.parametrize(
     ("adapters", "inputs", "parts", "rank"),
@@ -30,6 +44,7 @@ def mixed(rows, slots):
         ([2, -1, 0, 2, 1], 130, ((0, 32), (32, 16), (48, 16)), 16),
         (mixed(37, 3), 1000, ((0, 70), (70, 70)), 5),
         (mixed(20, 3), 96, ((0, 129),), 33),
+        ([1] * 9 + [-1] * 20 + [2] * 9, 96, ((0, 40), (40, 40)), 40),
         ([-1, -1, -1], 64, ((0, 48),), 8),
     ],
 )
@@ -41,12 +56,27 @@ def test_adapters_add_what_the_reference_adds(adapters, inputs, parts, rank, dty
     got = torch.randn(rows, outputs).to(dtype)
     want = got.clone()
     on_device, known = views(adapters)
-    kernels.add_lora(got, x, a, b, parts, on_device)
-    ops.add_lora.reference(want, x, a, b, parts, known)
+    kernels.add_lora(got, x, low_rank(a, b, parts), on_device)
+    ops.add_lora.reference(want, x, low_rank(a, b, parts), known)
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     untouched = torch.tensor(adapters) < 0
     assert torch.equal(got[untouched], want[untouched])
+
+
+@pytest.mark.usefixtures("few_or_many")
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize(("rank", "half"), [(4, 130), (33, 48)])
+def test_gated_activations_take_in_what_the_reference_adds(rank, half, limit):
+    adapters = [2] * 9 + [-1] * 18 + mixed(14, 3)
+    x, y = torch.randn(len(adapters), 200), torch.randn(len(adapters), 2 * half)
+    a, b = torch.randn(3, 2 * rank, 200) / 200**0.5, torch.randn(3, 2 * half, rank) / rank**0.5
+    on_device, known = views(adapters)
+    matrices = low_rank(a, b, ((0, half), (half, half)))
+    want = ops.activate_gated_lora.reference(y.clone(), x, matrices, known, "silu", limit)
+    assert not torch.allclose(want, activate_gated(y, "silu", limit), atol=0.1)
+    got = kernels.activate_gated_lora(y, x, matrices, on_device, "silu", limit)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_is_the_same_in_any_company():
@@ -54,10 +84,10 @@ def test_a_row_is_the_same_in_any_company():
     x, a, b = (torch.randint(-9, 9, shape).float() for shape in ((40, 200), (4, 16, 200), (4, 50, 8)))  # exact sums
     parts = ((0, 20), (20, 30))
     together = torch.zeros(40, 50)
-    kernels.add_lora(together, x, a, b, parts, views(adapters)[0])
+    kernels.add_lora(together, x, low_rank(a, b, parts), views(adapters)[0])
     for half in (slice(0, 17), slice(19, 40)):
         alone = torch.zeros(len(adapters[half]), 50)
-        kernels.add_lora(alone, x[half], a, b, parts, views(adapters[half])[0])
+        kernels.add_lora(alone, x[half], low_rank(a, b, parts), views(adapters[half])[0])
         assert torch.equal(alone, together[half])
 
 
@@ -69,6 +99,7 @@ def test_embeddings_add_what_the_reference_adds(rank):
     got = torch.randn(19, 33)
     want = got.clone()
     on_device, known = views(adapters)
-    kernels.add_embedding_lora(got, ids, a, b, on_device)
-    ops.add_embedding_lora.reference(want, ids, a, b, known)
+    matrices = low_rank(a, b, ((0, 33),))
+    kernels.add_embedding_lora(got, ids, matrices, on_device)
+    ops.add_embedding_lora.reference(want, ids, matrices, known)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

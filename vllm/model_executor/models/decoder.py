@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,18 @@ from vllm.step.kv_policy import KVKind
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.live_weights import LiveWeights
 
-# (x, step, kv_caches, rows) -> (x, residual), as the blocks one by one
-FusedBlocks = Callable[[Tensor, StepInputs, Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]]
+
+class FusedBlocks(Protocol):
+    """A device's own way to run all of the rank's blocks at once, with the same result.
+
+    handles: step features, by name, that it honours; a step with another goes through the blocks one by one.
+    """
+
+    handles: frozenset[str]
+
+    def __call__(
+        self, x: Tensor, step: StepInputs, kv_caches: Sequence[Tensor], rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 _SILENT = -1e30  # a logit that is never drawn, and still a number
@@ -126,7 +136,6 @@ class DecoderModel(nn.Module):
             prefix=0 if whole else 1,
             splits=True,
         )
-        # a device's own way to run all of the rank's blocks at once, with the same result
         self.fused_blocks: FusedBlocks | None = None
         self.fuse_again: Callable[[], None] | None = None  # after weights have moved
         self.open_weights: Callable[[], LiveWeights] | None = None  # set by the loader
@@ -198,8 +207,9 @@ class DecoderModel(nn.Module):
         rows = step.logits_rows if self.is_last else None
         if rows is not None and len(rows) == len(x):
             rows = None  # nothing to save
-        if self.fused_blocks is not None and step.features is None:
-            x, residual = self.fused_blocks(x, step, kv_caches, rows)
+        fused = self.fused_blocks
+        if fused is not None and (step.features is None or step.features.names() <= fused.handles):
+            x, residual = fused(x, step, kv_caches, rows)
         else:
             last = len(self.blocks) - 1
             for i in self.layers:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 10
+INTERFACE_VERSION = 11
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
@@ -56,6 +56,32 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+LORA_PARTS = 16
+
+
+class LoraArguments(ctypes.Structure):
+    """The argument of `vllm_add_lora`; field by field as in csrc/cpu/kernels.h."""
+
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("small", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("parts", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("starts", ctypes.c_int64 * LORA_PARTS),
+        ("counts", ctypes.c_int64 * LORA_PARTS),
+    ]
+
+
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_interface_version": (_I, []),
@@ -73,6 +99,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_packed_groups_bytes": (_L, [_L, _L, _L, _I, _I]),
     "vllm_pack_groups": (_I, [_P, _P, _P, _P, _L, _L, _L, _I]),
     "vllm_linear_groups": (_I, [_P, _P, _P, _P, *[_L] * 5, *[_I] * 5]),
+    "vllm_add_lora": (_I, [ctypes.POINTER(LoraArguments), _I, _I]),
     "vllm_norm": (_I, [_P, _P, _P, _P, _P, _L, _L, _L, _F, _F, _I, _I]),
     "vllm_activate": (_I, [_P, _P, _L, _L, _L, _I, _I, _I]),
     "vllm_rotate_and_write": (_I, [_P, *[_L] * 5, _P, _P, _L, _I, _P, _L, _L, _P, _P, _P, *[_F] * 4, _I, _I]),

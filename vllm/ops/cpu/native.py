@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
 from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite
+from vllm.ops.cpu import lora
 from vllm.ops.cpu.library import ACTIVATION_CODES, CACHE_CODES, DTYPE_CODES, AttentionCall
 from vllm.ops.cpu.packed import PackedGroups, PackedInt8, PackedWeight, WeightMemory, pack, pack_groups, pack_int8
 from vllm.ops.draw import DrawParams, draw, draw_and_finite
@@ -19,6 +20,7 @@ from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.greedy import finite_rows, greedy, greedy_and_finite
 from vllm.ops.linear import linear, pack_weight
 from vllm.ops.logprobs import top_logprobs
+from vllm.ops.lora import add_lora, lay_out_b
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from vllm.ops.quantized import pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight
@@ -76,6 +78,8 @@ class NativeKernels:
             (draw, self.draw),
             (draw_and_finite, self.draw_and_finite),
             (top_logprobs, self.top_logprobs),
+            (lay_out_b, lora.lay_out_b),
+            (add_lora, lora.NativeLora(self.library).add_lora),
         ):
             operation.register("cpu", kernel)
 

@@ -23,34 +23,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.activation import KINDS
-from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, processors
+from vllm.ops.triton.decode_lora import (
+    Change,
+    adapters_of_rows,
+    add_parts,
+    await_rows,
+    expand_rows,
+    no_change,
+    prefetch_b,
+    prefetch_rows,
+    shrink_rows,
+)
+from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, inverse_rms, processors
 from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
 DTYPES = [torch.bfloat16, torch.float16]  # of weights and rows; what is prefetched is counted in numbers of two bytes
-
-
-@triton.jit
-def _prefetch(rows, first, COLUMNS: tl.constexpr, BN: tl.constexpr):
-    """Bring columns [first, first + COLUMNS) of BN rows of a weight of 16 bits into the L2. One piece a thread, so that
-    each is asked for once.
-
-    rows: [BN] pointers to the beginnings of the rows.
-    """
-    PIECES: tl.constexpr = num_threads() // BN
-    SIZE: tl.constexpr = COLUMNS // PIECES  # numbers in a piece
-    at = rows[:, None] + first + tl.arange(0, PIECES)[None, :] * SIZE
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [at, tl.full([BN, PIECES], SIZE * 2, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -119,16 +110,33 @@ def _gemv_kernel(
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _skinny_kernel(
     x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
-    sums, scale, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr,
-    NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    sums, scale, low_a, low_b, ranks, adapters, small, ready, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
+    ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, LORA: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, SP: tl.constexpr, FORESEE: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
     With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
+    With LORA > 0, so many programs more come first, spread over the shares, for `shrink_rows`.
     """
-    pid = tl.program_id(0)
+    FIRST: tl.constexpr = (LORA + SPLIT - 1) // SPLIT
+    pid = tl.program_id(0) - FIRST
     share = tl.program_id(1)
+    if LORA > 0:
+        chosen = adapters_of_rows(adapters, ranks, M, BM)
+        if pid < 0:
+            if PDL:
+                gdc_launch_dependents()
+            program = share * FIRST + pid + FIRST
+            if program < LORA:
+                shrink_rows(
+                    program, x, low_a, chosen, small, ready, M, K, BM, RANK, PARTS, SHARES, TILE,
+                    128 if K >= 128 else 16, PDL, FORESEE,
+                )  # fmt: skip
+            return
     SHARE: tl.constexpr = K // SPLIT
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
@@ -138,9 +146,13 @@ def _skinny_kernel(
     if PDL:
         gdc_launch_dependents()
         if AHEAD > 0:
-            _prefetch(w + n.to(tl.int64) * K, share * SHARE, AHEAD, BN)
+            prefetch_rows(w + n.to(tl.int64) * K, share * SHARE, AHEAD, BN)
             if MODE == 1:
-                _prefetch(w + (n + N).to(tl.int64) * K, share * SHARE, AHEAD, BN)
+                prefetch_rows(w + (n + N).to(tl.int64) * K, share * SHARE, AHEAD, BN)
+        if FORESEE and LORA > 0:
+            prefetch_b(low_b, chosen, n, SLOTS, RANK, OUTPUTS, BN)
+            if MODE == 1:
+                prefetch_b(low_b, chosen, n + N, SLOTS, RANK, OUTPUTS, BN)
         gdc_wait()
     acc = tl.zeros([BN, BM], tl.float32)
     if MODE == 1:
@@ -167,9 +179,28 @@ def _skinny_kernel(
             acc += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
     if MODE != 1:
         up = acc
+    if LORA > 0:
+        factor = tl.full([BM], 1.0, tl.float32)
+        if NORM:
+            factor = inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
+            acc = acc * factor[None, :]
+            up = up * factor[None, :]
+        await_rows(chosen, ready, LORA // SLOTS, SLOTS, SP)
+        if MODE == 1:
+            acc = expand_rows(
+                acc, factor, chosen, n, in_n, m, low_b, small, M, 0, SLOTS, RANK, RP, PARTS, SHARES, COLUMNS, OUTPUTS
+            )
+            up = expand_rows(
+                up, factor, chosen, n + N, in_n, m, low_b, small, M, 1, SLOTS, RANK, RP, PARTS, SHARES, COLUMNS, OUTPUTS
+            )
+        else:
+            acc = add_parts(
+                acc, factor, chosen, n, in_n, m, low_b, small, M, SLOTS, RANK, RP, PARTS, SECOND, THIRD, SHARES,
+                COLUMNS, OUTPUTS,
+            )  # fmt: skip
     finish_rows(
         acc, up, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
-        best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+        best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM and LORA == 0, NEXT, BIAS,
     )  # fmt: skip
 
 
@@ -178,7 +209,8 @@ class Product:
     """One product of a decode step: weight [outputs (2 x outputs for GATED), inputs], packed or not, bias [its rows] or
     None.
 
-    act: of STORE and GATED, as in `ops.activation`.   scale: of what RESIDUAL adds.
+    act: of STORE and GATED, as in `ops.activation`.   scale: of what RESIDUAL adds.   change: what adapters add to it,
+    before all that; not for the tiling of one row.
     """
 
     weight: Tensor | PackedWords
@@ -187,6 +219,7 @@ class Product:
     tiling: Tiling
     act: str | None = None
     scale: float = 1.0
+    change: Change | None = None
 
     @property
     def outputs(self) -> int:
@@ -261,9 +294,12 @@ def run_product(
         launch_packed(rows, p.weight, (bias, out), (s.part, s.arrived), behind, s.rows, t, const, extra)
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
-    _skinny_kernel[(p.tiles, t.split)](
-        rows, p.weight, bias, out, s.part, s.arrived, squares, tiles, eps, *rest, s.rows,
-        BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, **const, **extra,
+    added, low_rank = no_change(rows) if p.change is None else p.change.arguments()
+    foresee = pdl and p.outputs % t.rows == 0 and low_rank["RANK"] % 16 == 0 and added[0].element_size() == 2
+    _skinny_kernel[(p.tiles + -(-low_rank["LORA"] // t.split), t.split)](
+        rows, p.weight, bias, out, s.part, s.arrived, squares, tiles, eps, *rest, *added, s.rows,
+        BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, FORESEE=foresee,
+        **const, **low_rank, **extra,
     )  # fmt: skip
 
 

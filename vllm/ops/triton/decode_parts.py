@@ -38,7 +38,7 @@ class Tiling:
 
 
 @triton.jit
-def _inverse_rms(squares, rows, keep, tiles, width, eps):
+def inverse_rms(squares, rows, keep, tiles, width, eps):
     """1 / rms of rows whose squares were summed in `tiles` parts. squares: [rows, tiles] fp32."""
     j = tl.arange(0, 64)
     total = tl.zeros([rows.shape[0]], tl.float32)
@@ -65,7 +65,7 @@ def finish_rows(
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if NORM:
-        rstd = _inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
+        rstd = inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
         acc = acc * rstd[None, :]
         if MODE == 1:
             up = up * rstd[None, :]

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm.ops.lora import LowRank
 from vllm.ops.triton.decode_linear import Folded
 from vllm.ops.triton.draw import draw_rows
 
@@ -105,28 +106,40 @@ def resume_rows(slots: Tensor, positions: Tensor, lengths: Tensor) -> None:
 
 
 @triton.jit(
-    do_not_specialize=["stride_tokens", "tiles", "first_row", "local_rows", "first_position"],
+    do_not_specialize=["stride_tokens", "tiles", "first_row", "local_rows", "first_position", "vocabulary"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
 )
 def _embed_kernel(
-    slots_ptr, positions_ptr, tokens, embedding, place, weight, h, scaled, squares, stride_tokens, tiles, first_row,
-    local_rows, first_position, scale, WIDTH: tl.constexpr, WP: tl.constexpr, TP: tl.constexpr, PLACES: tl.constexpr,
-    LATE: tl.constexpr, NEXT: tl.constexpr,
+    slots_ptr, positions_ptr, tokens, embedding, place, weight, h, scaled, squares, adapters, low_a, low_b, ranks,
+    stride_tokens, tiles, first_row, local_rows, first_position, vocabulary, scale, WIDTH: tl.constexpr,
+    WP: tl.constexpr, TP: tl.constexpr, PLACES: tl.constexpr, LATE: tl.constexpr, NEXT: tl.constexpr,
+    RANK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,): the embedding of a row's token if this rank has it, else zeros; with NEXT also times the first
-    norm's weight, and its sum of squares (in part 0).
+    norm's weight, and its sum of squares (in part 0). RANK: of adapters, which rows may have then.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     live = slot >= 0
     position = tl.load(positions_ptr + row, mask=live, other=0)
     token = tl.load(tokens + tl.where(live, slot, 0).to(tl.int64) * stride_tokens + position, mask=live, other=0)
+    place_in_a = token
     token -= first_row
     mine = (token >= 0) & (token < local_rows)
     c = tl.arange(0, WP)
     in_c = c < tl.where(mine, WIDTH, 0)
     e = tl.load(embedding + tl.where(mine, token, 0).to(tl.int64) * WIDTH + c, mask=in_c, other=0.0)
     dtype = h.dtype.element_ty
+    if RANK > 0:
+        adapter = tl.load(adapters + row)
+        rank = tl.load(ranks + adapter, mask=adapter >= 0, other=0)
+        change = tl.zeros([WP], tl.float32)
+        if rank > 0:
+            low = low_a + (adapter.to(tl.int64) * vocabulary + place_in_a) * RANK
+            for r in range(rank):
+                high = low_b + (adapter.to(tl.int64) * WIDTH + c) * RANK + r
+                change += tl.load(low + r).to(tl.float32) * tl.load(high, mask=c < WIDTH, other=0.0).to(tl.float32)
+        e = (e.to(tl.float32) + change).to(dtype)
     if not LATE:
         e = (e.to(tl.float32) * scale).to(dtype)
     if PLACES:
@@ -148,6 +161,7 @@ class Entrance:
     """How tokens enter the stream. embedding: [rows, width] of this rank, from `first_row` on; scale: of what is read.
 
     places: [positions, width] is added, position p's row being p + `first_place`; late: before the scale.
+    lora: what adapters add to the embeddings, on the rank that adds it.
     """
 
     embedding: Tensor
@@ -156,13 +170,16 @@ class Entrance:
     places: Tensor | None = None
     first_place: int = 0
     late: bool = False
+    lora: LowRank | None = None
 
 
 def embed_rows(
     slots: Tensor, positions: Tensor, tokens: Tensor, entrance: Entrance, h: Tensor,
-    following: tuple[Tensor, Tensor, Tensor, int] | None = None,
+    following: tuple[Tensor, Tensor, Tensor, int] | None = None, adapters: Tensor | None = None,
 ) -> None:  # fmt: skip
     """h = the embedding of each row's token, zeros where another rank has it: the ranks' sum is the embedding.
+
+    adapters: [rows] int32, each row's adapter, -1 for none; None: no row has one.
 
     following: the weight of the first norm, and what a product takes: scaled = h * weight and squares [rows, tiles].
     Launched without PDL: it begins the step.
@@ -170,11 +187,15 @@ def embed_rows(
     e = entrance
     rows, width = e.embedding.shape
     weight, scaled, squares, tiles = (h, h, h, 1) if following is None else following
+    low_rank, rank, vocabulary = (slots, h, h, slots), 0, 0
+    if adapters is not None and e.lora is not None:
+        low_rank = (adapters, e.lora.a, e.lora.b, e.lora.ranks)
+        _, vocabulary, rank = e.lora.a.shape
     _embed_kernel[(slots.shape[0],)](
         slots, positions, tokens, e.embedding, h if e.places is None else e.places, weight, h, scaled, squares,
-        tokens.stride(0), tiles, e.first_row, rows, e.first_place, e.scale, WIDTH=width,
+        *low_rank, tokens.stride(0), tiles, e.first_row, rows, e.first_place, vocabulary, e.scale, WIDTH=width,
         WP=triton.next_power_of_2(width), TP=triton.next_power_of_2(tiles), PLACES=e.places is not None, LATE=e.late,
-        NEXT=following is not None, num_warps=8,
+        NEXT=following is not None, RANK=rank, num_warps=8,
     )  # fmt: skip
 
 

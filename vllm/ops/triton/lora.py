@@ -1,13 +1,13 @@
 """Triton kernels of LoRA: a small product into the rank, and one out of it, for rows of any adapters.
 
-Rows go in blocks of 16, and each adapter on the device looks which of a block are its own, so that nothing depends on
-what the host knows of them: these run in CUDA graphs. Partial sums over the inputs are added in a fixed order, and a
-row's result does not depend on the rows beside it.
+Of few rows, each adapter on the device looks which are its own; of many, each block of rows looks for its adapters,
+which are few, because a prompt's rows stand together. So nothing depends on what the host knows of them: these run in
+CUDA graphs. Partial sums over the inputs are added in a fixed order, and the result of one of few rows does not depend
+on the rows beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -16,70 +16,137 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm.ops import lora as ops
+from vllm.ops.lora import LowRank
+from vllm.ops.triton.activation import KINDS, gated
 from vllm.step.inputs import RowView
 
 _ROWS = 16
-_INPUTS, _OUTPUTS = 128, 128
+_INPUTS, _OUTPUTS, _RANKS = 128, 128, 64
 _MOST_SPLITS = 16
-_MANY_ROWS = 512  # from which products of whole segments pay, where the host knows them
+_MANY_ROWS = 512  # with more, blocks of `_MANY` rows fill the device, and each looks for all of its adapters
+_MANY = 64
+_PROGRAMS = 132
+
+
+@triton.jit
+def _adapters_of(chosen, EACH: tl.constexpr, adapter):
+    """(first, last) of the adapters that a program looks for: one of its own, or all that its rows may have."""
+    first = adapter
+    last = adapter
+    if not EACH:
+        first = tl.min(tl.where(chosen < 0, 1 << 30, chosen), 0)
+        last = tl.max(chosen, 0)
+    return first, last
 
 
 @triton.jit
 def _shrink_kernel(
     x_ptr, a_ptr, adapters_ptr, partial_ptr, rows, x_stride, a_stride, inputs, RANKS: tl.constexpr,
-    RANKS_PADDED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, splits of the inputs, adapters): partial[split, row] = a[adapter] x[row] over the split,
-    for the rows of that adapter.
+    """Grid (blocks of rows, splits of the inputs, blocks of ranks x adapters, or 1 of them if not EACH):
+    partial[split, row] = a[adapter] x[row] over the split, for the rows of that adapter.
     """
-    split, adapter = tl.program_id(1), tl.program_id(2)
+    BLOCKS: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
+    split = tl.program_id(1)
+    r = tl.program_id(2) % BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(adapters_ptr + m, mask=m < rows, other=-1) == adapter
-    if tl.max(mine.to(tl.int32), 0) > 0:
-        r = tl.arange(0, RANKS_PADDED)
-        total = tl.zeros((BLOCK_M, RANKS_PADDED), tl.float32)
-        base = a_ptr + adapter.to(tl.int64) * a_stride
-        for start in range(0, SPLIT, BLOCK_K):
-            k = split * SPLIT + start + tl.arange(0, BLOCK_K)
-            inside = k < inputs
-            x = tl.load(
-                x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=mine[:, None] & inside[None, :], other=0.0
-            )
-            a = tl.load(base + r[None, :] * inputs + k[:, None], mask=(r < RANKS)[None, :] & inside[:, None], other=0.0)
-            total += tl.dot(x.to(a.dtype), a, input_precision="ieee")
-        out = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * RANKS + r[None, :]
-        tl.store(out, total, mask=mine[:, None] & (r < RANKS)[None, :])
+    chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
+    first, last = _adapters_of(chosen, EACH, tl.program_id(2) // BLOCKS)
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
+    for adapter in range(first, last + 1):
+        mine = chosen == adapter
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            base = a_ptr + adapter * a_stride.to(tl.int64) + r.to(tl.int64)[None, :] * inputs
+            for start in tl.range(0, SPLIT, BLOCK_K, num_stages=STAGES):
+                k = split * SPLIT + start + tl.arange(0, BLOCK_K)
+                inside = k < inputs
+                x = tl.load(x_rows + k[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+                a = tl.load(base + k[:, None], mask=(r < RANKS)[None, :] & inside[:, None], other=0.0)
+                total = tl.dot(x.to(a.dtype), a, total, input_precision="ieee")
+            out = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * RANKS + r[None, :]
+            tl.store(out, total, mask=mine[:, None] & (r < RANKS)[None, :])
+
+
+@triton.jit
+def _expanded(
+    total, partial_ptr, b_rows, mine, m, rows, here, part, RANK: tl.constexpr, RANK_PADDED: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """total [rows m, outputs] + (sum of partials) b^T for the rows `mine`. b_rows: [outputs] pointers."""
+    r = tl.arange(0, RANK_PADDED)
+    ranks = mine[:, None] & (r < RANK)[None, :]
+    shrunk = tl.zeros((mine.shape[0], RANK_PADDED), tl.float32)
+    for split in range(SPLITS):
+        at = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + r[None, :]
+        shrunk += tl.load(at, mask=ranks, other=0.0)
+    b = tl.load(b_rows[None, :] + r[:, None], mask=here[None, :] & (r < RANK)[:, None], other=0.0)
+    return tl.dot(shrunk.to(b.dtype), b, total, input_precision="ieee")
 
 
 @triton.jit
 def _expand_kernel(
     out_ptr, partial_ptr, b_ptr, adapters_ptr, parts_ptr, rows, out_stride, b_stride, RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, blocks of a part's outputs, parts x adapters): out[row] += b[adapter] (sum of partials),
-    for the rows of that adapter.
+    """Grid (blocks of rows, blocks of a part's outputs, parts x adapters, or parts if not EACH):
+    out[row] += b[adapter] (sum of partials), for the rows of that adapter.
     """
-    part, adapter = tl.program_id(2) % PARTS, tl.program_id(2) // PARTS
-    first, count = tl.load(parts_ptr + 2 * part), tl.load(parts_ptr + 2 * part + 1)
+    part = tl.program_id(2) % PARTS
+    begin, count = tl.load(parts_ptr + 2 * part), tl.load(parts_ptr + 2 * part + 1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mine = tl.load(adapters_ptr + m, mask=m < rows, other=-1) == adapter
-    if (tl.program_id(1) * BLOCK_N < count) & (tl.max(mine.to(tl.int32), 0) > 0):
-        r = tl.arange(0, RANK_PADDED)
-        ranks = mine[:, None] & (r < RANK)[None, :]
-        shrunk = tl.zeros((BLOCK_M, RANK_PADDED), tl.float32)
-        for split in range(SPLITS):
-            at = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + r[None, :]
-            shrunk += tl.load(at, mask=ranks, other=0.0)
-        base = b_ptr + adapter.to(tl.int64) * b_stride
-        b = tl.load(
-            base + (first + n)[None, :] * RANK + r[:, None], mask=(n < count)[None, :] & (r < RANK)[:, None], other=0.0
-        )
-        total = tl.dot(shrunk.to(b.dtype), b, input_precision="ieee")
-        out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (first + n)[None, :]
-        mask = mine[:, None] & (n < count)[None, :]
+    chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
+    first, last = _adapters_of(chosen, EACH, tl.program_id(2) // PARTS)
+    if EACH:
+        chosen = tl.where(chosen == first, chosen, -1)
+    if (tl.program_id(1) * BLOCK_N < count) & (tl.max(chosen, 0) >= 0):
+        here = n < count
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for adapter in range(first, last + 1):
+            mine = chosen == adapter
+            if tl.max(mine.to(tl.int32), 0) > 0:
+                b_rows = b_ptr + adapter * b_stride.to(tl.int64) + (begin + n).to(tl.int64) * RANK
+                total = _expanded(
+                    total, partial_ptr, b_rows, mine, m, rows, here, part, RANK, RANK_PADDED, PARTS, SPLITS
+                )
+        out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :]
+        mask = (chosen >= 0)[:, None] & here[None, :]
         before = tl.load(out, mask=mask, other=0.0)
         tl.store(out, before + total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_kernel(
+    y_ptr, out_ptr, partial_ptr, b_ptr, adapters_ptr, rows, b_stride, limit, DIM: tl.constexpr, RANK: tl.constexpr,
+    RANK_PADDED: tl.constexpr, SPLITS: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of rows, blocks of outputs): out = act(gate) * up, both halves of y with what adapters add."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = n < DIM
+    chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    first, last = _adapters_of(chosen, False, 0)
+    for adapter in range(first, last + 1):
+        mine = chosen == adapter
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            b_rows = b_ptr + adapter * b_stride.to(tl.int64) + n.to(tl.int64) * RANK
+            gate = _expanded(gate, partial_ptr, b_rows, mine, m, rows, here, 0, RANK, RANK_PADDED, 2, SPLITS)
+            b_rows += DIM * RANK
+            up = _expanded(up, partial_ptr, b_rows, mine, m, rows, here, 1, RANK, RANK_PADDED, 2, SPLITS)
+    dtype = y_ptr.dtype.element_ty
+    at = y_ptr + m.to(tl.int64)[:, None] * (2 * DIM) + n[None, :]
+    mask = (m < rows)[:, None] & here[None, :]
+    gate = tl.load(at, mask=mask, other=0.0) + gate.to(dtype)
+    up = tl.load(at + DIM, mask=mask, other=0.0) + up.to(dtype)
+    out = out_ptr + m.to(tl.int64)[:, None] * DIM + n[None, :]
+    tl.store(out, gated(gate, up, limit, KIND, LIMITED), mask=mask)
 
 
 @triton.jit
@@ -104,48 +171,79 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, parts: Sequence[tuple[int, int]], rows: RowView) -> None:
-    """`vllm.ops.lora.add_lora` for CUDA. `rows.segments` may be empty: the rows' adapters are read on the device."""
-    count = x.shape[0]
-    if (rows.segments and count > _MANY_ROWS) or x.stride(1) != 1 or out.stride(1) != 1:
-        ops.add_lora.reference(out, x, a, b, parts, rows)
-        return
-    ranks, inputs = a.shape[1], a.shape[2]
+def _shrink(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
+    """Partial sums of a[adapter] x: [splits, rows, parts * rank] fp32, where rows have an adapter."""
+    (count, inputs), ranks, many = x.shape, a.shape[1], x.shape[0] > _MANY_ROWS
     splits = min(_MOST_SPLITS, triton.cdiv(inputs, 2 * _INPUTS))  # by the layer alone: sums are the same in any batch
+    block_m, block_r, each = _ROWS, min(_RANKS, _padded(ranks)), len(a)
+    if many:
+        splits = max(1, min(4, _PROGRAMS * _MANY // count))
+        block_m, each = _MANY, 1
     split = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
     splits = triton.cdiv(inputs, split)
     partial = torch.empty(splits, count, ranks, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(triton.cdiv(count, _ROWS), splits, len(a))](
-        x, a, rows.adapters, partial, count, x.stride(0), a.stride(0), inputs, RANKS=ranks,
-        RANKS_PADDED=_padded(ranks), SPLIT=split, BLOCK_M=_ROWS, BLOCK_K=_INPUTS, num_warps=4,
+    _shrink_kernel[(triton.cdiv(count, block_m), splits, triton.cdiv(ranks, block_r) * each)](
+        x, a, rows.adapters, partial, count, x.stride(0), a.stride(0), inputs, RANKS=ranks, BLOCK_R=block_r,
+        SPLIT=split, BLOCK_M=block_m, BLOCK_K=_INPUTS, EACH=not many, STAGES=3, num_warps=4,
     )  # fmt: skip
-    _expand(out, partial, b, parts, rows)
+    return partial
 
 
-def _expand(out: Tensor, partial: Tensor, b: Tensor, parts: Sequence[tuple[int, int]], rows: RowView) -> None:
-    splits, count, _ = partial.shape
+def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
+    """`vllm.ops.lora.add_lora` for CUDA. The rows' adapters are read on the device."""
+    if x.stride(1) != 1 or out.stride(1) != 1:
+        ops.add_lora.reference(out, x, matrices, rows)
+        return
+    if x.shape[0]:
+        _expand(out, _shrink(x, matrices.a, rows), matrices, rows)
+
+
+def _expand(out: Tensor, partial: Tensor, matrices: LowRank, rows: RowView) -> None:
+    (splits, count, _), b, parts = partial.shape, matrices.b, matrices.parts
+    many = count > _MANY_ROWS
+    block_m, each = (_MANY, 1) if many else (_ROWS, len(b))
     widest = max(size for _, size in parts)
-    table = _part_table(tuple(parts), out.device)
-    _expand_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(widest, _OUTPUTS), len(parts) * len(b))](
+    table = _part_table(parts, out.device)
+    _expand_kernel[(triton.cdiv(count, block_m), triton.cdiv(widest, _OUTPUTS), len(parts) * each)](
         out, partial, b, rows.adapters, table, count, out.stride(0), b.stride(0), RANK=b.shape[2],
-        RANK_PADDED=_padded(b.shape[2]), PARTS=len(parts), SPLITS=splits, BLOCK_M=_ROWS, BLOCK_N=_OUTPUTS, num_warps=4,
+        RANK_PADDED=_padded(b.shape[2]), PARTS=len(parts), SPLITS=splits, BLOCK_M=block_m, BLOCK_N=_OUTPUTS,
+        EACH=not many, num_warps=4,
     )  # fmt: skip
 
 
-def add_embedding_lora(out: Tensor, ids: Tensor, a: Tensor, b: Tensor, rows: RowView) -> None:
+def activate_gated_lora(
+    y: Tensor, x: Tensor, matrices: LowRank, rows: RowView, kind: str, limit: float | None = None
+) -> Tensor:
+    """`vllm.ops.lora.activate_gated_lora` for CUDA: of many rows, y is read once and not written."""
+    count, half, b = y.shape[0], y.shape[1] // 2, matrices.b
+    if count <= _MANY_ROWS or x.stride(1) != 1 or not y.is_contiguous() or kind not in KINDS:
+        out: Tensor = ops.activate_gated_lora.reference(y, x, matrices, rows, kind, limit)
+        return out
+    partial = _shrink(x, matrices.a, rows)
+    out = y.new_empty(count, half)
+    _gate_kernel[(triton.cdiv(count, _MANY), triton.cdiv(half, _OUTPUTS))](
+        y, out, partial, b, rows.adapters, count, b.stride(0), limit or 0.0, DIM=half, RANK=b.shape[2],
+        RANK_PADDED=_padded(b.shape[2]), SPLITS=len(partial), KIND=KINDS[kind], LIMITED=limit is not None,
+        BLOCK_M=_MANY, BLOCK_N=_OUTPUTS, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def add_embedding_lora(out: Tensor, ids: Tensor, matrices: LowRank, rows: RowView) -> None:
     """`vllm.ops.lora.add_embedding_lora` for CUDA; `rows.segments` may be empty."""
     count = ids.shape[0]
-    if (rows.segments and count > _MANY_ROWS) or out.stride(1) != 1:
-        ops.add_embedding_lora.reference(out, ids, a, b, rows)
+    if out.stride(1) != 1:
+        ops.add_embedding_lora.reference(out, ids, matrices, rows)
         return
-    _, vocabulary, rank = a.shape
+    _, vocabulary, rank = matrices.a.shape
     partial = torch.empty(1, count, rank, dtype=torch.float32, device=out.device)
     _gather_kernel[(count,)](
-        ids, a, rows.adapters, partial, count, vocabulary, RANK=rank, RANK_PADDED=_padded(rank), num_warps=1
+        ids, matrices.a, rows.adapters, partial, count, vocabulary, RANK=rank, RANK_PADDED=_padded(rank), num_warps=1
     )
-    _expand(out, partial, b, ((0, out.shape[1]),), rows)
+    _expand(out, partial, matrices, rows)
 
 
 def register(device_type: str) -> None:
     ops.add_lora.register(device_type, add_lora)
+    ops.activate_gated_lora.register(device_type, activate_gated_lora)
     ops.add_embedding_lora.register(device_type, add_embedding_lora)
