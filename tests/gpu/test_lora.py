@@ -1,10 +1,9 @@
 """LoRA kernels on the device against the reference, over sizes of real layers."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.gpu.test_decode_program import DEVICE, build, random_caches, step_of
 from tests.lora.adapters import save_adapter

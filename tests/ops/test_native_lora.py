@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.models.harness import PagedDriver, load
 from tests.ops.test_cpu_blocks import _prompts, folders, registered, unregistered
@@ -88,7 +87,7 @@ def test_all_layers_in_one_call_give_the_bits_of_layers_one_by_one(registered, f
         def adapted(step, caches):
             wanted = by_token if step.logits_rows is None else by_token[step.logits_rows]
             features = StepFeatures(adapters=(RowView(by_token, ()), RowView(wanted, ())))
-            return forward(dataclasses.replace(step, features=features), caches)
+            return forward(replace(step, features=features), caches)
 
         model.forward = adapted
         found = PagedDriver(model, requests=4).step(chunks, rows)

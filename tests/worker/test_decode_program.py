@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from tests.models.spec_flips import BASES, Flip, build, flips
 from vllm.lora.layers import LoRALayers
@@ -289,7 +290,7 @@ def test_rows_of_several_adapters_get_what_the_model_computes(name, walk, monkey
         program.run(table, token_ids=ids, hidden=hidden)
         logits = program._logits(hidden)[:2]
         view = RowView(torch.tensor(chosen, dtype=torch.int32), ())
-        want = model(replace(step, features=StepFeatures(adapters=(view, view))), twins)
+        want = model(structs.replace(step, features=StepFeatures(adapters=(view, view))), twins)
         assert error(hidden[:2], want) < LIMIT
         want = model.logits(want, view)
         assert error(logits, want) < LIMIT
