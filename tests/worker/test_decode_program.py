@@ -261,6 +261,7 @@ def test_rows_of_several_adapters_get_what_the_model_computes(name, walk, monkey
     """Adapters of every layer, one of some only, and rows without."""
     if walk == "many":
         monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    torch.manual_seed(0)
     spec = COVERED.get(name) or replace(BASES["plain"], tied=True)
     model = build(spec, torch.float32)
     stacks, slots_on_device = LoRALayers(model, 3, 5, torch.float32, torch.device("cpu")), 3
