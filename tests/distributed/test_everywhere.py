@@ -105,7 +105,7 @@ def compare(family: str, layout: str, expected: dict[str, tuple[Path, Any]], bac
 async def answers_of_copies(folder: Path, settings: dict[str, Any]) -> list[Any]:
     """As `answers`, of all copies behind one front end; both must have worked."""
     serving = AsyncLLMEngine.from_engine_args(
-        AsyncEngineArgs(str(folder), disable_log_requests=True, **{**SMALL, **settings})
+        AsyncEngineArgs(str(folder), disable_log_requests=True, max_num_queued_reqs=COUNT, **{**SMALL, **settings})
     )
 
     async def ask(number: object, prompt: Any, params: SamplingParams) -> Any:

@@ -52,6 +52,15 @@ def test_each_rank_has_its_own_experts(tmp_path: Path) -> None:
         on_ranks(6, lambda tp: load(tmp_path, tp=tp, parallel_config=EP))
 
 
+def test_copies_of_the_engine_cannot_share_experts() -> None:
+    with pytest.raises(ValueError, match=r"one to each of the 2 copies of the engine \(data_parallel_size\), which"):
+        ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
+    both = ParallelConfig(
+        data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True, distributed_executor_backend="mp"
+    )
+    assert both.enable_expert_parallel, "within each copy"
+
+
 def test_things_are_dealt_out_evenly() -> None:
     for count in (1, 5, 8, 60):
         for world in (1, 2, 3, 8):

@@ -137,6 +137,21 @@ async def test_a_prompt_goes_where_its_prefix_is_cached_unless_too_much_waits_th
     assert 0 < len(next(c for c in bench.made if c is not home).added) < 20
 
 
+async def test_a_prompt_that_waits_counts_by_what_has_to_be_computed_of_it() -> None:
+    """Else cached prompts would drive each other from the copy that has their prefix."""
+    bench = await Bench().attach()
+    common = list(range(8 * PREFIX_UNIT))
+    bench.fleet.add([request("first", common)])
+    home = next(client for client in bench.made if client.added)
+    home.outputs([token("first", "stop")], CoreStats())
+    for i in range(4):  # each of which would otherwise count as much as computing the prefix elsewhere
+        bench.fleet.add([request(str(i), [*common, i])])
+    assert home.added == ["first", "0", "1", "2", "3"]
+    for i in range(4):
+        home.outputs([token(str(i), "stop")], CoreStats())
+    assert all(replica.tokens == 0 for replica in bench.fleet._replicas)
+
+
 async def test_salts_and_adapters_have_prefixes_of_their_own() -> None:
     ids = list(range(3 * PREFIX_UNIT + 5))
     plain = prefix_units(request("a", ids))

@@ -147,6 +147,28 @@ def test_a_killed_rank_is_noticed_at_once_and_nothing_is_left(pair: MultiprocExe
     assert not torch.distributed.is_initialized()
 
 
+class _Stuck:
+    """A step that never ends."""
+
+    def wait(self, seconds: float) -> bool:
+        time.sleep(0.01)
+        return False
+
+
+def test_a_step_that_does_not_end_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1")
+    executor = create_executor(config_for(folder, tensor_parallel_size=2))
+    assert isinstance(executor, MultiprocExecutor)
+    pid = executor._ranks[0].process.pid
+    monkeypatch.setattr(executor.worker, "execute", lambda plan: _Stuck())
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match="has not come to an end within 1 s: a rank or its device hangs"):
+        generate(executor, config_for(folder), PROMPTS[:1], [GREEDY])
+    assert time.monotonic() - started < 10
+    wait_until_gone(pid, 5)
+    executor.shutdown()
+
+
 ORPHAN = """
 import sys, time
 from pathlib import Path

@@ -14,7 +14,14 @@ from vllm.exceptions import EngineDeadError
 from vllm.executor import executor_class, rendezvous
 from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
-from vllm.executor.ray_executor import _accept, _check_versions, _free_port, _own_device, carried_environment
+from vllm.executor.ray_executor import (
+    _accept,
+    _check_model,
+    _check_versions,
+    _free_port,
+    _own_device,
+    carried_environment,
+)
 from vllm.executor.ray_utils import order_of_bundles
 from vllm.executor.uniproc import UniprocExecutor
 
@@ -99,3 +106,10 @@ def test_a_class_of_the_users_own() -> None:
     with pytest.raises(ValueError, match=r"It lacks submit, collect, shutdown, check_health\(\)"):
         executor_class("threading:Thread")
     assert threading and os and Executor
+
+
+def test_a_node_without_the_model_is_named() -> None:
+    nodes = [{"address": f"10.0.0.{i}", "has_model": i != 2} for i in (1, 2, 3, 2)]
+    with pytest.raises(ValueError, match=r"folder /models/m is not on 10\.0\.0\.2\. All nodes need the model"):
+        _check_model(nodes, "/models/m")
+    _check_model(nodes[:1], "/models/m")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,10 @@ def things() -> tuple[set[int], set[str], set[str], int]:
     return children, shared, set(os.listdir(tempfile.gettempdir())), me.num_fds()
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+SIZES: dict[str, dict[str, Any]] = {"uni": {}, "tp": {"tensor_parallel_size": 2}, "pp": {"pipeline_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_ranks_of_one_host(folder: Path, sizes: dict[str, Any]) -> None:
     config = config_for(folder, **sizes)
     found = []
@@ -53,6 +58,37 @@ def test_ranks_of_one_host(folder: Path, sizes: dict[str, Any]) -> None:
         found.append(things())
     assert all(now[:3] == found[0][:3] for now in found)
     assert found[-1][3] <= found[1][3]  # the first ones load libraries
+
+
+LAUNCHED = """
+import os, sys, tempfile
+import psutil
+from tests.executor.configs import config_for, generate
+from tests.soak.test_parallel_cycles import CYCLES, things
+from vllm.executor import create_executor
+from vllm.sampling_params import SamplingParams
+config = config_for(sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+found = []
+for _ in range(CYCLES):
+    executor = create_executor(config)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert len(generate(executor, config, [[5, 6, 7]], [params])[0]) == 4
+    executor.shutdown()
+    found.append(things())
+assert all(now[:3] == found[0][:3] for now in found), found
+assert found[-1][3] <= found[1][3], [now[3] for now in found]
+"""
+
+
+def test_processes_of_torchrun(folder: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+         "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d", program, folder],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 async def test_copies_of_the_engine(folder: Path) -> None:

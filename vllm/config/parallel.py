@@ -135,6 +135,13 @@ class ParallelConfig:
                 f"data_parallel_size_local={self.data_parallel_size_local} exceeds data_parallel_size="
                 f"{self.data_parallel_size}."
             )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1 and self.data_parallel_size > 1:
+            raise ValueError(
+                "enable_expert_parallel deals out experts to the devices that share layers (tensor_parallel_size), "
+                f"and there is one to each of the {self.data_parallel_size} copies of the engine (data_parallel_size), "
+                "which exchange no tokens in this version: each would have all experts. Use tensor_parallel_size for "
+                "these devices, or leave out enable_expert_parallel."
+            )
         if self.ray_workers_use_nsight and self.distributed_executor_backend != "ray":
             raise ValueError("Unable to use nsight profiling unless workers run with Ray.")
         if self.worker_use_ray and self.distributed_executor_backend not in ("ray", "uni"):

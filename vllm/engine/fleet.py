@@ -39,12 +39,16 @@ RESTART_SECONDS = 0.5  # before the second attempt in a row; doubled for each fu
 
 @dataclass(slots=True)
 class _Held:
-    """A request that a copy works on.   units: hashes of its prompt's prefixes.   begun: somebody has seen output."""
+    """A request that a copy works on.   units: hashes of its prompt's prefixes.   begun: somebody has seen output.
+
+    work: tokens of the prompt that the copy has to compute, as far as is known.
+    """
 
     message: CoreRequest
     units: list[bytes]
     begun: bool = False
     moves: int = 0
+    work: int = 0
 
 
 class PrefixMemory:
@@ -78,7 +82,7 @@ class PrefixMemory:
 
 @dataclass(slots=True)
 class _Replica:
-    """One copy.   base: what its predecessors have counted.   tokens: of prompts that wait for their first token."""
+    """One copy.   base: what its predecessors have counted.   tokens: to be computed of prompts before their first."""
 
     index: int
     client: AsyncCoreClient
@@ -90,9 +94,13 @@ class _Replica:
     base: CoreStats = field(default_factory=CoreStats)
     failures: int = 0
 
+    def work(self, length: int, units: Sequence[bytes]) -> int:
+        """How many tokens of a prompt this copy would have to compute."""
+        return max(0, length - self.prefixes.match(units))
+
     def cost(self, length: int, units: Sequence[bytes]) -> int:
         """About how many tokens have to be computed before a new prompt is."""
-        return self.tokens + max(0, length - self.prefixes.match(units)) + TOKENS_PER_SEQUENCE * len(self.held)
+        return self.tokens + self.work(length, units) + TOKENS_PER_SEQUENCE * len(self.held)
 
 
 def prefix_units(message: CoreRequest) -> list[bytes]:
@@ -221,7 +229,8 @@ class Fleet:
                 continue
             parcels.setdefault(replica.index, []).append(held.message)
             replica.held[held.message.request_id] = held
-            replica.tokens += len(held.message.prompt_token_ids)
+            held.work = replica.work(len(held.message.prompt_token_ids), held.units)
+            replica.tokens += held.work
             replica.prefixes.add(held.units)
             self._owner[held.message.request_id] = replica
         for index, messages in parcels.items():
@@ -264,7 +273,7 @@ class Fleet:
         held = replica.held.pop(request_id)
         del self._owner[request_id]
         if not held.begun:
-            replica.tokens -= len(held.message.prompt_token_ids)
+            replica.tokens -= held.work
 
     def _take(self, replica: _Replica, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """What a step of one copy has brought."""
@@ -276,7 +285,7 @@ class Fleet:
             known.append(output)
             if not held.begun and (output.new_token_ids or output.prompt_logprobs or output.pooled):
                 held.begun = True
-                replica.tokens -= len(held.message.prompt_token_ids)
+                replica.tokens -= held.work
             if output.finish_reason is not None:
                 self._forget(replica, output.request_id)
                 replica.failures = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.distributed.ranks import Seat
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
@@ -129,6 +130,7 @@ class MultiprocExecutor:
         self._broken: EngineDeadError | None = None
         self._worker: Worker | None = None
         self._calls = 0
+        self._patience = envs.VLLM_ENGINE_ITERATION_TIMEOUT_S
         self._others = _Others()
         # Also when this object is dropped without shutdown(), and at the end of the program.
         self._finalizer = weakref.finalize(self, self._others.end)
@@ -237,12 +239,19 @@ class MultiprocExecutor:
             raise self._break(error) from error
 
     def collect(self) -> StepResult:
-        """The result of the oldest step in flight. Looks after the ranks while it waits."""
-        step = self._in_flight.popleft()
+        """The result of the oldest step in flight. Looks after the ranks while it waits: one that is gone or, on a
+        device, that does not come to an end within VLLM_ENGINE_ITERATION_TIMEOUT_S, ends the executor.
+        """
+        step, begun = self._in_flight.popleft(), time.monotonic()
         try:
             handle = self._begun(step)
             while not handle.wait(DEATH_NOTICE_S):
                 self.check_health()
+                if time.monotonic() - begun > self._patience:
+                    raise EngineDeadError(
+                        f"Step {step.plan.step_id} has not come to an end within {self._patience} s: a rank or its "
+                        "device hangs. VLLM_ENGINE_ITERATION_TIMEOUT_S allows for longer steps."
+                    )
             result = handle.result()
         except Exception as error:
             raise self._break(error) from error

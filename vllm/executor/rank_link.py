@@ -75,7 +75,7 @@ class RankLink(ABC):
         message = codec.decode_from_rank(self._frames.popleft())
         if isinstance(message, codec.Failed):
             if message.is_value_error:
-                raise ValueError(message.error)
+                raise ValueError(f"{self.name}: {message.error}")
             raise EngineDeadError(f"{self.name} failed:\n{message.error}")
         return message
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from vllm.ipc.child import run_child
@@ -50,8 +51,10 @@ class RankActor:
     def __repr__(self) -> str:
         return f"rank {self._rank}"
 
-    def describe(self) -> dict[str, Any]:
-        """The node, what is installed there, and which devices Ray has given to this actor."""
+    def describe(self, model: str) -> dict[str, Any]:
+        """The node, what is installed there, whether it has the model's folder, and which devices Ray has given to this
+        actor.
+        """
         import ray
 
         context = ray.get_runtime_context()
@@ -62,6 +65,7 @@ class RankActor:
             "cores": len(os.sched_getaffinity(0)),
             "gpus": [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
             "versions": versions(),
+            "has_model": Path(model).is_dir(),
         }
 
     def start(self, host: str, port: int, secret: bytes, threads: int | None) -> int:

@@ -104,8 +104,10 @@ class RayExecutor(MultiprocExecutor):
             ends.append(lambda: ray.util.remove_placement_group(group))
         actors = self._actors(ray, group, "GPU" if device == "cuda" else "CPU", parallel.world_size)
         ends.append(lambda: _end(ray, actors))
-        found = _answers(ray, [actor.describe.remote() for actor in actors], "The nodes of the cluster")
+        model = str(config.model_config.path.absolute())
+        found = _answers(ray, [actor.describe.remote(model) for actor in actors], "The nodes of the cluster")
         _check_versions(found)
+        _check_model(found, model)
         nodes = [about["node"] for about in found]
         host = _address(ray, alone=len(set(nodes)) == 1)
         self._connect_all(ray, actors, found, host, device)
@@ -220,6 +222,16 @@ def _check_versions(found: list[dict[str, Any]]) -> None:
             raise ValueError(
                 f"The node {about['address']} has {', '.join(unlike)}, but all must have what this one has: {wanted}."
             )
+
+
+def _check_model(found: list[dict[str, Any]], model: str) -> None:
+    """Raise ValueError if a node lacks the model's folder, before anything is loaded elsewhere."""
+    lacking = list(dict.fromkeys(about["address"] for about in found if not about["has_model"]))
+    if lacking:
+        raise ValueError(
+            f"The model's folder {model} is not on {', '.join(lacking)}. All nodes need the model at the same path: "
+            "download it there first, or keep it in a file system that they share."
+        )
 
 
 def _address(ray: Any, alone: bool) -> str:
