@@ -6,6 +6,8 @@ so that they cannot come apart.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,25 @@ if TYPE_CHECKING:
     from vllm.worker.worker import Worker
 
 _decode: Callable[[bytes], StepResult] = codec.decoder(StepResult).decode
+_JOINED = itertools.count()
+
+
+@functools.cache
+def _launchers_store() -> tuple[Any, int, int]:
+    """(store, rank, world) of what the environment says; one connection for the whole program."""
+    from torch.distributed.rendezvous import rendezvous
+
+    found: tuple[Any, int, int] = next(rendezvous("env://"))
+    return found
+
+
+def _join(backend: str) -> None:
+    """Become part of the default group. Another engine of this program, before, has left its addresses in the store:
+    each group has names of its own there, which all processes count alike.
+    """
+    store, rank, world = _launchers_store()
+    own = dist.PrefixStore(f"engine-{next(_JOINED)}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
 
 
 class ExternalLauncherExecutor:
@@ -53,7 +74,7 @@ class ExternalLauncherExecutor:
         device, local = config.device_config.device, envs.LOCAL_RANK
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+            _join("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         rank, world = dist.get_rank(), dist.get_world_size()
         if world != parallel.world_size:
             raise ValueError(
