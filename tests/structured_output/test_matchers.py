@@ -219,6 +219,17 @@ def test_patterns_match_whole_texts(
         assert (taken and allowed(matcher, vocabulary)[1]) is is_good
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_integers_have_neither_fractions_nor_exponents(backend: str, compiler: GrammarCompiler) -> None:
+    """1e-5 is no integer, and 1e999 no number that JSON's readers have."""
+    digits = {t: i for i, t in enumerate(vocabulary_of(load_tokenizer(DEMO), 4096).tokens) if t and len(t) == 1}
+    for schema in ({"type": "integer"}, {"type": ["integer", "boolean"]}):
+        matcher = compiled(compiler, backend, json=schema).start()
+        assert matcher.accept(digits[b"1"]) and matcher.accept(digits[b"2"])
+        assert not any(matcher.accept(digits[mark]) for mark in (b"e", b"E", b"."))
+        assert matcher.accept(digits[b"3"])
+
+
 def test_a_grammar_that_becomes_too_complex_says_so(compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
     with pytest.raises(GrammarError):
         matcher = compiled(compiler, "guidance", regex="x{1000}{1000}").start()

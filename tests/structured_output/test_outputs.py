@@ -121,6 +121,17 @@ def test_a_complete_text_ends_whatever_else_is_said(demo: LLM) -> None:
     assert text_of(demo, guided_decoding=choice, ignore_eos=True) in ("yes", "no")
 
 
+def test_a_text_complete_before_min_tokens_says_so(demo: LLM) -> None:
+    choice = GuidedDecodingParams(choice=["yes", "no"])
+    for logprobs in (None, 1):  # the token that ends it is forced, or sampled
+        asked = [SamplingParams(min_tokens=m, logprobs=logprobs, guided_decoding=choice) for m in (15, 0)]
+        outputs = [output.outputs[0] for output in demo.generate(["x", "x"], asked, use_tqdm=False)]
+        assert [(o.finish_reason, o.stop_reason) for o in outputs] == [
+            ("stop", "complete before min_tokens"),
+            ("stop", None),
+        ]
+
+
 def test_min_tokens_and_ignore_eos_make_a_text_longer(demo: LLM) -> None:
     pattern = GuidedDecodingParams(regex="[ab]{1,40}")
     for extra in ({"min_tokens": 12}, {"ignore_eos": True}):
@@ -222,7 +233,12 @@ def test_beams_are_refused_by_name(demo: LLM) -> None:
         ({"json": "{"}, "is not valid JSON"),
         ({"json": '["a"]'}, "must be a JSON schema, which is an object"),
         ({"grammar": "start: missing_rule"}, "missing_rule"),
-        ({"grammar": "start: start"}, "no text that the model can write"),
+        ({"grammar": "start: start"}, "no text of the grammar ever ends"),
+        ({"grammar": 'root ::= "a" b\nb ::= "c" b | "d" b'}, "no text of the grammar ever ends"),
+        (
+            {"json": {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}},
+            "no text of it ever ends",
+        ),
         ({"grammar": 'root ::= "a" other'}, "other"),
         ({"structural_tag": "{}"}, "structural tag"),
         ({"structural_tag": '{"structures": [{"begin": "<a>"}], "triggers": ["<"]}'}, "structures"),

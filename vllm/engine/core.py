@@ -26,7 +26,7 @@ from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 from vllm.step.plan import RowMasks
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import GrammarError
-from vllm.structured_output.requests import GrammarRequests, Masks, refusal
+from vllm.structured_output.requests import COMPLETE_EARLY, GrammarRequests, Masks, refusal
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import vocabulary_of
 
@@ -252,7 +252,11 @@ class EngineCore:
     def _ended(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
         """`outputs`, after the grammars of the requests that end with them were forgotten."""
         if self._grammars:
-            self._grammars.forget(output.request_id for output in outputs if output.finish_reason is not None)
+            ended = [output for output in outputs if output.finish_reason is not None]
+            for output in ended:
+                if output.finish_reason == "stop" and self._grammars.stopped_early(output.request_id):
+                    output.stop_reason = COMPLETE_EARLY
+            self._grammars.forget(output.request_id for output in ended)
         return outputs
 
     def _fail_all(self, text: str) -> list[CoreOutput]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.step.messages import CoreOutput, CoreRequest
     from vllm.structured_output.spec import GrammarSpec
 
+# The stop reason of a request whose text was complete, and could not go on, before it had min_tokens.
+COMPLETE_EARLY = "complete before min_tokens"
 # A request waits this long for its grammar, of which it may spend most behind the compilations of others.
 WAIT_SECONDS = 30.0
 
@@ -72,12 +74,13 @@ class _State:
     """One request. begin: of its output.   ends_late: it ends only if it can do nothing else.   jumps: a token that
     must follow need not be sampled.   position: of the first token that the matcher has not seen.   seen: output tokens
     that were searched for the end of the reasoning.   mask: of the token at `position`, once it is computed: a matrix
-    and its row.   problem: why the request cannot go on there.
+    and its row.   problem: why the request cannot go on there.   complete_early: its text is complete there, though it
+    has fewer than min_tokens.
     """
 
     __slots__ = (
-        "backend", "begin", "ends", "ends_late", "jumps", "mask", "matcher", "min_tokens", "position", "problem",
-        "reasoning", "seen",
+        "backend", "begin", "complete_early", "ends", "ends_late", "jumps", "mask", "matcher", "min_tokens", "position",
+        "problem", "reasoning", "seen",
     )  # fmt: skip
 
     def __init__(self, compiled: Compiled, message: CoreRequest, reasoning: bool) -> None:
@@ -93,6 +96,7 @@ class _State:
         self.reasoning = reasoning
         self.mask: tuple[np.ndarray, int] | None = None
         self.problem: str | None = None
+        self.complete_early = False
 
 
 class GrammarRequests:
@@ -184,6 +188,11 @@ class GrammarRequests:
             message.params = params = copy(message.params)
             assert isinstance(params, SamplingParams)
             params.min_tokens = 0
+
+    def stopped_early(self, request_id: str) -> bool:
+        """Whether a request that has stopped had to, since its text was complete before it had min_tokens."""
+        state = self._states.get(request_id)
+        return state is not None and state.complete_early
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
         """These have ended; unknown ids are ignored. Returns those that still waited."""
@@ -347,6 +356,7 @@ def _end(state: _State, row: np.ndarray, may_end: bool) -> str | None:
     if may_end and not (early and may_go_on):
         if not state.ends:
             return None if may_go_on else "The text is complete, but the model has no token that ends it."
+        state.complete_early = not may_go_on and state.position - state.begin < state.min_tokens
         for token in state.ends:
             row[token // WORD_BITS] |= np.uint32(1 << (token % WORD_BITS))
         return None

@@ -171,6 +171,56 @@ def check_references(root: Any) -> None:
         _resolve(root, reference)
 
 
+_PASSES = 16  # over all schemas, to find out which have a finite text; more, and nobody says that one has none
+
+
+def check_finite(root: Any) -> None:
+    """Raise SchemaError for a schema whose texts cannot end, since each value needs another one inside it."""
+    missing = list(subschemas(root))[::-1]  # most schemas come after those inside them
+    if not any("$ref" in item for item in missing):
+        return
+    finite: set[int] = set()
+    for _ in range(_PASSES):
+        found = [item for item in missing if not _has_finite_text(item, root, finite)]
+        if len(found) == len(missing):
+            break
+        missing = found
+    else:
+        return
+    if isinstance(root, dict) and id(root) not in finite:
+        raise SchemaError("no text of it ever ends: every value needs another one of the same kind inside it")
+
+
+def _has_finite_text(schema: Schema, root: Any, finite: set[int]) -> bool:
+    """Whether a schema has one, as far as is known of those that it names (`finite`, their ids); then it joins them."""
+
+    def known(part: Any) -> bool:
+        return id(part) in finite if isinstance(part, dict) else part is not False
+
+    def ends(kind: str) -> bool:
+        if kind == "object":
+            properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+            return all(known(properties.get(name, others)) for name in schema.get("required", ()))
+        if kind == "array":
+            items, count = schema.get("items", True), int(schema.get("minItems", 0))
+            first = schema.get("prefixItems", items if isinstance(items, list) else [])
+            rest = True if isinstance(items, list) else items
+            return all(map(known, first[:count])) and (count <= len(first) or known(rest))
+        return True
+
+    kinds = schema.get("type", "any")
+    reference = schema.get("$ref", "")
+    named = [_resolve(root, reference)] if reference == "#" or reference.startswith("#/") else []
+    good = (
+        all(map(known, [*named, *schema.get("allOf", ())]))
+        and all(any(map(known, schema[key])) for key in ("anyOf", "oneOf") if key in schema)
+        and any(map(ends, kinds if isinstance(kinds, list) else [kinds]))
+    )
+    if good:
+        finite.add(id(schema))
+    return good
+
+
 def _resolve(root: Any, reference: str) -> Any:
     """What a JSON pointer in a reference ("#/$defs/name") points at."""
     found = root
@@ -211,21 +261,23 @@ def _composes(schema: Schema) -> bool:
 
 def is_recursive(root: Any) -> bool:
     """Whether a `$ref` leads, possibly through others, to a schema that contains it."""
-    state: dict[int, int] = {}  # 1: being looked at, 2: done
-
-    def visit(schema: Any) -> bool:
-        if not isinstance(schema, dict) or state.get(id(schema)) == 2:
-            return False
-        if state.get(id(schema)) == 1:
+    open_, done = set(), set()  # ids of schemas whose parts are being looked at, and of those that are through
+    stack = [(root, False)]
+    while stack:
+        schema, leave = stack.pop()
+        if leave:
+            open_.discard(id(schema))
+            done.add(id(schema))
+            continue
+        if not isinstance(schema, dict) or id(schema) in done:
+            continue
+        if id(schema) in open_:
             return True
-        state[id(schema)] = 1
-        inner = [part for key in _ONE if isinstance(part := schema.get(key), dict)]
-        inner += [part for key in _LISTS if isinstance(schema.get(key), list) for part in schema[key]]
-        inner += [part for key in ("properties", "patternProperties") for part in schema.get(key, {}).values()]
+        open_.add(id(schema))
+        stack.append((schema, True))
+        stack += [(part, False) for key in _ONE if isinstance(part := schema.get(key), dict)]
+        stack += [(part, False) for key in _LISTS if isinstance(schema.get(key), list) for part in schema[key]]
+        stack += [(part, False) for key in ("properties", "patternProperties") for part in schema.get(key, {}).values()]
         if isinstance(schema.get("$ref"), str):
-            inner.append(_resolve(root, schema["$ref"]))
-        found = any(visit(part) for part in inner)
-        state[id(schema)] = 2
-        return found
-
-    return visit(root)
+            stack.append((_resolve(root, schema["$ref"]), False))
+    return False

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.structured_output.rules import has_finite_text
 from vllm.structured_output.schema import (
     Schema,
     SchemaError,
     assertions,
+    check_finite,
     check_references,
     closed,
     is_recursive,
@@ -87,6 +89,11 @@ def resolve(constraint: Constraint, settings: DecodingConfig, name: str) -> Gram
         whitespace = ""
     schema = _schema(constraint, settings, name)
     text = constraint.text if schema is None else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    if constraint.kind == GRAMMAR and not has_finite_text(text):
+        raise VLLMValidationError(
+            f"{name}: no text of the grammar ever ends: its first rule leads to rules that need each other.",
+            parameter=name,
+        )
     reasons = []
     for backend in candidates:
         reason = missing(backend, constraint.kind, schema, text, whitespace)
@@ -106,6 +113,7 @@ def _schema(constraint: Constraint, settings: DecodingConfig, name: str) -> Any:
     schema = json.loads(constraint.text)
     try:
         check_references(schema)
+        check_finite(schema)
         close = constraint.close_objects or settings.disable_additional_properties
         return closed(schema, always=close)
     except SchemaError as error:

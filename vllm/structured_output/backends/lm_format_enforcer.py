@@ -16,12 +16,25 @@ from lmformatenforcer import (
     TokenEnforcerTokenizerData,
     UnionParser,
 )
+from lmformatenforcer.jsonschemaparser import NumberParsingState
 
 from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, end_of, fill_one_by_one
 from vllm.structured_output.spec import CHOICE, JSON, REGEX, GrammarSpec, ascii_digits, unanchored
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
 _BYTES_PER_CHARACTER = 256
+
+
+_characters_of_number = NumberParsingState.get_allowed_characters
+
+
+def _without_exponent(state: NumberParsingState) -> str:
+    """What may follow in a number. The library lets integers have exponents, but 1e-5 is none, and 1e999 not finite."""
+    allowed = str(_characters_of_number(state))
+    return allowed if state.allow_floating_point else allowed.replace("eE", "")
+
+
+NumberParsingState.get_allowed_characters = _without_exponent  # the library makes its states itself
 
 
 class LmfeMatcher:

@@ -1,0 +1,92 @@
+"""Grammars without a finite text are found; what is not understood is left to those who compile it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.structured_output.corpus import cases
+from vllm.structured_output.rules import has_finite_text
+from vllm.structured_output.schema import SchemaError, check_finite, is_recursive
+
+ENDLESS = [
+    'root ::= "a" root',
+    'root ::= "a" b\nb ::= "c" b | "d" b',
+    'root ::= ("a" | "b") root | root "c"',
+    'root ::= ("a" root){2,3}',
+    'root ::= [a-z]+ "\\"" root',
+    'start: "a" start',
+    'start: a\na: "x" b\nb: "y" a',
+    'start: "a"~2 start',
+    "start: X start\nX: /a/",
+    'start: NAME "(" start ")"\nNAME: /[a-z]+/',
+]
+FINITE = [
+    'root ::= "a" root | "b"',
+    'root ::= ("a" root)*',
+    'root ::= ("a" root){0,3}',
+    'root ::= x\nx ::= "["  (x ("," x)*)? "]"',
+    'root ::= "a"\n# comment (\n',
+    'start: a\na: "x" b | /z+/\nb: "y" a',
+    '?start: [start] "x"',
+    "start: x?\nx: x",
+    "start: missing",
+    "%import common.INT\nstart: start",  # not read
+    "start: (((",
+    "",
+]
+
+
+@pytest.mark.parametrize("grammar", ENDLESS)
+def test_endless_grammars_are_found(grammar: str) -> None:
+    assert not has_finite_text(grammar)
+
+
+@pytest.mark.parametrize("grammar", FINITE)
+def test_others_are_left_alone(grammar: str) -> None:
+    assert has_finite_text(grammar)
+
+
+def test_grammars_of_the_corpus_have_finite_texts() -> None:
+    grammars = [case.arguments["grammar"] for case in cases(5, 400) if "grammar" in case.arguments]
+    assert grammars and all(map(has_finite_text, grammars))
+    for case in cases(6, 400):
+        if isinstance(case.arguments.get("json"), dict):
+            check_finite(case.arguments["json"])
+
+
+def _defined(**schemas: object) -> dict[str, object]:
+    return {"$defs": schemas, "$ref": "#/$defs/a"}
+
+
+A = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        (_defined(a={"type": "object", "properties": {"x": A}, "required": ["x"]}), False),
+        (_defined(a={"type": "array", "items": A, "minItems": 1}), False),
+        (_defined(a={"type": "array", "prefixItems": [{"type": "null"}, A], "minItems": 2}), False),
+        (_defined(a={"anyOf": [A, {"type": "array", "items": A, "minItems": 2}]}), False),
+        (_defined(a={"type": "object", "additionalProperties": A, "required": ["k"]}), False),
+        (_defined(a={"type": "array", "prefixItems": [{"type": "null"}, A], "minItems": 1}), True),
+        (_defined(a={"type": "array", "items": A}), True),
+        (_defined(a={"type": ["object", "null"], "properties": {"x": A}, "required": ["x"]}), True),
+        (_defined(a={"anyOf": [{"type": "array", "items": A, "minItems": 2}, {"$ref": "#/$defs/b"}]}, b={}), True),
+        (_defined(a={"type": "object", "properties": {"x": A}}), True),
+    ],
+)
+def test_schemas_whose_values_need_each_other(schema: dict[str, object], ends: bool) -> None:
+    assert is_recursive(schema)
+    if ends:
+        check_finite(schema)
+    else:
+        with pytest.raises(SchemaError, match="ever ends"):
+            check_finite(schema)
+
+
+def test_long_chains_of_schemas_are_read() -> None:
+    schemas: dict[str, object] = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(4000)}
+    assert not is_recursive(_defined(a={"$ref": "#/$defs/a0"}, **schemas, a4000={"type": "null"}))
+    check_finite(_defined(a={"$ref": "#/$defs/a0"}, **schemas, a4000={"type": "null"}))
+    assert is_recursive(_defined(a={"$ref": "#/$defs/a0"}, **schemas, a4000={"$ref": "#/$defs/a7"}))
