@@ -69,6 +69,7 @@ class StepSize:
     why: str
 
 
+_SERVER_GAP = 100.0  # milliseconds
 _CPU_STEP = StepSize(4096, 2048, 256, "on the CPU")
 _CUDA_STEP = StepSize(8192, 2048, 256, "on a GPU with less than 70 GiB")
 _LARGE_CUDA_STEP = StepSize(16384, 8192, 1024, "on a GPU with 70 GiB or more")
@@ -448,6 +449,10 @@ def _scheduler(
         tokens, reason = seqs, "max_num_seqs, so that every sequence can take a token in each step"
     tokens = tokens if given_tokens is None else given_tokens
     _note(why, "max_num_batched_tokens", tokens, given_tokens is not None, reason)
+    gap = args["max_token_gap"]
+    if gap is None:
+        gap = _SERVER_GAP if platform.is_cuda() and not offline else 0.0
+    _note(why, "max_token_gap", gap, args["max_token_gap"] is not None, f"the default {use}")
     threshold = args["long_prefill_token_threshold"]
     if threshold == 0 and args["max_num_partial_prefills"] > 1:
         threshold = int(max_model_len * 0.04)
@@ -459,6 +464,7 @@ def _scheduler(
         max_num_seqs=seqs,
         enable_chunked_prefill=chunked is not False,
         long_prefill_token_threshold=threshold,
+        max_token_gap=gap,
         max_model_len=max_model_len,
     )
 

@@ -52,6 +52,13 @@ class SchedulerConfig:
         0, Integer(low=0), "A prompt is long above this many tokens; 0: no prompt is, or 4 % of max_model_len with "
         "max_num_partial_prefills > 1.",
     )  # fmt: skip
+    max_token_gap: float = setting(
+        None,
+        Number(low=0, optional=True),
+        "Milliseconds that a step may take which computes next tokens of answers beside prompts: of these it gets as "
+        "many tokens as steps so far have taken in that time. 0: no limit. Default: 100 in a server on a GPU, else 0.",
+        resolved=0.0,
+    )
     max_num_queued_reqs: int | None = setting(
         None,
         Integer(low=1, optional=True),

@@ -15,6 +15,7 @@ class SchedulerLimits:
     num_drafts: drafts that the device proposes behind every token it samples; each step of a request verifies them.
     max_pending: tokens of a request in flight with which it is still planned: 0 where its next step needs to know the
     last token on the host, as in a pipeline. None: as many as there are steps in flight.
+    max_gap: seconds that a step may take which also computes an answer's next token; 0 for any.
     stages: of a pipeline; a step takes so small a part of the requests that all stages have work.
     """
 
@@ -28,3 +29,4 @@ class SchedulerLimits:
     num_drafts: int = 0
     max_pending: int | None = None
     stages: int = 1
+    max_gap: float = 0.0

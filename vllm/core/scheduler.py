@@ -12,6 +12,7 @@ from vllm.core import results
 from vllm.core.crowd import Crowd
 from vllm.core.kv_manager import KVManager
 from vllm.core.limits import SchedulerLimits
+from vllm.core.pace import Pace
 from vllm.core.plan_builder import PlanBuilder
 from vllm.core.policies import AdmissionPolicy, StepView, Verdict
 from vllm.core.request import ENDLESS, Request, Status
@@ -84,6 +85,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(limits.priority, limits.max_num_seqs, limits.account_share)
         self._crowd = Crowd(self._waiting, limits.max_num_batched_tokens)
+        self._pace = Pace(limits.max_gap, limits.max_num_batched_tokens)
         self._blocked: dict[str, Request] = {}
         self._slots = Slots(limits.max_num_seqs, limits.priority, self._waiting, self._policies)
         self._yielding = Yielding(
@@ -260,7 +262,7 @@ class Scheduler:
         more: given the rows and which of them sample, says what else the plan holds, by its names; it may change
         nothing here.
         """
-        builder = PlanBuilder(self._step_id, self.limits.max_num_batched_tokens, self.kv)
+        builder = PlanBuilder(self._step_id, self._pace.budget(), self.kv)
         self.kv.begin_plan()
         if self.kv.tier is not None:
             self.kv.tier.save(builder.moves, builder.transfers)
@@ -296,6 +298,7 @@ class Scheduler:
         plain = not (self._speculates or self._num_pooled or builder.writes)
         plan = builder.build(self._slots.take_freed(), loads, plain, said)
         self._step_id += 1
+        self._pace.planned(builder.num_tokens)
         self._in_flight.append((plan, builder, self._clock()))
         return plan
 
@@ -517,7 +520,9 @@ class Scheduler:
         if len(built.requests) > 1 or (taken.generated and len(self.requests) == 1):
             self._trust(built.requests)
         self._finish(taken.finished)
-        seconds = self._clock() - planned_at
+        now = self._clock()
+        seconds = now - planned_at
+        self._pace.took(planned_at, now, built.num_tokens)
         self._crowd.took(seconds, built.express)
         self._observe(built.prompt_tokens, taken.generated, seconds)
         return taken.outputs

@@ -482,6 +482,7 @@ def scheduler_limits(config: SchedulerConfig, stages: int = 1) -> SchedulerLimit
         num_drafts=config.num_drafts,
         max_pending=0 if stages > 1 else None,
         stages=stages,
+        max_gap=config.max_token_gap / 1000,
     )
 
 
