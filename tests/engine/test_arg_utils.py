@@ -203,8 +203,8 @@ DEFAULTS = {
 NEWER = (
     "runner", "convert", "allowed_media_domains", "kv_cache_memory_bytes", "kv_offloading_size",
     "kv_offloading_backend", "max_num_queued_reqs",
-    "max_num_queued_tokens", "attention_backend", "async_scheduling", "logits_processors", "structured_outputs_config",
-    "pooler_config",
+    "max_num_queued_tokens", "max_token_gap", "attention_backend", "async_scheduling", "logits_processors",
+    "structured_outputs_config", "pooler_config",
     "profiler_config", "attention_config", "quantization_config", "offload_group_size", "offload_num_in_group",
     "offload_prefetch_step", "offload_params", "enable_return_routed_experts", "return_sampling_mask", "spec_method",
     "spec_model", "spec_tokens", "logprobs_mode", "stream_interval", "cudagraph_capture_sizes",
