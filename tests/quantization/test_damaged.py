@@ -118,6 +118,32 @@ def test_many_damaged_gguf_files(gguf_bytes: bytes, tmp_path: Path) -> None:
     damage_gguf(gguf_bytes, tmp_path, range(10_000, 12_000))
 
 
+def damage_safetensors(folder: Path, seeds: range) -> None:
+    plain_model(folder, num_hidden_layers=1)
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    before, loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    for seed in seeds:
+        file.write_bytes(mutated(data, end, np.random.default_rng(seed)))
+
+        def load() -> None:
+            PagedDriver(load_model(engine_config(folder, max_model_len=64), "cpu")).run([PROMPT[:5]], [5])
+
+        loaded += refused_or_loaded(load, seed)
+    assert loaded < len(seeds)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KIB
+
+
+def test_damaged_safetensors_files(tmp_path: Path) -> None:
+    damage_safetensors(tmp_path, range(200))
+
+
+@pytest.mark.fuzz
+def test_many_damaged_safetensors_files(tmp_path: Path) -> None:
+    damage_safetensors(tmp_path, range(10_000, 12_000))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
