@@ -1,4 +1,4 @@
-"""Checkpoints that other people's libraries write: compressed-tensors, bitsandbytes."""
+"""Checkpoints that other people's libraries write: compressed-tensors, bitsandbytes, torchao."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+import torchao.quantization as ao
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor, nn
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from transformers import TorchAoConfig
 
 from tests.quantization.harness import assert_same_logits, is_projection, plain_model, quantize_folder
 from vllm.model_executor.layers.quantization.bitsandbytes import NF4, round_to_table
@@ -127,3 +130,41 @@ def test_fp8_in_flight(tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path)
     quantize_folder(tmp_path, reference, state, write, None)
     assert_same_logits(tmp_path, reference, quantization="fp8")
+
+
+AO: dict[str, Any] = {
+    "int8": ao.Int8WeightOnlyConfig(version=2),
+    "int8 activations": ao.Int8DynamicActivationInt8WeightConfig(version=2),
+    "int4 in groups": ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(32)),
+    "int6": ao.IntxWeightOnlyConfig(weight_dtype=torch.int6, granularity=ao.PerAxis(0)),
+    "int4 with zero points": ao.IntxWeightOnlyConfig(
+        weight_dtype=torch.int4, granularity=ao.PerGroup(64), mapping_type=ao.MappingType.ASYMMETRIC
+    ),
+    "float8": ao.Float8WeightOnlyConfig(),
+}
+
+
+@pytest.mark.parametrize("kind", AO)
+def test_torchao(kind: str, tmp_path: Path) -> None:
+    def write(module: str, weight: Tensor) -> Any:
+        if not is_projection(module) or module.endswith("v_proj"):
+            return None
+        model = nn.Sequential(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
+        model[0].weight.data = weight.clone()
+        ao.quantize_(model, AO[kind])
+        tensors, _ = flatten_tensor_state_dict(model.state_dict())
+        numbers: Any = model[0].weight
+        return {name.removeprefix("0."): tensor for name, tensor in tensors.items()}, numbers.dequantize().float()
+
+    reference, state = plain_model(tmp_path)
+    settings = {**TorchAoConfig(AO[kind]).to_dict(), "modules_to_not_convert": ["self_attn.v_proj"]}
+    quantize_folder(tmp_path, reference, state, write, settings)
+    assert_same_logits(tmp_path, reference)
+
+
+def test_configurations_of_torchao_that_are_not_known(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path)
+    settings = TorchAoConfig(ao.Int4WeightOnlyConfig(group_size=32)).to_dict()
+    quantize_folder(tmp_path, reference, state, lambda module, weight: None, settings)
+    with pytest.raises(ValueError, match="'Int4WeightOnlyConfig' is not supported"):
+        assert_same_logits(tmp_path, reference)

@@ -30,6 +30,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "deepspeedfp": ("deepspeedfp",),
     "experts_int8": ("experts_int8",),
     "mxfp4": ("mxfp4",),
+    "torchao": ("torchao",),
 }
 _SPELLINGS = {"compressed_tensors": "compressed-tensors", "intel/auto-round": "auto-round", "marlin": "gptq"}
 # Formats that can be made of plain weights while they are loaded.

@@ -31,6 +31,7 @@ _FORMATS = {
     "deepspeedfp": ("in_flight", "DeepSpeedFp"),
     "mxfp4": ("mxfp4", "Mxfp4"),
     "auto-round": ("auto_round", "AutoRound"),
+    "torchao": ("torchao", "Torchao"),
 }
 
 
