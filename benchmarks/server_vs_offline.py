@@ -53,7 +53,8 @@ def server(model: str, threads: int) -> Iterator[tuple[str, int]]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(port)]
     quiet = ["--disable-uvicorn-access-log", "--disable-log-requests", "--uvicorn-log-level", "warning"]
-    process = subprocess.Popen([*command, *quiet], env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_SERVER_DEV_MODE": "1"}  # /reset_prefix_cache
+    process = subprocess.Popen([*command, *quiet], env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         _await_health(process, url)

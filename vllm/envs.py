@@ -334,7 +334,7 @@ _TABLE = (
         False,
         "Send functions given to collective_rpc to other processes by value (pickled).",
     ),
-    EnvVar("VLLM_SERVER_DEV_MODE", _flag, False, "Routes for development (sleep, wake_up, server_info, ...)."),
+    EnvVar("VLLM_SERVER_DEV_MODE", _flag, False, "Routes for development: server_info, reset_prefix_cache."),
     # --- Tests of survival ---
     EnvVar("VLLM_STRICT", _flag, False, "An idle engine core that holds anything ends with a report."),
     EnvVar("VLLM_FAULTS", _text, "", "Faults on purpose, as `point@where:seconds,...`; see `vllm/faults.py`."),

@@ -221,6 +221,8 @@ def test_each_key_opens_and_open_paths_need_none(locked: Server) -> None:
             assert locked.get("/v1/models", headers={"authorization": f"{scheme} {key}"}).status == 200
     for path in ("/health", "/ping", "/version"):
         assert locked.get(path, headers={"authorization": ""}).status == 200
+    assert locked.request("POST", "/reset_prefix_cache").status == 200
+    assert locked.get("/server_info").json["vllm_config"]["model_config"]["max_model_len"] > 0
     assert status_of(locked.raw(b"OPTIONS /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")) in (200, 405)
     answer = locked.get("/v1/models", headers={"authorization": "Bearer wrong"})
     assert answer.status == 401

@@ -157,6 +157,14 @@ def test_cors(dressed: Server) -> None:
     assert "access-control-allow-origin" not in dressed.get("/version", headers={"origin": "https://other"}).headers
 
 
+def test_figures_need_no_key_and_everything_else_does(dressed: Server) -> None:
+    nobody = {"authorization": ""}
+    assert b"vllm:num_requests_running" in dressed.get("/metrics", headers=nobody).body
+    for path in ("/load", "/v1/models", "/server_info", "/tokenizer_info", "/openapi.json", "/is_sleeping"):
+        assert dressed.get(path, headers=nobody).status == 401, path
+    assert dressed.post("/tokenize", {"prompt": "x"}, headers=nobody).status == 401
+
+
 def test_a_page_can_read_refusals_too(dressed: Server) -> None:
     for headers, path, status in (({"authorization": ""}, "/v1/models", 401), ({}, "/nowhere", 404)):
         answer = dressed.get(path, headers={"origin": ORIGIN, **headers})

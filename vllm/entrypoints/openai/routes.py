@@ -471,8 +471,16 @@ async def is_sleeping() -> Response:
     return JSONResponse({"is_sleeping": False})
 
 
-@router.post("/reset_prefix_cache", response_class=Response, responses=_errors(400))
+def _for_developers() -> None:
+    """Raise unless the operator has asked for routes that no client should have."""
+    if not envs.VLLM_SERVER_DEV_MODE:
+        raise APIError(404, "Set VLLM_SERVER_DEV_MODE=1 for this route.", "NotFoundError")
+
+
+@router.post("/reset_prefix_cache", response_class=Response, responses=_errors(400, 404))
 async def reset_prefix_cache(request: Request) -> Response:
+    """What one client forgets, all others compute again."""
+    _for_developers()
     await _control(request, "reset_prefix_cache")
     return Response(status_code=200)
 
@@ -499,8 +507,7 @@ async def _control(request: Request, method: str) -> None:
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    if not envs.VLLM_SERVER_DEV_MODE:
-        raise APIError(404, "Set VLLM_SERVER_DEV_MODE=1 for this route.", "NotFoundError")
+    _for_developers()
     engine = context_of(request).engine
     settings = json.loads(json.dumps(engine.vllm_config.to_dict(), default=str))
     return JSONResponse({"vllm_config": settings, "uptime": time.time() - context_of(request).created})
