@@ -8,7 +8,10 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    raise SystemExit("This example needs a client: pip install openai") from None
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 

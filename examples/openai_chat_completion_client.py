@@ -2,7 +2,10 @@
 
 import argparse
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    raise SystemExit("This example needs a client: pip install openai") from None
 
 parser = argparse.ArgumentParser(description="Ask a question that needs the turns before it.")
 parser.add_argument("--base-url", default="http://localhost:8000/v1")

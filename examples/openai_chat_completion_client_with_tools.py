@@ -13,7 +13,10 @@ or a model of your own with a template for tools:
 import argparse
 import json
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    raise SystemExit("This example needs a client: pip install openai") from None
 
 parser = argparse.ArgumentParser(description="Ask for the weather, call the function that the model names, answer.")
 parser.add_argument("--base-url", default="http://localhost:8000/v1")

@@ -3,7 +3,10 @@
 import argparse
 from enum import Enum
 
-from openai import BadRequestError, OpenAI
+try:
+    from openai import BadRequestError, OpenAI
+except ModuleNotFoundError:
+    raise SystemExit("This example needs a client: pip install openai") from None
 from pydantic import BaseModel
 
 parser = argparse.ArgumentParser(description="Ask for a choice, a pattern, JSON of a schema, and a text of a grammar.")

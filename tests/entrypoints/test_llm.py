@@ -493,6 +493,40 @@ def test_logits_processor_that_raises_fails_its_request_alone(llm):
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in good]
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_may_bar_tokens_and_force_one_by_any_large_number(llm, temperature, logprobs):
+    """-inf and the least finite number bar a token, +inf picks one; nothing left, or a NaN, fails the request alone."""
+
+    def only(logits, value):
+        kept = logits[42].clone()
+        logits[:] = value
+        logits[42] = kept
+        return logits
+
+    def force(logits):
+        logits[42] = torch.inf
+        return logits
+
+    def spoil(logits):
+        logits[3] = torch.nan
+        return logits
+
+    def tokens(change):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=2, logprobs=logprobs, ignore_eos=True,
+            logits_processors=[lambda ids, logits: change(logits)],
+        )  # fmt: skip
+        return llm.generate("a", params, use_tqdm=False)[0].outputs[0].token_ids
+
+    for change in (lambda x: only(x, -torch.inf), lambda x: only(x, torch.finfo(x.dtype).min), force):
+        assert tokens(change) == [42, 42]
+    for change in (lambda logits: logits.fill_(-torch.inf), spoil):
+        with pytest.raises(GenerationError, match="No token is possible"):
+            tokens(change)
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize("heals", [True, False])
 def test_failing_steps_do_not_end_the_engine(llm, monkeypatch, heals):
     """A failure that passes is not even seen; one that stays ends its requests, and the next ones work."""
