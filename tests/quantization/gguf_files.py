@@ -63,6 +63,53 @@ def _set_scales(kind: str, raw: np.ndarray, scales: np.ndarray) -> None:
             words[:, i] = words[:, i] & 0x0FFF | (halves.view("<u2")[:, 0] >> 4 * i & 15) << 12
 
 
+def encode_q6_k(values: np.ndarray) -> np.ndarray:
+    """[rows, k] as blocks of 256 numbers of 6 bits: 16 groups, each with a scale of 8 bits, and one for all of them."""
+    groups = values.reshape(-1, 16, 16).astype(np.float32)
+    scales = np.abs(groups).max(-1) / 31
+    whole = (scales.max(-1) / 127).astype(np.float16)
+    small = _divided(scales, whole[:, None].astype(np.float32)).round().clip(-128, 127)
+    codes = _divided(groups, (whole[:, None] * small)[..., None]).round().clip(-32, 31).astype(np.int16) + 32
+    raw = np.zeros((len(groups), 210), np.uint8)
+    # in each half, four rows of 32 numbers: low bits of rows 0 and 2, and 1 and 3, share a byte, high bits all four
+    codes = codes.reshape(-1, 2, 4, 32).astype(np.uint8)
+    low, high = codes & 15, codes >> 4
+    raw[:, :128] = (low[:, :, :2] | low[:, :, 2:] << 4).reshape(-1, 128)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    raw[:, 128:192] = np.bitwise_or.reduce(high << shifts, axis=2).reshape(-1, 64)
+    raw[:, 192:208] = small.astype(np.int8).view(np.uint8)
+    raw[:, 208:] = whole.view(np.uint8).reshape(-1, 2)
+    return raw.reshape(len(values), -1)
+
+
+def encode_q4_k(values: np.ndarray) -> np.ndarray:
+    """[rows, k] as blocks of 256 numbers of 4 bits: 8 groups, each with a scale and a minimum of 6 bits, and one scale
+    for all of either.
+    """
+    groups = values.reshape(-1, 8, 32).astype(np.float32)
+    least = np.minimum(groups.min(-1), 0)
+    steps = (groups.max(-1) - least) / 15
+    whole, whole_min = ((x.max(-1) / 63).astype(np.float16) for x in (steps, -least))
+    step = _divided(steps, whole[:, None].astype(np.float32)).round().clip(0, 63).astype(np.uint8)
+    minimum = _divided(-least, whole_min[:, None].astype(np.float32)).round().clip(0, 63).astype(np.uint8)
+    real = (whole[:, None] * step)[..., None].astype(np.float32)
+    codes = _divided(groups + (whole_min[:, None] * minimum)[..., None], real).round().clip(0, 15).astype(np.uint8)
+    raw = np.zeros((len(groups), 144), np.uint8)
+    raw[:, :2], raw[:, 2:4] = (x.view(np.uint8).reshape(-1, 2) for x in (whole, whole_min))
+    raw[:, 4:8] = step[:, :4] | (step[:, 4:] >> 4) << 6
+    raw[:, 8:12] = minimum[:, :4] | (minimum[:, 4:] >> 4) << 6
+    raw[:, 12:16] = step[:, 4:] & 15 | (minimum[:, 4:] & 15) << 4
+    raw[:, 16:] = (codes[:, ::2] | codes[:, 1::2] << 4).reshape(-1, 128)
+    return raw.reshape(len(values), -1)
+
+
+def _divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32), where=b != 0)
+
+
+_ENCODERS = {"Q4_K": encode_q4_k, "Q6_K": encode_q6_k}  # which the package only reads
+
+
 def numbers_of(kind: str, raw: np.ndarray) -> Tensor:
     return torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]).astype(np.float32))
 
@@ -123,7 +170,10 @@ def write_model(
             try:
                 raw = gguf.quantize(tensor.float().numpy(), type_)
             except NotImplementedError:
-                raw = random_blocks(kind, tensor.shape[0], tensor.shape[1], number)
+                if kind in _ENCODERS:
+                    raw = _ENCODERS[kind](tensor.float().numpy())
+                else:
+                    raw = random_blocks(kind, tensor.shape[0], tensor.shape[1], number)
             held[name] = torch.from_numpy(gguf.dequantize(raw, type_).astype(np.float32))
         if ".experts." in module:
             before, _, after = module.partition(".experts.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.models.harness import save_random_hf_model
-from tests.quantization.gguf_files import TYPES, numbers_of, random_blocks, write_model
+from tests.quantization.gguf_files import _ENCODERS, TYPES, numbers_of, random_blocks, write_model
 from tests.quantization.harness import SIZES, _load, assert_same_logits
 from vllm import LLM, SamplingParams
 from vllm.config.model_source import resolve
@@ -168,8 +169,8 @@ def add_demo_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(template.read_text() if template.exists() else settings["chat_template"])
 
 
-def write_demo(folder: Path, kind: str) -> Path:
-    """The packaged model as a GGUF file."""
+def write_demo(folder: Path, kind: str) -> tuple[Path, dict[str, Tensor]]:
+    """The packaged model as a GGUF file, and the numbers that this holds."""
     from safetensors.torch import load_file
 
     fields = {
@@ -182,21 +183,33 @@ def write_demo(folder: Path, kind: str) -> Path:
         "attention.layer_norm_rms_epsilon": 1e-5,
     }
     file = folder / f"demo-{kind}.gguf"
-    write_model(
+    held = write_model(
         file,
         "llama",
         load_file(DEMO / "model.safetensors"),
         fields,
-        lambda name, tensor: "F32" if tensor.dim() == 1 else kind,
+        lambda name, tensor: "F32" if tensor.dim() == 1 else "Q8_0" if tensor.shape[1] % 256 and "_K" in kind else kind,
         heads=(8, 2),
         tokenizer=add_demo_tokenizer,
     )
-    return file
+    return file, held
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_blocks_written_here_are_near_the_numbers(kind: str) -> None:
+    values = np.random.default_rng(0).standard_normal((7, 512)).astype(np.float32)
+    values[2] = 0
+    values[3] = np.abs(values[3])
+    found = numbers_of(kind, _ENCODERS[kind](values)).numpy()
+    assert np.abs(found - values).max() < (0.3 if kind == "Q4_K" else 0.08)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q6_K"])
 def test_the_packaged_model_as_a_file(kind: str, tmp_path: Path) -> None:
-    file = write_demo(tmp_path, kind)
+    file, held = write_demo(tmp_path, kind)
+    reference = hf.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    _load(reference, held)
+    assert_same_logits(folder_of(file), reference, 1e-3)
     llm = LLM(str(file), max_model_len=256)
     prompts = ["The capital of France is", "Water freezes"]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
@@ -213,7 +226,7 @@ TEXTS = ["Hello, world!", "  two  spaces\n\nand\ttabs", "12345 naïve café 東�
 
 
 def test_a_byte_level_vocabulary_gives_the_tokens_of_the_original(tmp_path: Path) -> None:
-    file = write_demo(tmp_path, "Q8_0")
+    file, _ = write_demo(tmp_path, "Q8_0")
     theirs = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     ours = Tokenizer.from_file(str(folder_of(file) / "tokenizer.json"))
     for text in ["The quick brown fox, jumped!", "x = 1\nif y:\n  z", *TEXTS]:
