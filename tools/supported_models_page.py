@@ -62,8 +62,8 @@ without transformers' `AttentionInterface`, and scalings of positions that depen
 supported with them.
 A repository's own code (`auto_map`) runs with `--trust-remote-code` only. Held in fp32 against transformers in
 `tests/models/test_transformers_decoder.py`: Arcee, Helium, Apertus, VaultGemma, ModernBERT decoders, CTRL, MiniMax M2,
-and listed families once more. Whatever is neither listed
-nor in transformers is an error that lists the near names; [adding_a_model.md](adding_a_model.md) says how to run it.
+NanoChat, Jais 2, Solar Open, AFMoE, and listed families once more. Whatever is neither listed nor in
+transformers is an error that lists the near names; [adding_a_model.md](adding_a_model.md) says how to run it.
 
 Known limits: `chatglm2-6b-32k` divides positions where its config reads as if the base grew, which is what happens
 here. Qwen 1 runs up to its `seq_length`, without what it does beyond. A Jais whose distances are scaled by its trained

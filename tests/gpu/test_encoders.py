@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from msgspec.structs import replace
 
 from tests.models.test_pooling_models import ENCODERS, PROMPTS, encode, save, start, states
 from tests.ops.triton.test_encoder_attention import make_step, plain
@@ -21,14 +23,13 @@ def test_attention(dtype: torch.dtype, head_dim: int, window: int | None) -> Non
     q, k, v = (torch.randn(sum(lengths), 4, head_dim).to(dtype) for _ in range(3))
     params = AttentionParams(head_dim**-0.5, window)
     step = make_step(lengths)
-    on_device = make_step(lengths)
-    object.__setattr__(on_device, "query_starts", step.query_starts.cuda())
+    on_device = replace(step, query_starts=step.query_starts.cuda())
     found = kernels.attend_whole(q.cuda(), k.cuda(), v.cuda(), params, on_device).cpu().float()
     limit = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}[dtype]
     torch.testing.assert_close(found, plain(q, k, v, params, lengths).float(), atol=limit, rtol=limit)
 
 
-@pytest.mark.parametrize("case", ENCODERS)
+@pytest.mark.parametrize("case", [case for case in ENCODERS if case != "gte" or hasattr(transformers, "GteConfig")])
 def test_hidden_states_of_all_tokens(case: str, tmp_path: Path) -> None:
     model = save(ENCODERS[case](), tmp_path)
     with start(tmp_path, override_pooler_config={"pooling_type": "ALL", "normalize": False}) as llm:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_AHEAD = 128 << 20  # bytes
 MAX_DIMENSIONS = 16
 
 _DTYPES = {
@@ -111,7 +112,12 @@ def iterate_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         # Copy-on-write, because torch wants writable memory; nobody writes, so no byte is copied. The mapping ends with
         # the last view of it, which may outlive this function.
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    asked = 0
     for entry in entries:
+        wanted = min(len(mapped), entry.start + entry.num_bytes + _AHEAD)
+        if wanted > asked:  # read what comes next while this one is put in its place
+            mapped.madvise(mmap.MADV_WILLNEED, asked, wanted - asked)
+            asked = wanted // mmap.PAGESIZE * mmap.PAGESIZE
         yield entry.name, _view(mapped, entry)
         _forget(mapped, entry)
 

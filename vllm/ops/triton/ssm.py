@@ -14,8 +14,6 @@ from torch import Tensor
 from vllm.ops import ssm as ops
 from vllm.step.inputs import GroupInputs, StepInputs
 
-_TOGETHER = 16  # tokens of a prompt that the scan loads at once
-
 
 @triton.jit(do_not_specialize=["stride_x", "stride_first", "stride_table", "stride_old", "stride_page"])
 def _conv_kernel(
@@ -105,11 +103,9 @@ def _scan_kernel(
     u, dt, dt_bias, a, b, c, d, gate, states, out, starts, first, table, drafts, stride_u, stride_dt, stride_b,
     stride_c, stride_gate, stride_first, stride_table, stride_page,
     CHANNELS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr,
-    BT: tl.constexpr, GATE: tl.constexpr, DRAFTS: tl.constexpr,
+    GATE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests, channels / BD). What BT tokens bring is loaded together: one after the other, each would wait for
-    its own.
-    """
+    """Grid (requests, channels / BD)."""
     r = tl.program_id(0)
     ch = tl.program_id(1) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
@@ -125,40 +121,26 @@ def _scan_kernel(
     last = 0
     if DRAFTS:
         last = tl.load(drafts + r).to(tl.int32)
-    row = tl.arange(0, BT)[:, None]
-    for token in range(begin, end, BT):
-        at = token + row
-        held = (at < end) & live[None, :]
-        known = (at < end) & numbers[None, :]
-        v = tl.load(u + at * stride_u + ch[None, :], mask=held, other=0.0).to(tl.float32)
-        x = tl.load(dt + at * stride_dt + ch[None, :], mask=held, other=0.0).to(tl.float32) + offset[None, :]
+    for t in range(begin, end):
+        v = tl.load(u + t * stride_u + ch, mask=live, other=0.0).to(tl.float32)
+        x = tl.load(dt + t * stride_dt + ch, mask=live, other=0.0).to(tl.float32) + offset
         delta = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        delta = tl.where(held, delta, 0.0)  # tokens of others change nothing
-        total = skip[None, :] * v
         if GROUPS == 1:
-            all_into = tl.load(b + at * stride_b + n[None, :], mask=known, other=0.0).to(tl.float32)
-            all_outof = tl.load(c + at * stride_c + n[None, :], mask=known, other=0.0).to(tl.float32)
-        moved = delta * v
-        for i in tl.static_range(BT):
-            this = row == i
-            if GROUPS == 1:
-                into = tl.sum(tl.where(this, all_into, 0.0), 0)[None, :]
-                outof = tl.sum(tl.where(this, all_outof, 0.0), 0)[None, :]
-            else:
-                mine = both & (here * 0 + token + i < end)
-                into = tl.load(b + (token + i) * stride_b + which, mask=mine, other=0.0).to(tl.float32)
-                outof = tl.load(c + (token + i) * stride_c + which, mask=mine, other=0.0).to(tl.float32)
-            time = tl.sum(tl.where(this, delta, 0.0), 0)
-            h = tl.exp(time[:, None] * decay) * h + tl.sum(tl.where(this, moved, 0.0), 0)[:, None] * into
-            total += tl.where(this, tl.sum(h * outof, 1)[None, :], 0.0)
-            if DRAFTS:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
-                if (token + i < end) & (token + i >= end - 1 - last):
-                    page = tl.load(table + r * stride_table + token + i - (end - 1 - last)).to(tl.int64)
-                    tl.store(states + page * stride_page + here, h, mask=both)
+            into = tl.load(b + t * stride_b + n, mask=numbers, other=0.0)[None, :].to(tl.float32)
+            outof = tl.load(c + t * stride_c + n, mask=numbers, other=0.0)[None, :].to(tl.float32)
+        else:
+            into = tl.load(b + t * stride_b + which, mask=both, other=0.0).to(tl.float32)
+            outof = tl.load(c + t * stride_c + which, mask=both, other=0.0).to(tl.float32)
+        h = tl.exp(delta[:, None] * decay) * h + (delta * v)[:, None] * into
+        y = tl.sum(h * outof, 1) + skip * v
         if GATE:
-            g = tl.load(gate + at * stride_gate + ch[None, :], mask=held, other=0.0).to(tl.float32)
-            total = total * g * tl.sigmoid(g)
-        tl.store(out + at * CHANNELS + ch[None, :], total.to(out.dtype.element_ty), mask=held)
+            g = tl.load(gate + t * stride_gate + ch, mask=live, other=0.0).to(tl.float32)
+            y = y * g * tl.sigmoid(g)
+        tl.store(out + t * CHANNELS + ch, y.to(out.dtype.element_ty), mask=live)
+        if DRAFTS:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
+            if t >= end - 1 - last:
+                page = tl.load(table + r * stride_table + t - (end - 1 - last)).to(tl.int64)
+                tl.store(states + page * stride_page + here, h, mask=both)
     if not DRAFTS:  # noqa: SIM102
         if end > begin:
             page = tl.load(table + r * stride_table).to(tl.int64)
@@ -177,14 +159,13 @@ def selective_scan(
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     table, first = group.block_table, group.states()
     padded = triton.next_power_of_2(numbers)
-    wide = max(4, min(32, 512 // padded))
+    # tokens follow each other: with few requests a program has few channels, so that each of its turns is short
+    wide = max(4, min(32 if table.shape[0] > 4 else 8, 512 // padded))
     _scan_kernel[(table.shape[0], triton.cdiv(channels, wide))](
         u, dt, dt_bias, a, b, c, d, gate, states, out, step.query_starts, first, table, group.drafts, u.stride(0),
         dt.stride(0), b.stride(0), c.stride(0), 0 if gate is None else gate.stride(0), first.stride(0),
         table.stride(0), states.stride(0), CHANNELS=channels, N=numbers, NP=padded,
-        GROUPS=b.shape[1] // numbers, BD=wide,
-        BT=1 if step.max_query_len == 1 else _TOGETHER, GATE=gate is not None, DRAFTS=group.drafts is not None,
-        num_warps=1,
+        GROUPS=b.shape[1] // numbers, BD=wide, GATE=gate is not None, DRAFTS=group.drafts is not None, num_warps=1,
     )  # fmt: skip
     return out
 
