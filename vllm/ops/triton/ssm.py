@@ -159,8 +159,8 @@ def selective_scan(
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     table, first = group.block_table, group.states()
     padded = triton.next_power_of_2(numbers)
-    # tokens follow each other: with few requests a program has few channels, so that each of its turns is short
-    wide = max(4, min(32 if table.shape[0] > 4 else 8, 512 // padded))
+    # tokens follow each other: with one request or two a program has few channels, so that each of its turns is short
+    wide = max(4, min({1: 8, 2: 16}.get(table.shape[0], 32), 512 // padded))
     _scan_kernel[(table.shape[0], triton.cdiv(channels, wide))](
         u, dt, dt_bias, a, b, c, d, gate, states, out, step.query_starts, first, table, group.drafts, u.stride(0),
         dt.stride(0), b.stride(0), c.stride(0), 0 if gate is None else gate.stride(0), first.stride(0),
