@@ -9,6 +9,7 @@ import pytest
 from tests.structured_output.test_outputs import PERSON
 from tests.tiny_llama import assert_idle, save_tiny_llama
 from vllm import LLM, SamplingParams
+from vllm.engine import core
 from vllm.engine.core import EngineCore
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import GuidedDecodingParams
@@ -41,6 +42,11 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 9, "prompt_logprobs": 1},
     {"temperature": 0.0, "logit_bias": {5: 3.0}},
 ]
+
+
+@pytest.fixture(autouse=True)
+def jumps_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "JUMP_SECONDS", 0.0)
 
 
 def params() -> list[SamplingParams]:
@@ -76,6 +82,17 @@ def test_tokens_are_those_of_single_steps(demo: LLM, monkeypatch: pytest.MonkeyP
     expected, many = answers(demo)
     assert found == expected
     assert few <= many
+
+
+def test_where_steps_are_short_only_ends_are_not_sampled(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, few = answers(demo)
+    monkeypatch.setattr(core, "JUMP_SECONDS", 1e9)
+    assert answers(demo)[0] == found
+    form = GuidedDecodingParams(regex="The capital of France is (Paris|Rome)")
+    before = steps(demo)
+    (output,) = demo.generate(["So:"], SamplingParams(temperature=0, guided_decoding=form), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop"
+    assert steps(demo) - before == len(output.outputs[0].token_ids) - 1
 
 
 def test_forced_tokens_take_no_step(demo: LLM) -> None:

@@ -232,6 +232,11 @@ class Scheduler:
         return bool(self.requests)
 
     @property
+    def step_seconds(self) -> float:
+        """What the last step took, from its plan to its result."""
+        return self._stats.step_time_s
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 

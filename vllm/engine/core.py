@@ -43,6 +43,8 @@ logger = init_logger(__name__)
 IDLE_SECONDS = 0.001
 # Nothing runs, and a grammar is being compiled: wait for it, but not so long that an abort goes unheard.
 IDLE_GRAMMAR_SECONDS = 0.005
+# Tokens that must follow are taken together where a step takes longer per row: they cost so much themselves.
+JUMP_SECONDS = 5e-5
 # What a token of a prompt may take on a slow CPU: by so much longer may a large step take before it counts as stuck.
 CPU_SECONDS_PER_TOKEN = 0.01
 
@@ -235,7 +237,8 @@ class EngineCore:
 
     def _jump(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
         """`outputs`, with the tokens that must follow them: none of these needs a step of its own."""
-        for output, tokens in self._grammars.advance(outputs, self.scheduler.requests):
+        pays = self.scheduler.step_seconds > JUMP_SECONDS * len(outputs)
+        for output, tokens in self._grammars.advance(outputs, self.scheduler.requests, pays):
             self.scheduler.extend(output, tokens)
         return outputs
 

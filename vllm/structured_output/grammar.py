@@ -31,6 +31,9 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Move on by one token; False, and nothing changes, if it is none that may follow."""
 
+    def take(self, token: int) -> bool:
+        """As `accept`, for a token that the last mask allowed. After False the matcher is of no more use."""
+
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens that were accepted."""
 

@@ -172,6 +172,10 @@ class GrammarRequests:
         self.compiler.close()
 
     @cached_property
+    def _words(self) -> int:
+        return self.compiler.vocabulary.words
+
+    @cached_property
     def _reasoning_end(self) -> ReasoningEnd | None:
         return None if self._make_reasoning_end is None else self._make_reasoning_end()
 
@@ -237,10 +241,12 @@ class GrammarRequests:
         return Masks(np.array(where, np.int32), _together(found), errors)
 
     def advance(
-        self, outputs: Iterable[CoreOutput], requests: Mapping[str, Request]
+        self, outputs: Iterable[CoreOutput], requests: Mapping[str, Request], jumps: bool = True
     ) -> list[tuple[CoreOutput, list[int]]]:
         """Compute the masks of the tokens behind those that a step brought. Returns the outputs behind which there is
         no choice, with the tokens that must follow; these count as seen: the requests take them next.
+
+        jumps: whether steps take so long that it pays to take several tokens at once; else only ends are found.
         """
         states, found, forced = self._states, [], []
         for output in outputs:
@@ -255,11 +261,11 @@ class GrammarRequests:
         for bits, members in self._fill([state for _, state in found]):
             for place in ((bits != 0).sum(1) == 1).nonzero()[0].tolist():
                 output, state = found[members[place]]
-                if state.jumps and (tokens := self._forced(state)):
+                if state.jumps and (tokens := self._forced(state, jumps)):
                     forced.append((output, tokens))
         return forced
 
-    def _forced(self, state: _State) -> list[int]:
+    def _forced(self, state: _State, jumps: bool) -> list[int]:
         """The tokens that must follow, as long as masks have only one; the last may be one that ends the request."""
         tokens: list[int] = []
         while state.problem is None and state.mask is not None:
@@ -271,38 +277,49 @@ class GrammarRequests:
             if token in state.ends:
                 tokens.append(token)
                 break
-            if not state.matcher.accept(token):
+            if not jumps or not state.matcher.take(token):
                 break
             tokens.append(token)
             state.position += 1
-            self._fill([state])
+            self._compute(state.backend, [state], bits[place : place + 1])
         return tokens
 
     def _fill(self, states: Sequence[_State]) -> list[tuple[np.ndarray, list[int]]]:
         """Compute the masks of these. Returns them by back end: a matrix, and whose its rows are."""
         by_backend: dict[Backend, list[int]] = {}
-        for i, state in enumerate(states):
-            by_backend.setdefault(state.backend, []).append(i)
+        if len({state.backend for state in states}) == 1:
+            by_backend[states[0].backend] = list(range(len(states)))
+        else:
+            for i, state in enumerate(states):
+                by_backend.setdefault(state.backend, []).append(i)
         found = []
         for backend, members in by_backend.items():
-            bits: np.ndarray = np.empty((len(members), self.compiler.vocabulary.words), np.uint32)
-            filled = backend.fill_all([states[i].matcher for i in members], bits)
+            bits: np.ndarray = np.empty((len(members), self._words), np.uint32)
             for place, i in enumerate(members):
                 states[i].mask = bits, place
-            for place in {*filled.may_end, *filled.dead, *filled.errors}:
-                error = filled.errors.get(place)
-                state, row = states[members[place]], bits[place]
-                state.problem = str(error) if error else _end(state, row, place in filled.may_end)
-                if state.problem:
-                    row[:] = 0xFFFFFFFF  # its token will be dropped
+            self._compute(backend, [states[i] for i in members], bits)
             found.append((bits, members))
         return found
+
+    @staticmethod
+    def _compute(backend: Backend, states: Sequence[_State], bits: np.ndarray) -> None:
+        """Compute masks of one back end, each into its row."""
+        filled = backend.fill_all([state.matcher for state in states], bits)
+        if not (filled.may_end or filled.dead or filled.errors):
+            return
+        for place in {*filled.may_end, *filled.dead, *filled.errors}:
+            error, state, row = filled.errors.get(place), states[place], bits[place]
+            state.problem = str(error) if error else _end(state, row, place in filled.may_end)
+            if state.problem:
+                row[:] = 0xFFFFFFFF  # its token will be dropped
 
     def _follow(self, state: _State, tokens: Sequence[int]) -> bool:
         """Show the matcher the request's new tokens; False if the grammar has not begun."""
         if state.position >= len(tokens):
             return not state.reasoning
+        take = state.matcher.take
         if state.reasoning:
+            take = state.matcher.accept  # nobody masked what stands behind the thoughts already
             assert self._reasoning_end is not None
             output = tokens[state.begin :]
             begin = self._reasoning_end.find(output, state.seen)
@@ -313,7 +330,7 @@ class GrammarRequests:
             state.position = state.begin + begin
         state.mask = None
         for position in range(state.position, len(tokens)):
-            if not state.matcher.accept(tokens[position]):
+            if not take(tokens[position]):
                 raise GrammarError(f"Token {tokens[position]} was sampled although the grammar does not allow it.")
             state.position = position + 1
         return True
@@ -325,8 +342,12 @@ def _together(states: Sequence[_State]) -> np.ndarray:
     if not masks:
         return np.zeros((0, 0), np.uint32)
     first = masks[0][0]
-    if len(first) == len(masks) and all(bits is first and place == i for i, (bits, place) in enumerate(masks)):
-        return first
+    if len(first) == len(masks):
+        for i, (bits, place) in enumerate(masks):
+            if bits is not first or place != i:
+                break
+        else:
+            return first
     return np.stack([bits[place] for bits, place in masks])
 
 

@@ -75,6 +75,9 @@ class GuidanceMatcher:
     def accept(self, token: int) -> bool:
         return self.inner.try_consume_tokens([token]) == 1
 
+    def take(self, token: int) -> bool:
+        return bool(self.inner.consume_token(token))
+
     def rollback(self, count: int) -> None:
         if count:
             self.inner.rollback(count)

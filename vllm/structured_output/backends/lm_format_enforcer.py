@@ -67,6 +67,10 @@ class LmfeMatcher:
         self._tokens.append(token)
         return True
 
+    def take(self, token: int) -> bool:
+        self._tokens.append(token)
+        return True
+
     def rollback(self, count: int) -> None:
         if count:
             del self._tokens[-count:]

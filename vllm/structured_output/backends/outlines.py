@@ -40,6 +40,13 @@ class OutlinesMatcher:
         self._guide.advance(token, return_tokens=False)
         return True
 
+    def take(self, token: int) -> bool:
+        try:
+            self._guide.advance(token, return_tokens=False)
+        except ValueError:
+            return False
+        return True
+
     def rollback(self, count: int) -> None:
         if count:
             self._guide.rollback_state(count)

@@ -73,6 +73,9 @@ class XgrammarMatcher:
         self._tokens.append(token)
         return True
 
+    def take(self, token: int) -> bool:
+        return self.accept(token)
+
     def rollback(self, count: int) -> None:
         if count:
             self.inner.rollback(count)
