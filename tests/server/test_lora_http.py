@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +10,19 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.lora.adapters import save_adapter
 from tests.server.http_server import MODEL, Server
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
-from vllm.entrypoints.openai.adapters import parse_lora_modules
+from vllm.entrypoints.openai.adapters import parse_lora_modules, parse_prompt_adapters
 from vllm.lora.request import LoRARequest
+from vllm.prompt_adapter.request import PromptAdapterRequest
 
 PROMPT = "The capital of France is"
+SOFT = ("soft", "softer")  # prompt adapters
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
     save_adapter(base, root / "found" / "by-name", rank=8, seed=2)  # as "third"
     (root / "found" / "broken").mkdir()
     (root / "found" / "broken" / "adapter_config.json").write_text("{")
+    width = json.loads((base / "config.json").read_text())["hidden_size"]
+    for count, name in enumerate(SOFT, 3):
+        folder = root / name
+        folder.mkdir()
+        config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": count}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        generator = torch.Generator().manual_seed(count)
+        rows = torch.randn(count, width, generator=generator)
+        save_file({"prompt_embeddings": rows}, folder / "adapter_model.safetensors")
     return base, adapters
 
 
@@ -39,12 +53,17 @@ def answers(folders: tuple[Path, list[Path]]) -> dict[str, str]:
     base, adapters = folders
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found = {}
-    with LLM(str(base), dtype="float32", enable_lora=True, max_loras=4, num_gpu_blocks_override=100) as llm:
+    soft: dict[str, Any] = {"enable_prompt_adapter": True, "max_prompt_adapter_token": 4}
+    with LLM(str(base), dtype="float32", enable_lora=True, max_loras=4, num_gpu_blocks_override=100, **soft) as llm:
         for i, folder in enumerate(adapters, start=1):
             (output,) = llm.generate(
                 PROMPT, params, lora_request=LoRARequest(folder.name, i, str(folder)), use_tqdm=False
             )
             found[folder.name] = output.outputs[0].text
+        for i, name in enumerate(SOFT, 1):
+            request = PromptAdapterRequest(name, i, str(base.parent / name), i + 2)
+            (output,) = llm.generate(PROMPT, params, prompt_adapter_request=request, use_tqdm=False)
+            found[name] = output.outputs[0].text
         found["base"] = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
     return found
 
@@ -56,8 +75,11 @@ def lora_server(folders: tuple[Path, list[Path]]) -> Iterator[Server]:
     flags = ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3", "--dtype", "float32"]
     modules = ["--lora-modules", f"first={adapters[0]}", second, "--lora-root", str(adapters[0].parent)]
     found = str(adapters[0].parent.parent / "found")
+    soft = ["--enable-prompt-adapter", "--max-prompt-adapters", "1", "--max-prompt-adapter-token", "4"]
+    paths = [str(base.parent / name) for name in SOFT]
+    soft += ["--prompt-adapters", f"{SOFT[0]}={paths[0]}", json.dumps({"name": SOFT[1], "path": paths[1]})]
     env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": found}
-    with Server(base, *flags, *modules, env=env) as running:
+    with Server(base, *flags, *modules, *soft, env=env) as running:
         yield running
 
 
@@ -87,6 +109,42 @@ def test_adapters_and_their_base_answer_side_by_side(
         ]
         assert chats[0].choices[0].message.content != chats[1].choices[0].message.content
         assert [cards[name]["root"] for name in ("first", MODEL)] == [str(folders[1][0]), str(folders[0])]
+
+
+def test_two_adapters_and_their_base_answer_at_once(lora_server: Server, answers: dict[str, str]) -> None:
+    """Interleaved streams of one client, prompt adapters among them."""
+
+    async def ask(client: openai.AsyncOpenAI, name: str) -> tuple[str, str]:
+        stream = await client.completions.create(
+            model=name, prompt=PROMPT, temperature=0.0, max_tokens=12, stream=True, extra_body={"ignore_eos": True}
+        )
+        return name, "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def ask_all(names: list[str]) -> list[tuple[str, str]]:
+        async with openai.AsyncOpenAI(base_url=lora_server.url + "/v1", api_key="EMPTY", max_retries=0) as client:
+            return list(await asyncio.gather(*(ask(client, name) for name in names)))
+
+    for name, text in asyncio.run(ask_all([MODEL, "first", "second", *SOFT] * 4)):
+        assert text == answers["base" if name == MODEL else name]
+
+
+def test_prompt_adapters_are_models(lora_server: Server, answers: dict[str, str]) -> None:
+    cards = {card["id"]: card for card in lora_server.get("/v1/models").json["data"]}
+    for name in SOFT:
+        assert (cards[name]["parent"], Path(cards[name]["root"]).name) == (MODEL, name)
+        assert lora_server.get(f"/v1/models/{name}").json == cards[name]
+        answer = complete(lora_server, name).json
+        assert (answer["model"], answer["choices"][0]["text"]) == (name, answers[name])
+        assert answer["usage"]["prompt_tokens"] == complete(lora_server, MODEL).json["usage"]["prompt_tokens"]
+    assert len({answers[name] for name in (*SOFT, "base")}) == 3
+    taken = lora_server.post("/v1/load_lora_adapter", {"lora_name": SOFT[0], "lora_path": "x"})
+    assert taken.status == 400 and "has already been loaded" in taken.json["message"]
+    assert lora_server.post("/v1/unload_lora_adapter", {"lora_name": SOFT[0]}).status == 404
+    # what is left for the answer is what the virtual tokens leave
+    body = {"model": SOFT[1], "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    whole = lora_server.post("/v1/chat/completions", {**body, "ignore_eos": True}).json["usage"]["total_tokens"]
+    base = lora_server.post("/v1/chat/completions", {**body, "model": MODEL, "ignore_eos": True}).json
+    assert base["usage"]["total_tokens"] - whole == 4
 
 
 def test_adapters_that_run_are_told_to_prometheus(lora_server: Server, answers: dict[str, str]) -> None:
@@ -169,3 +227,5 @@ def test_adapters_cannot_be_changed_unless_the_operator_allows_it(server: Server
 def test_modules_that_are_none_are_refused(words: list[str]) -> None:
     with pytest.raises(ValueError, match="--lora-modules"):
         parse_lora_modules(words)
+    with pytest.raises(ValueError, match="--prompt-adapters"):
+        parse_prompt_adapters(words)

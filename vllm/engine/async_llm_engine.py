@@ -457,6 +457,7 @@ class AsyncLLMEngine:
         timeout: float | None = None,
         account: str | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> RequestStream:
         """Begin a request for a consumer that wants to be called rather than to wait; it has to close the stream.
 
@@ -469,6 +470,7 @@ class AsyncLLMEngine:
             prompt,
             sampling_params,
             lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
             priority=priority,
             owns_params=True,
             account=account,

@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm.lora.config import MAX_CONFIG_BYTES, find_adapter
 
@@ -25,12 +26,16 @@ class VirtualTokens:
     key: bytes
 
 
-def read_prompt_adapter(folder: Path, *, width: int, max_tokens: int) -> VirtualTokens:
-    """The adapter in `folder`. width: of the model's embeddings.   max_tokens: the most virtual tokens.
+def count_virtual_tokens(folder: Path) -> int:
+    """How many virtual tokens the settings of an adapter speak of. Raises ValueError that names what is wrong."""
+    config_file, _ = find_adapter(folder)
+    count = _settings(config_file).get("num_virtual_tokens")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{config_file}: num_virtual_tokens must be an integer from 1 on, got {count!r:.100}.")
+    return count
 
-    Raises ValueError if anything about it is damaged, unknown or too large.
-    """
-    config_file, weights_file = find_adapter(folder)
+
+def _settings(config_file: Path) -> dict[str, Any]:
     if config_file.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{config_file} is larger than {MAX_CONFIG_BYTES} bytes. Is it the right file?")
     try:
@@ -40,6 +45,16 @@ def read_prompt_adapter(folder: Path, *, width: int, max_tokens: int) -> Virtual
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind not in KINDS:
         raise ValueError(f"{config_file}: peft_type is {kind!r:.100}, expected one of {', '.join(KINDS)}.")
+    return config  # type: ignore[no-any-return]
+
+
+def read_prompt_adapter(folder: Path, *, width: int, max_tokens: int) -> VirtualTokens:
+    """The adapter in `folder`. width: of the model's embeddings.   max_tokens: the most virtual tokens.
+
+    Raises ValueError if anything about it is damaged, unknown or too large.
+    """
+    config_file, weights_file = find_adapter(folder)
+    _settings(config_file)
     if weights_file.stat().st_size > 8 * width * max_tokens + (1 << 20):
         raise ValueError(
             f"{weights_file} is larger than {max_tokens} virtual tokens (max_prompt_adapter_token) of {width} numbers "

@@ -1,10 +1,12 @@
-"""The LoRA adapters that a server offers as models: from --lora-modules, and loaded or unloaded while it runs."""
+"""The adapters that a server offers as models: LoRA adapters from --lora-modules, and loaded or unloaded while it runs;
+prompt adapters from --prompt-adapters.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ from vllm.entrypoints.openai.errors import APIError, bad_request, not_found
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolverRegistry
+from vllm.prompt_adapter.request import PromptAdapterRequest
+from vllm.prompt_adapter.source import count_virtual_tokens
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
@@ -28,20 +32,52 @@ def parse_lora_modules(words: Iterable[str] | None) -> list[LoRARequest]:
     """
     found: list[LoRARequest] = []
     for word in words or ():
-        if word.lstrip().startswith("{"):
-            try:
-                fields = json.loads(word)
-                name, path, base = fields["name"], fields["path"], fields.get("base_model_name")
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"--lora-modules: expected JSON with name and path, got {word!r:.200}.") from None
-        else:
-            name, equals, path = word.partition("=")
-            base = None
-            if not (name and equals and path):
-                raise ValueError(f"--lora-modules: expected name=path, got {word!r:.200}.")
+        name, path, base = _named(word, "--lora-modules")
         if any(known.lora_name == name for known in found):
             raise ValueError(f"--lora-modules: the name {name!r} is there twice.")
         found.append(LoRARequest(name, len(found) + 1, path, base_model_name=base))
+    return found
+
+
+def parse_prompt_adapters(words: Iterable[str] | None) -> dict[str, str]:
+    """`name=path`, or JSON with name and path. Raises ValueError."""
+    found: dict[str, str] = {}
+    for word in words or ():
+        name, path, _ = _named(word, "--prompt-adapters")
+        if name in found:
+            raise ValueError(f"--prompt-adapters: the name {name!r} is there twice.")
+        found[name] = path
+    return found
+
+
+def _named(word: str, flag: str) -> tuple[Any, Any, Any]:
+    """(name, path, base_model_name) of `name=path` or JSON. Raises ValueError that names the flag."""
+    if word.lstrip().startswith("{"):
+        try:
+            fields = json.loads(word)
+            return fields["name"], fields["path"], fields.get("base_model_name")
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{flag}: expected JSON with name and path, got {word!r:.200}.") from None
+    name, equals, path = word.partition("=")
+    if not (name and equals and path):
+        raise ValueError(f"{flag}: expected name=path, got {word!r:.200}.")
+    return name, path, None
+
+
+def served_prompt_adapters(
+    engine: AsyncLLMEngine, words: Iterable[str] | None, taken: Collection[str] = ()
+) -> dict[str, PromptAdapterRequest]:
+    """The prompt adapters of `--prompt-adapters`, read and checked, by name. Raises ValueError for one that cannot be
+    used, or whose name is among `taken`.
+    """
+    found: dict[str, PromptAdapterRequest] = {}
+    for number, (name, path) in enumerate(parse_prompt_adapters(words).items(), 1):
+        if name in taken:
+            raise ValueError(f"--prompt-adapters: the name {name!r} stands for another model of this server.")
+        folder = Path(path).expanduser().resolve()
+        request = PromptAdapterRequest(name, number, str(folder), count_virtual_tokens(folder))
+        engine.input_processor.virtual_tokens(request)
+        found[name] = request
     return found
 
 

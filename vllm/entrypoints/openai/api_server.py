@@ -152,7 +152,7 @@ AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "App"]
 def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     """What routes need, from the flags and the engine's configuration."""
     from vllm.entrypoints.chat_utils import load_chat_template
-    from vllm.entrypoints.openai.adapters import ServedAdapters
+    from vllm.entrypoints.openai.adapters import ServedAdapters, served_prompt_adapters
     from vllm.entrypoints.openai.context import ServerContext
     from vllm.entrypoints.openai.response_store import ResponseStore
 
@@ -166,10 +166,13 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     adapters = None
     if engine.vllm_config.lora_config is not None:
         adapters = ServedAdapters(engine, parse_lora_modules(args.lora_modules), args.lora_root)
+    names = tuple(model.served_model_names) or (model.served_model_name,)
+    taken = [*names, *(() if adapters is None else (adapter.lora_name for adapter in adapters.all()))]
     return ServerContext(
         adapters=adapters,
+        prompt_adapters=served_prompt_adapters(engine, args.prompt_adapters, taken),
         engine=engine,
-        served_names=tuple(model.served_model_names) or (model.served_model_name,),
+        served_names=names,
         model_path=model.model,
         max_model_len=model.max_model_len,
         default_sampling=model.get_diff_sampling_param(),

@@ -141,7 +141,8 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
         request.skip_special_tokens = False
     if wanted.stop_token_ids:
         request.stop_token_ids = [*(request.stop_token_ids or ()), *wanted.stop_token_ids]
-    max_tokens = resolve_max_tokens(asked, len(ids), context.max_model_len, context.default_sampling)
+    taken = len(ids) + context.virtual_tokens(request.model)
+    max_tokens = resolve_max_tokens(asked, taken, context.max_model_len, context.default_sampling)
     context.engine.check_admission(max(request.n or 1, request.best_of or 1), len(ids))
     params = await context.in_lane(32 * entries_of(request), _params, context, request, max_tokens)
     if wanted.form is not None:
@@ -155,7 +156,10 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
     role, last = _roles(context, request)
     timeout, adapter = context.request_timeout, context.adapter(request.model)
-    work = Prompt(context.engine, item, params, name, request.priority, timeout, lora_request=adapter)
+    work = Prompt(
+        context.engine, item, params, name, request.priority, timeout, lora_request=adapter,
+        prompt_adapter_request=context.prompt_adapter(request.model),
+    )  # fmt: skip
     return Chat(request, shown, model, int(time.time()), work, text_of, role, last, wanted.parsing)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
-from vllm.entrypoints.openai.adapters import parse_lora_modules
+from vllm.entrypoints.openai.adapters import parse_lora_modules, parse_prompt_adapters
 from vllm.tool_parsers.registry import FORMATS
 from vllm.utils.argparse import FlexibleArgumentParser
 
@@ -136,7 +136,13 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         metavar="FOLDER",
         help="Load adapters at run time from inside this folder only; repeatable. Default: from anywhere.",
     )
-    add("--prompt-adapters", nargs="+", default=None, help="Prompt adapters, name=path. Not available in this version.")
+    add(
+        "--prompt-adapters",
+        nargs="+",
+        default=None,
+        metavar="NAME=PATH",
+        help="Prompt adapters to serve as models: name=path, or JSON with name and path.",
+    )
     add(
         "--chat-template",
         default=None,
@@ -239,8 +245,9 @@ def validate_parsed_serve_args(args: argparse.Namespace) -> None:
     if args.lora_modules and not args.enable_lora:
         raise ValueError("--lora-modules needs --enable-lora.")
     parse_lora_modules(args.lora_modules)
-    if args.prompt_adapters:
-        raise ValueError("Prompt adapters (--prompt-adapters) are not available in this version.")
+    if args.prompt_adapters and not args.enable_prompt_adapter:
+        raise ValueError("--prompt-adapters needs --enable-prompt-adapter.")
+    parse_prompt_adapters(args.prompt_adapters)
     if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
         raise ValueError("TLS needs both --ssl-keyfile and --ssl-certfile.")
     if args.ssl_ca_certs and not args.ssl_certfile:

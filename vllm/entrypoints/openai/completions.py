@@ -83,6 +83,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
                 context.request_timeout,
                 account=name if len(prompts) > 1 else None,
                 lora_request=context.adapter(request.model),
+                prompt_adapter_request=context.prompt_adapter(request.model),
             )  # fmt: skip
         )
     as_ids = request.return_tokens_as_token_ids
@@ -127,7 +128,8 @@ async def _tokens(
 def _max_tokens(context: ServerContext, request: CompletionRequest, prompt_tokens: int) -> int:
     # echo with max_tokens=0 asks for the prompt alone; the engine always generates one token, which is not shown.
     asked = 1 if request.echo and request.max_tokens == 0 else request.max_tokens
-    return resolve_max_tokens(asked, prompt_tokens, context.max_model_len, context.default_sampling, "prompt")
+    taken = prompt_tokens + context.virtual_tokens(request.model)
+    return resolve_max_tokens(asked, taken, context.max_model_len, context.default_sampling, "prompt")
 
 
 def _params(context: ServerContext, request: CompletionRequest, max_tokens: int) -> SamplingParams:

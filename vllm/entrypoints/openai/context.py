@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.adapters import ServedAdapters
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
+    from vllm.prompt_adapter.request import PromptAdapterRequest
 
 logger = init_logger(__name__)
 
@@ -62,6 +63,7 @@ class ServerContext:
     show_cached_tokens: bool = False
     unknown_fields: set[str] = field(default_factory=set)
     adapters: ServedAdapters | None = None
+    prompt_adapters: Mapping[str, PromptAdapterRequest] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
     strangers: TemplateProcess = field(default_factory=TemplateProcess)
@@ -84,14 +86,28 @@ class ServerContext:
         """The adapter that a request means by the name of its model."""
         return self.adapters.find(name) if self.adapters is not None and name else None
 
+    def prompt_adapter(self, name: str | None) -> PromptAdapterRequest | None:
+        """The prompt adapter that a request means by the name of its model."""
+        return self.prompt_adapters.get(name) if name else None
+
+    def virtual_tokens(self, name: str | None) -> int:
+        """How many tokens a request's prompt adapter puts in front of the prompt."""
+        adapter = self.prompt_adapter(name)
+        return 0 if adapter is None else adapter.prompt_adapter_num_virtual_tokens
+
+    @property
+    def fixed_names(self) -> tuple[str, ...]:
+        """Every name that stands for a model as long as the server runs, the model's own first."""
+        return (*self.served_names, *self.prompt_adapters)
+
     async def discover_adapter(self, name: str | None) -> None:
         """Look for an adapter of this name if the server knows none. Raises APIError if it cannot be used."""
         if self.adapters is not None:
-            await self.adapters.discover(name, self.served_names)
+            await self.adapters.discover(name, self.fixed_names)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with: the adapter's, or the first of the served ones; 404 for any other model."""
-        if name and self.adapter(name) is not None:
+        if name and (self.adapter(name) is not None or name in self.prompt_adapters):
             return name
         if name and name not in self.served_names:
             raise not_found(f"The model `{name[:MAX_SHOWN_NAME]}` does not exist.", "model")
@@ -197,6 +213,7 @@ class Prompt:
     timeout: float | None
     account: str | None = None  # of all prompts of one request
     lora_request: LoRARequest | None = None
+    prompt_adapter_request: PromptAdapterRequest | None = None
 
     async def generate(self) -> AsyncGenerator[RequestOutput, None]:
         """The outputs as they come. Leaving the generator aborts the request."""
@@ -217,6 +234,7 @@ class Prompt:
             timeout=self.timeout,
             account=self.account,
             lora_request=self.lora_request,
+            prompt_adapter_request=self.prompt_adapter_request,
         )
 
 

@@ -126,6 +126,7 @@ def _begin(
                 context.request_timeout,
                 account=name if len(items) > 1 else None,
                 lora_request=context.adapter(request.model),
+                prompt_adapter_request=context.prompt_adapter(request.model),
             )
         )
     return Pooled(shown, model, int(time.time()), prompts)

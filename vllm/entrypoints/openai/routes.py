@@ -37,6 +37,7 @@ from vllm.entrypoints.openai.sse import EventStream
 from vllm.entrypoints.openai.strict_json import parse_object
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
+from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.version import __version__
 
 logger = init_logger(__name__)
@@ -304,7 +305,7 @@ def model_cards(context: ServerContext) -> list[dict[str, Any]]:
     cards = [_model_card(context, name) for name in context.served_names]
     if context.adapters is not None:
         cards += [_adapter_card(context, adapter) for adapter in context.adapters.all()]
-    return cards
+    return cards + [_prompt_adapter_card(context, adapter) for adapter in context.prompt_adapters.values()]
 
 
 @router.get("/v1/models/{name:path}", responses=_errors(404))
@@ -313,6 +314,9 @@ async def retrieve_model(request: Request, name: str) -> Response:
     adapter = context.adapter(name)
     if adapter is not None:
         return JSONResponse(_adapter_card(context, adapter))
+    prompt_adapter = context.prompt_adapter(name)
+    if prompt_adapter is not None:
+        return JSONResponse(_prompt_adapter_card(context, prompt_adapter))
     if name not in context.served_names:
         raise not_found(f"The model `{name[:256]}` does not exist.", "model")
     return JSONResponse(_model_card(context, name))
@@ -322,6 +326,12 @@ def _adapter_card(context: ServerContext, adapter: LoRARequest) -> dict[str, Any
     """An adapter as a model, whose parent is the model that it changes."""
     parent = adapter.base_model_name or context.served_names[0]
     return {**_model_card(context, adapter.lora_name), "root": adapter.lora_path, "parent": parent}
+
+
+def _prompt_adapter_card(context: ServerContext, adapter: PromptAdapterRequest) -> dict[str, Any]:
+    """As `_adapter_card`."""
+    card = _model_card(context, adapter.prompt_adapter_name)
+    return {**card, "root": adapter.prompt_adapter_local_path, "parent": context.served_names[0]}
 
 
 def _model_card(context: ServerContext, name: str) -> dict[str, Any]:
@@ -544,7 +554,7 @@ def _pooling_route(path: str) -> Callable[[Request], Awaitable[Response]]:
 async def load_lora_adapter(request: Request) -> Response:
     adapters = _changeable_adapters(request)
     body = await read(request, LoadLoRAAdapterRequest)
-    await adapters.load(body.lora_name, body.lora_path, context_of(request).served_names)
+    await adapters.load(body.lora_name, body.lora_path, context_of(request).fixed_names)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

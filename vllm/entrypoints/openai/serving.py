@@ -122,7 +122,7 @@ class OpenAIServingModels:
     async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> ErrorResponse | str:
         """POST /v1/load_lora_adapter."""
         return await self._change(
-            lambda adapters: adapters.load(request.lora_name, request.lora_path, self.context.served_names),
+            lambda adapters: adapters.load(request.lora_name, request.lora_path, self.context.fixed_names),
             f"Success: LoRA adapter '{request.lora_name}' added successfully.",
         )
 
@@ -159,6 +159,7 @@ class OpenAIServing:
         if options:
             self.context = _context_of(engine_client, options)
             self.context.served_names, self.context.adapters = models.context.served_names, models.context.adapters
+            self.context.prompt_adapters = models.context.prompt_adapters
         else:
             self.context = models.context
         self._take(models, self.context)
