@@ -374,7 +374,6 @@ LATER: list[dict[str, Any]] = [
     {"logits_processors": ["a:B"]},
     {"disable_hybrid_kv_cache_manager": True}, {"config_format": "mistral"},
     {"override_attention_dtype": "float16"}, {"kv_cache_dtype": "fp8"},
-    {"qlora_adapter_name_or_path": "x", "quantization": "bitsandbytes"},
     {"logprobs_mode": "raw_logits"}, {"offload_params": ["a"]}, {"quantization_config": {"a": 1}},
     {"enable_eplb": True}, {"disable_chunked_mm_input": True},
 ]  # fmt: skip

@@ -83,7 +83,9 @@ def test_fused_steps_add_what_the_model_adds(shape, rank, rows):
     with DEVICE:
         twin = DecoderModel(model.spec, dtype=torch.float32, max_positions=2048, device=DEVICE)
     twin.load_state_dict({name: p.float() for name, p in model.state_dict().items()})
-    stacks, exact = (LoRALayers(m, 5, rank, t, DEVICE) for m, t in ((model, torch.bfloat16), (twin, torch.float32)))
+    stacks, exact = (
+        LoRALayers(m.adaptable(), 5, rank, t, DEVICE) for m, t in ((model, torch.bfloat16), (twin, torch.float32))
+    )
     for path, stack in stacks._stacks.items():
         stack.a.normal_().mul_(stack.a.shape[-1] ** -0.5)
         stack.b.normal_().mul_(0.5 * rank**-0.5)

@@ -71,7 +71,7 @@ def test_every_family_gets_the_change_that_peft_merges(case: str, tmp_path: Path
     adapter = read(base, tmp_path / "adapter")
     plain, merged = load(base), load(tmp_path / "merged")
     changed = 0
-    layers = LoRALayers(plain, 2, 8, torch.float32, torch.device("cpu"))
+    layers = LoRALayers(plain.adaptable(), 2, 8, torch.float32, torch.device("cpu"))
     host = layers.prepare(adapter)
     layers.load(1, host)
     for path, module in plain.named_modules():
@@ -102,7 +102,9 @@ def test_ranks_hold_the_adapter_as_they_hold_the_layers(tmp_path: Path) -> None:
     adapter = read(base, tmp_path / "adapter")
     changes: list[dict[str, list[torch.Tensor]]] = []
     for rank, world in ((0, 1), (0, 2), (1, 2)):
-        layers = LoRALayers(load(base, tp=TensorParallel(rank, world)), 1, 4, torch.float32, torch.device("cpu"))
+        layers = LoRALayers(
+            load(base, tp=TensorParallel(rank, world)).adaptable(), 1, 4, torch.float32, torch.device("cpu")
+        )
         layers.load(0, layers.prepare(adapter))
         changes.append(
             {
@@ -295,7 +297,7 @@ def test_an_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path) -> 
     other = tmp_path / "other"
     save_random_hf_model(hf.LlamaConfig(**{**CASES["llama"]().to_dict(), "hidden_size": 60}), other)
     save_adapter(other, tmp_path / "adapter", targets=["q_proj"])
-    layers = LoRALayers(load(llama), 1, 8, torch.float32, torch.device("cpu"))
+    layers = LoRALayers(load(llama).adaptable(), 1, 8, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="map 60 inputs to 72 outputs, but the layer has 48 and 72"):
         layers.prepare(read(llama, tmp_path / "adapter"))
 
@@ -434,7 +436,7 @@ def test_damaged_and_hostile_folders_are_refused_with_a_reason(llama: Path, tmp_
     original, folder, outside = tmp_path / "original", tmp_path / "adapter", tmp_path / "outside"
     save_adapter(llama, original, targets=["q_proj"])
     outside.mkdir()
-    layers = LoRALayers(load(llama), 1, 64, torch.float32, torch.device("cpu"))
+    layers = LoRALayers(load(llama).adaptable(), 1, 64, torch.float32, torch.device("cpu"))
     rng = random.Random(0)
     refused: Counter[str] = Counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

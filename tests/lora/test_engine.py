@@ -207,6 +207,34 @@ def test_what_is_wrong_with_an_adapter_is_said_and_costs_nobody_else(
         llm.generate(PROMPTS[0], greedy(), lora_request=good)
 
 
+def test_of_a_qlora_adapters_base_only_what_it_adapts_is_quantized(base: Path, tmp_path: Path) -> None:
+    """Against Hugging Face with the rounded numbers in these modules, the adapter merged or not."""
+    from transformers import AutoModelForCausalLM
+
+    from vllm.model_executor.layers.quantization.bitsandbytes import round_to_table
+
+    targets = ["q_proj", "down_proj"]
+    rounded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    for name, module in rounded.named_modules():
+        if name.rpartition(".")[2] in targets:
+            module.weight.data = round_to_table(module.weight.data, "nf4").dequantize()
+    rounded.save_pretrained(tmp_path / "rounded")
+    merged = save_adapter(tmp_path / "rounded", tmp_path / "adapter", targets=targets, lora_alpha=32).merge_and_unload()
+    options = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+    request = LoRARequest("qlora", 1, str(tmp_path / "adapter"))
+    with LLM(
+        str(base), enable_lora=True, qlora_adapter_name_or_path=str(tmp_path / "adapter"), **OPTIONS, **options
+    ) as llm:
+        ids = llm.get_tokenizer().encode(PROMPTS[0])
+        for lora_request, model in ((None, rounded), (request, merged)):
+            (output,) = llm.generate({"prompt_token_ids": ids}, greedy(), lora_request=lora_request, use_tqdm=False)
+            assert list(output.outputs[0].token_ids) == expected(model, ids, 12)
+    with pytest.raises(ValueError, match="target_modules must be a list"):
+        settings = tmp_path / "adapter" / "adapter_config.json"
+        settings.write_text(settings.read_text().replace('"target_modules": [', '"target_modules": "x", "t": ['))
+        LLM(str(base), qlora_adapter_name_or_path=str(tmp_path / "adapter"), **OPTIONS, **options)
+
+
 def test_two_ranks_give_the_answers_of_one(base: Path, adapters: Pairs) -> None:
     with LLM(str(base), enable_lora=True, max_loras=2, tensor_parallel_size=2, **OPTIONS) as llm:
         ids = llm.get_tokenizer().encode(PROMPTS[0])

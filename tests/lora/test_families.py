@@ -132,15 +132,22 @@ def read(model_folder: Path, folder: Path) -> Adapter:
     return read_adapter(folder, family.resolve, in_order, max_rank=MAX_RANK, max_bytes=1 << 30)
 
 
-def with_adapters(model: Any, adapters: list[Adapter]) -> Any:
-    layers = LoRALayers(model, len(adapters), MAX_RANK, torch.float32, torch.device("cpu"))
+def with_adapters(model: Any, adapters: list[Adapter], sharded: bool = False) -> Any:
+    layers = LoRALayers(model.adaptable(), len(adapters), MAX_RANK, torch.float32, torch.device("cpu"), sharded=sharded)
     for slot, adapter in enumerate(adapters):
         layers.load(slot, layers.prepare(adapter))
     return model
 
 
 def compare(
-    reference: Any, folder: Path, ranks: tuple[int, ...], targets: Any, *, world: int = 1, limit: float = 1e-5
+    reference: Any,
+    folder: Path,
+    ranks: tuple[int, ...],
+    targets: Any,
+    *,
+    world: int = 1,
+    limit: float = 1e-5,
+    sharded: bool = False,
 ) -> None:
     """Adapters of `reference`, written to `folder`, on our model of folder/base: mixed in chunks, and one alone."""
     lengths = (23, 1, 38, 12, 30, 7, 19, 26, 9)
@@ -150,7 +157,7 @@ def compare(
     adapters = [read(folder / "base", folder / f"a{index}") for index in range(len(ranks))]
 
     def work(tp: TensorParallel | None) -> list[Tensor]:
-        model = with_adapters(load(folder / "base", tp=tp), adapters)
+        model = with_adapters(load(folder / "base", tp=tp), adapters, sharded)
         return [
             *AdaptedDriver(model, order).run(prompts, [5, 1, 7, 3]),
             *AdaptedDriver(model, order[:1]).run(prompts[:1], [64]),
@@ -182,10 +189,11 @@ def test_eight_adapters_in_one_batch(tmp_path: Path) -> None:
     compare(base_of("llama", tmp_path), tmp_path, MANY_RANKS, "all-linear")
 
 
-@pytest.mark.parametrize("case", ["qwen3", "phi3", "gpt2"])
-def test_two_ranks_give_the_logits_of_merged_weights(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "sharded"), [("qwen3", True), ("phi3", False), ("gpt2", False), ("gpt2", True)])
+def test_two_ranks_give_the_logits_of_merged_weights(case: str, sharded: bool, tmp_path: Path) -> None:
+    """sharded: with matrices that no two ranks hold."""
     reference = base_of(case, tmp_path, **{"n_inner" if case == "gpt2" else "intermediate_size": 78})
-    compare(reference, tmp_path, RANKS, "all-linear", world=2)
+    compare(reference, tmp_path, RANKS, "all-linear", world=2, sharded=sharded)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -70,7 +70,7 @@ def test_matrices_of_another_type_take_the_reference(native):
 def test_all_layers_in_one_call_give_the_bits_of_layers_one_by_one(registered, folders, name):
     """With rows of several adapters and of none, of all tokens and of wanted rows only."""
     model = load(folders[name][0])
-    layers = LoRALayers(model, 3, 6, model.dtype, CPU)
+    layers = LoRALayers(model.adaptable(), 3, 6, model.dtype, CPU)
     generator = torch.Generator().manual_seed(3)
     for path, stack in layers._stacks.items():
         stack.a.normal_(generator=generator)

@@ -264,7 +264,7 @@ def test_rows_of_several_adapters_get_what_the_model_computes(name, walk, monkey
     torch.manual_seed(0)
     spec = COVERED.get(name) or replace(BASES["plain"], tied=True)
     model = build(spec, torch.float32)
-    stacks, slots_on_device = LoRALayers(model, 3, 5, torch.float32, torch.device("cpu")), 3
+    stacks, slots_on_device = LoRALayers(model.adaptable(), 3, 5, torch.float32, torch.device("cpu")), 3
     gen = torch.Generator().manual_seed(5)
     for path, stack in stacks._stacks.items():
         stack.a.normal_(generator=gen).mul_(0.1)

@@ -65,5 +65,7 @@ class LoadConfig:
         idle=_loads_otherwise("auto", "pt", "bitsandbytes"),
     )
     qlora_adapter_name_or_path: str | None = setting(
-        None, Text(optional=True), "Name or path of a QLoRA adapter.", later="QLoRA adapters"
+        None,
+        Text(optional=True),
+        "Name or path of a QLoRA adapter: of plain weights only the modules that it adapts become quantized.",
     )

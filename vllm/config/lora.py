@@ -44,11 +44,7 @@ class LoRAConfig:
         None, Integer(optional=True), "Adapters kept in host memory. Default: max_loras.", needs="enable_lora"
     )
     fully_sharded_loras: bool = setting(
-        False,
-        Flag(),
-        "Divide all of an adapter over the devices.",
-        needs="enable_lora",
-        later="Dividing all of an adapter over the devices (fully_sharded_loras)",
+        False, Flag(), "Divide all of an adapter over the devices.", needs="enable_lora"
     )
     default_mm_loras: dict[str, str] | None = setting(
         None,

@@ -40,8 +40,8 @@ _OTHER_HARDWARE = {"tpu_int8": "a Google TPU", "neuron_quant": "AWS Neuron (Infe
 
 @dataclass(frozen=True)
 class Quantization:
-    """method: the format.   name: what to call it in messages.   settings: what the checkpoint says about it, {} if its
-    weights are plain and become quantized while they are loaded (`in_flight`)."""
+    """method: the format.   name: what to call it in messages.   settings: what the checkpoint says about it; if its
+    weights are plain and become quantized while they are loaded (`in_flight`), which of them, {} for all."""
 
     method: str
     name: str
@@ -49,8 +49,12 @@ class Quantization:
     in_flight: bool = False
 
 
-def resolve_quantization(wanted: str | None, hf: HFConfig, folder: Path) -> Quantization | None:
+def resolve_quantization(
+    wanted: str | None, hf: HFConfig, folder: Path, targets: tuple[str, ...] = ()
+) -> Quantization | None:
     """How the weights in `folder` are stored, None if plainly. wanted: the `quantization` argument.
+
+    targets: the modules that become quantized if the weights are plain, () for all.
 
     Raises ValueError if the argument and the files disagree, UnsupportedSettingError for what this package cannot do.
     """
@@ -63,7 +67,7 @@ def resolve_quantization(wanted: str | None, hf: HFConfig, folder: Path) -> Quan
         )
     settings, source = stored_settings(hf, folder)
     if settings is None:
-        return None if wanted is None else _in_flight(wanted, hf)
+        return None if wanted is None else _in_flight(wanted, hf, targets)
     method = method_of(settings, source)
     if wanted is not None and wanted not in _NAMES.get(method, (method,)):
         raise ValueError(
@@ -80,13 +84,14 @@ def resolve_quantization(wanted: str | None, hf: HFConfig, folder: Path) -> Quan
     return Quantization(method, wanted or method, settings)
 
 
-def _in_flight(wanted: str, hf: HFConfig) -> Quantization:
+def _in_flight(wanted: str, hf: HFConfig, targets: tuple[str, ...]) -> Quantization:
     if wanted not in IN_FLIGHT:
         raise ValueError(
             f"quantization={wanted!r} needs a checkpoint in that format, but {hf.file} has no `quantization_config`. "
             f"Plain weights can be quantized while they are loaded with: {', '.join(IN_FLIGHT)}."
         )
-    return Quantization(wanted, wanted, in_flight=True)
+    settings = {"target_modules": list(targets)} if targets else {}
+    return Quantization(wanted, wanted, settings, in_flight=True)
 
 
 def stored_settings(hf: HFConfig, folder: Path) -> tuple[dict[str, Any] | None, Path]:

@@ -174,6 +174,17 @@ def _check_features(args: dict[str, Any]) -> None:
     refuse_missing_features(args)
 
 
+def _qlora_targets(adapter: str | None) -> tuple[str, ...]:
+    """The modules that a QLoRA adapter adapts, () for all. Raises ValueError, or LoRAAdapterNotFoundError."""
+    if adapter is None:
+        return ()
+    from vllm.lora.config import find_adapter, read_targets
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.source import adapter_folder
+
+    return read_targets(find_adapter(adapter_folder(LoRARequest("qlora", 1, adapter)))[0])
+
+
 def _check_loader(args: dict[str, Any]) -> None:
     """Settings of the loader as plain JSON. Raises ValueError for those that the load format does not have."""
     extra = args["model_loader_extra_config"] or {}
@@ -270,7 +281,7 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
                 f"BitsAndBytes load format and QLoRA adapter only support 'bitsandbytes' quantization, but got {wanted}"
             )
         wanted = "bitsandbytes"
-    quantized = resolve_quantization(wanted, hf, path)
+    quantized = resolve_quantization(wanted, hf, path, _qlora_targets(args["qlora_adapter_name_or_path"]))
     if quantized is not None:
         origin = "made of plain weights while they are loaded" if quantized.in_flight else f"{hf.path} says so"
         why["quantization"] = f"{quantized.name!r}: {'set by you' if wanted else origin}"

@@ -126,6 +126,24 @@ def read_config(file: Path) -> AdapterConfig:
     )
 
 
+def read_targets(file: Path) -> tuple[str, ...]:
+    """The last parts of the names of the modules that an adapter's settings speak of; () for all linear layers.
+
+    Raises ValueError.
+    """
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes. Is it the right file?")
+    try:
+        targets = json.loads(file.read_bytes())["target_modules"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise ValueError(f"{file} has no target_modules.") from None
+    if targets == "all-linear":
+        return ()
+    if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
+        raise ValueError(f"{file}: target_modules must be a list of names or 'all-linear', got {targets!r:.100}.")
+    return tuple(targets)
+
+
 def _positive(file: Path, name: str, value: Any, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
         raise ValueError(f"{file}: {name} must be an integer from 1 to {high}, got {value!r:.100}.")

@@ -12,8 +12,19 @@ from vllm.lora.adapter import Adapter, LoRAWeights
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.sharding import Part, shard_part
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.ops.lora import LowRank, activate_gated_lora, add_embedding_lora, add_lora, lay_out_b
+from vllm.ops.activation import activate_gated
+from vllm.ops.lora import (
+    LowRank,
+    activate_gated_lora,
+    add_embedding_lora,
+    add_lora,
+    expand_lora,
+    lay_out_b,
+    shrink_lora,
+)
 from vllm.step.inputs import RowView
+
+_ALIGNED = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,17 @@ class HostAdapter:
     @property
     def num_bytes(self) -> int:
         return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
+
+    def moved(self, room: Callable[[int], Tensor]) -> HostAdapter:
+        """The same in one piece of memory, which `room` gives: uint8 [bytes], from where a device copies by itself."""
+        tensors = [tensor for pair in self.matrices.values() for tensor in pair]
+        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+        places = room(sum(sizes)).split(sizes)
+        there = iter(
+            place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for place, tensor in zip(places, tensors, strict=True)
+        )
+        return HostAdapter({name: (next(there), next(there)) for name in self.matrices}, self.digest)
 
 
 class LinearStack:
@@ -58,6 +80,7 @@ class LinearStack:
         self.b = lay_out_b(torch.zeros(slots, sum(counts), rank, dtype=dtype, device=device))
         self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
         self.matrices = LowRank(self.a, self.b, self.ranks, self.parts)
+        self.whole = True  # whether `matrices` are all that this rank needs for its part of the output
 
     def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
         """(a, b) of this rank from full matrices: by fused projection, or None for one pair over all of them."""
@@ -68,7 +91,7 @@ class LinearStack:
             by_part = [LoRAWeights(whole.a, b, whole.scale) for b in split]
         rank = max(piece.a.shape[0] for piece in by_part if piece is not None)
         a = torch.zeros(len(by_part), rank, self.a.shape[2], dtype=self.a.dtype)
-        b = torch.zeros(self.b.shape[1], rank, dtype=self.b.dtype)
+        b = torch.zeros(sum(count for _, count in self.parts), rank, dtype=self.b.dtype)
         for index, (piece, (first, count)) in enumerate(zip(by_part, self.parts, strict=True)):
             if piece is None:
                 continue
@@ -89,7 +112,7 @@ class LinearStack:
         if matrices is None:
             return
         a, b = matrices
-        self.a[slot].view(len(self.parts), self.rank, -1)[:, : a.shape[1]].copy_(a, non_blocking=True)
+        self.a[slot].view(len(self.parts), -1, self.a.shape[2])[:, : a.shape[1]].copy_(a, non_blocking=True)
         self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
@@ -99,6 +122,63 @@ class LinearStack:
     def activate_gated(self, y: Tensor, x: Tensor, rows: RowView, kind: str, limit: float | None) -> Tensor:
         """The gated activation of the layer's output y, two equal parts, after `add`. y may be overwritten."""
         out: Tensor = activate_gated_lora(y, x, self.matrices, rows, kind, limit)
+        return out
+
+
+class ShardedStack(LinearStack):
+    """As `LinearStack`, with nothing held by two ranks: of a column-parallel layer `a` is cut by its ranks, of a
+    row-parallel one `b` by its outputs, and what lies between the products is exchanged.
+    """
+
+    def __init__(
+        self, layer: LinearBase | ParallelLMHead, slots: int, rank: int, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__(layer, slots, rank, dtype, device)
+        self._tp = layer.tp
+        self._between, self._outputs = slice(0, rank), self.parts
+        if self.cuts_outputs:
+            if rank % self.world:
+                raise ValueError(
+                    f"fully_sharded_loras divides the rank: {self.world} ranks cannot share max_lora_rank {rank}."
+                )
+            share = rank // self.world
+            self._between = slice(self.tp_rank * share, (self.tp_rank + 1) * share)
+            self.a = self.a.new_zeros(slots, len(self.parts) * share, self.a.shape[2])
+        elif self.cuts_inputs:
+            ((_, count),) = self.parts
+            first, end = (count * r // self.world for r in (self.tp_rank, self.tp_rank + 1))
+            self._outputs = ((first, end - first),)
+            self.b = lay_out_b(self.b.new_zeros(slots, end - first, rank))
+        self.matrices = LowRank(self.a, self.b, self.ranks, self.parts)
+        self.whole = not (self.cuts_outputs or self.cuts_inputs)
+
+    def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
+        """As of `LinearStack`, then this rank's share of it."""
+        a, b = super().prepare(pieces)
+        if self.cuts_outputs:
+            a = a[:, self._between].clone()
+        elif self.cuts_inputs:
+            ((first, count),) = self._outputs
+            b = b[first : first + count].clone()
+        return a, b
+
+    def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
+        """As of `LinearStack`."""
+        if self.whole:
+            super().add(out, x, rows)
+            return
+        small = shrink_lora(x, self.a, rows)
+        if self.cuts_outputs:
+            gathered = self._tp.all_gather(small).view(len(x), self.world, len(self.parts), -1)
+            expand_lora(out, gathered.transpose(1, 2).flatten(1), self.b, self.parts, rows)
+            return
+        ((first, count),) = self._outputs
+        expand_lora(out.narrow(1, first, count), self._tp.all_reduce(small), self.b, ((0, count),), rows)
+
+    def activate_gated(self, y: Tensor, x: Tensor, rows: RowView, kind: str, limit: float | None) -> Tensor:
+        """As of `LinearStack`."""
+        self.add(y, x, rows)
+        out: Tensor = activate_gated(y, kind, limit)
         return out
 
 
@@ -135,13 +215,18 @@ class EmbeddingStack:
 class LoRALayers:
     """All stacks of a model. `slots` adapters of up to `rank` fit in; the layers find their stack as `layer.lora`."""
 
-    def __init__(self, model: nn.Module, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], slots: int, rank: int, dtype: torch.dtype, device: torch.device, *,
+        sharded: bool = False,
+    ) -> None:  # fmt: skip
+        """modules: what the model says can be adapted (`AdaptableModel.adaptable`).   sharded: see `ShardedStack`."""
         self.slots = slots
         self._stacks: dict[str, LinearStack | EmbeddingStack] = {}
         self._targets: dict[str, tuple[str, int | None, tuple[int, int]]] = {}  # name -> layer, part, (out, in)
-        for path, module in model.named_modules():
+        for path, module in modules.items():
             if isinstance(module, LinearBase | ParallelLMHead):
-                linear = LinearStack(module, slots, rank, dtype, device)
+                kind = ShardedStack if sharded and module.tp.world > 1 else LinearStack
+                linear = kind(module, slots, rank, dtype, device)
                 self._add_targets(path, linear)
                 stack: LinearStack | EmbeddingStack = linear
             elif isinstance(module, VocabParallelEmbedding):

@@ -44,6 +44,38 @@ def lay_out_b(b: Tensor) -> Tensor:
 
 
 @op
+def shrink_lora(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
+    """a[s] x[r], s being the adapter of row r: [rows, parts * rank] fp32, zeros for rows without one. a: as of
+    `LowRank`.
+    """
+    small = torch.zeros(len(x), a.shape[1], dtype=torch.float32, device=x.device)
+    for segment in segments_of(rows):
+        chosen = x if segment.rows is None else x.index_select(0, segment.rows)
+        shrunk = torch.mm(chosen.to(a.dtype), a[segment.slot].t()).float()
+        if segment.rows is None:
+            small.copy_(shrunk)
+        else:
+            small.index_copy_(0, segment.rows, shrunk)
+    return small
+
+
+@op
+def expand_lora(out: Tensor, small: Tensor, b: Tensor, parts: tuple[tuple[int, int], ...], rows: RowView) -> None:
+    """out[r, part] += b[s, part] small[r, part] in place: the second half of `add_lora`. small: as of `shrink_lora`."""
+    rank = b.shape[2]
+    for segment in segments_of(rows):
+        chosen = small if segment.rows is None else small.index_select(0, segment.rows)
+        for index, (first, count) in enumerate(parts):
+            shrunk = chosen[:, index * rank : (index + 1) * rank].to(b.dtype)
+            change = torch.mm(shrunk, b[segment.slot, first : first + count].t()).to(out.dtype)
+            target = out.narrow(1, first, count)
+            if segment.rows is None:
+                target.add_(change)
+            else:
+                target.index_add_(0, segment.rows, change)
+
+
+@op
 def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
     """out[r, part] += b[s, part] (a[s, part] x[r]) in place, s being the adapter of row r; other rows stay.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -14,17 +17,17 @@ from vllm.lora.adapter import read_adapter
 from vllm.lora.layers import HostAdapter, LoRALayers
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
-from vllm.model_executor.models.decoder import DecoderModel
-from vllm.model_executor.models.family import Family
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.registry import family_of
 from vllm.step.inputs import RowView, Segment, StepFeatures
 from vllm.step.plan import AdapterLoad, Column, StepPlan
 from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import Laid
 
+_NICE = 10  # of the thread that reads adapters: steps come first
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.models.traits import Model
+    from vllm.model_executor.models.traits import AdaptableModel, Model
 
 
 class WorkerAdapters:
@@ -41,23 +44,21 @@ class WorkerAdapters:
         if lora is None:
             raise ValueError("LoRA is not enabled.")
         self._context = context
-        refusal = f"{config.model_config.architectures[0]} does not support LoRA yet."
-        if "adapters" not in model.traits.handles:
-            raise ValueError(refusal)
-        self._family = ModelRegistry.resolve(config.model_config.architectures)
-        if not isinstance(self._family, Family):
-            raise ValueError(refusal)
-        assert isinstance(model, DecoderModel)  # as families make them
-        # (heads, key/value heads) of each layer, for checkpoints that store q, k and v in one matrix
-        self._heads = [block.heads() for block in model.spec.blocks]
-        self._is_elsewhere = model.is_elsewhere
+        names = [name for name in config.model_config.architectures if family_of(name) is not None]
+        if "adapters" not in model.traits.handles or not names:
+            raise ValueError(f"{config.model_config.architectures[0]} does not support LoRA yet.")
+        self._family = family_of(names[0])
+        self._model = cast("AdaptableModel", model)  # as its traits say
         dtype = model.traits.dtype if lora.lora_dtype in (None, "auto") else dtype_of(lora.lora_dtype)
         self._max_rank = lora.max_lora_rank
-        self._layers = LoRALayers(model, lora.max_loras, lora.max_lora_rank, dtype, context.device)
+        self._layers = LoRALayers(
+            self._model.adaptable(), lora.max_loras, lora.max_lora_rank, dtype, context.device,
+            sharded=lora.fully_sharded_loras,
+        )  # fmt: skip
         self._max_bytes = config.parallel_config.pipeline_parallel_size * self._layers.max_file_bytes()
         self._host: dict[int, HostAdapter] = {}
         self._loading: dict[int, Future[HostAdapter]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=_give_way)
         self._slots: np.ndarray = np.full(config.scheduler_config.max_num_seqs, self.column.neutral, np.int32)
 
     # -- host memory ---------------------------------------------------------------------------------------------------
@@ -89,15 +90,14 @@ class WorkerAdapters:
         self._host.pop(adapter_id, None)
 
     def _read(self, folder: Path) -> HostAdapter:
-        assert isinstance(self._family, Family)
+        assert self._family is not None
         adapter = read_adapter(
             folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes
         )
-        return self._layers.prepare(adapter, self._is_elsewhere)
+        return self._layers.prepare(adapter, self._model.is_elsewhere).moved(self._context.host_bytes)
 
     def _canonical(self, tensor: Tensor, layout: WeightLayout, name: str) -> Tensor:
-        heads, kv_heads = self._heads[int(name.split(".")[1])]
-        return canonical(tensor, layout, heads, kv_heads)
+        return canonical(tensor, layout, *self._model.heads_of(int(name.split(".")[1])))
 
     def close(self) -> None:
         """End the thread that reads."""
@@ -140,6 +140,12 @@ class WorkerAdapters:
         device, *indices = self._context.upload([adapters.astype(np.int32), *rows])
         segments = zip(present.tolist(), indices, strict=True)
         return RowView(device, tuple(Segment(slot, index) for slot, index in segments))
+
+
+def _give_way() -> None:
+    """Let this thread have what processors the others leave, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def adapter_view(adapters: WorkerAdapters | None, slots: np.ndarray) -> RowView | None:

@@ -212,7 +212,10 @@ def _covers_linear(layer: LinearBase, dtype: torch.dtype) -> bool:
         and layer.packed.dtype == dtype
         and not layer.skip_bias_add
         and (layer.bias is None or layer.bias.dtype == dtype)
-        and (layer.lora is None or (lora.covers(layer.lora.matrices) and layer.lora.matrices.a.dtype == dtype))
+        and (
+            layer.lora is None
+            or (layer.lora.whole and lora.covers(layer.lora.matrices) and layer.lora.matrices.a.dtype == dtype)
+        )
     )
 
 

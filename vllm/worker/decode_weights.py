@@ -344,7 +344,7 @@ def _plain(linear: Any, mode: int) -> Linear | None:
 
 def _low_rank(layer: Any, outputs: int | None = None) -> LowRank | None:
     """The matrices of a layer's adapters. outputs: as many as are computed, None for all."""
-    if layer.lora is None:
+    if layer.lora is None or not layer.lora.whole:
         return None
     matrices: LowRank = layer.lora.matrices
     return matrices if outputs is None else replace(matrices, parts=((0, outputs),))

@@ -39,6 +39,9 @@ class DeviceContext(Protocol):
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Start to bring tensors to the host."""
 
+    def host_bytes(self, count: int) -> Tensor:
+        """uint8 [count] in host memory, from where copies to the device need not be waited for."""
+
     def mark(self) -> Any:
         """A point in the device's queue of work."""
 
@@ -110,6 +113,9 @@ class CpuContext:
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _Here(tensors)
+
+    def host_bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8)
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -202,6 +208,9 @@ class CudaContext:
 
     def pinned(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, pin_memory=True)
+
+    def host_bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()

@@ -40,6 +40,7 @@ class AddsToRows(Protocol):
     """Adds to a layer's output what the adapters of its rows say, in place and before any sum over ranks."""
 
     matrices: LowRank
+    whole: bool
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None: ...
 

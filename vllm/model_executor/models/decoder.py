@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
@@ -192,6 +192,15 @@ class DecoderModel(nn.Module):
         if part == "embed":
             return "embed" not in self._modules
         return part in ("norm", "project_out", "head", "pool") and not self.is_last
+
+    def adaptable(self) -> dict[str, nn.Module]:
+        """As of `AdaptableModel`."""
+        kinds = (LinearBase, VocabParallelEmbedding)
+        return {path: module for path, module in self.named_modules() if isinstance(module, kinds)}
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """As of `AdaptableModel`."""
+        return self.spec.blocks[layer].heads()
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor], stream: Tensor | None = None) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]; all tokens' keys and values are written to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -73,6 +73,21 @@ class Model(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def modules(self) -> Iterator[nn.Module]: ...
+
+
+class AdaptableModel(Model, Protocol):
+    """A model whose traits' `handles` have "adapters": it says which of its modules adapters may change."""
+
+    def adaptable(self) -> Mapping[str, nn.Module]:
+        """This rank's modules that take adapters, by canonical name: linear layers, the embedding, the head, experts.
+        Where one has a `lora`, it adds what that says to its output.
+        """
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Query heads and key/value heads of a whole layer, for checkpoints that store their weights in one matrix."""
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a module belongs to other stages of the pipeline only."""
 
 
 class PoolingModel(Model, Protocol):

@@ -195,11 +195,24 @@ def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
         ops.add_lora.reference(out, x, matrices, rows)
         return
     if x.shape[0]:
-        _expand(out, _shrink(x, matrices.a, rows), matrices, rows)
+        _expand(out, _shrink(x, matrices.a, rows), matrices.b, matrices.parts, rows)
 
 
-def _expand(out: Tensor, partial: Tensor, matrices: LowRank, rows: RowView) -> None:
-    (splits, count, _), b, parts = partial.shape, matrices.b, matrices.parts
+def shrink_lora(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
+    """`vllm.ops.lora.shrink_lora` for CUDA."""
+    return torch.where((rows.adapters >= 0)[:, None], _shrink(x.contiguous(), a, rows).sum(0), 0.0)
+
+
+def expand_lora(out: Tensor, small: Tensor, b: Tensor, parts: tuple[tuple[int, int], ...], rows: RowView) -> None:
+    """`vllm.ops.lora.expand_lora` for CUDA."""
+    if out.stride(1) != 1:
+        ops.expand_lora.reference(out, small, b, parts, rows)
+    elif len(small):
+        _expand(out, small.contiguous()[None], b, parts, rows)
+
+
+def _expand(out: Tensor, partial: Tensor, b: Tensor, parts: tuple[tuple[int, int], ...], rows: RowView) -> None:
+    splits, count, _ = partial.shape
     many = count > _MANY_ROWS
     block_m, each = (_MANY, 1) if many else (_ROWS, len(b))
     widest = max(size for _, size in parts)
@@ -240,10 +253,12 @@ def add_embedding_lora(out: Tensor, ids: Tensor, matrices: LowRank, rows: RowVie
     _gather_kernel[(count,)](
         ids, matrices.a, rows.adapters, partial, count, vocabulary, RANK=rank, RANK_PADDED=_padded(rank), num_warps=1
     )
-    _expand(out, partial, matrices, rows)
+    _expand(out, partial, matrices.b, matrices.parts, rows)
 
 
 def register(device_type: str) -> None:
     ops.add_lora.register(device_type, add_lora)
+    ops.shrink_lora.register(device_type, shrink_lora)
+    ops.expand_lora.register(device_type, expand_lora)
     ops.activate_gated_lora.register(device_type, activate_gated_lora)
     ops.add_embedding_lora.register(device_type, add_embedding_lora)

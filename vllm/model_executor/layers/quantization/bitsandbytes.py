@@ -38,6 +38,7 @@ _FP4_HALF = (0.0, 0.005208333333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.166666
 FP4 = (*_FP4_HALF, *(-value for value in _FP4_HALF))
 TABLES = {"nf4": NF4, "fp4": FP4}
 BLOCK = 64
+TARGETS = "target_modules"  # of plain weights that are quantized in flight, if not all are: those of a QLoRA adapter
 _STATE_BYTES = 1 << 16
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in TABLES)
 
@@ -148,12 +149,17 @@ class BitsAndBytes(Format):
     ignored = ("weight_format",)
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        kind = setting(settings, "bnb_4bit_quant_type", str, "fp4" if settings else "nf4", among=tuple(TABLES))
+        kind = setting(
+            settings, "bnb_4bit_quant_type", str, "nf4" if settings.keys() <= {TARGETS} else "fp4", among=tuple(TABLES)
+        )
         eight = setting(settings, "load_in_8bit", bool, False)
-        self._reader: Reader = EightBit(not settings) if eight else FourBit(kind, not settings)
-        self._plain = names_of(settings, "llm_int8_skip_modules")
+        quantizes = settings.keys() <= {TARGETS}
+        self._reader: Reader = EightBit(quantizes) if eight else FourBit(kind, quantizes)
+        self._plain, self._only = names_of(settings, "llm_int8_skip_modules"), names_of(settings, TARGETS)
 
     def reader(self, names: Sequence[str]) -> Reader | None:
+        if self._only and not any(name == only or name.endswith(f".{only}") for only in self._only for name in names):
+            return None
         if "lm_head" in names or any(_skips(skip, name) for skip in self._plain for name in names):
             return None
         return self._reader
