@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.models.harness import PagedDriver, load, on_ranks, relative_error, save_random_hf_model
@@ -203,6 +205,52 @@ def test_a_quantized_base_with_adapters_equals_its_numbers_with_them_merged(name
     reference, state = plain_model(tmp_path / "base")
     quantize_folder(tmp_path / "base", reference, state, write, settings)
     compare(reference, tmp_path, RANKS, "all-linear", limit=1e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_experts_have_adapters_of_their_own(world: int, tmp_path: Path) -> None:
+    """Files with a matrix for each expert, as a base model with separate experts has them; not every expert adapted."""
+    reference = base_of("mixtral", tmp_path)
+    state, hidden = reference.state_dict(), reference.config.hidden_size
+    experts, inner = reference.config.num_local_experts, reference.config.intermediate_size
+    plain = {name: tensor.clone() for name, tensor in state.items()}
+    order, prompts, expected, adapters = [0, 1, -1], [torch.randint(0, 131, (n,)) for n in (23, 31, 12)], [], []
+    generator = torch.Generator().manual_seed(2)
+    for index, rank in enumerate((8, 12)):
+        tensors, scale = {}, 2.0
+        for layer in range(reference.config.num_hidden_layers):
+            for expert in range(index, experts, 2):
+                for name, (inputs, outputs) in {
+                    "w1": (hidden, inner), "w3": (hidden, inner), "w2": (inner, hidden)
+                }.items():  # fmt: skip
+                    a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+                    b = torch.randn(outputs, rank, generator=generator) / rank**0.5
+                    path = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+                    tensors[f"base_model.model.{path}.lora_A.weight"] = a
+                    tensors[f"base_model.model.{path}.lora_B.weight"] = b
+                    owner = f"model.layers.{layer}.mlp.experts."
+                    target = state[owner + ("down_proj" if name == "w2" else "gate_up_proj")][expert]
+                    rows = slice(inner, None) if name == "w3" else slice(0, inner if name == "w1" else None)
+                    target[rows] += scale * b @ a
+        folder = tmp_path / f"a{index}"
+        folder.mkdir()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["w1", "w2", "w3"]}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        with torch.inference_mode():
+            expected.append(reference(prompts[index][None]).logits[0])
+        reference.load_state_dict(plain)
+        adapters.append(read(tmp_path / "base", folder))
+    with torch.inference_mode():
+        expected.append(reference(prompts[2][None]).logits[0])
+
+    def work(tp: TensorParallel | None) -> list[Tensor]:
+        model = with_adapters(load(tmp_path / "base", tp=tp), adapters)
+        return AdaptedDriver(model, order).run(prompts, [5, 1, 7])
+
+    for found in on_ranks(world, work) if world > 1 else [work(None)]:
+        for logits, wanted in zip(found, expected, strict=True):
+            assert relative_error(logits, wanted) < 1e-5
 
 
 def test_what_has_no_layer_for_an_adapter_is_said(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from vllm.lora.adapter import Adapter, LoRAWeights
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.sharding import Part, shard_part
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.blocks import Experts
 from vllm.ops.activation import activate_gated
 from vllm.ops.lora import (
     LowRank,
@@ -212,6 +213,99 @@ class EmbeddingStack:
         add_embedding_lora(out, ids, self.matrices, rows)
 
 
+class ExpertStack:
+    """The adapters' matrices of a layer's experts: of each expert as of a `LinearStack`, gate and up as two parts.
+
+    Memory is taken when the first adapter comes that has any. used: the slots whose adapters have.
+    """
+
+    def __init__(self, layer: Experts, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape, tp = layer.shape, layer.tp
+        self.shape, self.rank, self.used = shape, rank, set[int]()
+        self._slots, self._dtype, self._device, self._tp_rank, self._world = slots, dtype, device, tp.rank, tp.world
+        self._inner = Part(shape.inner, shape.inner)
+        self._count = self._inner.cut(tp.rank, tp.world)[1]
+        self.changes: list[tuple[LowRank, LowRank]] = []
+
+    def concerns(self, view: RowView) -> bool:
+        """Whether an adapter of these rows changes experts, as far as the host knows."""
+        return any(segment.slot in self.used for segment in view.segments)
+
+    def prepare(self, pieces: Mapping[int, LoRAWeights]) -> tuple[Tensor, Tensor]:
+        """This rank's matrices from full ones, by 3 * expert + (gate, up, down): all `a`, all `b`, one behind the
+        other, of each expert [gate and up, down], with the adapter's own rank.
+        """
+        own = max(piece.a.shape[0] for piece in pieces.values())
+        all_a, all_b = [], []
+        for expert in range(self.shape.experts):
+            for kind in range(3):
+                piece = pieces.get(3 * expert + kind)
+                inputs, outputs = self._sizes(kind)
+                a = torch.zeros(own, inputs, dtype=self._dtype)
+                b = torch.zeros(outputs, own, dtype=self._dtype)
+                if piece is not None:
+                    scaled = piece.b.float() * piece.scale
+                    rows = piece.a
+                    if kind == 2:
+                        rows = shard_part(piece.a, self._inner, 1, self._tp_rank, self._world)
+                    else:
+                        scaled = shard_part(scaled, self._inner, 0, self._tp_rank, self._world)
+                    a[: len(rows)], b[:, : len(rows)] = rows, scaled
+                all_a.append(a.flatten())
+                all_b.append(b.flatten())
+        return torch.cat(all_a).view(own, -1), torch.cat(all_b).view(-1, own)
+
+    def _sizes(self, kind: int) -> tuple[int, int]:
+        """Inputs and outputs of gate, up or down on this rank."""
+        hidden = self.shape.hidden
+        return (self._count, hidden) if kind == 2 else (hidden, self._count)
+
+    def _allocate(self) -> None:
+        def zeros(inputs: int, counts: tuple[int, ...]) -> LowRank:
+            like = torch.empty(0, dtype=self._dtype, device=self._device)
+            a = like.new_zeros(self._slots, len(counts) * self.rank, inputs)
+            b = lay_out_b(like.new_zeros(self._slots, sum(counts), self.rank))
+            ranks = torch.zeros(self._slots, dtype=torch.int32, device=self._device)
+            return LowRank(a, b, ranks, tuple((i * counts[0], n) for i, n in enumerate(counts)))
+
+        count, hidden = self._count, self.shape.hidden
+        self.changes = [(zeros(hidden, (count, count)), zeros(count, (hidden,))) for _ in range(self.shape.experts)]
+
+    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
+        """Put an adapter's matrices into `slot`; None where it does not change these experts."""
+        if matrices is None:
+            self.used.discard(slot)
+            for change in self.changes:
+                for part in change:
+                    part.ranks[slot] = 0
+                    part.a[slot].zero_()
+                    part.b[slot].zero_()
+            return
+        if not self.changes:
+            self._allocate()
+        self.used.add(slot)
+        all_a, all_b = (matrix.flatten() for matrix in matrices)
+        own = matrices[0].shape[0]
+        for change in self.changes:
+            for low_rank in change:
+                low_rank.a[slot].zero_()
+                low_rank.b[slot].zero_()
+                low_rank.ranks[slot] = own
+            for kind in range(3):
+                inputs, outputs = self._sizes(kind)
+                low_rank, row = change[kind == 2], self.rank * (kind == 1)
+                first = low_rank.parts[kind == 1][0]
+                a, all_a = all_a[: own * inputs].view(own, inputs), all_a[own * inputs :]
+                b, all_b = all_b[: own * outputs].view(outputs, own), all_b[own * outputs :]
+                low_rank.a[slot, row : row + own].copy_(a, non_blocking=True)
+                low_rank.b[slot, first : first + outputs, :own].copy_(b, non_blocking=True)
+
+    @property
+    def most(self) -> int:
+        """Numbers of the largest adapter's matrices on this rank."""
+        return 3 * self.shape.experts * self.rank * (self._count + self.shape.hidden)
+
+
 class LoRALayers:
     """All stacks of a model. `slots` adapters of up to `rank` fit in; the layers find their stack as `layer.lora`."""
 
@@ -221,17 +315,25 @@ class LoRALayers:
     ) -> None:  # fmt: skip
         """modules: what the model says can be adapted (`AdaptableModel.adaptable`).   sharded: see `ShardedStack`."""
         self.slots = slots
-        self._stacks: dict[str, LinearStack | EmbeddingStack] = {}
+        self.with_experts: frozenset[int] = frozenset()  # the slots whose adapters change experts
+        self._stacks: dict[str, LinearStack | EmbeddingStack | ExpertStack] = {}
         self._targets: dict[str, tuple[str, int | None, tuple[int, int]]] = {}  # name -> layer, part, (out, in)
         for path, module in modules.items():
             if isinstance(module, LinearBase | ParallelLMHead):
-                kind = ShardedStack if sharded and module.tp.world > 1 else LinearStack
-                linear = kind(module, slots, rank, dtype, device)
+                of_this = ShardedStack if sharded and module.tp.world > 1 else LinearStack
+                linear = of_this(module, slots, rank, dtype, device)
                 self._add_targets(path, linear)
-                stack: LinearStack | EmbeddingStack = linear
+                stack: LinearStack | EmbeddingStack | ExpertStack = linear
             elif isinstance(module, VocabParallelEmbedding):
                 stack = EmbeddingStack(module, slots, rank, dtype, device)
                 self._targets[path] = (path, None, (module.embedding_dim, module.org_vocab_size))
+            elif isinstance(module, Experts):
+                stack = ExpertStack(module, slots, rank, dtype, device)
+                hidden, inner = module.shape.hidden, module.shape.inner
+                for expert in range(module.shape.experts):
+                    for kind, name in enumerate(("gate", "up", "down")):
+                        shape = (hidden, inner) if name == "down" else (inner, hidden)
+                        self._targets[f"{path}.{expert}.{name}"] = (path, 3 * expert + kind, shape)
             else:
                 continue
             self._stacks[path] = module.lora = stack  # type: ignore[assignment]
@@ -281,21 +383,29 @@ class LoRALayers:
         for path, by_part in pieces.items():
             if None in by_part and len(by_part) > 1:
                 raise ValueError(f"The adapter changes {path} both as a whole and in parts.")
-        matrices = {path: self._stacks[path].prepare(by_part) for path, by_part in pieces.items()}
+        matrices = {path: self._stacks[path].prepare(by_part) for path, by_part in pieces.items()}  # type: ignore[arg-type]
         return HostAdapter(matrices, adapter.digest)
 
     def load(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter to the device, into a slot that no step in flight reads."""
         for path, stack in self._stacks.items():
             stack.load(slot, adapter.matrices.get(path))
+        experts = [stack for stack in self._stacks.values() if isinstance(stack, ExpertStack)]
+        self.with_experts = frozenset(slot for stack in experts for slot in stack.used)
 
     @property
     def bytes_per_adapter(self) -> int:
         """Device memory of one slot."""
-        return sum(stack.a[0].nbytes + stack.b[0].nbytes for stack in self._stacks.values())
+        products = [stack for stack in self._stacks.values() if not isinstance(stack, ExpertStack)]
+        return sum(stack.a[0].nbytes + stack.b[0].nbytes for stack in products)
 
     def max_file_bytes(self) -> int:
         """More than any file of an adapter of the largest rank for this model needs, in fp32 and with long names."""
         world = max((stack.world for stack in self._stacks.values() if isinstance(stack, LinearStack)), default=1)
-        largest = sum(4 * (stack.a[0].numel() + stack.b[0].numel()) for stack in self._stacks.values())
+        largest = 0
+        for stack in self._stacks.values():
+            if isinstance(stack, ExpertStack):
+                largest += 4 * stack.most
+            else:
+                largest += 4 * (stack.a[0].numel() + stack.b[0].numel())
         return world * largest + (64 << 20)

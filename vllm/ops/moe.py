@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm.ops.activation import activate_gated
+from vllm.ops.lora import LowRank, add_lora
 from vllm.ops.registry import op
+from vllm.step.inputs import RowView
 
 
 @op
@@ -122,6 +125,40 @@ def expert_mlp(
                 h = h + extras.gate_up_bias[expert]
             y = activate_gated(h, act, extras.limit) @ down[expert].T
             outputs.append(y if extras.down_bias is None else y + extras.down_bias[expert])
+    return _weighted_sum(x, torch.cat(outputs) if outputs else x[:0], weights, order, tokens)
+
+
+def expert_mlp_lora(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    act: str,
+    extras: ExpertExtras,
+    changes: Sequence[tuple[LowRank, LowRank]],
+    adapters: Tensor,
+) -> Tensor:
+    """`expert_mlp` with what adapters add to each expert's products. The host learns how the tokens are dealt.
+
+    changes: of each expert, to gate and up, and to down.   adapters: [tokens] int32, the slot of each token's adapter,
+    -1 for none.
+    """
+    order, tokens, counts = _by_expert(experts, gate_up.shape[0])
+    outputs = []
+    for expert, rows in enumerate(tokens.split(counts.tolist())):
+        if not len(rows):
+            continue
+        inner, outer = changes[expert]
+        own, view = x[rows], RowView(adapters[rows], ())
+        h = own @ gate_up[expert].T
+        if extras.gate_up_bias is not None:
+            h = h + extras.gate_up_bias[expert]
+        add_lora(h, own, inner, view)
+        activated = activate_gated(h, act, extras.limit)
+        y = activated @ down[expert].T
+        add_lora(y, activated, outer, view)
+        outputs.append(y if extras.down_bias is None else y + extras.down_bias[expert])
     return _weighted_sum(x, torch.cat(outputs) if outputs else x[:0], weights, order, tokens)
 
 

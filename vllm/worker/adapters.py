@@ -23,6 +23,7 @@ from vllm.step.plan import AdapterLoad, Column, StepPlan
 from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import Laid
 
+ROWS_WITH_ADAPTERS = "rows with adapters"
 _NICE = 10  # of the thread that reads adapters: steps come first
 
 if TYPE_CHECKING:
@@ -114,9 +115,15 @@ class WorkerAdapters:
         for load in loads:
             self._layers.load(load.slot, self._host[load.adapter_id])
 
-    def used(self, plan: StepPlan) -> bool:
-        """Whether a request of the plan uses an adapter."""
-        return bool((self._slots[plan.slots] >= 0).any())
+    def features(self, plan: StepPlan) -> frozenset[str]:
+        """What the adapters of a plan's requests ask of a step beyond the usual: "rows with adapters", and "adapted
+        experts" where one changes experts.
+        """
+        present = set(self._slots[plan.slots].tolist()) - {self.column.neutral}
+        if not present:
+            return frozenset()
+        experts = {"adapted experts"} if present & self._layers.with_experts else set()
+        return frozenset({ROWS_WITH_ADAPTERS, *experts})
 
     def views(self, plan: StepPlan, laid: Laid) -> StepFeatures | None:
         """What the layers need to know of the step's tokens and of its wanted rows; None without adapters."""

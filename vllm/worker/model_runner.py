@@ -128,7 +128,7 @@ class ModelRunner:
         self._take_in(plan)
         if not len(plan.slots):
             return NothingComputed(plan.step_id)
-        adapted = self.adapters is not None and self.adapters.used(plan)
+        adapted = frozenset[str]() if self.adapters is None else self.adapters.features(plan)
         virtual = None if self._virtual is None else self._virtual.of(plan)
         kind = None
         if virtual is None and (self.decode_steps is not None or self.mixed_steps is not None):

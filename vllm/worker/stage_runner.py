@@ -16,7 +16,7 @@ from vllm.model_executor.models.traits import Model
 from vllm.step.known import Known
 from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import Column, StepPlan, require_known
-from vllm.worker.adapters import WorkerAdapters
+from vllm.worker.adapters import ROWS_WITH_ADAPTERS, WorkerAdapters
 from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import InputBuilder
 from vllm.worker.model_runner import MixedSteps
@@ -89,16 +89,18 @@ class StageRunner:
             self.table.write(plan.writes)
         if not len(plan.slots):
             return
-        adapted = self.adapters is not None and self.adapters.used(plan)
-        if self.decode_steps is not None and (found := self.decode_steps.forward(plan, adapted)) is not None:
+        features = frozenset[str]() if self.adapters is None else self.adapters.features(plan)
+        adapted = ROWS_WITH_ADAPTERS in features
+        graphs = self.decode_steps if features <= {ROWS_WITH_ADAPTERS} else None
+        if graphs is not None and (found := graphs.forward(plan, adapted)) is not None:
             self.pipeline.send(found.clone())  # the next step may write before this has arrived
             return
         laid = self.builder.lay_out(replace(plan, pooled=None))  # every token goes on, whoever wants it
         if self.mixed_steps is not None and not adapted and (mixed := self.mixed_steps.forward(laid)) is not None:
             self.pipeline.send(mixed[1][: len(laid.positions)].clone())
             return
-        features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
-        step = self.builder.build(plan, laid, features).step
+        views = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
+        step = self.builder.build(plan, laid, views).step
         traits = self.model.traits
         stream = self.pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
         self.pipeline.send(self.model(step, self.kv_caches, stream))

@@ -22,7 +22,7 @@ class StepKind(msgspec.Struct, frozen=True):
 
     query: tokens that its longest row computes, if all rows sample behind their last token and have but drafts beside
     it; else 0.   needs: `Needs` of any row, as a number.
-    features: fields of the plan that are not neutral, and "rows with adapters", "prompt_logprobs".
+    features: fields of the plan that are not neutral, and "rows with adapters", "adapted experts", "prompt_logprobs".
     """
 
     query: int
@@ -30,12 +30,10 @@ class StepKind(msgspec.Struct, frozen=True):
     features: frozenset[str]
 
     @classmethod
-    def of(cls, plan: StepPlan, params: ParamsTable, adapted: bool) -> StepKind:
-        """adapted: a row uses an adapter."""
+    def of(cls, plan: StepPlan, params: ParamsTable, adapted: frozenset[str] = frozenset()) -> StepKind:
+        """adapted: the features that adapters of the rows bring (`WorkerAdapters.features`)."""
         slots = plan.slots
-        features = used_fields(plan) - _BEFORE
-        if adapted:
-            features |= {"rows with adapters"}
+        features = used_fields(plan) - _BEFORE | adapted
         if not len(slots):
             return cls(0, 0, features)
         if np.count_nonzero(params.wants_prompt[slots]):

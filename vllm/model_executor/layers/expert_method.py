@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, share, whole
-from vllm.ops.moe import NO_EXTRAS, ExpertExtras, expert_mlp
+from vllm.ops.moe import NO_EXTRAS, ExpertExtras, expert_mlp, expert_mlp_lora
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.blocks import Experts
@@ -45,10 +45,11 @@ class ExpertMethod(ABC):
     A step passes dispatch, compute, combine. By default every rank has a share of every expert: tokens stay where they
     are, and the ranks' partial sums are added up.
 
-    repacks_whole: as of `LinearMethod`.
+    repacks_whole: as of `LinearMethod`.   takes_adapters: whether `compute` knows what adapters add to experts.
     """
 
     repacks_whole = False
+    takes_adapters = False
 
     @abstractmethod
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
@@ -66,10 +67,13 @@ class ExpertMethod(ABC):
         return x, weights, experts
 
     @abstractmethod
-    def compute(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def compute(
+        self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
         """This rank's part of each token's weighted sum of its experts' outputs, down(act(gate x) * up x).
 
         Arguments as `dispatch` returned them -> [tokens, hidden].
+        adapters: [tokens] int32, the slot of each token's adapter where one of them changes experts.
         """
 
     def combine(self, layer: Experts, out: Tensor) -> Tensor:
@@ -83,6 +87,8 @@ class UnquantizedExpertMethod(ExpertMethod):
     gate_up_bias: [experts, 2 * inner / world].   down_bias: [experts, hidden], which the first rank adds.
     """
 
+    takes_adapters = True
+
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden
         gate_up = ShardSpec(1, (whole(inner, "gate"), whole(inner, "up")), stack=1)
@@ -94,13 +100,18 @@ class UnquantizedExpertMethod(ExpertMethod):
             layer.gate_up_bias = ShardedParameter.empty((n, 2 * inner), biases, tp.rank, tp.world, dtype)
             layer.down_bias = ShardedParameter.empty((n, hidden), ShardSpec(stack=1), 0, 1, dtype)
 
-    def compute(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def compute(
+        self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
         shape, extras = layer.shape, NO_EXTRAS
         if not shape.is_plain:
             extras = ExpertExtras(limit=shape.limit)
             if shape.bias:
                 down_bias = layer.down_bias if self._adds_bias(layer) else None
                 extras = ExpertExtras(layer.gate_up_bias, down_bias, shape.limit)
+        if adapters is not None and layer.lora is not None:
+            changes = layer.lora.changes
+            return expert_mlp_lora(x, weights, experts, layer.gate_up, layer.down, shape.act, extras, changes, adapters)
         out: Tensor = expert_mlp(x, weights, experts, layer.gate_up, layer.down, shape.act, extras)
         return out
 
@@ -116,6 +127,8 @@ class DealtExpertMethod(UnquantizedExpertMethod):
     Biases alike. The ranks that share a layer's attention have all of its tokens, so none must be sent: each computes
     its own experts' part of every token, and the parts are added up.
     """
+
+    takes_adapters = False
 
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden

@@ -335,6 +335,7 @@ class Experts(nn.Module):
     def __init__(self, shape: ExpertShape, ctx: BuildContext, prefix: str, *, reduce: bool) -> None:
         super().__init__()
         self.shape, self.tp, self.reduce = shape, ctx.tp, reduce
+        self.lora: Any = None  # what adapters add to the experts' products, where there are any
         method = None if ctx.quant_config is None else ctx.quant_config.get_expert_method(self, prefix)
         if ctx.deals_experts and method is not None:
             raise ValueError(
@@ -354,10 +355,17 @@ class Experts(nn.Module):
         """Let the method repack the filled weights."""
         self.method.process_after_load(self)
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Each token's weighted sum of its experts' outputs. Shapes as in `ExpertMethod.dispatch`."""
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, view: RowView | None = None) -> Tensor:
+        """Each token's weighted sum of its experts' outputs. Shapes as in `ExpertMethod.dispatch`.
+
+        view: of the tokens, which may stand for as many rows of x each.
+        """
         method = self.method
-        return method.combine(self, method.compute(self, *method.dispatch(self, x, weights, experts)))
+        dispatched = method.dispatch(self, x, weights, experts)
+        if view is None or self.lora is None or not self.lora.concerns(view):
+            return method.combine(self, method.compute(self, *dispatched))
+        adapters = view.adapters.repeat_interleave(len(x) // len(view.adapters))
+        return method.combine(self, method.compute(self, *dispatched, adapters))
 
 
 class MixtureOfExperts(nn.Module):
@@ -414,10 +422,10 @@ class MixtureOfExperts(nn.Module):
             weights, chosen = route_sparse(logits, self.spec.top_k, self.spec.jitter)
         if self.spec.weigh_inputs:
             rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
-            found = self.experts(rows, torch.ones_like(weights).view(-1, 1), chosen.view(-1, 1))
+            found = self.experts(rows, torch.ones_like(weights).view(-1, 1), chosen.view(-1, 1), view)
             out: Tensor = found.unflatten(0, weights.shape).sum(1)
         else:
-            out = self.experts(x, weights, chosen)
+            out = self.experts(x, weights, chosen, view)
         if self.shared is None:
             return out
         shared = self.shared(x, view)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.blocks import MODULES, BlockModule, BuildContext, add_norm, build_norm
+from vllm.model_executor.models.blocks import MODULES, BlockModule, BuildContext, Experts, add_norm, build_norm
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.pool_head import PoolLayers
 from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions, PoolHead
@@ -195,8 +195,12 @@ class DecoderModel(nn.Module):
 
     def adaptable(self) -> dict[str, nn.Module]:
         """As of `AdaptableModel`."""
-        kinds = (LinearBase, VocabParallelEmbedding)
-        return {path: module for path, module in self.named_modules() if isinstance(module, kinds)}
+        return {
+            path: module
+            for path, module in self.named_modules()
+            if isinstance(module, LinearBase | VocabParallelEmbedding)
+            or (isinstance(module, Experts) and module.method.takes_adapters)
+        }
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """As of `AdaptableModel`."""

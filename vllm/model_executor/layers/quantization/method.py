@@ -15,8 +15,10 @@ from vllm.model_executor.layers.linear_method import LinearMethod, LinearShape, 
 from vllm.model_executor.layers.quantization.base_config import Format, Reader, Tensors, is_plain, plain_weight
 from vllm.model_executor.layers.sharding import Part, shard_part, whole
 from vllm.ops.activation import activate_gated
+from vllm.ops.lora import add_lora
 from vllm.ops.quantized import DenseWeight, pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight, joined
+from vllm.step.inputs import RowView
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.family import Family
@@ -252,6 +254,8 @@ class QuantizedExpertMethod(ExpertMethod):
     _taken: int = 0
     _parts: list[tuple[PackedPart, PackedPart]] = field(default_factory=list)  # of each expert: gate and up, down
 
+    takes_adapters = True
+
     def create_weights(self, layer: Any, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         self.shape, self.dtype, self.tp = shape, dtype, tp
 
@@ -303,12 +307,21 @@ class QuantizedExpertMethod(ExpertMethod):
         self._parts.append(pair)
         return sum(part.weight.num_bytes for part in pair)
 
-    def compute(self, layer: Any, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def compute(
+        self, layer: Any, x: Tensor, weights: Tensor, experts: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
             tokens, choice = (experts == expert).nonzero(as_tuple=True)
             gate_up, down = self._parts[expert]
-            h = activate_gated(quantized_linear(x[tokens], gate_up.weight), self.shape.act)
+            own = x[tokens]
+            h = quantized_linear(own, gate_up.weight)
+            view = None if adapters is None else RowView(adapters[tokens], ())
+            if view is not None:
+                add_lora(h, own, layer.lora.changes[expert][0], view)
+            h = activate_gated(h, self.shape.act)
             y = quantized_linear(h, down.weight, None, torch.float32)
+            if view is not None:
+                add_lora(y, h, layer.lora.changes[expert][1], view)
             out.index_add_(0, tokens, y * weights[tokens, choice, None])
         return out.to(x.dtype)
