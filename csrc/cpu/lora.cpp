@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int kTileRows = 4, kTileRanks = 4;   // sums that one pass over the inputs keeps
-constexpr int64_t kRowGroup = 16, kOutputs = 256;  // rows of a piece; outputs of a piece
+constexpr int64_t kRowGroup = 32, kOutputs = 384;  // rows of a piece; outputs of a piece
 
 // Rows of `a` and of x, as many numbers as a step takes.
 template <class T>
@@ -60,32 +60,51 @@ void shrink_rows(const LoraArguments& a, const T* matrix, const int64_t* rows, i
     for (; rank < end; rank++) shrink_tile<T, ROWS, 1>(a, matrix, rows, rank);
 }
 
-// Of one part, for the rows of one adapter.
+// The ranks [first, end) of all parts that the adapter uses, for its rows.
 template <class T>
-void shrink(const LoraArguments& a, const int64_t* rows, int64_t count, int64_t slot, int64_t part) {
+void shrink(const LoraArguments& a, const int64_t* rows, int64_t count, int64_t slot, int64_t first, int64_t end) {
     const T* matrix = (const T*)a.a + slot * a.parts * a.rank * a.inputs;
-    const int64_t first = part * a.rank, end = first + a.ranks[slot];
+    end = std::min(end, first / a.rank * a.rank + a.ranks[slot]);
     for (; count >= kTileRows; rows += kTileRows, count -= kTileRows) shrink_rows<T, kTileRows>(a, matrix, rows, first, end);
     for (; count > 0; rows++, count--) shrink_rows<T, 1>(a, matrix, rows, first, end);
 }
 
-// out[row][n...] += sum of small[row][r] * b[r][n...], for the outputs [begin, end) of a part.
-template <class T, class Out, int ROWS>
-void expand_rows(const LoraArguments& a, const int64_t* rows, int64_t slot, int64_t part, int64_t begin, int64_t end) {
-    const T* matrix = (const T*)a.b + slot * a.rank * a.outputs;
-    const int64_t used = a.ranks[slot];
-    for (int64_t n = begin; n < end; n += W) {
-        const int64_t lanes = std::min<int64_t>(W, end - n);
-        vf sums[ROWS] = {};
-        for (int64_t r = 0; r < used; r++) {
-            const vf m = load_some(matrix + r * a.outputs + n, lanes);
-            for (int i = 0; i < ROWS; i++) sums[i] = fma(splat(a.small[(rows[i] * a.parts + part) * a.rank + r]), m, sums[i]);
-        }
+// out[row][n...] += sum of small[row][r] * b[r][n...], for VECTORS vectors of outputs from n on, the last of `lanes`.
+template <class T, class Out, int ROWS, int VECTORS>
+void expand_tile(const LoraArguments& a, const float* const* small, const T* matrix, int64_t used, Out* const* out, int64_t n,
+                 int64_t lanes) {
+    vf sums[ROWS][VECTORS] = {};
+    for (int64_t r = 0; r < used; r++, matrix += a.outputs) {
+        vf m[VECTORS];
+        for (int v = 0; v < VECTORS; v++) m[v] = load_some(matrix + n + v * W, v + 1 < VECTORS ? W : lanes);
         for (int i = 0; i < ROWS; i++) {
-            Out* out = (Out*)a.out + rows[i] * a.out_stride + n;
-            store_some(out, load_some(out, lanes) + sums[i], lanes);
+            const vf x = splat(small[i][r]);
+            for (int v = 0; v < VECTORS; v++) sums[i][v] = fma(x, m[v], sums[i][v]);
         }
     }
+    for (int i = 0; i < ROWS; i++) {
+        for (int v = 0; v < VECTORS; v++) {
+            Out* to = out[i] + n + v * W;
+            const int64_t count = v + 1 < VECTORS ? W : lanes;
+            store_some(to, load_some(to, count) + sums[i][v], count);
+        }
+    }
+}
+
+// For the outputs [begin, end) of a part.
+template <class T, class Out, int ROWS>
+void expand_rows(const LoraArguments& a, const int64_t* rows, int64_t slot, int64_t part, int64_t begin, int64_t end) {
+    constexpr int kVectors = 3;
+    const T* matrix = (const T*)a.b + slot * a.rank * a.outputs;
+    const float* small[ROWS];
+    Out* out[ROWS];
+    for (int i = 0; i < ROWS; i++) {
+        small[i] = a.small + (rows[i] * a.parts + part) * a.rank;
+        out[i] = (Out*)a.out + rows[i] * a.out_stride;
+    }
+    int64_t n = begin;
+    for (; n + kVectors * W <= end; n += kVectors * W) expand_tile<T, Out, ROWS, kVectors>(a, small, matrix, a.ranks[slot], out, n, W);
+    for (; n < end; n += W) expand_tile<T, Out, ROWS, 1>(a, small, matrix, a.ranks[slot], out, n, std::min<int64_t>(W, end - n));
 }
 
 // Calls body(rows, count, slot) for the rows of each adapter in [first, end), in the order in which they come up.
@@ -109,11 +128,14 @@ void for_each_adapter(const LoraArguments& a, int64_t first, int64_t end, Body&&
 template <class T, class Out>
 void add(Team& team, const LoraArguments& a) {
     const int64_t groups = (a.rows + kRowGroup - 1) / kRowGroup;
-    team.share(groups * a.parts, 1, [&](int64_t i, int64_t last) {
+    const int64_t chunks = (a.rank + kTileRanks - 1) / kTileRanks;  // of a part's ranks
+    team.share(groups * a.parts * chunks, 1, [&](int64_t i, int64_t last) {
         for (; i < last; i++) {
-            const int64_t first = i / a.parts * kRowGroup;
-            for_each_adapter(a, first, std::min(a.rows, first + kRowGroup), [&](const int64_t* rows, int64_t count, int64_t slot) {
-                shrink<T>(a, rows, count, slot, i % a.parts);
+            const int64_t group = i / (a.parts * chunks) * kRowGroup, part = i / chunks % a.parts;
+            const int64_t rank = part * a.rank + i % chunks * kTileRanks;
+            const int64_t end = std::min(rank + kTileRanks, (part + 1) * a.rank);
+            for_each_adapter(a, group, std::min(a.rows, group + kRowGroup), [&](const int64_t* rows, int64_t count, int64_t slot) {
+                shrink<T>(a, rows, count, slot, rank, end);
             });
         }
     });

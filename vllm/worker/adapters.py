@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm.lora.adapter import read_adapter
@@ -27,7 +28,7 @@ ROWS_WITH_ADAPTERS = "rows with adapters"
 _NICE = 10  # of the thread that reads adapters: steps come first
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoRAConfig, VllmConfig
     from vllm.model_executor.models.traits import AdaptableModel, Model
 
 
@@ -50,7 +51,7 @@ class WorkerAdapters:
             raise ValueError(f"{config.model_config.architectures[0]} does not support LoRA yet.")
         self._family = family_of(names[0])
         self._model = cast("AdaptableModel", model)  # as its traits say
-        dtype = model.traits.dtype if lora.lora_dtype in (None, "auto") else dtype_of(lora.lora_dtype)
+        dtype = adapter_dtype(lora, model.traits.dtype)
         self._max_rank = lora.max_lora_rank
         self._layers = LoRALayers(
             self._model.adaptable(), lora.max_loras, lora.max_lora_rank, dtype, context.device,
@@ -147,6 +148,11 @@ class WorkerAdapters:
         device, *indices = self._context.upload([adapters.astype(np.int32), *rows])
         segments = zip(present.tolist(), indices, strict=True)
         return RowView(device, tuple(Segment(slot, index) for slot, index in segments))
+
+
+def adapter_dtype(lora: LoRAConfig, model: torch.dtype) -> torch.dtype:
+    """Of the adapters' matrices, for a model of this dtype."""
+    return model if lora.lora_dtype in (None, "auto") else dtype_of(lora.lora_dtype)
 
 
 def _give_way() -> None:

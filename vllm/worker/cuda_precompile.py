@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
+from vllm.lora.layers import LoRALayers
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.model_loader.loader import build_decoder
 from vllm.model_executor.models.family import Family
@@ -28,6 +29,7 @@ from vllm.ops.triton.draw import draw
 from vllm.ops.triton.precompile import Precompilation, precompile
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_policy import KVLayout
+from vllm.worker.adapters import adapter_dtype
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights, read_weights
 from vllm.worker.kv_memory import allocate, cache_dtype
 from vllm.worker.prefix_sharing import Heads, plan_views, static_plans
@@ -35,6 +37,7 @@ from vllm.worker.static_steps import SPANS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.lora import LoRAConfig
 
 META = torch.device("meta")
 _TABLE_WIDTH = 4096  # tokens per row of a new slot table
@@ -57,6 +60,7 @@ def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = 
         tp,
         family.modules,
         config.parallel_config.pipeline_parallel_size,
+        config.lora_config,
     )
     return precompile([run.first, run.sampling], [run.larger], capability[0] * 10 + capability[1])
 
@@ -78,20 +82,28 @@ class DryRun:
     def __init__(
         self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
         max_num_seqs: int, graphs: Sequence[int], tp: TensorParallel = SINGLE, modules: str | None = None,
-        stages: int = 1,
+        stages: int = 1, lora: LoRAConfig | None = None,
     ) -> None:  # fmt: skip
         """graphs: batch sizes whose decode steps are captured, and fused where that is possible.   stages: of the
-        pipeline; the model's kernels are then those of all of them.
+        pipeline; the model's kernels are then those of all of them.   lora: where rows may have adapters.
         """
         kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
         self._spec = replace(spec, blocks=kinds)
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
         self._cache_dtype, self._max_num_seqs, self._graphs, self._tp = cache_dtype, max_num_seqs, graphs, tp
-        self._modules, self._stages = modules, stages
+        self._modules, self._stages, self._lora = modules, stages, lora
 
     def _model(self) -> tuple[Model, KVLayout, list[Tensor]]:
         model = build_decoder(self._spec, self._dtype, self._max_positions, META, self._tp, modules=self._modules)
         layout = layout_of(model.traits, self._block_size, self._cache_dtype)
+        if self._lora is not None:
+            LoRALayers(
+                model.adaptable(),
+                self._lora.max_loras,
+                self._lora.max_lora_rank,
+                adapter_dtype(self._lora, self._dtype),
+                META,
+            )
         return model, layout, allocate(layout, 1000, 100, self._cache_dtype, META).tensors
 
     def first(self) -> None:
@@ -150,6 +162,10 @@ class DryRun:
                     found, last = (None, None) if part.head is None else (ids, hidden)
                     program = DecodeProgram(part, size, span, slots, positions, stream=stream)
                     program.run(table, token_ids=found, hidden=last)
+                    if self._lora is not None and part.takes_adapters:
+                        by_slot = torch.empty(self._max_num_seqs, dtype=torch.int32, device=META)
+                        program = DecodeProgram(part, size, span, slots, positions, stream=stream, adapters=by_slot)
+                        program.run(table, token_ids=found, hidden=last)
                     if plan is not None:
                         program = DecodeProgram(part, size, span, slots, positions, shared=plan, stream=stream)
                         program.run(table, token_ids=found)

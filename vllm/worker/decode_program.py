@@ -38,7 +38,7 @@ from vllm.ops.triton.decode_linear import (
     choose_product_tiling,
     run_product,
 )
-from vllm.ops.triton.decode_lora import Change, look_up, room
+from vllm.ops.triton.decode_lora import Change, counters, look_up, room
 from vllm.ops.triton.decode_step import (
     Drawing,
     argmax_tiles,
@@ -454,13 +454,13 @@ class _AdapterRows:
         self.rows = torch.full((rows,), -1, dtype=torch.int32, device=by_slot.device)
         size = max((room(part, rows) for part in every), default=1)
         self._small = torch.empty(size, dtype=torch.float32, device=by_slot.device)
-        self._ready = torch.zeros(len(every), dtype=torch.int32, device=by_slot.device)
+        self._ready = torch.zeros(sum(map(counters, every)), dtype=torch.int32, device=by_slot.device)
         self._next = 0
 
     def change(self, weights: LowRank) -> Change:
-        """Of one more product, each of which has a counter of its own."""
-        at, self._next = self._next, self._next + 1
-        return Change(weights, self.rows, self._small, self._ready[at : at + 1])
+        """Of one more product, each of which has counters of its own."""
+        first, self._next = self._next, self._next + counters(weights)
+        return Change(weights, self.rows, self._small, self._ready[first : self._next])
 
     def look_up(self, slots: Tensor) -> None:
         """slots: [rows] int32, -1 for padding."""

@@ -185,18 +185,17 @@ def _skinny_kernel(
             factor = inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
             acc = acc * factor[None, :]
             up = up * factor[None, :]
-        await_rows(chosen, ready, LORA // SLOTS, SLOTS, SP)
+        await_rows(chosen, ready, LORA // SLOTS // SHARES, SLOTS, SP)
         if MODE == 1:
             acc = expand_rows(
-                acc, factor, chosen, n, in_n, m, low_b, small, M, 0, SLOTS, RANK, RP, PARTS, SHARES, COLUMNS, OUTPUTS
+                acc, factor, chosen, n, in_n, m, low_b, small, 0, SLOTS, RANK, RP, PARTS, COLUMNS, OUTPUTS
             )
             up = expand_rows(
-                up, factor, chosen, n + N, in_n, m, low_b, small, M, 1, SLOTS, RANK, RP, PARTS, SHARES, COLUMNS, OUTPUTS
+                up, factor, chosen, n + N, in_n, m, low_b, small, 1, SLOTS, RANK, RP, PARTS, COLUMNS, OUTPUTS
             )
         else:
             acc = add_parts(
-                acc, factor, chosen, n, in_n, m, low_b, small, M, SLOTS, RANK, RP, PARTS, SECOND, THIRD, SHARES,
-                COLUMNS, OUTPUTS,
+                acc, factor, chosen, n, in_n, m, low_b, small, SLOTS, RANK, RP, PARTS, SECOND, THIRD, COLUMNS, OUTPUTS,
             )  # fmt: skip
     finish_rows(
         acc, up, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,

@@ -32,13 +32,25 @@ def _shares(w: LowRank) -> int:
 
 def room(w: LowRank, rows: int) -> int:
     """Numbers that the first product leaves."""
-    return _shares(w) * rows * w.a.shape[1]
+    shares = _shares(w)
+    return (1 + (shares if shares > 1 else 0)) * rows * w.a.shape[1]
+
+
+def _tile(w: LowRank) -> int:
+    """Rows of `a` that one program multiplies."""
+    return min(_LARGEST_TILE, max(16, triton.next_power_of_2(w.a.shape[1])))
+
+
+def counters(w: LowRank) -> int:
+    """Numbers in `Change.ready`."""
+    return 1 + len(w.a) * triton.cdiv(w.a.shape[1], _tile(w))
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A product's adapters. rows: [rows] int32, each row's adapter, -1 for none.   small: room for the first product,
-    fp32.   ready: [1] int32, 0 before the product: how many of its programs are done.
+    fp32.   ready: [counters] int32, zeros before the product: how many pieces of the first product are there, and of
+    each how many shares.
     """
 
     weights: LowRank
@@ -51,7 +63,7 @@ class Change:
         w = self.weights
         slots, outputs, rank = w.b.shape
         height, padded = w.a.shape[1], max(16, triton.next_power_of_2(rank))
-        tile = min(_LARGEST_TILE, max(16, triton.next_power_of_2(height)))
+        tile = _tile(w)
         columns = min(_COLUMNS, triton.next_power_of_2(slots) * padded)
         second, third = (*(first for first, _ in w.parts[1:]), outputs, outputs)[:2]
         const = {
@@ -105,8 +117,8 @@ def shrink_rows(
     PARTS: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
     FORESEE: tl.constexpr,
 ):  # fmt: skip
-    """Program number `program` of the first product: small[share, row] = a[adapter] x[row] over a share of the inputs,
-    for the rows of one adapter; nothing if there are none.
+    """Program number `program` of the first product, over a share of the inputs, for the rows of one adapter; nothing
+    if there are none. small[0, row] = a[adapter] x[row], the shares behind it.
     """
     HEIGHT: tl.constexpr = PARTS * RANK
     TILES: tl.constexpr = (HEIGHT + TILE - 1) // TILE
@@ -131,17 +143,28 @@ def shrink_rows(
             w = tl.load(rows + k[None, :], mask=in_j[:, None] & in_k[None, :], other=0.0)
             xt = tl.load(x + m.to(tl.int64)[None, :] * K + k[:, None], mask=mine[None, :] & in_k[:, None], other=0.0)
             acc = tl.dot(w, xt.to(w.dtype), acc, input_precision="ieee")
-        at = small + (share * M + m)[None, :] * HEIGHT + j[:, None]
-        tl.store(at, acc, mask=mine[None, :] & in_j[:, None])
-        tl.debug_barrier()
-        tl.atomic_add(ready, 1, sem="acq_rel")
+        at = small + m[None, :] * HEIGHT + j[:, None]
+        keep = mine[None, :] & in_j[:, None]
+        if SHARES > 1:  # the last to arrive adds the shares up, in fixed order
+            tl.store(at + (1 + share) * M * HEIGHT, acc, mask=keep)
+            tl.debug_barrier()
+            before = tl.atomic_add(ready + 1 + slot * TILES + program % TILES, 1, sem="acq_rel")
+            if before == SHARES - 1:
+                total = tl.zeros([TILE, BM], tl.float32)
+                for s in tl.static_range(SHARES):
+                    total += tl.load(at + (1 + s) * M * HEIGHT, mask=keep, other=0.0, cache_modifier=".cg")
+                tl.store(at, total, mask=keep)
+                tl.debug_barrier()
+                tl.atomic_add(ready, 1, sem="acq_rel")
+        else:
+            tl.store(at, acc, mask=keep)
+            tl.debug_barrier()
+            tl.atomic_add(ready, 1, sem="acq_rel")
 
 
 @triton.jit
 def await_rows(chosen, ready, EACH: tl.constexpr, SLOTS: tl.constexpr, SP: tl.constexpr):
-    """Until the first product is there, of which every adapter that rows have takes EACH programs. SP: at least
-    SLOTS.
-    """
+    """Until the first product is there, of which every adapter that rows have takes EACH pieces. SP: at least SLOTS."""
     slot = tl.arange(0, SP)
     present = tl.max(((slot[:, None] == chosen[None, :]) & (slot < SLOTS)[:, None]).to(tl.int32), 1)
     programs = EACH * tl.sum(present, 0)
@@ -152,36 +175,26 @@ def await_rows(chosen, ready, EACH: tl.constexpr, SLOTS: tl.constexpr, SP: tl.co
 
 @triton.jit
 def expand_rows(
-    acc, factor, chosen, n, here, m, b, small, M, part, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    PARTS: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr,
+    acc, factor, chosen, n, here, m, b, small, part, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """acc [outputs, rows] + b[adapter] (factor * small) for the outputs `here`, which belong to `part`.
 
     chosen, factor: [rows], as of `adapters_of_rows`, and what the first product is still to be multiplied by.
     """
     HEIGHT: tl.constexpr = PARTS * RANK
-    GROUP: tl.constexpr = COLUMNS // RP  # adapters in one product
-    if tl.max(chosen, 0) >= 0:
-        q = tl.arange(0, RP)
-        at = small + m[None, :] * HEIGHT + part * RANK + q[:, None]
-        mine = (chosen >= 0)[None, :] & (q < RANK)[:, None]
-        total = tl.zeros([RP, m.shape[0]], tl.float32)
-        for share in tl.static_range(SHARES):
-            total += tl.load(at + share * M * HEIGHT, mask=mine, other=0.0, cache_modifier=".cg")
-        total = (total * factor[None, :]).to(b.dtype.element_ty)
-        g = tl.arange(0, GROUP)
-        c = tl.arange(0, COLUMNS)
+    for first in range(0, SLOTS * RP, COLUMNS):
+        c = first + tl.arange(0, COLUMNS)
+        slot = c // RP
         r = c % RP
-        for first in range(0, SLOTS, GROUP):
-            hit = (first + g)[:, None] == chosen[None, :]
-            if tl.max(tl.max(hit.to(tl.int32), 1), 0) > 0:
-                zeros = tl.zeros([GROUP, RP, m.shape[0]], total.dtype)
-                apart = tl.where(hit[:, None, :], total[None, :, :], zeros)
-                slot = first + c // RP
-                used = tl.max((slot[:, None] == chosen[None, :]).to(tl.int32), 1) > 0
-                rows = b + (slot.to(tl.int64) * (OUTPUTS * RANK) + r)[None, :] + n[:, None].to(tl.int64) * RANK
-                w = tl.load(rows, mask=here[:, None] & (used & (r < RANK))[None, :], other=0.0)
-                acc = tl.dot(w, tl.reshape(apart, [COLUMNS, m.shape[0]]), acc, input_precision="ieee")
+        hit = (slot[:, None] == chosen[None, :]) & (r < RANK)[:, None]
+        used = tl.max(hit.to(tl.int32), 1)
+        if tl.max(used, 0) > 0:
+            rows = b + (slot.to(tl.int64) * (OUTPUTS * RANK) + r)[None, :] + n[:, None].to(tl.int64) * RANK
+            w = tl.load(rows, mask=here[:, None] & (used > 0)[None, :], other=0.0)
+            at = small + m[None, :] * HEIGHT + (part * RANK + r)[:, None]
+            total = tl.load(at, mask=hit, other=0.0, cache_modifier=".cg") * factor[None, :]
+            acc = tl.dot(w, total.to(w.dtype), acc, input_precision="ieee")
     return acc
 
 
@@ -195,9 +208,8 @@ def prefetch_b(b, chosen, n, SLOTS: tl.constexpr, RANK: tl.constexpr, OUTPUTS: t
 
 @triton.jit
 def add_parts(
-    acc, factor, chosen, n, in_n, m, b, small, M, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    acc, factor, chosen, n, in_n, m, b, small, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """`expand_rows` for every part that some of the outputs n belong to."""
     for part in tl.static_range(PARTS):
@@ -205,9 +217,7 @@ def add_parts(
         end = OUTPUTS if part == PARTS - 1 else SECOND if part == 0 else THIRD
         here = in_n & (n >= begin) & (n < end)
         if tl.max(here.to(tl.int32), 0) > 0:
-            acc = expand_rows(
-                acc, factor, chosen, n, here, m, b, small, M, part, SLOTS, RANK, RP, PARTS, SHARES, COLUMNS, OUTPUTS
-            )
+            acc = expand_rows(acc, factor, chosen, n, here, m, b, small, part, SLOTS, RANK, RP, PARTS, COLUMNS, OUTPUTS)
     return acc
 
 

@@ -105,6 +105,9 @@ def _expand_kernel(
         chosen = tl.where(chosen == first, chosen, -1)
     if (tl.program_id(1) * BLOCK_N < count) & (tl.max(chosen, 0) >= 0):
         here = n < count
+        out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :]
+        mask = (chosen >= 0)[:, None] & here[None, :]
+        before = tl.load(out, mask=mask, other=0.0)  # first, so that nothing waits for it
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for adapter in range(first, last + 1):
             mine = chosen == adapter
@@ -113,9 +116,6 @@ def _expand_kernel(
                 total = _expanded(
                     total, partial_ptr, b_rows, mine, m, rows, here, part, RANK, RANK_PADDED, PARTS, SPLITS
                 )
-        out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :]
-        mask = (chosen >= 0)[:, None] & here[None, :]
-        before = tl.load(out, mask=mask, other=0.0)
         tl.store(out, before + total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -129,6 +129,11 @@ def _gate_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = n < DIM
+    dtype = y_ptr.dtype.element_ty
+    at = y_ptr + m.to(tl.int64)[:, None] * (2 * DIM) + n[None, :]
+    mask = (m < rows)[:, None] & here[None, :]
+    own_gate = tl.load(at, mask=mask, other=0.0)  # first, so that nothing waits for them
+    own_up = tl.load(at + DIM, mask=mask, other=0.0)
     chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -140,11 +145,8 @@ def _gate_kernel(
             gate = _expanded(gate, partial_ptr, b_rows, mine, m, rows, here, 0, RANK, RANK_PADDED, 2, SPLITS)
             b_rows += DIM * RANK
             up = _expanded(up, partial_ptr, b_rows, mine, m, rows, here, 1, RANK, RANK_PADDED, 2, SPLITS)
-    dtype = y_ptr.dtype.element_ty
-    at = y_ptr + m.to(tl.int64)[:, None] * (2 * DIM) + n[None, :]
-    mask = (m < rows)[:, None] & here[None, :]
-    gate = tl.load(at, mask=mask, other=0.0) + gate.to(dtype)
-    up = tl.load(at + DIM, mask=mask, other=0.0) + up.to(dtype)
+    gate = own_gate + gate.to(dtype)
+    up = own_up + up.to(dtype)
     out = out_ptr + m.to(tl.int64)[:, None] * DIM + n[None, :]
     tl.store(out, gated(gate, up, limit, KIND, LIMITED), mask=mask)
 
@@ -177,7 +179,7 @@ def _shrink(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
     splits = min(_MOST_SPLITS, triton.cdiv(inputs, 2 * _INPUTS))  # by the layer alone: sums are the same in any batch
     block_m, block_r, each = _ROWS, min(_RANKS, _padded(ranks)), len(a)
     if many:
-        splits = max(1, min(4, _PROGRAMS * _MANY // count))
+        splits = max(1, min(8, 4 * _PROGRAMS * _MANY // count))  # several programs on each processor
         block_m, each = _MANY, 1
     split = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
     splits = triton.cdiv(inputs, split)
