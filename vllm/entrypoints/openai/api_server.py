@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.adapters import parse_lora_modules
+from vllm.entrypoints.openai.adapters import parse_lora_modules, served_prompt_adapters
 from vllm.entrypoints.openai.cli_args import make_arg_parser, parsing_of, validate_parsed_serve_args
 from vllm.logger import DATE_FORMAT, init_logger
 from vllm.usage.usage_lib import UsageContext
@@ -152,7 +152,7 @@ AppBuilder = Callable[[argparse.Namespace, "AsyncLLMEngine"], "App"]
 def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     """What routes need, from the flags and the engine's configuration."""
     from vllm.entrypoints.chat_utils import load_chat_template
-    from vllm.entrypoints.openai.adapters import ServedAdapters, served_prompt_adapters
+    from vllm.entrypoints.openai.adapters import ServedAdapters
     from vllm.entrypoints.openai.context import ServerContext
     from vllm.entrypoints.openai.response_store import ResponseStore
 
@@ -191,6 +191,16 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
     )
 
 
+async def _load_adapters(args: argparse.Namespace, engine: AsyncLLMEngine) -> None:
+    """Load the adapters of the flags, without holding up the loop: the first prompt adapter may bring torch with it.
+
+    Raises ValueError for one that cannot be used.
+    """
+    for adapter in parse_lora_modules(getattr(args, "lora_modules", None)):
+        await engine.add_lora(adapter)
+    await asyncio.to_thread(served_prompt_adapters, engine, getattr(args, "prompt_adapters", None))
+
+
 async def init_app_state(engine_client: AsyncLLMEngine, vllm_config: Any, state: Any, args: argparse.Namespace) -> None:
     """Give an application's `state` what the routes need of an engine, and the routes as objects (`serving.py`):
     openai_serving_models, _chat, _completion, _tokenization; of a model that pools _embedding, _pooling, _scores,
@@ -200,8 +210,7 @@ async def init_app_state(engine_client: AsyncLLMEngine, vllm_config: Any, state:
     """
     from vllm.entrypoints.openai import serving
 
-    for adapter in parse_lora_modules(args.lora_modules):
-        await engine_client.add_lora(adapter)
+    await _load_adapters(args, engine_client)
     context = make_context(args, engine_client)
     config = engine_client.vllm_config.model_config
     models = serving.OpenAIServingModels(engine_client, context=context)
@@ -505,8 +514,7 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
     warn_of_open_door(args)
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
     try:
-        for adapter in parse_lora_modules(getattr(args, "lora_modules", None)):
-            await engine.add_lora(adapter)
+        await _load_adapters(args, engine)
         app = build(args, engine)
     except BaseException:
         await engine.shutdown(0.0)
