@@ -192,6 +192,7 @@ class EmbeddingStack:
         self.b = torch.zeros(slots, layer.embedding_dim, rank, dtype=dtype, device=device)
         self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
         self.matrices = LowRank(self.a, self.b, self.ranks, ((0, layer.embedding_dim),))
+        self.whole = True  # as of `LinearStack`
 
     def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
         """(a, b) from the full matrices; ranks do not share them."""
