@@ -210,7 +210,7 @@ def test_a_quantized_base_with_adapters_equals_its_numbers_with_them_merged(name
 @pytest.mark.parametrize("world", [1, 2])
 def test_experts_have_adapters_of_their_own(world: int, tmp_path: Path) -> None:
     """Files with a matrix for each expert, as a base model with separate experts has them; not every expert adapted."""
-    reference = base_of("mixtral", tmp_path)
+    reference = base_of("mixtral", tmp_path, intermediate_size=78)
     state, hidden = reference.state_dict(), reference.config.hidden_size
     experts, inner = reference.config.num_local_experts, reference.config.intermediate_size
     plain = {name: tensor.clone() for name, tensor in state.items()}
