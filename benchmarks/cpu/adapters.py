@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt that is measured")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.set_defaults(noise=None)  # nothing is dropped
     args = parser.parse_args()
     from benchmarks.cpu.compare import describe
     from vllm import LLM, SamplingParams

@@ -13,10 +13,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.sharding import Part, shard_part
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.blocks import Experts
-from vllm.ops.activation import activate_gated
 from vllm.ops.lora import (
     LowRank,
-    activate_gated_lora,
     add_embedding_lora,
     add_lora,
     expand_lora,
@@ -120,11 +118,6 @@ class LinearStack:
         """Add the adapters' part of the layer's output in place. out: [rows, outputs], x: [rows, inputs]."""
         add_lora(out, x, self.matrices, rows)
 
-    def activate_gated(self, y: Tensor, x: Tensor, rows: RowView, kind: str, limit: float | None) -> Tensor:
-        """The gated activation of the layer's output y, two equal parts, after `add`. y may be overwritten."""
-        out: Tensor = activate_gated_lora(y, x, self.matrices, rows, kind, limit)
-        return out
-
 
 class ShardedStack(LinearStack):
     """As `LinearStack`, with nothing held by two ranks: of a column-parallel layer `a` is cut by its ranks, of a
@@ -175,12 +168,6 @@ class ShardedStack(LinearStack):
             return
         ((first, count),) = self._outputs
         expand_lora(out.narrow(1, first, count), self._tp.all_reduce(small), self.b, ((0, count),), rows)
-
-    def activate_gated(self, y: Tensor, x: Tensor, rows: RowView, kind: str, limit: float | None) -> Tensor:
-        """As of `LinearStack`."""
-        self.add(y, x, rows)
-        out: Tensor = activate_gated(y, kind, limit)
-        return out
 
 
 class EmbeddingStack:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.ops.activation import activate_gated
 from vllm.ops.registry import op
 from vllm.step.inputs import RowView, Segment
 
@@ -95,18 +94,6 @@ def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
                 before = before.add_(torch.mm(small, wide).to(out.dtype))
             if segment.rows is not None:
                 target.index_copy_(0, segment.rows, before)
-
-
-@op
-def activate_gated_lora(
-    y: Tensor, x: Tensor, matrices: LowRank, rows: RowView, kind: str, limit: float | None = None
-) -> Tensor:
-    """`activate_gated` of y after `add_lora` to both halves, its two parts. y, which may be overwritten: [rows, 2 *
-    outputs] -> [rows, outputs].
-    """
-    add_lora(y, x, matrices, rows)
-    out: Tensor = activate_gated(y, kind, limit)
-    return out
 
 
 @op

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from vllm.ops import lora as ops
-from vllm.ops.activation import activate_gated
 from vllm.ops.triton import lora as kernels
 from vllm.step.inputs import RowView, Segment
 
@@ -62,21 +61,6 @@ def test_adapters_add_what_the_reference_adds(adapters, inputs, parts, rank, dty
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     untouched = torch.tensor(adapters) < 0
     assert torch.equal(got[untouched], want[untouched])
-
-
-@pytest.mark.usefixtures("few_or_many")
-@pytest.mark.parametrize("limit", [None, 0.5])
-@pytest.mark.parametrize(("rank", "half"), [(4, 130), (33, 48)])
-def test_gated_activations_take_in_what_the_reference_adds(rank, half, limit):
-    adapters = [2] * 9 + [-1] * 18 + mixed(14, 3)
-    x, y = torch.randn(len(adapters), 200), torch.randn(len(adapters), 2 * half)
-    a, b = torch.randn(3, 2 * rank, 200) / 200**0.5, torch.randn(3, 2 * half, rank) / rank**0.5
-    on_device, known = views(adapters)
-    matrices = low_rank(a, b, ((0, half), (half, half)))
-    want = ops.activate_gated_lora.reference(y.clone(), x, matrices, known, "silu", limit)
-    assert not torch.allclose(want, activate_gated(y, "silu", limit), atol=0.1)
-    got = kernels.activate_gated_lora(y, x, matrices, on_device, "silu", limit)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_is_the_same_in_any_company():

@@ -20,7 +20,6 @@ from vllm.model_executor.layers.linear_method import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec, whole
-from vllm.ops.activation import activate_gated
 from vllm.ops.lora import LowRank
 from vllm.step.inputs import RowView
 
@@ -43,8 +42,6 @@ class AddsToRows(Protocol):
     whole: bool
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None: ...
-
-    def activate_gated(self, y: Tensor, x: Tensor, rows: RowView, kind: str, limit: float | None) -> Tensor: ...
 
 
 class LinearBase(nn.Module):
@@ -184,14 +181,6 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         parts = tuple(whole(size, name) for size, name in zip(output_sizes, names, strict=True))
         super().__init__(input_size, sum(output_sizes), bias, gather_output, skip_bias_add, parts=parts, **options)
         self.output_sizes = list(output_sizes)
-
-    def project_gated(self, x: Tensor, kind: str, limit: float | None, view: RowView | None = None) -> Tensor:
-        """`activate_gated` of the layer's output, which is gate and up."""
-        if view is None or self.lora is None:
-            out: Tensor = activate_gated(self.project(x), kind, limit)
-            return out
-        y = self.method.apply(self, x, self.bias)
-        return self.lora.activate_gated(y, x, view, kind, limit)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

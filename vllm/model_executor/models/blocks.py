@@ -35,7 +35,7 @@ from vllm.model_executor.layers.rope_table import rope_table
 from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, Layout, Mlp, Moe, Norm, Rope
-from vllm.ops.activation import activate
+from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, SparseBlocks, attend, write_kv
 from vllm.ops.encoder_attention import attend_whole
 from vllm.ops.moe import Choice, route, route_by_score, route_sparse
@@ -317,7 +317,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
         if self.spec.gated:
-            return self.down.project(self.gate_up.project_gated(x, self.act, self.spec.limit, view), view)
+            return self.down.project(activate_gated(self.gate_up.project(x, view), self.act, self.spec.limit), view)
         return self.down.project(activate(self.up.project(x, view), self.act), view)
 
 

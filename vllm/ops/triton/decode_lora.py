@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_wait, num_threads
 
 from vllm.ops.lora import LowRank
 
-_SHARE = 512  # inputs that one program multiplies, or more if that would take too many programs
-_MOST_SHARES = 14
+_SHARE = 1024  # inputs that one program multiplies, or more if that would take too many programs
+_MOST_SHARES = 8
 MOST_RANK = 128  # of adapters
 _LARGEST_TILE = 64  # rows of `a`
 _COLUMNS = MOST_RANK  # of `b` in one product

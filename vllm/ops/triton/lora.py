@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vllm.ops import lora as ops
 from vllm.ops.lora import LowRank
-from vllm.ops.triton.activation import KINDS, gated
 from vllm.step.inputs import RowView
 
 _ROWS = 16
@@ -120,38 +119,6 @@ def _expand_kernel(
 
 
 @triton.jit
-def _gate_kernel(
-    y_ptr, out_ptr, partial_ptr, b_ptr, adapters_ptr, rows, b_stride, limit, DIM: tl.constexpr, RANK: tl.constexpr,
-    RANK_PADDED: tl.constexpr, SPLITS: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Grid (blocks of rows, blocks of outputs): out = act(gate) * up, both halves of y with what adapters add."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    here = n < DIM
-    dtype = y_ptr.dtype.element_ty
-    at = y_ptr + m.to(tl.int64)[:, None] * (2 * DIM) + n[None, :]
-    mask = (m < rows)[:, None] & here[None, :]
-    own_gate = tl.load(at, mask=mask, other=0.0)  # first, so that nothing waits for them
-    own_up = tl.load(at + DIM, mask=mask, other=0.0)
-    chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first, last = _adapters_of(chosen, False, 0)
-    for adapter in range(first, last + 1):
-        mine = chosen == adapter
-        if tl.max(mine.to(tl.int32), 0) > 0:
-            b_rows = b_ptr + adapter * b_stride.to(tl.int64) + n.to(tl.int64) * RANK
-            gate = _expanded(gate, partial_ptr, b_rows, mine, m, rows, here, 0, RANK, RANK_PADDED, 2, SPLITS)
-            b_rows += DIM * RANK
-            up = _expanded(up, partial_ptr, b_rows, mine, m, rows, here, 1, RANK, RANK_PADDED, 2, SPLITS)
-    gate = own_gate + gate.to(dtype)
-    up = own_up + up.to(dtype)
-    out = out_ptr + m.to(tl.int64)[:, None] * DIM + n[None, :]
-    tl.store(out, gated(gate, up, limit, KIND, LIMITED), mask=mask)
-
-
-@triton.jit
 def _gather_kernel(
     ids_ptr, a_ptr, adapters_ptr, partial_ptr, rows, vocabulary, RANK: tl.constexpr, RANK_PADDED: tl.constexpr
 ):
@@ -192,8 +159,9 @@ def _shrink(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
 
 
 def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
-    """`vllm.ops.lora.add_lora` for CUDA. The rows' adapters are read on the device."""
-    if x.stride(1) != 1 or out.stride(1) != 1:
+    """`vllm.ops.lora.add_lora` for CUDA. `rows.segments` may be empty: the rows' adapters are read on the device."""
+    known = bool(rows.segments) and len(x) > _MANY_ROWS  # cuBLAS multiplies whole segments faster
+    if known or x.stride(1) != 1 or out.stride(1) != 1:
         ops.add_lora.reference(out, x, matrices, rows)
         return
     if x.shape[0]:
@@ -226,24 +194,6 @@ def _expand(out: Tensor, partial: Tensor, b: Tensor, parts: tuple[tuple[int, int
     )  # fmt: skip
 
 
-def activate_gated_lora(
-    y: Tensor, x: Tensor, matrices: LowRank, rows: RowView, kind: str, limit: float | None = None
-) -> Tensor:
-    """`vllm.ops.lora.activate_gated_lora` for CUDA: of many rows, y is read once and not written."""
-    count, half, b = y.shape[0], y.shape[1] // 2, matrices.b
-    if count <= _MANY_ROWS or x.stride(1) != 1 or not y.is_contiguous() or kind not in KINDS:
-        out: Tensor = ops.activate_gated_lora.reference(y, x, matrices, rows, kind, limit)
-        return out
-    partial = _shrink(x, matrices.a, rows)
-    out = y.new_empty(count, half)
-    _gate_kernel[(triton.cdiv(count, _MANY), triton.cdiv(half, _OUTPUTS))](
-        y, out, partial, b, rows.adapters, count, b.stride(0), limit or 0.0, DIM=half, RANK=b.shape[2],
-        RANK_PADDED=_padded(b.shape[2]), SPLITS=len(partial), KIND=KINDS[kind], LIMITED=limit is not None,
-        BLOCK_M=_MANY, BLOCK_N=_OUTPUTS, num_warps=8,
-    )  # fmt: skip
-    return out
-
-
 def add_embedding_lora(out: Tensor, ids: Tensor, matrices: LowRank, rows: RowView) -> None:
     """`vllm.ops.lora.add_embedding_lora` for CUDA; `rows.segments` may be empty."""
     count = ids.shape[0]
@@ -262,5 +212,4 @@ def register(device_type: str) -> None:
     ops.add_lora.register(device_type, add_lora)
     ops.shrink_lora.register(device_type, shrink_lora)
     ops.expand_lora.register(device_type, expand_lora)
-    ops.activate_gated_lora.register(device_type, activate_gated_lora)
     ops.add_embedding_lora.register(device_type, add_embedding_lora)
