@@ -2,7 +2,8 @@
 
     python -m benchmarks.plot benchmarks/results/h200_curves.json docs/images/h200
 
-Writes PREFIX-decode.svg, PREFIX-prefill.svg and PREFIX-batch.svg. Both axes are logarithmic; nothing is smoothed.
+Writes PREFIX-decode.svg, PREFIX-batch.svg and, where prompts were timed, PREFIX-prefill.svg. Both axes are
+logarithmic; nothing is smoothed.
 """
 
 from __future__ import annotations
@@ -100,13 +101,15 @@ def _lines(table: dict[str, dict[str, float]]) -> list[Line]:
 def draw(result: dict) -> dict[str, str]:
     """SVG images by name, of what `benchmarks.h200.curves` has written."""
     of = f"{result['model']}, {result['device']}"
-    by_batch = Line("128 tokens in", sorted((float(x), y) for x, y in result["by_batch"].items()))
+    by_batch = Line("short contexts", sorted((float(x), y) for x, y in result["by_batch"].items()))
     tokens = "tokens of context"
-    return {
+    images = {
         "decode": chart(f"Decode step: {of}", tokens, "milliseconds", _lines(result["decode"])),
-        "prefill": chart(f"All first tokens: {of}", tokens, "seconds", _lines(result["prefill"])),
         "batch": chart(f"Decode step: {of}", "requests", "milliseconds", [by_batch]),
     }
+    if result.get("prefill"):
+        images["prefill"] = chart(f"All first tokens: {of}", tokens, "seconds", _lines(result["prefill"]))
+    return images
 
 
 def main() -> None:
