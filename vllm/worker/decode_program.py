@@ -108,6 +108,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     # with more warps and a tile in registers attention is faster, but the programs of the next product have less room:
     # that pays where they need little
     eight = layer.attention.cache.element_size() == 1
+    wide = few and width <= 16384  # of longer sequences every program has enough keys to read alone
     light = layer.o.weight.shape.numel() <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
@@ -127,8 +128,8 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         down,
         o if w.head is None else product(Linear(w.head), ARGMAX),
         splits,
-        tile=128 if eight and not (few or large) else 64 if few and not large else 32,
-        warps=4 if large or (few and light) or (eight and not few) else 2 if few else 1,
+        tile=128 if eight and not (few or large) else 64 if (wide or (few and light)) and not large else 32,
+        warps=4 if large or (few and light) or (eight and not few) else 2 if wide else 1,
         stages=2,
         early=few and light and not large,
         wide_gate=wide_gate,
