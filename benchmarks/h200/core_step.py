@@ -84,8 +84,9 @@ def main() -> None:
     parser.add_argument("--prefill", default="1x8192,16x2048")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--quantization", default=None)
     args = parser.parse_args()
-    core = Core(args.model, enforce_eager=args.eager)
+    core = Core(args.model, enforce_eager=args.eager, quantization=args.quantization)
     result: dict = {
         "model": args.model,
         "start_s": core.start_seconds,

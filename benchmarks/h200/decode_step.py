@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.h200.quantized import KINDS
 from benchmarks.h200.timing import capture, ceilings, device_ms
 from benchmarks.h200.tune_decode import Bench
-from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import precompile
 from vllm.worker.decode_weights import Linear, MoeWeights, ProgramWeights
 
@@ -27,7 +27,7 @@ def bytes_read(w: ProgramWeights, rows: int, context: int) -> int:
 
     def size(*parts: Linear) -> int:
         weights = [part.weight for part in parts]
-        return sum(w.num_bytes if isinstance(w, PackedWords) else w.numel() * w.element_size() for w in weights)
+        return sum(w.numel() * w.element_size() if isinstance(w, torch.Tensor) else w.num_bytes for w in weights)
 
     total = size(Linear(w.head))
     for layer in w.layers:
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--models", required=True, help="folders, separated by commas")
     parser.add_argument("--rows", default="1,32,256")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--weights", default="plain", choices=("plain", "int4", "int4/32", "int8", "fp8"))
+    parser.add_argument("--weights", default="plain", choices=("plain", *KINDS))
     parser.add_argument("--cache", default="auto", choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"))
     parser.add_argument("--profile", default="", help="numbers of rows")
     parser.add_argument("--out", required=True)

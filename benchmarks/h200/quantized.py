@@ -17,10 +17,11 @@ import triton
 
 from benchmarks.h200.timing import graph_ms
 from vllm.ops.linear import linear
-from vllm.ops.quantized_weights import round_to_groups
+from vllm.ops.quantized_weights import InputQuant, round_to_groups
 from vllm.ops.triton import quantized, register
-from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Stream, run_product
+from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Stream, Weight, run_product
 from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.precompile import precompile
 
@@ -103,7 +104,7 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     gated = mode == GATED
     x, out = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (k, n))
     copies = 12
-    weights = [random_words(n * (2 if gated else 1), k, kind, x.device) for _ in range(copies)]
+    weights = [random_weight(n * (2 if gated else 1), k, kind, x.device) for _ in range(copies)]
     tiles = 2 * n // 64 + 1
     best, found = torch.empty(rows, tiles, device="cuda"), []
     part = torch.empty(16 * max(64, rows) * n * 2, device="cuda")
@@ -129,6 +130,26 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     for us, t in found[:4]:
         print(f"    {us:7.2f} us  {(t.vector, t.rows, t.depth, t.warps, t.split, t.stages, t.ahead)}")
     return found
+
+
+KINDS = ("int4", "int4/32", "int8", "fp8", "float8", "float8/128")
+
+
+def random_weight(n: int, k: int, kind: str, device: torch.device) -> Weight:
+    """A [n, k] weight as `random_words` makes it, or "float8": 8-bit floats with a scale for each output, as they are
+    kept; "float8/128": for each block.
+    """
+    if not kind.startswith("float8"):
+        return random_words(n, k, kind, device)
+    codes = torch.empty(n, k, dtype=torch.uint8, device=device)
+    if device.type != "meta":
+        codes.random_(0, 127)
+    shape = (n // 128, k // 128) if kind.endswith("/128") else (n,)
+    scales = (
+        torch.full(shape, 0.002, device=device)
+        + torch.arange(shape[0], device=device).view(-1, *[1] * (len(shape) - 1)) * 1e-9
+    )
+    return Float8Weight(codes.view(torch.float8_e4m3fn), scales, InputQuant("fp8"))
 
 
 def random_words(n: int, k: int, kind: str, device: torch.device) -> PackedWords:
@@ -158,7 +179,7 @@ def compile_ahead(rows: list[int], shapes: list[tuple[str, int, int]], kinds: li
         mode = MODES[name]
         gated = mode == GATED
         meta = torch.device("meta")
-        words = random_words(n, k, kind, meta)
+        words = random_weight(n, k, kind, meta)
         outs = n // 2 if gated else n
         x, out = (torch.empty(count, size, device=meta, dtype=torch.bfloat16) for size in (k, outs))
         best, ints = torch.empty(count, 9, device=meta), torch.empty(9, dtype=torch.int32, device=meta)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.h200.quantized import random_words, tilings
+from benchmarks.h200.quantized import KINDS, random_weight, tilings
 from benchmarks.h200.timing import capture, device_ms
 from vllm.config.hf import HFConfig
 from vllm.model_executor.models.decoder import DecoderModel
@@ -130,7 +130,7 @@ def packed(w: ProgramWeights, kind: str) -> ProgramWeights:
     """The same step with random packed weights; kind: as of `random_words`."""
 
     def pack(part: Linear) -> Linear:
-        return Linear(random_words(*part.weight.shape, kind, part.weight.device), part.bias)
+        return Linear(random_weight(*part.weight.shape, kind, part.weight.device), part.bias)
 
     def layer(old: LayerWeights) -> LayerWeights:
         ffn = old.ffn
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--models", required=True, help="folders, separated by commas")
     parser.add_argument("--rows", default="1,32")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--weights", default="plain", choices=("plain", "int4", "int4/32", "int8", "fp8"))
+    parser.add_argument("--weights", default="plain", choices=("plain", *KINDS))
     parser.add_argument("--parts", default="", help="what to tune, separated by commas; everything by default")
     parser.add_argument("--seconds", type=float, default=60, help="per model and number of rows")
     parser.add_argument("--out", required=True)

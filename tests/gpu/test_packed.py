@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
-from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, run_product
+from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, round_to_groups
+from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, choose_product_tiling, run_product
 from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_linear import PackedWords, dequantize
-from vllm.ops.triton.quantized import multiply
+from vllm.ops.triton.quantized import multiply, pack
 
 KINDS = {
     "int4": lambda w: round_to_groups(w, 4, 128),
@@ -72,4 +73,58 @@ def test_what_follows_a_product(kind, rows, tiling):
     assert error(s.scaled, want * norm.float()) < 6e-3
     squares = s.squares[: rows * back.tiles].view(rows, -1).sum(1)
     assert error(squares, want.square().sum(1)) < 6e-3
+    assert not s.arrived.any()
+
+
+def float8(kind, n, k, inputs=None):
+    dense = torch.randn(n, k, device="cuda") * torch.rand(n, 1, device="cuda")
+    if kind != "block":
+        return round_to_fp8(dense, kind, inputs)
+    blocks = dense.view(n // 128, 128, k // 128, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
+    return GroupedWeight(codes, scales.repeat_interleave(128, 0), 128, 8, inputs=inputs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["tensor", "channel", "block"])
+def test_float8_products(kind, dtype):
+    weight = float8(kind, 1536, 1152, InputQuant("fp8", "group" if kind == "block" else "token"))
+    numbers, packed = weight.dequantize(), pack(weight, dtype)
+    assert type(packed) is Float8Weight
+    for rows in (1, 3, 20, 64):
+        x = torch.randn(rows, 1152, device="cuda", dtype=dtype)
+        assert error(multiply(x, packed), x.float() @ numbers.T) < TOLERANCE[dtype], rows
+    for rows in (65, 200, 1000):
+        x = torch.randn(rows, 1152, device="cuda", dtype=dtype) * torch.rand(rows, 1, device="cuda", dtype=dtype)
+        groups = x.float().view(rows, -1, 128 if kind == "block" else 1152)
+        scale = groups.abs().amax(-1, keepdim=True) / 448
+        rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+        assert error(multiply(x, packed), rounded @ numbers.T) < 8e-3, rows
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("rows", [1, 33])
+def test_what_follows_a_float8_product(kind, rows):
+    hidden, inner, dtype = 1024, 1536, torch.bfloat16
+    up, down = float8(kind, 2 * inner, hidden), float8(kind, hidden, inner)
+    x, h = (torch.randn(rows, hidden, device="cuda", dtype=dtype) * 0.05 for _ in range(2))
+    norm, mlp = torch.rand(hidden, device="cuda", dtype=dtype), torch.empty(rows, inner, device="cuda", dtype=dtype)
+    best = torch.empty(rows, 2048, device="cuda")
+    s = Stream(
+        rows, hidden, h.clone(), torch.empty_like(h), torch.empty(rows * 2048, device="cuda"),
+        torch.full((8 * 64 * 2 * inner,), float("nan"), device="cuda"),
+        torch.zeros(2048, dtype=torch.int32, device="cuda"), best, best.int(), best,
+    )  # fmt: skip
+    for pdl in (False, True):
+        s.h.copy_(h)
+        first, second = pack(up, dtype), pack(down, dtype)
+        tiling = choose_product_tiling(rows, first, GATED)
+        run_product(Product(first, None, GATED, tiling, "silu"), s, x, mlp, pdl=pdl)
+        gate, part = (x.float() @ up.dequantize().T).chunk(2, 1)
+        assert error(mlp, F.silu(gate) * part) < 8e-3
+        run_product(
+            Product(second, None, RESIDUAL, choose_product_tiling(rows, second, RESIDUAL)), s, mlp, s.h, norm, pdl
+        )
+        assert error(s.h, h.float() + mlp.float() @ down.dequantize().T) < 4e-3
     assert not s.arrived.any()

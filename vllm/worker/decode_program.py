@@ -50,7 +50,8 @@ from vllm.ops.triton.decode_step import (
     normalize_rows,
 )
 from vllm.ops.triton.moe import routed_mlp, sum_chosen
-from vllm.ops.triton.packed_linear import PackedWords, dequantize
+from vllm.ops.triton.packed_linear import PackedWords
+from vllm.ops.triton.quantized import many_rows
 from vllm.ops.triton.wide_linear import (
     WideTiling,
     argmax_product,
@@ -358,7 +359,7 @@ class DecodeProgram:
         if p.mode == GATED and p.act is not None and wide is not None and isinstance(weight, Tensor):
             gated_product(x, weight, out, p.act, wide, pdl=self._pdl)
             return out
-        y: Tensor = linear(x, weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype), p.bias)
+        y: Tensor = linear(x, weight, p.bias) if isinstance(weight, Tensor) else many_rows(x, weight, p.bias, x.dtype)
         if p.change is not None:
             _add_change(p.change, y, x)
         if p.act is not None:

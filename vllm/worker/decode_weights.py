@@ -34,9 +34,10 @@ from vllm.ops.lora import LowRank
 from vllm.ops.triton.attention import fp8_limit
 from vllm.ops.triton.decode_attention import DecodeAttention
 from vllm.ops.triton.decode_join import NormWeights
-from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, supports
+from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, Weight, supports
 from vllm.ops.triton.decode_lora import MOST_RANK
 from vllm.ops.triton.decode_step import Entrance
+from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_linear import PackedWords
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Linear:
     lora: the adapters' matrices, None where there are no adapters.
     """
 
-    weight: Tensor | PackedWords
+    weight: Weight
     bias: Tensor | None = None
     lora: LowRank | None = None
 
@@ -330,7 +331,8 @@ def _plain(linear: Any, mode: int) -> Linear | None:
         return None
     if isinstance(linear.method, QuantizedLinearMethod):
         weight = linear.packed[0].weight if len(linear.packed) == 1 else None  # unlike parts are products of their own
-        if type(weight) is not PackedWords or weight.order is not None:
+        known = isinstance(weight, Float8Weight) and supports(weight, mode)
+        if not known and (not isinstance(weight, PackedWords) or weight.order is not None):
             return None
     else:
         if not isinstance(linear.method, UnquantizedLinearMethod) or linear.packed is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from vllm.ops.quantized import DenseWeight
-from vllm.ops.quantized_weights import GroupedWeight, round_to_fp8, round_to_groups
+from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, round_to_groups
 from vllm.ops.triton import quantized as kernels
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, run_product
 from vllm.ops.triton.decode_parts import Tiling
+from vllm.ops.triton.float8 import Float8Weight, round_rows
 from vllm.ops.triton.packed_linear import PackedWords
 
 
@@ -88,7 +92,7 @@ def test_a_row_has_the_same_bits_in_any_small_batch():
 
 def test_what_the_kernel_does_not_know_becomes_numbers():
     dense, x = torch.randn(40, 96), torch.randn(3, 96).half()
-    for weight in (round_to_fp8(dense, "tensor"), round_to_groups(dense, 4, 8)):
+    for weight in (round_to_fp8(dense, "tensor"), round_to_groups(dense, 4, 8)):  # 40 outputs
         packed = kernels.pack(weight, torch.float16)
         assert type(packed) is DenseWeight
         assert error(kernels.multiply(x, packed), x.float() @ weight.dequantize().T) < 2e-3
@@ -102,3 +106,80 @@ def test_products_with_float8_weights(per, rows):
     packed = PackedWords(weight)
     assert error(kernels.multiply(x, packed), x.float() @ weight.dequantize().T) < 2e-3
     torch.testing.assert_close(kernels.dequantize(packed, torch.float32), weight.dequantize(), rtol=1e-6, atol=1e-6)
+
+
+def float8_weight(kind, n, k, inputs=None):
+    """A weight in 8-bit floats with a scale for all, for each output, or for each block of 128 x 128."""
+    dense = torch.randn(n, k) * torch.rand(n, 1) * k**-0.5
+    if kind != "block":
+        return round_to_fp8(dense, kind, inputs)
+    blocks = dense.view(n // 128, 128, k // 128, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
+    return GroupedWeight(codes, scales.repeat_interleave(128, 0), 128, 8, inputs=inputs)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "channel", "block"])
+def test_products_with_float8_weights_of_few_rows(kind):
+    weight = float8_weight(kind, 256, 384)
+    packed = kernels.pack(weight, torch.float16)
+    assert type(packed) is Float8Weight
+    torch.testing.assert_close(packed.numbers(torch.float32), weight.dequantize())
+    bias = torch.randn(256).half()
+    for rows in (0, 1, 5, 33):
+        x = torch.randn(rows, 387)[:, :384].half()
+        got = kernels.multiply(x, packed, bias, torch.float32)
+        assert got.dtype == torch.float32 and got.shape == (rows, 256)
+        if rows:
+            assert error(got, x.float() @ weight.dequantize().T + bias.float()) < 2e-3
+
+
+def test_many_rows_whose_format_rounds_nothing_are_multiplied_by_the_numbers():
+    weight = float8_weight("channel", 64, 128)
+    x = torch.randn(70, 128).half()
+    assert error(kernels.multiply(x, kernels.pack(weight, torch.float16)), x.float() @ weight.dequantize().T) < 2e-3
+
+
+@pytest.mark.parametrize("inputs", [InputQuant("fp8"), InputQuant("fp8", "tensor", 0.02), InputQuant("fp8", limit=1.0)])
+@pytest.mark.parametrize("kind", ["tensor", "channel"])
+def test_many_rows_are_rounded_as_the_format_says(kind, inputs):
+    weight = float8_weight(kind, 64, 192, inputs)
+    x = (torch.randn(70, 192) * torch.rand(70, 1) * 4).bfloat16()
+    scale = x.float().abs().amax(1, keepdim=True).clamp(max=inputs.limit or math.inf) / 448
+    if inputs.scale is not None:
+        scale = torch.tensor(inputs.scale)
+    rounded = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    got = kernels.multiply(x, kernels.pack(weight, torch.bfloat16), torch.ones(64).bfloat16())
+    assert error(got, rounded @ weight.dequantize().T + 1) < 0.07  # the interpreter cuts where the device rounds
+
+
+def test_rows_in_blocks_have_scales_of_their_own():
+    x = torch.randn(5, 384).bfloat16() * 10.0 ** torch.arange(-2, 1).repeat_interleave(128)
+    codes, scales = round_rows(x.bfloat16(), blocks=True)
+    assert scales.shape == (5, 3) and scales.stride() == (1, 5)
+    back = codes.float().view(5, 3, 128) * scales[..., None]
+    assert error(back.flatten(1), x) < 0.07
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_what_follows_a_product_with_a_float8_weight(kind):
+    rows, hidden, inner = 3, 128, 128
+    up, down = float8_weight(kind, 2 * inner, hidden), float8_weight(kind, hidden, inner)
+    x, h, norm = torch.randn(3, rows, hidden)
+    best, mlp = torch.empty(rows, 16), torch.empty(rows, inner)
+    s = Stream(
+        rows, hidden, h.clone(), torch.empty_like(h), torch.empty(rows, 64), torch.empty(8 * 16 * 2 * hidden),
+        torch.zeros(16, dtype=torch.int32), best, best, best,
+    )  # fmt: skip
+    tilings = [Tiling(False, 32, 64, 4, 1, 2)] + ([Tiling(True, 32, 64, 4)] if kind == "channel" else [])
+    for t in tilings:
+        one = 1 if t.vector else rows
+        s = replace(s, rows=one, h=h[:one].clone())
+        run_product(Product(kernels.pack(up, torch.float16), None, GATED, t, "silu"), s, x[:one], mlp[:one])
+        gate, part = F.linear(x[:one], up.dequantize()).chunk(2, 1)
+        torch.testing.assert_close(mlp[:one], F.silu(gate) * part, rtol=1e-4, atol=1e-4)
+        t = t if t.vector else replace(t, split=2)
+        run_product(Product(kernels.pack(down, torch.float16), None, RESIDUAL, t), s, mlp[:one], s.h, norm[0])
+        want = h[:one] + F.linear(mlp[:one], down.dequantize())
+        torch.testing.assert_close(s.h, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(s.scaled[:one], want * norm[0], rtol=1e-4, atol=1e-4)

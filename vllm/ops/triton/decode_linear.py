@@ -38,10 +38,11 @@ from vllm.ops.triton.decode_lora import (
     shrink_rows,
 )
 from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, inverse_rms, processors
+from vllm.ops.triton.float8 import ASSEMBLY, BLOCK, Float8Weight, float8_numbers
 from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
-DTYPES = [torch.bfloat16, torch.float16]  # of weights and rows; what is prefetched is counted in numbers of two bytes
+DTYPES = [torch.bfloat16, torch.float16]  # of rows, and of weights without scales
 
 
 @triton.jit
@@ -62,10 +63,10 @@ def _inputs(x, k, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles_in"])
 def _gemv_kernel(
-    x, w, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, scale,
+    x, w, scales, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, scale,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
     MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
-    SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr,
+    SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end.
 
@@ -101,6 +102,10 @@ def _gemv_kernel(
     u = y
     if MODE == 1:
         u = tl.sum(up, 1)
+    if SCALES > 0:
+        y *= tl.load(scales + n, mask=in_n, other=0.0)
+        if MODE == 1:
+            u *= tl.load(scales + N + n, mask=in_n, other=0.0)
     finish_row(
         y, u, n, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
         sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, SQUARES,
@@ -109,18 +114,20 @@ def _gemv_kernel(
 
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _skinny_kernel(
-    x, w, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
-    sums, scale, low_a, low_b, ranks, adapters, small, ready, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    x, w, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
+    best_at, sums, scale, low_a, low_b, ranks, adapters, small, ready, M, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
     ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
     AHEAD: tl.constexpr, LORA: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, SP: tl.constexpr, FORESEE: tl.constexpr,
+    SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
     With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
     With LORA > 0, so many programs more come first, spread over the shares, for `shrink_rows`.
+    SCALES: of weights in 8-bit floats: 1 if each output has one, 2 if each block of 128 x 128 has (BK divides 128).
     """
     FIRST: tl.constexpr = (LORA + SPLIT - 1) // SPLIT
     pid = tl.program_id(0) - FIRST
@@ -161,10 +168,28 @@ def _skinny_kernel(
         k = start + tl.arange(0, BK)
         a = tl.load(rows + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
         xt = tl.load(x + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
-        acc = tl.dot(a, xt, acc)
         if MODE == 1:
             b = tl.load(rows + N * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
-            up = tl.dot(b, xt, up)
+        if SCALES > 0:
+            a = float8_numbers(a, xt.dtype, ASM)
+            if MODE == 1:
+                b = float8_numbers(b, xt.dtype, ASM)
+        if SCALES == 2:
+            at = (n // 128) * (K // 128) + start // 128
+            size = tl.load(scales + at, mask=in_n, other=0.0)
+            acc += tl.dot(a, xt) * size[:, None]
+            if MODE == 1:
+                at = ((n + N) // 128) * (K // 128) + start // 128
+                size = tl.load(scales + at, mask=in_n, other=0.0)
+                up += tl.dot(b, xt) * size[:, None]
+        else:
+            acc = tl.dot(a, xt, acc)
+            if MODE == 1:
+                up = tl.dot(b, xt, up)
+    if SCALES == 1:
+        acc *= tl.load(scales + n, mask=in_n, other=0.0)[:, None]
+        if MODE == 1:
+            up *= tl.load(scales + N + n, mask=in_n, other=0.0)[:, None]
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
@@ -203,6 +228,9 @@ def _skinny_kernel(
     )  # fmt: skip
 
 
+Weight = Tensor | PackedWords | Float8Weight
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """One product of a decode step: weight [outputs (2 x outputs for GATED), inputs], packed or not, bias [its rows] or
@@ -212,7 +240,7 @@ class Product:
     before all that; not for the tiling of one row.
     """
 
-    weight: Tensor | PackedWords
+    weight: Weight
     bias: Tensor | None
     mode: int
     tiling: Tiling
@@ -281,24 +309,28 @@ def run_product(
     const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode}
     const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": norm, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
-    if t.vector and isinstance(p.weight, Tensor):
-        _gemv_kernel[(p.tiles,)](
-            rows, p.weight, bias, out, squares, tiles, eps, *rest,
-            UNROLL=t.unroll, SQUARES=triton.next_power_of_2(max(tiles, 2)), WHOLE=_whole(p), **const, **extra,
-        )  # fmt: skip
-        return
     if isinstance(p.weight, PackedWords):
         del const["BK"]
         behind = (squares, tiles, eps, *rest)
         launch_packed(rows, p.weight, (bias, out), (s.part, s.arrived), behind, s.rows, t, const, extra)
         return
+    weights, scales, kind = p.weight, bias, 0
+    if isinstance(weights, Float8Weight):
+        weights, scales, kind = weights.codes, weights.scales, 2 if weights.blocks else 1
+    if t.vector:
+        _gemv_kernel[(p.tiles,)](
+            rows, weights, scales, bias, out, squares, tiles, eps, *rest,
+            UNROLL=t.unroll, SCALES=kind, SQUARES=triton.next_power_of_2(max(tiles, 2)), WHOLE=_whole(p), **const,
+            **extra,
+        )  # fmt: skip
+        return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
     added, low_rank = no_change(rows) if p.change is None else p.change.arguments()
     foresee = pdl and p.outputs % t.rows == 0 and low_rank["RANK"] % 16 == 0 and added[0].element_size() == 2
     _skinny_kernel[(p.tiles + -(-low_rank["LORA"] // t.split), t.split)](
-        rows, p.weight, bias, out, s.part, s.arrived, squares, tiles, eps, *rest, *added, s.rows,
+        rows, weights, scales, bias, out, s.part, s.arrived, squares, tiles, eps, *rest, *added, s.rows,
         BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, FORESEE=foresee,
-        **const, **low_rank, **extra,
+        SCALES=kind, ASM=ASSEMBLY and rows.dtype != torch.float32, **const, **low_rank, **extra,
     )  # fmt: skip
 
 
@@ -310,7 +342,7 @@ def _whole(p: Product) -> bool:
 def _columns_ahead(p: Product) -> int:
     """As many columns as the tiling asks for, are there, and can be cut into pieces of 16 bytes, one a thread."""
     t = p.tiling
-    piece = 8 * max(1, 32 * t.warps // t.rows)
+    piece = (8 if isinstance(p.weight, Tensor) else 16) * max(1, 32 * t.warps // t.rows)
     whole = p.outputs % t.rows == 0  # nothing is asked for that is not there
     return min(t.ahead, p.weight.shape[1] // t.split) // piece * piece if whole else 0
 
@@ -379,18 +411,21 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 4, 2048, 8, whole=True)
 
 
-def choose_product_tiling(rows: int, weight: Tensor | PackedWords, mode: int) -> Tiling:
+def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     """The tiling of a product with a weight, packed or not."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
     if isinstance(weight, PackedWords):
         return choose_packed_tiling(rows, outputs, weight.words.shape[0])
+    if isinstance(weight, Float8Weight) and weight.blocks:  # the kernel for one row knows no blocks
+        t = choose_tiling(max(rows, 2), outputs, inputs, mode)
+        return _fitting(replace(t, depth=min(t.depth, BLOCK)), inputs)
     return choose_tiling(rows, outputs, inputs, mode)
 
 
-def supports(weight: Tensor, mode: int) -> bool:
+def supports(weight: Tensor | Float8Weight, mode: int) -> bool:
     """Whether a weight [outputs, inputs] can be used: of a known dtype, dense, and widths that the tiles divide."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
     whole = inputs % 64 == 0 and (mode == ARGMAX or outputs % 64 == 0)
-    return weight.dtype in DTYPES and weight.is_contiguous() and whole
+    return whole and (isinstance(weight, Float8Weight) or (weight.dtype in DTYPES and weight.is_contiguous()))

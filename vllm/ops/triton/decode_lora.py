@@ -82,18 +82,19 @@ def no_change(x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 
 @triton.jit
 def prefetch_rows(rows, first, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Bring columns [first, first + COLUMNS) of ROWS rows of a matrix of 16 bits into the L2. One piece a thread, so
+    """Bring columns [first, first + COLUMNS) of ROWS rows of a matrix into the L2. One piece a thread, so
     that each is asked for once.
 
     rows: [ROWS] pointers to the beginnings of the rows.
     """
     PIECES: tl.constexpr = num_threads() // ROWS
     SIZE: tl.constexpr = COLUMNS // PIECES  # numbers in a piece
+    BYTES: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     at = rows[:, None] + first + tl.arange(0, PIECES)[None, :] * SIZE
     tl.inline_asm_elementwise(
         "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
-        [at, tl.full([ROWS, PIECES], SIZE * 2, tl.int32)],
+        [at, tl.full([ROWS, PIECES], SIZE * BYTES, tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

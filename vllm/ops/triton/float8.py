@@ -1,0 +1,183 @@
+"""Weights in 8-bit floats on a GPU, as torch's products of 8-bit floats take them, and inputs rounded for those."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from vllm.ops.quantized_weights import FP8_MAX, GroupedWeight, InputQuant
+
+BLOCK = 128  # outputs and inputs of a block that has one scale
+ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter knows none
+_MOST_INPUTS = 65536  # one program holds a whole row
+
+
+class Float8Weight:
+    """A weight [out, in] of which each output, or each block of 128 x 128, has a scale.
+
+    codes: float8_e4m3fn [out, in].   scales: fp32 [out], or [ceil(out / 128), ceil(in / 128)] if `blocks`.
+    inputs: how the format wants inputs rounded; None: not at all.   fixed: [1], the scale of inputs if it is fixed.
+    one_scale: [1], of all outputs, None if they differ.
+    """
+
+    __slots__ = ("blocks", "codes", "fixed", "inputs", "num_bytes", "one_scale", "scales")
+
+    def __init__(self, codes: Tensor, scales: Tensor, inputs: InputQuant | None) -> None:
+        self.codes, self.scales, self.inputs = codes.contiguous(), scales.contiguous(), inputs
+        self.blocks = scales.dim() == 2
+        self.one_scale = self.fixed = None
+        if inputs is not None and inputs.scale is not None:
+            self.fixed = torch.full((1,), inputs.scale, dtype=torch.float32, device=codes.device)
+        if not self.blocks and scales.device.type != "meta" and bool((scales == scales[0]).all()):
+            self.one_scale = scales[:1].clone()
+        self.num_bytes = codes.numel() + 4 * scales.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The weight as numbers, [out, in]."""
+        scales = self.scales[:, None]
+        if self.blocks:
+            scales = self.scales.repeat_interleave(BLOCK, 0)[: self.shape[0]].repeat_interleave(BLOCK, 1)
+            scales = scales[:, : self.shape[1]]
+        return (self.codes.float() * scales).to(dtype)
+
+
+def float8_weight(weight: GroupedWeight) -> Float8Weight | None:
+    """`weight` for these products; None if they do not take it: codes of another kind, other groups, odd sizes."""
+    n, k = weight.shape
+    plain = weight.table is None and weight.order is None and weight.offsets is None and weight.zero == 0
+    if weight.codes.dtype != torch.float8_e4m3fn or not plain or n % 64 or k % 64 or k > _MOST_INPUTS:
+        return None
+    if weight.inputs is not None and weight.inputs.kind != "fp8":
+        return None
+    if weight.group >= k:
+        return Float8Weight(weight.codes, weight.scales[:, 0], weight.inputs)
+    if weight.group != BLOCK or n % BLOCK or k % BLOCK:
+        return None
+    scales = weight.scales[::BLOCK]
+    if not torch.equal(scales.repeat_interleave(BLOCK, 0), weight.scales):  # cut inside blocks, or finer ones
+        return None
+    return Float8Weight(weight.codes, scales, weight.inputs)
+
+
+@triton.constexpr_function
+def _assembly(half):
+    """Instructions that make four numbers, in float16 if `half`, else in bfloat16, of four float8 ones: their bits are
+    those of a wider float but for the exponent's bias, which a product mends. The machine's own conversion to bfloat16
+    is several times slower.
+    """
+    shift, mask, factor = (1, "0x3F803F80", "0x5C005C00") if half else (4, "0x07F007F0", "0x7B807B80")
+    fma = "fma.rn.f16x2" if half else "fma.rn.bf16x2"
+    text = "{ .reg .b32 t, u, v, w; mov.b32 v, " + factor + "; mov.b32 w, 0x80008000; "
+    for out, selector in ((0, "0x1404"), (1, "0x3424")):  # a number's byte becomes the upper one of its half
+        text += f"prmt.b32 t, $2, 0, {selector}; shr.b32 u, t, {shift}; and.b32 u, u, {mask}; "
+        text += f"lop3.b32 u, t, 0x80008000, u, 0xEA; {fma} ${out}, u, v, w; "
+    return text + "}"
+
+
+@triton.jit
+def float8_numbers(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Float8 numbers in float16 or bfloat16."""
+    if ASM:
+        HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
+        TEXT: tl.constexpr = _assembly(HALF)
+        if HALF:
+            numbers = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        else:
+            numbers = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        numbers = codes.to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def _round_kernel(
+    x, out, scales, given, limit, stride, rows, K: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr,
+    GIVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,): codes of one row, with a scale of its own, one for each GROUP of its inputs, or the one given."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    c = tl.arange(0, KP)
+    keep = c < K
+    v = tl.load(x + row.to(tl.int64) * stride + c, mask=keep, other=0.0).to(tl.float32)
+    if GROUP > 0:
+        v = tl.reshape(v, [KP // GROUP, GROUP])
+        size = tl.maximum(tl.max(tl.abs(v), 1) / 448.0, 1e-12)
+        g = tl.arange(0, KP // GROUP)
+        tl.store(scales + g * rows + row, size, mask=g * GROUP < K)
+        codes = tl.reshape(v / size[:, None], [KP])
+    else:
+        if GIVEN:  # noqa: SIM108
+            size = tl.load(given)
+        else:
+            size = tl.maximum(tl.minimum(tl.max(tl.abs(v), 0), limit) / 448.0, 1e-12)
+        tl.store(scales + row, size)
+        codes = v / size
+    codes = tl.minimum(tl.maximum(codes, -448.0), 448.0)
+    tl.store(out + row.to(tl.int64) * K + c, codes.to(tl.float8e4nv), mask=keep)
+
+
+def round_rows(
+    x: Tensor, blocks: bool, limit: float | None = None, given: Tensor | None = None, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(codes float8_e4m3fn [rows, in], scales fp32 [rows, 1], or [rows, in / 128] with a row's scales far apart).
+
+    x: [rows, in], rows may lie apart.   blocks: 128 inputs share a scale, else a row.   limit: the largest magnitude
+    that counts.   given: [1], a scale that all rows have.
+    """
+    rows, k = x.shape
+    out = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=x.device)
+    group = BLOCK if blocks else 0
+    scales = torch.empty(k // BLOCK if group else 1, rows, dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(k)
+    _round_kernel[(rows,)](
+        x, out, scales, scales if given is None else given,
+        float("inf") if limit is None else limit, x.stride(0), rows, K=k, KP=width, GROUP=group,
+        GIVEN=given is not None, PDL=pdl, num_warps=4 if width <= 2048 else 8, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out, scales.t() if blocks else scales.view(rows, 1)
+
+
+def rounded_product(
+    x: Tensor, weight: Float8Weight, bias: Tensor | None, dtype: torch.dtype, pdl: bool = False
+) -> Tensor:
+    """x [rows, in] @ weight.T + bias, inputs rounded as the weight's format wants; results pass through bfloat16.
+
+    A format with one scale for a tensor of inputs gets one for each row, which is finer, unless it fixes the scale.
+    """
+    if weight.inputs is None:
+        raise ValueError("This weight's format does not round inputs.")
+    given = weight.fixed
+    codes, scales = round_rows(x, weight.blocks, weight.inputs.limit, given, pdl)
+    theirs = weight.scales.t() if weight.blocks else weight.scales[None]
+    if given is not None and weight.one_scale is not None:
+        scales, theirs = given, weight.one_scale
+    out: Tensor = torch._scaled_mm(
+        codes,
+        weight.codes.t(),
+        scale_a=scales,
+        scale_b=theirs,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=not weight.blocks,
+    )
+    if bias is not None:
+        out = out + bias
+    return out.to(dtype)
+
+
+assert FP8_MAX == 448.0  # as the kernel says
