@@ -38,7 +38,7 @@ from vllm.ops.triton.decode_lora import (
     shrink_rows,
 )
 from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, inverse_rms, processors
-from vllm.ops.triton.float8 import ASSEMBLY, BLOCK, Float8Weight, float8_numbers
+from vllm.ops.triton.float8 import ASSEMBLY, BLOCK, Float8Weight, float8_floats, float8_numbers
 from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
@@ -61,43 +61,73 @@ def _inputs(x, k, K: tl.constexpr, WHOLE: tl.constexpr):
     return xv.to(tl.float32)
 
 
+@triton.jit
+def _inputs_of(x, k, K: tl.constexpr, WHOLE: tl.constexpr, PAIRS: tl.constexpr):
+    """The inputs of columns k; with PAIRS, k counts elements of two 8-bit floats, whose inputs are 64 apart."""
+    if PAIRS:
+        first = k // 64 * 128 + k % 64
+        low = _inputs(x, first, K, WHOLE)
+        high = _inputs(x, first + 64, K, WHOLE)
+    else:
+        low = _inputs(x, k, K, WHOLE)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _times(a, low, high, PAIRS: tl.constexpr, ASM: tl.constexpr):
+    """Weights times inputs, not summed."""
+    if PAIRS:
+        lower, upper = float8_floats(a, ASM)
+        product = lower * low[None, :] + upper * high[None, :]
+    else:
+        product = a.to(tl.float32) * low[None, :]
+    return product
+
+
 @triton.jit(do_not_specialize=["tiles_in"])
 def _gemv_kernel(
     x, w, scales, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, scale,
     N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
     MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
-    SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr,
+    SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end.
 
-    WHOLE: the tiles divide N and K, and the compiler has no masks to keep.
+    WHOLE: the tiles divide N and K, and the compiler has no masks to keep.   SCALES: 1 for weights in 8-bit floats, of
+    which each output has one.
     """
+    PAIRS: tl.constexpr = SCALES > 0
+    COLUMNS: tl.constexpr = K // 2 if PAIRS else K
+    STEP: tl.constexpr = BK // 2 if PAIRS else BK
     pid = tl.program_id(0)
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
-    k = tl.arange(0, BK)
+    k = tl.arange(0, STEP)
     if PDL:
         gdc_launch_dependents()
-    rows = w + n[:, None].to(tl.int64) * K
-    a = _weights(rows, k, in_n, K, WHOLE)
+    if PAIRS:
+        w = w.to(tl.pointer_type(tl.int16))
+    rows = w + n[:, None].to(tl.int64) * COLUMNS
+    a = _weights(rows, k, in_n, COLUMNS, WHOLE)
     if MODE == 1:
-        up_rows = rows + N * K
-        b = _weights(up_rows, k, in_n, K, WHOLE)
+        up_rows = rows + N * COLUMNS
+        b = _weights(up_rows, k, in_n, COLUMNS, WHOLE)
     if PDL:
         gdc_wait()
-    xv = _inputs(x, k, K, WHOLE)
-    acc = a.to(tl.float32) * xv[None, :]
+    low, high = _inputs_of(x, k, K, WHOLE, PAIRS)
+    acc = _times(a, low, high, PAIRS, ASM)
     if MODE == 1:
-        up = b.to(tl.float32) * xv[None, :]
-    for start in tl.range(BK, K, BK, loop_unroll_factor=UNROLL):
+        up = _times(b, low, high, PAIRS, ASM)
+    for start in tl.range(STEP, COLUMNS, STEP, loop_unroll_factor=UNROLL):
         at = start + k
-        a = _weights(rows, at, in_n, K, WHOLE)
+        a = _weights(rows, at, in_n, COLUMNS, WHOLE)
         if MODE == 1:
-            b = _weights(up_rows, at, in_n, K, WHOLE)
-        xv = _inputs(x, at, K, WHOLE)
-        acc += a.to(tl.float32) * xv[None, :]
+            b = _weights(up_rows, at, in_n, COLUMNS, WHOLE)
+        low, high = _inputs_of(x, at, K, WHOLE, PAIRS)
+        acc += _times(a, low, high, PAIRS, ASM)
         if MODE == 1:
-            up += b.to(tl.float32) * xv[None, :]
+            up += _times(b, low, high, PAIRS, ASM)
     y = tl.sum(acc, 1)
     u = y
     if MODE == 1:
@@ -110,6 +140,15 @@ def _gemv_kernel(
         y, u, n, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
         sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, SQUARES,
     )  # fmt: skip
+
+
+@triton.jit
+def _scaled_part(part, scales, n, in_n, start, K: tl.constexpr, SCALES: tl.constexpr):
+    """The sums of 128 inputs from `start` on, by their block's scale if blocks have some."""
+    if SCALES == 2:
+        size = tl.load(scales + (n // 128) * (K // 128) + start // 128, mask=in_n, other=0.0)
+        part = part * size[:, None]
+    return part
 
 
 @triton.jit(do_not_specialize=["tiles_in", "M"])
@@ -128,7 +167,7 @@ def _skinny_kernel(
 
     With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
     With LORA > 0, so many programs more come first, spread over the shares, for `shrink_rows`.
-    SCALES: of weights in 8-bit floats: 1 if each output has one, 2 if each block of 128 x 128 has (BK divides 128).
+    SCALES: of weights in 8-bit floats: 1 if each output has one, 2 if each block of 128 x 128 has; BK is 128 then.
     """
     FIRST: tl.constexpr = (LORA + SPLIT - 1) // SPLIT
     pid = tl.program_id(0) - FIRST
@@ -165,27 +204,30 @@ def _skinny_kernel(
     acc = tl.zeros([BN, BM], tl.float32)
     if MODE == 1:
         up = tl.zeros([BN, BM], tl.float32)
-    for start in tl.range(share * SHARE, (share + 1) * SHARE, BK, num_stages=STAGES):
-        k = start + tl.arange(0, BK)
-        a = tl.load(rows + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
-        xt = tl.load(x + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
-        if MODE == 1:
-            b = tl.load(rows + N * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
-        if SCALES > 0:
-            a = float8_numbers(a, xt.dtype, ASM)
+    if SCALES > 0:  # elements of two codes, whose inputs are 64 apart
+        j = tl.arange(0, 64)
+        pairs = w.to(tl.pointer_type(tl.int16)) + n[:, None].to(tl.int64) * (K // 2) + j[None, :]
+        for start in tl.range(share * SHARE, (share + 1) * SHARE, 128, num_stages=STAGES):
+            a = tl.load(pairs + start // 2, mask=in_n[:, None], other=0, eviction_policy="evict_first")
+            low = tl.load(x + m[None, :] * K + (start + j)[:, None], mask=in_m[None, :], other=0.0)
+            high = tl.load(x + m[None, :] * K + (start + 64 + j)[:, None], mask=in_m[None, :], other=0.0)
+            one = tl.dot(float8_numbers(a, 0, x.dtype.element_ty, ASM), low)
+            one = tl.dot(float8_numbers(a, 1, x.dtype.element_ty, ASM), high, one)
+            acc += _scaled_part(one, scales, n, in_n, start, K, SCALES)
             if MODE == 1:
-                b = float8_numbers(b, xt.dtype, ASM)
-        if SCALES == 2:
-            at = (n // 128) * (K // 128) + start // 128
-            size = tl.load(scales + at, mask=in_n, other=0.0)
-            acc += tl.dot(a, xt) * size[:, None]
-            if MODE == 1:
-                at = ((n + N) // 128) * (K // 128) + start // 128
-                size = tl.load(scales + at, mask=in_n, other=0.0)
-                up += tl.dot(b, xt) * size[:, None]
-        else:
+                at = start // 2 + N * (K // 2)
+                b = tl.load(pairs + at, mask=in_n[:, None], other=0, eviction_policy="evict_first")
+                two = tl.dot(float8_numbers(b, 0, x.dtype.element_ty, ASM), low)
+                two = tl.dot(float8_numbers(b, 1, x.dtype.element_ty, ASM), high, two)
+                up += _scaled_part(two, scales, n + N, in_n, start, K, SCALES)
+    else:
+        for start in tl.range(share * SHARE, (share + 1) * SHARE, BK, num_stages=STAGES):
+            k = start + tl.arange(0, BK)
+            a = tl.load(rows + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
+            xt = tl.load(x + m[None, :] * K + k[:, None], mask=in_m[None, :], other=0.0)
             acc = tl.dot(a, xt, acc)
             if MODE == 1:
+                b = tl.load(rows + N * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
                 up = tl.dot(b, xt, up)
     if SCALES == 1:
         acc *= tl.load(scales + n, mask=in_n, other=0.0)[:, None]
@@ -321,8 +363,8 @@ def run_product(
     if t.vector:
         _gemv_kernel[(p.tiles,)](
             rows, weights, scales, bias, out, squares, tiles, eps, *rest,
-            UNROLL=t.unroll, SCALES=kind, SQUARES=triton.next_power_of_2(max(tiles, 2)), WHOLE=_whole(p), **const,
-            **extra,
+            UNROLL=t.unroll, SCALES=kind, ASM=ASSEMBLY, SQUARES=triton.next_power_of_2(max(tiles, 2)),
+            WHOLE=_whole(p), **const, **extra,
         )  # fmt: skip
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
@@ -418,9 +460,9 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     outputs //= 2 if mode == GATED else 1
     if isinstance(weight, PackedWords):
         return choose_packed_tiling(rows, outputs, weight.words.shape[0])
-    if isinstance(weight, Float8Weight) and weight.blocks:  # the kernel for one row knows no blocks
+    if isinstance(weight, Float8Weight) and (rows > 1 or weight.blocks):  # the kernel for one row knows no blocks
         t = choose_tiling(max(rows, 2), outputs, inputs, mode)
-        return _fitting(replace(t, depth=min(t.depth, BLOCK)), inputs)
+        return _fitting(replace(t, depth=BLOCK), inputs)
     return choose_tiling(rows, outputs, inputs, mode)
 
 

@@ -1,4 +1,9 @@
-"""Weights in 8-bit floats on a GPU, as torch's products of 8-bit floats take them, and inputs rounded for those."""
+"""Weights in 8-bit floats on a GPU, as torch's products of 8-bit floats take them, and inputs rounded for those.
+
+Within each block of 128 inputs, input j and input 64 + j are neighbours: two codes make an element of 16 bits, so that
+the kernels for few rows, which make wider numbers of them, need not take them apart. Rounded inputs are put into the
+same order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,8 @@ _MOST_INPUTS = 65536  # one program holds a whole row
 class Float8Weight:
     """A weight [out, in] of which each output, or each block of 128 x 128, has a scale.
 
-    codes: float8_e4m3fn [out, in].   scales: fp32 [out], or [ceil(out / 128), ceil(in / 128)] if `blocks`.
+    codes: float8_e4m3fn [out, in], in the order said above.
+    scales: fp32 [out], or [ceil(out / 128), ceil(in / 128)] if `blocks`.
     inputs: how the format wants inputs rounded; None: not at all.   fixed: [1], the scale of inputs if it is fixed.
     one_scale: [1], of all outputs, None if they differ.
     """
@@ -28,7 +34,10 @@ class Float8Weight:
     __slots__ = ("blocks", "codes", "fixed", "inputs", "num_bytes", "one_scale", "scales")
 
     def __init__(self, codes: Tensor, scales: Tensor, inputs: InputQuant | None) -> None:
-        self.codes, self.scales, self.inputs = codes.contiguous(), scales.contiguous(), inputs
+        n, k = codes.shape
+        pairs = codes.view(torch.uint8).view(n, k // BLOCK, 2, BLOCK // 2).transpose(2, 3)
+        self.codes = pairs.reshape(n, k).view(torch.float8_e4m3fn)
+        self.scales, self.inputs = scales.contiguous(), inputs
         self.blocks = scales.dim() == 2
         self.one_scale = self.fixed = None
         if inputs is not None and inputs.scale is not None:
@@ -51,20 +60,22 @@ class Float8Weight:
         if self.blocks:
             scales = self.scales.repeat_interleave(BLOCK, 0)[: self.shape[0]].repeat_interleave(BLOCK, 1)
             scales = scales[:, : self.shape[1]]
-        return (self.codes.float() * scales).to(dtype)
+        n, k = self.shape
+        codes = self.codes.view(torch.uint8).view(n, k // BLOCK, BLOCK // 2, 2).transpose(2, 3).reshape(n, k)
+        return (codes.view(torch.float8_e4m3fn).float() * scales).to(dtype)
 
 
 def float8_weight(weight: GroupedWeight) -> Float8Weight | None:
     """`weight` for these products; None if they do not take it: codes of another kind, other groups, odd sizes."""
     n, k = weight.shape
     plain = weight.table is None and weight.order is None and weight.offsets is None and weight.zero == 0
-    if weight.codes.dtype != torch.float8_e4m3fn or not plain or n % 64 or k % 64 or k > _MOST_INPUTS:
+    if weight.codes.dtype != torch.float8_e4m3fn or not plain or n % 64 or k % BLOCK or k > _MOST_INPUTS:
         return None
     if weight.inputs is not None and weight.inputs.kind != "fp8":
         return None
     if weight.group >= k:
         return Float8Weight(weight.codes, weight.scales[:, 0], weight.inputs)
-    if weight.group != BLOCK or n % BLOCK or k % BLOCK:
+    if weight.group != BLOCK or n % BLOCK:
         return None
     scales = weight.scales[::BLOCK]
     if not torch.equal(scales.repeat_interleave(BLOCK, 0), weight.scales):  # cut inside blocks, or finer ones
@@ -73,33 +84,55 @@ def float8_weight(weight: GroupedWeight) -> Float8Weight | None:
 
 
 @triton.constexpr_function
-def _assembly(half):
-    """Instructions that make four numbers, in float16 if `half`, else in bfloat16, of four float8 ones: their bits are
-    those of a wider float but for the exponent's bias, which a product mends. The machine's own conversion to bfloat16
-    is several times slower.
+def _assembly(half, code):
+    """Instructions that make two numbers, in float16 if `half`, else in bfloat16, of the lower (code 0) or upper codes
+    of two neighbouring elements: their bits are those of a wider float but for the exponent's bias, which a product
+    mends. The machine's own conversion to bfloat16 is several times slower.
     """
-    shift, mask, factor = (1, "0x3F803F80", "0x5C005C00") if half else (4, "0x07F007F0", "0x7B807B80")
+    mask, factor = ("0x3F803F80", "0x5C005C00") if half else ("0x07F007F0", "0x7B807B80")
     fma = "fma.rn.f16x2" if half else "fma.rn.bf16x2"
+    up = (7 if half else 4) - 8 * code
+    move = f"shl.b32 t, $1, {up}; " if up > 0 else f"shr.b32 t, $1, {-up}; "
+    signs = "mov.b32 u, $1; " if code else "shl.b32 u, $1, 8; "
     text = "{ .reg .b32 t, u, v, w; mov.b32 v, " + factor + "; mov.b32 w, 0x80008000; "
-    for out, selector in ((0, "0x1404"), (1, "0x3424")):  # a number's byte becomes the upper one of its half
-        text += f"prmt.b32 t, $2, 0, {selector}; shr.b32 u, t, {shift}; and.b32 u, u, {mask}; "
-        text += f"lop3.b32 u, t, 0x80008000, u, 0xEA; {fma} ${out}, u, v, w; "
+    text += f"{move}and.b32 t, t, {mask}; {signs}lop3.b32 t, u, 0x80008000, t, 0xEA; {fma} $0, t, v, w; "
     return text + "}"
 
 
 @triton.jit
-def float8_numbers(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Float8 numbers in float16 or bfloat16."""
+def float8_numbers(pairs, CODE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The lower or upper codes of elements of 16 bits, as numbers in float16 or bfloat16."""
     if ASM:
         HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
-        TEXT: tl.constexpr = _assembly(HALF)
+        TEXT: tl.constexpr = _assembly(HALF, CODE)
         if HALF:
-            numbers = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+            numbers = tl.inline_asm_elementwise(TEXT, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
         else:
-            numbers = tl.inline_asm_elementwise(TEXT, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+            numbers = tl.inline_asm_elementwise(TEXT, "=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        numbers = codes.to(DTYPE)
+        code = (pairs.to(tl.int32) >> (8 * CODE)) & 255
+        size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+        numbers = tl.where(code > 127, -size, size).to(DTYPE)
     return numbers
+
+
+@triton.jit
+def float8_floats(pairs, ASM: tl.constexpr):
+    """The lower and the upper codes of elements of 16 bits, as fp32."""
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; cvt.rn.f16x2.e4m3x2 t, $2; mov.b32 {a, b}, t; cvt.f32.f16 $0, a; "
+            "cvt.f32.f16 $1, b; }",
+            "=r,=r,h",
+            [pairs],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low = float8_numbers(pairs, 0, tl.float32, False)
+        high = float8_numbers(pairs, 1, tl.float32, False)
+    return low, high
 
 
 @triton.jit
@@ -128,7 +161,8 @@ def _round_kernel(
             size = tl.maximum(tl.minimum(tl.max(tl.abs(v), 0), limit) / 448.0, 1e-12)
         tl.store(scales + row, size)
         codes = v / size
-    codes = tl.minimum(tl.maximum(codes, -448.0), 448.0)
+    codes = tl.reshape(tl.minimum(tl.maximum(codes, -448.0), 448.0), [KP // 128, 2, 64])
+    codes = tl.reshape(tl.permute(codes, (0, 2, 1)), [KP])
     tl.store(out + row.to(tl.int64) * K + c, codes.to(tl.float8e4nv), mask=keep)
 
 
