@@ -163,7 +163,7 @@ def test_rows_in_blocks_have_scales_of_their_own():
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_what_follows_a_product_with_a_float8_weight(kind):
-    rows, hidden, inner = 3, 128, 128
+    rows, hidden, inner = 3, 128, 256
     up, down = float8_weight(kind, 2 * inner, hidden), float8_weight(kind, hidden, inner)
     x, h, norm = torch.randn(3, rows, hidden)
     best, mlp = torch.empty(rows, 16), torch.empty(rows, inner)
