@@ -331,8 +331,10 @@ def _plain(linear: Any, mode: int) -> Linear | None:
         return None
     if isinstance(linear.method, QuantizedLinearMethod):
         weight = linear.packed[0].weight if len(linear.packed) == 1 else None  # unlike parts are products of their own
-        known = isinstance(weight, Float8Weight) and supports(weight, mode)
-        if not known and (not isinstance(weight, PackedWords) or weight.order is not None):
+        if isinstance(weight, PackedWords):
+            if weight.order is not None:
+                return None
+        elif not isinstance(weight, Float8Weight) or not supports(weight, mode):
             return None
     else:
         if not isinstance(linear.method, UnquantizedLinearMethod) or linear.packed is not None:

@@ -357,9 +357,10 @@ def run_product(
         behind = (squares, tiles, eps, *rest)
         launch_packed(rows, p.weight, (bias, out), (s.part, s.arrived), behind, s.rows, t, const, extra)
         return
-    weights, scales, kind = p.weight, bias, 0
-    if isinstance(weights, Float8Weight):
-        weights, scales, kind = weights.codes, weights.scales, 2 if weights.blocks else 1
+    if isinstance(p.weight, Float8Weight):
+        weights, scales, kind = p.weight.codes, p.weight.scales, 2 if p.weight.blocks else 1
+    else:
+        weights, scales, kind = p.weight, bias, 0
     if t.vector:
         _gemv_kernel[(p.tiles,)](
             rows, weights, scales, bias, out, squares, tiles, eps, *rest,
