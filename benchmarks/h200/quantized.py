@@ -132,23 +132,17 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     return found
 
 
-KINDS = ("int4", "int4/32", "int8", "fp8", "float8", "float8/128")
+KINDS = ("int4", "int4/32", "int8", "fp8", "float8")
 
 
 def random_weight(n: int, k: int, kind: str, device: torch.device) -> Weight:
-    """A [n, k] weight as `random_words` makes it, or "float8": 8-bit floats with a scale for each output, as they are
-    kept; "float8/128": for each block.
-    """
-    if not kind.startswith("float8"):
+    """A [n, k] weight as `random_words` makes it, or "float8": 8-bit floats with a scale for each output."""
+    if kind != "float8":
         return random_words(n, k, kind, device)
     codes = torch.empty(n, k, dtype=torch.uint8, device=device)
     if device.type != "meta":
         codes.random_(0, 127)
-    shape = (n // 128, k // 128) if kind.endswith("/128") else (n,)
-    scales = (
-        torch.full(shape, 0.002, device=device)
-        + torch.arange(shape[0], device=device).view(-1, *[1] * (len(shape) - 1)) * 1e-9
-    )
+    scales = torch.linspace(0.002, 0.003, n, device=device)
     return Float8Weight(codes.view(torch.float8_e4m3fn), scales, InputQuant("fp8"))
 
 

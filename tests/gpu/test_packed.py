@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, round_to_groups
+from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, choose_product_tiling, run_product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
@@ -77,19 +77,13 @@ def test_what_follows_a_product(kind, rows, tiling):
 
 
 def float8(kind, n, k, inputs=None):
-    dense = torch.randn(n, k, device="cuda") * torch.rand(n, 1, device="cuda")
-    if kind != "block":
-        return round_to_fp8(dense, kind, inputs)
-    blocks = dense.view(n // 128, 128, k // 128, 128)
-    scales = blocks.abs().amax((1, 3)) / 448
-    codes = (blocks / scales[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
-    return GroupedWeight(codes, scales.repeat_interleave(128, 0), 128, 8, inputs=inputs)
+    return round_to_fp8(torch.randn(n, k, device="cuda") * torch.rand(n, 1, device="cuda"), kind, inputs)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("kind", ["tensor", "channel"])
 def test_float8_products(kind, dtype):
-    weight = float8(kind, 1536, 1152, InputQuant("fp8", "group" if kind == "block" else "token"))
+    weight = float8(kind, 1536, 1152, InputQuant("fp8"))
     numbers, packed = weight.dequantize(), pack(weight, dtype)
     assert type(packed) is Float8Weight
     for rows in (1, 3, 20, 64):
@@ -97,17 +91,15 @@ def test_float8_products(kind, dtype):
         assert error(multiply(x, packed), x.float() @ numbers.T) < TOLERANCE[dtype], rows
     for rows in (65, 200, 1000):
         x = torch.randn(rows, 1152, device="cuda", dtype=dtype) * torch.rand(rows, 1, device="cuda", dtype=dtype)
-        groups = x.float().view(rows, -1, 128 if kind == "block" else 1152)
-        scale = groups.abs().amax(-1, keepdim=True) / 448
-        rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+        scale = x.float().abs().amax(1, keepdim=True) / 448
+        rounded = (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
         assert error(multiply(x, packed), rounded @ numbers.T) < 8e-3, rows
 
 
-@pytest.mark.parametrize("kind", ["channel", "block"])
 @pytest.mark.parametrize("rows", [1, 33])
-def test_what_follows_a_float8_product(kind, rows):
+def test_what_follows_a_float8_product(rows):
     hidden, inner, dtype = 1024, 1536, torch.bfloat16
-    up, down = float8(kind, 2 * inner, hidden), float8(kind, hidden, inner)
+    up, down = float8("channel", 2 * inner, hidden), float8("channel", hidden, inner)
     x, h = (torch.randn(rows, hidden, device="cuda", dtype=dtype) * 0.05 for _ in range(2))
     norm, mlp = torch.rand(hidden, device="cuda", dtype=dtype), torch.empty(rows, inner, device="cuda", dtype=dtype)
     best = torch.empty(rows, 2048, device="cuda")

@@ -109,17 +109,11 @@ def test_products_with_float8_weights(per, rows):
 
 
 def float8_weight(kind, n, k, inputs=None):
-    """A weight in 8-bit floats with a scale for all, for each output, or for each block of 128 x 128."""
-    dense = torch.randn(n, k) * torch.rand(n, 1) * k**-0.5
-    if kind != "block":
-        return round_to_fp8(dense, kind, inputs)
-    blocks = dense.view(n // 128, 128, k // 128, 128)
-    scales = blocks.abs().amax((1, 3)) / 448
-    codes = (blocks / scales[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
-    return GroupedWeight(codes, scales.repeat_interleave(128, 0), 128, 8, inputs=inputs)
+    """A weight in 8-bit floats with a scale for all or for each output."""
+    return round_to_fp8(torch.randn(n, k) * torch.rand(n, 1) * k**-0.5, kind, inputs)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("kind", ["tensor", "channel"])
 def test_products_with_float8_weights_of_few_rows(kind):
     weight = float8_weight(kind, 256, 384)
     packed = kernels.pack(weight, torch.float16)
@@ -153,25 +147,24 @@ def test_many_rows_are_rounded_as_the_format_says(kind, inputs):
     assert error(got, rounded @ weight.dequantize().T + 1) < 0.07  # the interpreter cuts where the device rounds
 
 
-def test_rows_in_blocks_have_scales_of_their_own():
-    x = torch.randn(5, 384).bfloat16() * 10.0 ** torch.arange(-2, 1).repeat_interleave(128)
-    codes, scales = round_rows(x.bfloat16(), blocks=True)
-    assert scales.shape == (5, 3) and scales.stride() == (1, 5)
-    back = codes.float().view(5, 3, 64, 2).transpose(2, 3).reshape(5, 3, 128) * scales[..., None]
-    assert error(back.flatten(1), x) < 0.07
+def test_rows_have_scales_of_their_own():
+    x = (torch.randn(5, 384) * 10.0 ** torch.arange(-2, 3)[:, None]).bfloat16()
+    codes, scales = round_rows(x)
+    assert scales.shape == (5, 1)
+    back = codes.float().view(5, 3, 64, 2).transpose(2, 3).reshape(5, 384) * scales
+    assert error(back, x) < 0.07
 
 
-@pytest.mark.parametrize("kind", ["channel", "block"])
-def test_what_follows_a_product_with_a_float8_weight(kind):
+def test_what_follows_a_product_with_a_float8_weight():
     rows, hidden, inner = 3, 128, 256
-    up, down = float8_weight(kind, 2 * inner, hidden), float8_weight(kind, hidden, inner)
+    up, down = float8_weight("channel", 2 * inner, hidden), float8_weight("channel", hidden, inner)
     x, h, norm = torch.randn(3, rows, hidden)
     best, mlp = torch.empty(rows, 16), torch.empty(rows, inner)
     s = Stream(
         rows, hidden, h.clone(), torch.empty_like(h), torch.empty(rows, 64), torch.empty(8 * 16 * 2 * hidden),
         torch.zeros(16, dtype=torch.int32), best, best, best,
     )  # fmt: skip
-    tilings = [Tiling(False, 32, 64, 4, 1, 2)] + ([Tiling(True, 32, 64, 4)] if kind == "channel" else [])
+    tilings = [Tiling(False, 32, 128, 4, 1, 2), Tiling(True, 32, 64, 4)]
     for t in tilings:
         one = 1 if t.vector else rows
         s = replace(s, rows=one, h=h[:one].clone())

@@ -94,10 +94,10 @@ def _gemv_kernel(
 ):  # fmt: skip
     """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end.
 
-    WHOLE: the tiles divide N and K, and the compiler has no masks to keep.   SCALES: 1 for weights in 8-bit floats, of
+    WHOLE: the tiles divide N and K, and the compiler has no masks to keep.   SCALES: of weights in 8-bit floats, of
     which each output has one.
     """
-    PAIRS: tl.constexpr = SCALES > 0
+    PAIRS: tl.constexpr = SCALES
     COLUMNS: tl.constexpr = K // 2 if PAIRS else K
     STEP: tl.constexpr = BK // 2 if PAIRS else BK
     pid = tl.program_id(0)
@@ -132,7 +132,7 @@ def _gemv_kernel(
     u = y
     if MODE == 1:
         u = tl.sum(up, 1)
-    if SCALES > 0:
+    if SCALES:
         y *= tl.load(scales + n, mask=in_n, other=0.0)
         if MODE == 1:
             u *= tl.load(scales + N + n, mask=in_n, other=0.0)
@@ -140,15 +140,6 @@ def _gemv_kernel(
         y, u, n, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
         sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, SQUARES,
     )  # fmt: skip
-
-
-@triton.jit
-def _scaled_part(part, scales, n, in_n, start, K: tl.constexpr, SCALES: tl.constexpr):
-    """The sums of 128 inputs from `start` on, by their block's scale if blocks have some."""
-    if SCALES == 2:
-        size = tl.load(scales + (n // 128) * (K // 128) + start // 128, mask=in_n, other=0.0)
-        part = part * size[:, None]
-    return part
 
 
 @triton.jit(do_not_specialize=["tiles_in", "M"])
@@ -167,7 +158,7 @@ def _skinny_kernel(
 
     With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
     With LORA > 0, so many programs more come first, spread over the shares, for `shrink_rows`.
-    SCALES: of weights in 8-bit floats: 1 if each output has one, 2 if each block of 128 x 128 has; BK is 128 then.
+    SCALES: of weights in 8-bit floats, of which each output has one.
     """
     FIRST: tl.constexpr = (LORA + SPLIT - 1) // SPLIT
     pid = tl.program_id(0) - FIRST
@@ -204,7 +195,7 @@ def _skinny_kernel(
     acc = tl.zeros([BN, BM], tl.float32)
     if MODE == 1:
         up = tl.zeros([BN, BM], tl.float32)
-    if SCALES > 0:  # elements of two codes, whose inputs are 64 apart
+    if SCALES:  # elements of two codes, whose inputs are 64 apart
         j = tl.arange(0, 64)
         pairs = w.to(tl.pointer_type(tl.int16)) + n[:, None].to(tl.int64) * (K // 2) + j[None, :]
         for start in tl.range(share * SHARE, (share + 1) * SHARE, 128, num_stages=STAGES):
@@ -212,14 +203,15 @@ def _skinny_kernel(
             low = tl.load(x + m[None, :] * K + (start + j)[:, None], mask=in_m[None, :], other=0.0)
             high = tl.load(x + m[None, :] * K + (start + 64 + j)[:, None], mask=in_m[None, :], other=0.0)
             one = tl.dot(float8_numbers(a, 0, x.dtype.element_ty, ASM), low)
-            one = tl.dot(float8_numbers(a, 1, x.dtype.element_ty, ASM), high, one)
-            acc += _scaled_part(one, scales, n, in_n, start, K, SCALES)
+            acc += tl.dot(float8_numbers(a, 1, x.dtype.element_ty, ASM), high, one)
             if MODE == 1:
                 at = start // 2 + N * (K // 2)
                 b = tl.load(pairs + at, mask=in_n[:, None], other=0, eviction_policy="evict_first")
                 two = tl.dot(float8_numbers(b, 0, x.dtype.element_ty, ASM), low)
-                two = tl.dot(float8_numbers(b, 1, x.dtype.element_ty, ASM), high, two)
-                up += _scaled_part(two, scales, n + N, in_n, start, K, SCALES)
+                up += tl.dot(float8_numbers(b, 1, x.dtype.element_ty, ASM), high, two)
+        acc *= tl.load(scales + n, mask=in_n, other=0.0)[:, None]
+        if MODE == 1:
+            up *= tl.load(scales + N + n, mask=in_n, other=0.0)[:, None]
     else:
         for start in tl.range(share * SHARE, (share + 1) * SHARE, BK, num_stages=STAGES):
             k = start + tl.arange(0, BK)
@@ -229,10 +221,6 @@ def _skinny_kernel(
             if MODE == 1:
                 b = tl.load(rows + N * K + k[None, :], mask=in_n[:, None], other=0.0, eviction_policy="evict_first")
                 up = tl.dot(b, xt, up)
-    if SCALES == 1:
-        acc *= tl.load(scales + n, mask=in_n, other=0.0)[:, None]
-        if MODE == 1:
-            up *= tl.load(scales + N + n, mask=in_n, other=0.0)[:, None]
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
@@ -358,13 +346,13 @@ def run_product(
         launch_packed(rows, p.weight, (bias, out), (s.part, s.arrived), behind, s.rows, t, const, extra)
         return
     if isinstance(p.weight, Float8Weight):
-        weights, scales, kind = p.weight.codes, p.weight.scales, 2 if p.weight.blocks else 1
+        weights, scales, scaled = p.weight.codes, p.weight.scales, True
     else:
-        weights, scales, kind = p.weight, bias, 0
+        weights, scales, scaled = p.weight, bias, False
     if t.vector:
         _gemv_kernel[(p.tiles,)](
             rows, weights, scales, bias, out, squares, tiles, eps, *rest,
-            UNROLL=t.unroll, SCALES=kind, ASM=ASSEMBLY, SQUARES=triton.next_power_of_2(max(tiles, 2)),
+            UNROLL=t.unroll, SCALES=scaled, ASM=ASSEMBLY, SQUARES=triton.next_power_of_2(max(tiles, 2)),
             WHOLE=_whole(p), **const, **extra,
         )  # fmt: skip
         return
@@ -374,7 +362,7 @@ def run_product(
     _skinny_kernel[(p.tiles + -(-low_rank["LORA"] // t.split), t.split)](
         rows, weights, scales, bias, out, s.part, s.arrived, squares, tiles, eps, *rest, *added, s.rows,
         BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, FORESEE=foresee,
-        SCALES=kind, ASM=ASSEMBLY and rows.dtype != torch.float32, **const, **low_rank, **extra,
+        SCALES=scaled, ASM=ASSEMBLY and rows.dtype != torch.float32, **const, **low_rank, **extra,
     )  # fmt: skip
 
 
@@ -461,9 +449,8 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     outputs //= 2 if mode == GATED else 1
     if isinstance(weight, PackedWords):
         return choose_packed_tiling(rows, outputs, weight.words.shape[0])
-    if isinstance(weight, Float8Weight) and (rows > 1 or weight.blocks):  # the kernel for one row knows no blocks
-        t = choose_tiling(max(rows, 2), outputs, inputs, mode)
-        return _fitting(replace(t, depth=BLOCK), inputs)
+    if isinstance(weight, Float8Weight) and rows > 1:
+        return _fitting(replace(choose_tiling(rows, outputs, inputs, mode), depth=BLOCK), inputs)
     return choose_tiling(rows, outputs, inputs, mode)
 
 

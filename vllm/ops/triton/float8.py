@@ -23,26 +23,24 @@ _MOST_INPUTS = 65536  # one program holds a whole row
 
 
 class Float8Weight:
-    """A weight [out, in] of which each output, or each block of 128 x 128, has a scale.
+    """A weight [out, in] of which each output has a scale.
 
-    codes: float8_e4m3fn [out, in], in the order said above.
-    scales: fp32 [out], or [ceil(out / 128), ceil(in / 128)] if `blocks`.
+    codes: float8_e4m3fn [out, in], in the order said above.   scales: fp32 [out].
     inputs: how the format wants inputs rounded; None: not at all.   fixed: [1], the scale of inputs if it is fixed.
     one_scale: [1], of all outputs, None if they differ.
     """
 
-    __slots__ = ("blocks", "codes", "fixed", "inputs", "num_bytes", "one_scale", "scales")
+    __slots__ = ("codes", "fixed", "inputs", "num_bytes", "one_scale", "scales")
 
     def __init__(self, codes: Tensor, scales: Tensor, inputs: InputQuant | None) -> None:
         n, k = codes.shape
         pairs = codes.view(torch.uint8).view(n, k // BLOCK, 2, BLOCK // 2).transpose(2, 3)
         self.codes = pairs.reshape(n, k).view(torch.float8_e4m3fn)
         self.scales, self.inputs = scales.contiguous(), inputs
-        self.blocks = scales.dim() == 2
         self.one_scale = self.fixed = None
         if inputs is not None and inputs.scale is not None:
             self.fixed = torch.full((1,), inputs.scale, dtype=torch.float32, device=codes.device)
-        if not self.blocks and scales.device.type != "meta" and bool((scales == scales[0]).all()):
+        if scales.device.type != "meta" and bool((scales == scales[0]).all()):
             self.one_scale = scales[:1].clone()
         self.num_bytes = codes.numel() + 4 * scales.numel()
 
@@ -56,13 +54,9 @@ class Float8Weight:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The weight as numbers, [out, in]."""
-        scales = self.scales[:, None]
-        if self.blocks:
-            scales = self.scales.repeat_interleave(BLOCK, 0)[: self.shape[0]].repeat_interleave(BLOCK, 1)
-            scales = scales[:, : self.shape[1]]
         n, k = self.shape
         codes = self.codes.view(torch.uint8).view(n, k // BLOCK, BLOCK // 2, 2).transpose(2, 3).reshape(n, k)
-        return (codes.view(torch.float8_e4m3fn).float() * scales).to(dtype)
+        return (codes.view(torch.float8_e4m3fn).float() * self.scales[:, None]).to(dtype)
 
 
 def float8_weight(weight: GroupedWeight) -> Float8Weight | None:
@@ -71,16 +65,9 @@ def float8_weight(weight: GroupedWeight) -> Float8Weight | None:
     plain = weight.table is None and weight.order is None and weight.offsets is None and weight.zero == 0
     if weight.codes.dtype != torch.float8_e4m3fn or not plain or n % 64 or k % BLOCK or k > _MOST_INPUTS:
         return None
-    if weight.inputs is not None and weight.inputs.kind != "fp8":
+    if weight.group < k or (weight.inputs is not None and weight.inputs.kind != "fp8"):
         return None
-    if weight.group >= k:
-        return Float8Weight(weight.codes, weight.scales[:, 0], weight.inputs)
-    if weight.group != BLOCK or n % BLOCK:
-        return None
-    scales = weight.scales[::BLOCK]
-    if not torch.equal(scales.repeat_interleave(BLOCK, 0), weight.scales):  # cut inside blocks, or finer ones
-        return None
-    return Float8Weight(weight.codes, scales, weight.inputs)
+    return Float8Weight(weight.codes, weight.scales[:, 0], weight.inputs)
 
 
 @triton.constexpr_function
@@ -137,10 +124,9 @@ def float8_floats(pairs, ASM: tl.constexpr):
 
 @triton.jit
 def _round_kernel(
-    x, out, scales, given, limit, stride, rows, K: tl.constexpr, KP: tl.constexpr, GROUP: tl.constexpr,
-    GIVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows,): codes of one row, with a scale of its own, one for each GROUP of its inputs, or the one given."""
+    x, out, scales, given, limit, stride, K: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr
+):
+    """Grid (rows,): codes of one row, with a scale of its own or the one given."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -148,43 +134,35 @@ def _round_kernel(
     c = tl.arange(0, KP)
     keep = c < K
     v = tl.load(x + row.to(tl.int64) * stride + c, mask=keep, other=0.0).to(tl.float32)
-    if GROUP > 0:
-        v = tl.reshape(v, [KP // GROUP, GROUP])
-        size = tl.maximum(tl.max(tl.abs(v), 1) / 448.0, 1e-12)
-        g = tl.arange(0, KP // GROUP)
-        tl.store(scales + g * rows + row, size, mask=g * GROUP < K)
-        codes = tl.reshape(v / size[:, None], [KP])
-    else:
-        if GIVEN:  # noqa: SIM108
-            size = tl.load(given)
-        else:
-            size = tl.maximum(tl.minimum(tl.max(tl.abs(v), 0), limit) / 448.0, 1e-12)
-        tl.store(scales + row, size)
-        codes = v / size
+    size = tl.minimum(tl.max(tl.abs(v), 0), limit)
+    size = tl.maximum(tl.div_rn(size, 448.0), 1e-12)
+    if GIVEN:
+        size = tl.load(given)
+    tl.store(scales + row, size)
+    codes = tl.div_rn(v, tl.broadcast_to(size, [KP]))  # ties are many among numbers of few bits
     codes = tl.reshape(tl.minimum(tl.maximum(codes, -448.0), 448.0), [KP // 128, 2, 64])
     codes = tl.reshape(tl.permute(codes, (0, 2, 1)), [KP])
     tl.store(out + row.to(tl.int64) * K + c, codes.to(tl.float8e4nv), mask=keep)
 
 
 def round_rows(
-    x: Tensor, blocks: bool, limit: float | None = None, given: Tensor | None = None, pdl: bool = False
+    x: Tensor, limit: float | None = None, given: Tensor | None = None, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(codes float8_e4m3fn [rows, in], scales fp32 [rows, 1], or [rows, in / 128] with a row's scales far apart).
+    """(codes float8_e4m3fn [rows, in], in a weight's order, scales fp32 [rows, 1]).
 
-    x: [rows, in], rows may lie apart.   blocks: 128 inputs share a scale, else a row.   limit: the largest magnitude
-    that counts.   given: [1], a scale that all rows have.
+    x: [rows, in], rows may lie apart.   limit: the largest magnitude that counts.   given: [1], a scale that all rows
+    have.
     """
     rows, k = x.shape
     out = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=x.device)
-    group = BLOCK if blocks else 0
-    scales = torch.empty(k // BLOCK if group else 1, rows, dtype=torch.float32, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(k)
     _round_kernel[(rows,)](
-        x, out, scales, scales if given is None else given,
-        float("inf") if limit is None else limit, x.stride(0), rows, K=k, KP=width, GROUP=group,
-        GIVEN=given is not None, PDL=pdl, num_warps=4 if width <= 2048 else 8, **({"launch_pdl": True} if pdl else {}),
+        x, out, scales, scales if given is None else given, float("inf") if limit is None else limit, x.stride(0),
+        K=k, KP=width, GIVEN=given is not None, PDL=pdl, num_warps=4 if width <= 2048 else 8,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    return out, scales.t() if blocks else scales.view(rows, 1)
+    return out, scales
 
 
 def rounded_product(
@@ -197,8 +175,8 @@ def rounded_product(
     if weight.inputs is None:
         raise ValueError("This weight's format does not round inputs.")
     given = weight.fixed
-    codes, scales = round_rows(x, weight.blocks, weight.inputs.limit, given, pdl)
-    theirs = weight.scales.t() if weight.blocks else weight.scales[None]
+    codes, scales = round_rows(x, weight.inputs.limit, given, pdl)
+    theirs = weight.scales[None]
     if given is not None and weight.one_scale is not None:
         scales, theirs = given, weight.one_scale
     out: Tensor = torch._scaled_mm(
@@ -207,7 +185,7 @@ def rounded_product(
         scale_a=scales,
         scale_b=theirs,
         out_dtype=torch.bfloat16,
-        use_fast_accum=not weight.blocks,
+        use_fast_accum=True,
     )
     if bias is not None:
         out = out + bias
