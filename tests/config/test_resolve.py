@@ -263,6 +263,19 @@ def test_a_step_fits_what_was_given(make: Any, kwargs: dict[str, Any], tokens: i
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, seqs)
 
 
+def test_stages_share_a_prompt_in_pieces(make: Any) -> None:
+    """By default a step is smaller with a pipeline, so that several are under way; what a user says is kept."""
+    for stages, tokens in ((1, 16384), (2, 4096)):
+        config = make(
+            BIG_GPU, UsageContext.LLM_CLASS, pipeline_parallel_size=stages, distributed_executor_backend="ray"
+        )
+        assert config.scheduler_config.max_num_batched_tokens == tokens
+    own = make(BIG_GPU, pipeline_parallel_size=2, distributed_executor_backend="ray", max_num_batched_tokens=16384)
+    assert own.scheduler_config.max_num_batched_tokens == 16384
+    small = make(GPU, pipeline_parallel_size=2, distributed_executor_backend="ray", max_num_seqs=4)
+    assert small.scheduler_config.max_num_batched_tokens == 2048
+
+
 def test_several_partial_prefills_have_a_threshold(make: Any) -> None:
     assert make(max_num_partial_prefills=2).scheduler_config.long_prefill_token_threshold == 163
     assert make().scheduler_config.long_prefill_token_threshold == 0

@@ -19,7 +19,8 @@ class Link:
 
     def __init__(self, peer: int, group: dist.ProcessGroup, depth: int) -> None:
         """peer: the other one's rank in the default group."""
-        self._peer, self._group, self._depth = peer, group, depth
+        self._peer, self._depth = peer, depth
+        self._group: dist.ProcessGroup | None = group
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
@@ -36,6 +37,11 @@ class Link:
         assert work is not None
         work.wait()
         return x
+
+    def close(self) -> None:
+        """Let go of the connection, whoever still knows this object."""
+        self._sent.clear()
+        self._group = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,12 @@ class Pipeline:
         """Fill `stream`, [rows, width], with the stream behind the stage before; on the first stage do nothing."""
         if self.previous is not None:
             self.previous.receive(stream)
+
+    def close(self) -> None:
+        """Let go of the neighbours."""
+        for link in (self.previous, self.next):
+            if link is not None:
+                link.close()
 
     def send(self, stream: Tensor) -> None:
         """Hand the stream on to the next stage."""

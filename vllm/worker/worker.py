@@ -368,6 +368,7 @@ class Worker:
         """
         if self.tp.one_shot is not None:
             self.tp.one_shot.release()
+        self.ranks.pp.close()
         if self.adapters is not None:
             self.adapters.close()
         for graphs in (self._graphs, self._mixed_graphs):
