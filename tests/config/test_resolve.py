@@ -293,9 +293,13 @@ def test_the_executor_follows_the_number_of_workers(make: Any) -> None:
     assert make(tensor_parallel_size=2).parallel_config.world_size == 2
 
 
-def test_more_workers_than_devices_are_refused(make: Any) -> None:
+def test_more_workers_than_devices_are_refused_or_left_to_ray(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.config.resolve.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 needs 2 CUDA devices, but 1 can be seen"):
         make(FakePlatform("cuda", True, count=1), tensor_parallel_size=2)
+    monkeypatch.setattr("vllm.config.resolve.find_spec", lambda name: object())  # Ray is installed
+    config = make(FakePlatform("cuda", True, count=1), tensor_parallel_size=2)
+    assert config.parallel_config.distributed_executor_backend == "ray"
 
 
 def test_key_value_heads_must_divide_or_repeat(make: Any) -> None:
