@@ -512,6 +512,8 @@ async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) ->
     keep_little_freed_memory()
     listener = bind(args)
     warn_of_open_door(args)
+    if args.prompt_adapters:
+        import vllm.lora.adapter  # noqa: F401 - with torch, which takes seconds: before a core wants to be heard
     engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
     try:
         await _load_adapters(args, engine)
