@@ -35,6 +35,11 @@ def _load_tile(
     block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
     base = block * stride_block + (key % BS) * D
     ka_at = heads_at + base[None, :] + c[:, None]
+    k_a = tl.load(ka_at, mask=live[None, :], other=0.0)  # D is more than half of DP
+    if D == DP:
+        k_b = tl.load(ka_at + HALF, mask=live[None, :], other=0.0)
+    else:
+        k_b = tl.load(ka_at + HALF, mask=live[None, :] & (HALF + c < D)[:, None], other=0.0)
     VD = D
     if PAIRS:
         d = tl.arange(0, DP // 2)
@@ -42,12 +47,9 @@ def _load_tile(
         v_at = (heads_at + v_offset).to(tl.pointer_type(tl.int16)) + (base // 2)[:, None] + d[None, :]
     else:
         v_at = heads_at + v_offset + base[:, None] + d[None, :]
-    k_a = tl.load(ka_at, mask=live[None, :], other=0.0)  # D is more than half of DP
     if D == DP:
-        k_b = tl.load(ka_at + HALF, mask=live[None, :], other=0.0)
         v = tl.load(v_at, mask=live[:, None], other=0.0)
     else:
-        k_b = tl.load(ka_at + HALF, mask=live[None, :] & (HALF + c < D)[:, None], other=0.0)
         v = tl.load(v_at, mask=live[:, None] & (d < VD)[None, :], other=0.0)
     return k_a, k_b, v
 
@@ -112,8 +114,30 @@ def _partner(c, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _norm_weight(weight, c, offset, D: tl.constexpr):
-    return tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32) + offset
+def _wide(x, AXIS: tl.constexpr):
+    """A vector along AXIS of what has as many axes as AXIS + 1."""
+    if AXIS == 1:
+        x = x[None, :]
+    return x
+
+
+@triton.jit
+def _norm_weights(
+    weight, a, b, other_a, other_b, offset, D: tl.constexpr, ROT: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """A norm's weights of columns a and b and of those that they are rotated with, as vectors: a load of two axes would
+    choose the layout of the heads that it is multiplied with.
+    """
+    wa = a.to(tl.float32)  # unused without NORM
+    wb, wya, wyb = wa, wa, wa
+    if NORM:
+        wa = tl.load(weight + a, mask=a < D, other=0.0).to(tl.float32) + offset
+        wb = tl.load(weight + b, mask=b < D, other=0.0).to(tl.float32) + offset
+        wya, wyb = wb, wa
+        if ROT > 0 and not HALVES:
+            wya = tl.load(weight + other_a, mask=other_a < D, other=0.0).to(tl.float32) + offset
+            wyb = tl.load(weight + other_b, mask=other_b < D, other=0.0).to(tl.float32) + offset
+    return wa, wb, wya, wyb
 
 
 @triton.jit
@@ -125,7 +149,7 @@ def _angles(
     other_a, angle_a, sign_a = _partner(a, ROT, INTERLEAVED)
     other_b, angle_b, sign_b = _partner(b, ROT, INTERLEAVED)
     if WIDE:
-        a, b, other_a, other_b = a[None, :], b[None, :], other_a[None, :], other_b[None, :]
+        a, b = a[None, :], b[None, :]
         angle_a, angle_b, sign_a, sign_b = angle_a[None, :], angle_b[None, :], sign_a[None, :], sign_b[None, :]
     at = cos_sin + position * ROT
     if HALVES:
@@ -145,31 +169,39 @@ def _angles(
 
 
 @triton.jit
-def _turned(
-    at, a, b, keep, other_a, other_b, cos_a, cos_b, sin_a, sin_b, weight, eps, offset, D: tl.constexpr,
-    DP: tl.constexpr, ROT: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr,
+def _columns(
+    at, a, b, keep, other_a, other_b, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr, HALVES: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Columns a and b of the heads at `at`, normalised and rotated, in fp32. HALVES: a and b are each other's
-    partners.
+    """Columns a and b of the heads at `at`, and those that they are rotated with. HALVES: these are each other's.
+
+    AXIS: of the columns, 1 for several heads.
     """
     keep_b = keep
     if D < DP:
-        keep_b = keep & (b < D)
-    xa = tl.load(at + a, mask=keep, other=0.0).to(tl.float32)
-    xb = tl.load(at + b, mask=keep_b, other=0.0).to(tl.float32)
+        keep_b = keep & (_wide(b, AXIS) < D)
+    xa = tl.load(at + _wide(a, AXIS), mask=keep, other=0.0)
+    xb = tl.load(at + _wide(b, AXIS), mask=keep_b, other=0.0)
+    ya, yb = xb, xa
+    if ROT > 0 and not HALVES:
+        ya = tl.load(at + _wide(other_a, AXIS), mask=keep, other=0.0)
+        yb = tl.load(at + _wide(other_b, AXIS), mask=keep_b, other=0.0)
+    return xa, xb, ya, yb
+
+
+@triton.jit
+def _turned(
+    xa, xb, ya, yb, wa, wb, wya, wyb, cos_a, cos_b, sin_a, sin_b, eps, D: tl.constexpr, ROT: tl.constexpr,
+    NORM: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """What `_columns` gave, normalised and rotated, in fp32."""
+    xa, xb, ya, yb = xa.to(tl.float32), xb.to(tl.float32), ya.to(tl.float32), yb.to(tl.float32)
     if NORM:
-        squares = tl.sum(xa * xa, AXIS, keep_dims=True) + tl.sum(xb * xb, AXIS, keep_dims=True)
-        rstd = tl.rsqrt(squares / D + eps)
-        xa = xa * rstd * _norm_weight(weight, a, offset, D)
-        xb = xb * rstd * _norm_weight(weight, b, offset, D)
-    if HALVES:
-        ya, yb = xb, xa
-    elif ROT > 0:
-        ya = tl.load(at + other_a, mask=keep, other=0.0).to(tl.float32)
-        yb = tl.load(at + other_b, mask=keep_b, other=0.0).to(tl.float32)
-        if NORM:
-            ya = ya * rstd * _norm_weight(weight, other_a, offset, D)
-            yb = yb * rstd * _norm_weight(weight, other_b, offset, D)
+        rstd = tl.rsqrt(tl.sum(xa * xa + xb * xb, AXIS, keep_dims=True) / D + eps)
+        xa = xa * rstd * _wide(wa, AXIS)
+        xb = xb * rstd * _wide(wb, AXIS)
+        ya = ya * rstd * _wide(wya, AXIS)
+        yb = yb * rstd * _wide(wyb, AXIS)
     if ROT > 0:
         xa, xb = xa * cos_a + ya * sin_a, xb * cos_b + yb * sin_b
     return xa, xb
@@ -236,6 +268,9 @@ def _decode_kernel(
     other_a, other_b, cos_a, cos_b, sin_a, sin_b = _angles(
         cos_sin, position, a, b, all_a, ROT, INTERLEAVED, HALVES, False
     )
+    qwa, qwb, qwya, qwyb = _norm_weights(q_weight, a, b, other_a, other_b, offset, D, ROT, HALVES, NORM)
+    kwa, kwb, kwya, kwyb = _norm_weights(k_weight, a, b, other_a, other_b, offset, D, ROT, HALVES, NORM)
+    home = tl.load(table + position // BS).to(tl.int64) * stride_block + kv_head * (BS * D) + (position % BS) * D
     if EARLY:
         live = lo + t < hi
         k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP, PAIRS)
@@ -245,10 +280,17 @@ def _decode_kernel(
         return
 
     fused = qkv + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D)
+    # everything is asked for before anything is waited for
     q_at = fused + (kv_head * GROUP + g[:, None]) * D
+    qxa, qxb, qya, qyb = _columns(q_at, a, b, in_g, other_a, other_b, D, DP, ROT, HALVES, 1)
+    last = split == active - 1  # the share that ends with the new token
+    width = tl.where(last, D, 0)
+    k_at = fused + (HEADS + kv_head) * D
+    kxa, kxb, kya, kyb = _columns(k_at, a, b, a < width, other_a, other_b, D, DP, ROT, HALVES, 0)
+    v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < width, other=0.0)
     q1, q2 = _turned(
-        q_at, a[None, :], b[None, :], in_g, other_a[None, :], other_b[None, :], cos_a[None, :], cos_b[None, :],
-        sin_a[None, :], sin_b[None, :], q_weight, eps, offset, D, DP, ROT, HALVES, NORM, 1,
+        qxa, qxb, qya, qyb, qwa, qwb, qwya, qwyb, cos_a[None, :], cos_b[None, :], sin_a[None, :], sin_b[None, :], eps,
+        D, ROT, NORM, 1,
     )  # fmt: skip
     qa = q1.to(qkv.dtype.element_ty)
     qb = q2.to(qkv.dtype.element_ty)
@@ -267,15 +309,12 @@ def _decode_kernel(
     m = tl.full([GP], -1.0e30, tl.float32)
     z = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
-    if split == active - 1:  # the share that ends with the new token
+    if last:
         k1, k2 = _turned(
-            fused + (HEADS + kv_head) * D, a, b, all_a, other_a, other_b, cos_a, cos_b, sin_a, sin_b, k_weight, eps,
-            offset, D, DP, ROT, HALVES, NORM, 0,
+            kxa, kxb, kya, kyb, kwa, kwb, kwya, kwyb, cos_a, cos_b, sin_a, sin_b, eps, D, ROT, NORM, 0
         )  # fmt: skip
         ka = k1.to(qkv.dtype.element_ty)
         kb = k2.to(qkv.dtype.element_ty)
-        v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d, mask=in_d, other=0.0)
-        home = tl.load(table + position // BS).to(tl.int64) * stride_block + kv_head * (BS * D) + (position % BS) * D
         if PAIRS:
             ka = _stored(ka, 1.0 / k_scale, FORMAT, LIMIT)
             kb = _stored(kb, 1.0 / k_scale, FORMAT, LIMIT)
@@ -399,10 +438,9 @@ def _shared_kernel(
         return
     head = kv_head * GROUP + i % GROUP
     q_at = qkv + row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D
-    q1, q2 = _turned(
-        q_at, a[None, :], b[None, :], rows, other_a, other_b, cos_a, cos_b, sin_a, sin_b, q_weight, eps, offset, D, DP,
-        ROT, HALVES, NORM, 1,
-    )  # fmt: skip
+    xa, xb, ya, yb = _columns(q_at, a, b, rows, other_a, other_b, D, DP, ROT, HALVES, 1)
+    wa, wb, wya, wyb = _norm_weights(q_weight, a, b, other_a, other_b, offset, D, ROT, HALVES, NORM)
+    q1, q2 = _turned(xa, xb, ya, yb, wa, wb, wya, wyb, cos_a, cos_b, sin_a, sin_b, eps, D, ROT, NORM, 1)
     qa = q1.to(qkv.dtype.element_ty)
     qb = q2.to(qkv.dtype.element_ty)
     q = tl.reshape(tl.permute(tl.join(qa, qb), (0, 2, 1)), (BM, DP))

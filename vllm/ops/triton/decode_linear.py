@@ -87,8 +87,9 @@ def _times(a, low, high, PAIRS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles_in"])
 def _gemv_kernel(
-    x, w, scales, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums, scale,
-    N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
+    x, w, scales, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
+    scale: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    UNROLL: tl.constexpr,
     MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
     SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -145,8 +146,8 @@ def _gemv_kernel(
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _skinny_kernel(
     x, w, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
-    best_at, sums, scale, low_a, low_b, ranks, adapters, small, ready, M, N: tl.constexpr, K: tl.constexpr,
-    WIDTH: tl.constexpr,
+    best_at, sums, scale: tl.constexpr, low_a, low_b, ranks, adapters, small, ready, M, N: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
     ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
     AHEAD: tl.constexpr, LORA: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,

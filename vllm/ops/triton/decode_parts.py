@@ -55,7 +55,7 @@ def inverse_rms(squares, rows, keep, tiles, width, eps):
 @triton.jit
 def finish_rows(
     acc, up, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
-    best_at, sums, scale, N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr,
+    best_at, sums, scale: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr,
     ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """acc [outputs n, rows m], and `up` of a GATED product, to where MODE says; the names are those of
@@ -80,8 +80,10 @@ def finish_rows(
     elif MODE == 1:
         tl.store(out + at, (acc * up).to(out.dtype.element_ty), mask=keep)
     elif MODE == 2:
-        r = acc.to(h.dtype.element_ty).to(tl.float32) * scale + tl.load(h + at, mask=keep, other=0.0).to(tl.float32)
-        r = r.to(h.dtype.element_ty)
+        r = acc.to(h.dtype.element_ty).to(tl.float32)
+        if scale != 1.0:
+            r = r * scale
+        r = (r + tl.load(h + at, mask=keep, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
         tl.store(h + at, r, mask=keep)
         if NEXT:
             f = r.to(tl.float32)
@@ -98,7 +100,7 @@ def finish_rows(
 @triton.jit
 def finish_row(
     y, u, n, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
-    scale, N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr,
+    scale: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr,
     NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """As `finish_rows` for one row: y [outputs n], u of a GATED product. SQUARES: at least `tiles_in`."""
@@ -119,8 +121,10 @@ def finish_row(
     elif MODE == 1:
         tl.store(out + n, (y * u).to(out.dtype.element_ty), mask=in_n)
     elif MODE == 2:
-        r = y.to(h.dtype.element_ty).to(tl.float32) * scale + tl.load(h + n, mask=in_n, other=0.0).to(tl.float32)
-        r = r.to(h.dtype.element_ty)
+        r = y.to(h.dtype.element_ty).to(tl.float32)
+        if scale != 1.0:
+            r = r * scale
+        r = (r + tl.load(h + n, mask=in_n, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
         tl.store(h + n, r, mask=in_n)
         if NEXT:
             f = r.to(tl.float32)

@@ -121,7 +121,8 @@ def _prefetch(words, first, share, ROWS: tl.constexpr, W: tl.constexpr, BN: tl.c
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _packed_kernel(
     x, words, scales, offsets, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
-    best, best_at, sums, scale, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr,
+    best, best_at, sums, scale: tl.constexpr, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
     W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
     OFFSETS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr,
@@ -203,7 +204,8 @@ def _packed_kernel(
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _sliced_kernel(
     x, words, scales, offsets, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
-    best, best_at, sums, scale, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr,
+    best, best_at, sums, scale: tl.constexpr, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
     W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
     OFFSETS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr, SLICES: tl.constexpr,
