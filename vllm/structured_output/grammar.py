@@ -105,7 +105,7 @@ def address(array: np.ndarray) -> int:
 
 def empty_rows(bits: np.ndarray) -> list[int]:
     """The rows without a bit. Most have one among the first words."""
-    found: list[int] = (~bits[:, :_FIRST_WORDS].any(1)).nonzero()[0].tolist()
+    found: list[int] = np.flatnonzero(~bits[:, :_FIRST_WORDS].any(1)).tolist()
     return [row for row in found if not bits[row].any()]
 
 

@@ -175,7 +175,7 @@ def _step(
             continue
         block_size = layout.block_size * group.units
         count = -(-length // block_size)
-        table = np.arange(first, first + requests * count, dtype=np.int32).reshape(requests, count)
+        table: np.ndarray = np.arange(first, first + requests * count, dtype=np.int32).reshape(requests, count)
         first += table.size
         tables.append(table)
         blocks = table[request, positions // block_size].astype(np.int64)
