@@ -33,6 +33,11 @@ FINITE = [
     "%import common.INT\nstart: start",  # not read
     "start: (((",
     "",
+    # hostile: each is read in time that grows with its length
+    "root ::= a{" + " " * 20_000 + "x",
+    "root ::= " + "(" * 900 + '"a"' + ")" * 900,
+    "root ::= " + "/a" * 20_000,
+    "a" + " " * 50_000 + "b",
 ]
 
 

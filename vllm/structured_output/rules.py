@@ -12,7 +12,7 @@ _TOKEN = re.compile(
           |\[\^?(?:\\.|[^\]\\])*\]|\.\.|\.)
       | (?P<head>[?!]?[A-Za-z_][\w-]*(?:\.\d+)?\s*(?:::=|:(?!:)))
       | (?P<name>[A-Za-z_][\w-]*)
-      | (?P<repeat>[*+?]|\{\s*\d*\s*,?\s*\d*\s*\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
+      | (?P<repeat>[*+?]|\{[\s\d,]*\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
       | (?P<sign>[()|])""",
     re.VERBOSE,
 )
@@ -31,10 +31,13 @@ def has_finite_text(text: str) -> bool:
     True as well for what is not understood.
     """
     try:
-        rules = _rules(text)
+        return _begins(_rules(text), "root" if "::=" in text else "start")
     except (_Unknown, RecursionError):
         return True
-    start = "root" if "::=" in text else "start"
+
+
+def _begins(rules: dict[str, _Expression], start: str) -> bool:
+    """Whether the rule `start` has a finite text."""
     finite: set[str] = set()
 
     def known(name: str) -> bool:
