@@ -369,11 +369,10 @@ LATER: list[dict[str, Any]] = [
     {"task": "transcription"}, {"runner": "draft"},
     {"preemption_mode": "swap"}, {"enable_sleep_mode": True}, {"otlp_traces_endpoint": "http://x"},
     {"collect_detailed_traces": "all"},
-    {"num_lookahead_slots": 2}, {"calculate_kv_scales": True},
-    {"quantization_param_path": "x.json"}, {"override_neuron_config": {"a": 1}},
+    {"num_lookahead_slots": 2}, {"override_neuron_config": {"a": 1}},
     {"logits_processors": ["a:B"]},
     {"disable_hybrid_kv_cache_manager": True}, {"config_format": "mistral"},
-    {"override_attention_dtype": "float16"}, {"kv_cache_dtype": "fp8"},
+    {"override_attention_dtype": "float16"},
     {"logprobs_mode": "raw_logits"}, {"offload_params": ["a"]}, {"quantization_config": {"a": 1}},
     {"enable_eplb": True}, {"disable_chunked_mm_input": True},
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.distributed.workload import answers, differences, engine, preemptions
 from tests.executor.configs import config_for, generate
@@ -127,8 +128,7 @@ def test_tokens_of_requests_that_left_their_slot_are_not_told() -> None:
 
 def test_accepted_drafts_are_told_one_behind_the_other() -> None:
     known = KnownTokens()
-    plan = _plan(0, [3, 4], [4, 3], [10, 20])
-    object.__setattr__(plan, "drafts", np.array([3, 2], np.int32))
+    plan = replace(_plan(0, [3, 4], [4, 3], [10, 20]), drafts=np.array([3, 2], np.int32))
     known.sampled(plan, StepResult(0, [7, 8, 9, 5], {}, {}, {}, 0.0, counts=[3, 1]))
     found = known.take()
     assert found is not None

@@ -29,7 +29,7 @@ from vllm.lora.config import read_config
 from vllm.lora.layers import LinearStack, LoRALayers
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.ops.lora import add_lora
+from vllm.ops.lora import LowRank, add_lora, lay_out_b
 from vllm.step.inputs import RowView, Segment
 
 
@@ -202,9 +202,10 @@ def test_rows_of_several_adapters_are_changed_by_their_own() -> None:
                         a[slot, i * rank : (i + 1) * rank].double() @ x[row].double()
                     )
                     expected[row, first : first + count] += change
+        matrices = LowRank(a, lay_out_b(b), torch.full((3,), rank, dtype=torch.int32), parts)
         segments = tuple(Segment(s, torch.nonzero(slots == s)[:, 0]) for s in (0, 1, 2))
         found = out.clone()
-        add_lora(found, x, a, b, parts, RowView(slots, segments))
+        add_lora(found, x, matrices, RowView(slots, segments))
         torch.testing.assert_close(
             found.double(),
             expected,
@@ -212,9 +213,9 @@ def test_rows_of_several_adapters_are_changed_by_their_own() -> None:
             atol=0.2 if dtype is torch.bfloat16 else 1e-5,
         )
         everywhere = out.clone()
-        add_lora(everywhere, x, a, b, parts, RowView(torch.ones_like(slots), (Segment(1, None),)))
+        add_lora(everywhere, x, matrices, RowView(torch.ones_like(slots), (Segment(1, None),)))
         listed = out.clone()
-        add_lora(listed, x, a, b, parts, RowView(torch.ones_like(slots), (Segment(1, torch.arange(11)),)))
+        add_lora(listed, x, matrices, RowView(torch.ones_like(slots), (Segment(1, torch.arange(11)),)))
         assert torch.equal(everywhere, listed)
 
 

@@ -90,7 +90,7 @@ def test_the_packaged_model_in_every_format(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_the_packaged_model_as_a_gguf_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    assert "Paris" in answer(write_demo(tmp_path, kind))
+    assert "Paris" in answer(write_demo(tmp_path, kind)[0])
 
 
 def test_no_format_of_files_is_left_out() -> None:

@@ -34,7 +34,7 @@ def run(name: str, monkeypatch: Any, capsys: Any, *arguments: str) -> str:
 
 
 def test_gguf_inference(monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
-    out = run("gguf_inference.py", monkeypatch, capsys, str(write_demo(tmp_path, "Q8_0")))
+    out = run("gguf_inference.py", monkeypatch, capsys, str(write_demo(tmp_path, "Q8_0")[0]))
     assert out.count("Answer: ") == 2
     assert "Paris" in out
 

@@ -247,16 +247,16 @@ def test_floats_of_six_bits() -> None:
     torch.testing.assert_close((ours - weight / scale).abs(), best, atol=1e-5, rtol=0)
 
 
-def test_scales_of_the_cache_are_not_ignored_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scales_of_the_cache_are_kept_for_a_float8_one(tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path)
     stored = quantize_folder(tmp_path, reference, state, every(writers.fp8), FP8)
     scales = {
         f"model.layers.{i}.self_attn.{kind}": torch.tensor(0.5) for i in (0, 1) for kind in ("k_scale", "v_scale")
     }
     save_file({**stored, **scales}, tmp_path / "model.safetensors")
-    with caplog.at_level("WARNING", logger="vllm"):
-        assert_same_logits(tmp_path, reference)
-    assert "scales for a KV cache" in caplog.text
+    assert_same_logits(tmp_path, reference)
+    model: Any = load_model(engine_config(tmp_path, max_model_len=64), "cpu")
+    assert model.cache_scales == {0: (0.5, 0.5), 1: (0.5, 0.5)}
 
 
 @pytest.mark.parametrize("stacked", [False, True])

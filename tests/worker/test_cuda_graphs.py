@@ -18,6 +18,7 @@ from tests.worker.toy import VOCAB, Ahead, Driver, Recording, Toy, attend_as_rec
 from vllm.step.inputs import StepFeatures, StepInputs
 from vllm.step.kv_policy import KVGroup, KVKind, KVPolicy
 from vllm.step.plan import Column, RowMasks, StepPlan
+from vllm.worker.adapters import ROWS_WITH_ADAPTERS
 from vllm.worker.cuda_graphs import _ENDINGS, DecodeGraphs
 from vllm.worker.model_runner import KNOWN
 from vllm.worker.sample.params import Needs
@@ -169,8 +170,8 @@ class ToyAdapters:
 
     column = Column("adapter", "int32", -1)
 
-    def used(self, plan: StepPlan) -> bool:
-        return True
+    def features(self, plan: StepPlan) -> frozenset[str]:
+        return frozenset({ROWS_WITH_ADAPTERS})
 
     def load(self, loads: object) -> None:
         return

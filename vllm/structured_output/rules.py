@@ -14,7 +14,7 @@ _TOKEN = re.compile(
       | (?P<name>[A-Za-z_][\w-]*)
       | (?P<repeat>[*+?]|\{[\s\d,]*\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
       | (?P<sign>[()|])""",
-    re.VERBOSE,
+    re.X,
 )
 _PASSES = 64  # over all rules; more, and nobody says that there is none
 Known = Callable[[str], bool]
