@@ -11,7 +11,7 @@ import msgspec
 
 from vllm.ipc.functions import named
 from vllm.logger import init_logger
-from vllm.metrics.registry import EngineMetrics, NotingHistogram, one_two_five_buckets
+from vllm.metrics.registry import EngineMetrics, Histogram, NotingHistogram, one_two_five_buckets
 from vllm.plugins import STAT_LOGGER_GROUP, plugins_of
 from vllm.step.messages import CoreStats
 
@@ -154,13 +154,15 @@ class StatLoggers:
         if isinstance(stat_logger, StatLoggerBase):
             stat_logger.info("metrics", self._metrics)
         if not self._listens:
-            self._listen()
+            self._listen(True)
 
     def remove(self, name: str) -> None:
         """Raises KeyError for an unknown name."""
         if name not in self.by_name:
             raise KeyError(f"Logger with name {name} does not exist.")
         del self.by_name[name]
+        if not self.by_name:
+            self._listen(False)
 
     def log(self, core: CoreStats) -> None:
         """Tell every logger what has come since the last time. core: of the newest step."""
@@ -189,14 +191,14 @@ class StatLoggers:
         for stat_logger in self.by_name.values():
             stat_logger.log(stats)
 
-    def _listen(self) -> None:
-        """From now on, keep what is observed."""
-        self._listens = True
+    def _listen(self, listens: bool) -> None:
+        """From now on, keep what is observed, or no longer: nobody would take it."""
+        self._listens = listens
         for name in (*_TIMES.values(), *_COUNTS.values()):
             before = getattr(self._metrics, name)
-            noting = NotingHistogram(before.bounds)
-            noting.counts, noting.total = before.counts, before.total
-            setattr(self._metrics, name, noting)
+            after = (NotingHistogram if listens else Histogram)(before.bounds)
+            after.counts, after.total = before.counts, before.total
+            setattr(self._metrics, name, after)
 
 
 class LoggingStatLogger(StatLoggerBase):
