@@ -506,7 +506,11 @@ def test_plain_weights_can_be_quantized_in_flight(make: Any, name: str) -> None:
         (None, "gptq", "needs a checkpoint in that format"),
         (None, "tpu_int8", "it works on a Google TPU only"),
         (None, "neuron_quant", "works on AWS Neuron"),
-        ({"quant_method": "gptq", "checkpoint_format": "marlin_24"}, None, "with 'gptq_marlin_24', which is not"),
+        (
+            {"quant_method": "gptq", "checkpoint_format": "marlin_24"},
+            "awq",
+            "in the model config .gptq_marlin_24. does",
+        ),
         ({"quant_method": "vptq"}, None, "quantized with 'vptq', which is not supported"),
         ({"quant_method": 4}, None, "expected the name of a quantization format"),
         ({"what": 4}, None, "does not say how the weights are quantized"),

@@ -21,8 +21,9 @@ from tests.quantization.test_formats import CASES, every
 from tests.quantization.test_gguf import DEMO, write_demo
 from tests.quantization.test_libraries import AO
 from vllm import LLM, SamplingParams
+from vllm.config.quantization import method_of
 
-_RANDOM = ("aqlm",)  # writers of weights that are not the model's
+_RANDOM = ("aqlm", "compressed-tensors sparse")  # writers of weights that are not the model's
 _TOO_FEW_BITS = ("gptq 2 bits",)  # for so small a model
 
 
@@ -96,7 +97,6 @@ def test_the_packaged_model_as_a_gguf_file(kind: str, tmp_path: Path, monkeypatc
 def test_no_format_of_files_is_left_out() -> None:
     from vllm.config.quantization import _NAMES, IN_FLIGHT
 
-    tested = {settings["quant_method"] for _, settings in CASES.values()}
-    tested |= {settings["quant_method"] for _, settings in FORMATS.values()}
-    elsewhere = {"gguf", "compressed-tensors", "mxfp4"}  # above, `test_quantize`, `test_formats`
+    tested = {method_of(settings, DEMO) for _, settings in [*CASES.values(), *FORMATS.values()]}
+    elsewhere = {"gguf", "mxfp4"}  # above, `test_formats`
     assert set(_NAMES) - tested - elsewhere <= set(IN_FLIGHT)

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader import load_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+QQQ = {"quant_method": "qqq", "wbits": 4, "group_size": 64}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -47,6 +48,13 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gptq one group": (every(writers.gptq, group=-1), {**GPTQ, "group_size": -1}),
     "marlin": (every(writers.marlin, group=128), {**GPTQ, "group_size": 128, "checkpoint_format": "marlin"}),
     "marlin one group": (every(writers.marlin, group=-1), {**GPTQ, "group_size": -1, "is_marlin_format": True}),
+    "marlin 2:4": (every(writers.marlin_24), {**GPTQ, "group_size": 128, "checkpoint_format": "marlin_24"}),
+    "marlin 2:4 of 8 bits, one group": (
+        every(writers.marlin_24, bits=8, group=-1),
+        {**GPTQ, "bits": 8, "group_size": -1, "checkpoint_format": "marlin_24"},
+    ),
+    "qqq": (every(writers.qqq), {**QQQ, "group_size": -1}),
+    "qqq in groups": (every(writers.qqq, group=64), QQQ),
     "awq": (every(writers.awq), AWQ),
     "awq gemv": (every(writers.awq, version="gemv"), {**AWQ, "version": "gemv"}),
     "awq gemv_fast": (every(writers.awq, version="gemv_fast"), {**AWQ, "version": "gemv_fast"}),
@@ -145,6 +153,47 @@ def test_formats_in_other_families(family: str, name: str, tmp_path: Path) -> No
     reference, state = plain_model(tmp_path, family)
     quantize_folder(tmp_path, reference, state, write, settings)
     assert_same_logits(tmp_path, reference)
+
+
+def compressed(layout: str, weights: dict[str, Any] | None, sparsity: str = "dense", **group: Any) -> dict[str, Any]:
+    """A config of compressed-tensors for all linear layers."""
+    groups = {} if weights is None else {"group_0": {"targets": ["Linear"], "weights": weights, **group}}
+    structure = {"format": sparsity, "sparsity_structure": "2:4", "targets": ["Linear"], "ignore": ["lm_head"]}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"],
+        "sparsity_config": structure,
+    }  # fmt: skip
+
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+SPARSE_24 = "sparse-24-bitmask"
+SPARSE_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "2:4": (every(writers.sparse), compressed("dense", None, SPARSE_24)),
+    "sparse": (every(writers.sparse, every_four=False), compressed("dense", None, "sparse-bitmask")),
+    "2:4 of int8": (every(writers.sparse, kind="int8"), compressed("int-quantized", INT8, SPARSE_24)),
+    "2:4 of fp8": (
+        every(writers.sparse, kind="fp8"), compressed("float-quantized", {**INT8, "type": "float"}, SPARSE_24),
+    ),
+    "marlin-24": (
+        every(writers.marlin_24, names=("weight_packed", "meta", "scale_packed")),
+        compressed("marlin-24", {**INT8, "num_bits": 4, "strategy": "group", "group_size": 128}),
+    ),
+}  # fmt: skip
+CASES |= {f"compressed-tensors {name}": case for name, case in SPARSE_CASES.items()}
+
+
+def test_sparse_weights_that_contradict_themselves(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path)
+    stored = quantize_folder(tmp_path, reference, state, *SPARSE_CASES["2:4"])
+    name = "model.layers.1.mlp.up_proj"
+    for leaf, change, message in (
+        ("bitmask", lambda t: t | 1, "'compressed' holds .* weights, but 'bitmask' names"),
+        ("shape", lambda t: t + 1, "'shape' says .*, expected"),
+        ("bitmask", lambda t: t[:, 1:].contiguous(), "'bitmask' has the shape"),
+    ):
+        save_file({**stored, f"{name}.{leaf}": change(stored[f"{name}.{leaf}"])}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"{name}: {message}".replace(".mlp", r"\.mlp")):
+            load_model(engine_config(tmp_path, max_model_len=64), "cpu")
 
 
 def test_parts_of_a_fused_layer_may_differ(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.quantization import writers
-from tests.quantization.test_formats import AWQ, FP8, GPTQ
+from tests.quantization.test_formats import AWQ, FP8, GPTQ, QQQ, SPARSE_24, compressed
 from vllm.config.quantization import Quantization
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
@@ -22,6 +22,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gptq 3 bits": (lambda w: writers.gptq(w, bits=3), {**GPTQ, "bits": 3}),
     "gptq act-order": (lambda w: writers.gptq(w, act_order=True, symmetric=False), {**GPTQ, "sym": False}),
     "awq with groups that the cut divides": (lambda w: writers.awq(w, group=128), {**AWQ, "group_size": 128}),
+    "qqq": (lambda w: writers.qqq(w, group=64), QQQ),
+    "compressed-tensors 2:4": (writers.sparse, compressed("dense", None, SPARSE_24)),
     "fp8 per tensor": (lambda w: writers.fp8(w), FP8),
     "fp8 blocks that the cut divides": (
         lambda w: writers.fp8(w, scales="block"),

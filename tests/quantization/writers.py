@@ -134,6 +134,131 @@ def marlin(weight: Tensor, group: int = 128) -> Written:
     return _tensors(tensors), numbers(codes, scales, zeros, index)
 
 
+def tiles_of(codes: np.ndarray) -> np.ndarray:
+    """Codes [n, k] as rows of 16 x 16 tiles, [k / 16, n * 16]."""
+    n, k = codes.shape
+    return codes.T.reshape(k // 16, 16, n // 16, 16).transpose(0, 2, 1, 3).reshape(k // 16, n * 16)
+
+
+def kept_of_four(codes: np.ndarray, zero: int) -> np.ndarray:
+    """Codes of which two of each four inputs stay, the largest."""
+    size = np.abs(codes - zero).reshape(len(codes), -1, 4)
+    rank = np.argsort(np.argsort(-size, -1, kind="stable"), -1, kind="stable")
+    return np.where(rank.reshape(codes.shape) < 2, codes, zero)
+
+
+def marlin_24(
+    weight: Tensor, bits: int = 4, group: int = 128, names: tuple[str, str, str] = ("B_24", "B_meta", "s")
+) -> Written:
+    """From the published packer: lane by lane of a warp, and CUTLASS's loops for the places that are kept."""
+    n, k = weight.shape
+    size = k if group == -1 else group
+    index = np.arange(k) // size
+    codes, scales, zeros = groups_of(weight, bits, group if group > 0 else k, True, index)
+    codes = kept_of_four(codes, 2 ** (bits - 1))
+    half, words_of = np.zeros((n, k // 2), np.int64), np.zeros((n, k // 16), np.int64)
+    for row in range(n):
+        for quad in range(k // 4):
+            four = codes[row, 4 * quad : 4 * quad + 4] - 2 ** (bits - 1)
+            places = [i for i in range(4) if four[i]]
+            places = sorted((places + [i for i in range(4) if i not in places])[:2])
+            half[row, 2 * quad : 2 * quad + 2] = codes[row, [4 * quad + i for i in places]]
+            words_of[row, quad // 4] |= (places[0] | places[1] << 2) << 4 * (quad % 4)
+    meta = np.zeros(n * (k // 16), np.uint16)
+    for row in range(n):
+        for column in range(k // 16):
+            r = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 32 % 4 // 2 * 32 + row % 64 // 8 * 4
+            c = column
+            if r % 2 == 0 and c % 2 == 1:
+                r, c = r + 1, c - 1
+            elif r % 2 == 1 and c % 2 == 0:
+                r, c = r - 1, c + 1
+            meta[c // 2 * n * 2 + r * 2 + c % 2] = words_of[row, column]
+    order = []
+    for lane in range(32):
+        column = lane // 4
+        first = []
+        for block in (0, 1):
+            for row in (2 * (lane % 4), 2 * (lane % 4) + 1, 2 * (lane % 4 + 4), 2 * (lane % 4 + 4) + 1):
+                first.append(16 * row + column // 2 * 256 + 8 * (column % 2) + 4 * block)
+        for step in range(4):
+            order.extend(place + step for place in first)
+    interleave = list(AWQ_ORDER) if bits == 4 else [0, 2, 1, 3]
+    permuted_order = np.array(order).reshape(-1, len(interleave))[:, interleave].ravel()
+    permuted = tiles_of(half).reshape(-1, 1024)[:, permuted_order].reshape(k // 32, n * 16)
+    stored = scales.T
+    if size < k:
+        places = [8 * i + j for i in range(8) for j in (0, 4, 1, 5, 2, 6, 3, 7)]
+        stored = stored.reshape(-1, 64)[:, places].reshape(-1, n)
+    tensors = {names[0]: words(permuted, bits), names[1]: meta.view(np.int16).reshape(k // 32, 2 * n), names[2]: stored}
+    if names[0] == "B_24":
+        tensors["workspace"] = np.zeros(n // 128 * 64 + 1, np.int32)
+    return _tensors(tensors), numbers(codes, scales, zeros, index)
+
+
+def qqq(weight: Tensor, group: int = -1) -> Written:
+    """From the published packer: Marlin's, with four neighbouring inputs a lane."""
+    n, k = weight.shape
+    group = -1 if group == k else group
+    w = weight.numpy().astype(np.float64)
+    interleave = [4, 0, 5, 1, 6, 2, 7, 3] if group == -1 else list(AWQ_ORDER)
+    order = []
+    for lane in range(32):
+        first = [16 * (4 * (lane % 4) + row) + lane // 4 + 8 * block for block in (0, 1) for row in range(4)]
+        for tile in range(4):
+            order.extend(place + 256 * tile for place in first)
+    order = np.array(order).reshape(-1, 8)[:, interleave].ravel()
+    single = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+    if group == -1:
+        scale = (np.abs(w).max(1) / 7).astype(np.float32)
+        codes = np.clip(np.round(w / scale[:, None]), -7, 7).astype(np.int64)
+        value = codes * scale[:, None].astype(np.float64)
+        channel, parts = scale / 16, np.zeros(0, np.float16)
+        codes = codes & 15
+    else:
+        channel = (np.abs(w).max(1) / 127).astype(np.float32)
+        grouped = (2 * np.abs(w).reshape(n, -1, group).max(2) / 15 / channel[:, None]).astype(np.float16)
+        scale = np.repeat(grouped.astype(np.float64) * channel[:, None], group, 1)
+        codes = np.clip(np.round(w / scale) + 8, 0, 15).astype(np.int64)
+        value = (codes - 8) * scale
+        parts = grouped.T.reshape(-1, 64)[:, [i + 8 * j for i in range(8) for j in range(8)]].reshape(-1, n)
+    permuted = tiles_of(codes).reshape(-1, 1024)[:, order].reshape(k // 16, n * 16)
+    tensors = {"B": words(permuted, 4), "s_channel": channel.reshape(-1, 32)[:, single].reshape(1, n), "s_group": parts}
+    return _tensors(tensors), torch.from_numpy(value).float()
+
+
+def sparse(weight: Tensor, kind: str = "plain", every_four: bool = True) -> Written:
+    """compressed-tensors without zeros: of plain weights, or of 8-bit ones with a scale for each output."""
+    n, k = weight.shape
+    if every_four:
+        w = kept_of_four(weight.numpy(), 0)
+    else:
+        w = np.where(np.random.default_rng(n).random((n, k)) < 0.6, weight.numpy(), 0)
+    keep = w != 0
+    dense = torch.from_numpy(w)
+    scale = dense.abs().amax(1, keepdim=True) / {"int8": 127, "fp8": 448, "plain": 1}[kind]
+    leaves = {"plain": {}, "int8": {"weight_scale": scale}, "fp8": {"weight_scale": scale}}[kind]
+    if kind == "plain":
+        codes, value = dense, dense
+    elif kind == "int8":
+        codes = (dense / scale).round().to(torch.int8)
+        value = codes.float() * scale
+    else:
+        codes = (dense / scale).to(torch.float8_e4m3fn)
+        value = codes.float() * scale
+    flat = codes.flatten().view(torch.uint8 if kind == "fp8" else codes.dtype)[torch.from_numpy(keep.ravel())]
+    flat = flat.view(codes.dtype)
+    mask = np.packbits(keep, axis=-1, bitorder="little")
+    tensors = {
+        "compressed": flat.view(n, -1) if every_four else flat,
+        "bitmask": torch.from_numpy(mask),
+        "shape": torch.tensor([[n], [k]]),
+    }
+    if not every_four:
+        tensors["row_offsets"] = torch.from_numpy(np.cumsum(keep.sum(1)) - keep.sum(1))
+    return {**tensors, **leaves}, value
+
+
 def fp8(weight: Tensor, scales: str = "tensor", static: bool = False, leaf: str = "weight_scale") -> Written:
     n, k = weight.shape
     if scales == "block":

@@ -31,6 +31,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "experts_int8": ("experts_int8",),
     "mxfp4": ("mxfp4",),
     "torchao": ("torchao",),
+    "gptq_marlin_24": ("gptq_marlin_24", "gptq", "marlin"),
+    "qqq": ("qqq",),
 }
 _SPELLINGS = {"compressed_tensors": "compressed-tensors", "intel/auto-round": "auto-round", "marlin": "gptq"}
 # Formats that can be made of plain weights while they are loaded.

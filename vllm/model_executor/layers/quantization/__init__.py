@@ -32,6 +32,8 @@ _FORMATS = {
     "mxfp4": ("mxfp4", "Mxfp4"),
     "auto-round": ("auto_round", "AutoRound"),
     "torchao": ("torchao", "Torchao"),
+    "gptq_marlin_24": ("marlin", "GptqMarlin24"),
+    "qqq": ("marlin", "Qqq"),
 }
 
 

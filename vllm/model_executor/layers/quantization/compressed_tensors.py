@@ -2,7 +2,11 @@
 
 pack-quantized: `weight_packed` int32 [out, in * bits / 32], `weight_scale`, `weight_zero_point`, `weight_g_idx`,
 `weight_shape`.   int-quantized, float-quantized, naive-quantized: `weight`, `weight_scale`, `input_scale`,
-`input_zero_point`.   nvfp4- and mxfp4-pack-quantized: `weight_packed` uint8 [out, in / 2] with 8-bit scales.
+`input_zero_point`.   nvfp4- and mxfp4-pack-quantized: `weight_packed` uint8 [out, in / 2] with 8-bit scales; mxfp6:
+uint8 [out, 3 * in / 4]; mxfp8-quantized: `weight`.   marlin-24: `weight_packed`, `meta`, `scale_packed` (Marlin 2:4).
+
+Where `sparsity_config` says so, a weight, quantized or not, is stored without its zeros: `compressed`, those that are
+kept, row after row ([out, in / 2] if 2 of 4 are); `bitmask` uint8 [out, ceil(in / 8)], lowest bit first; `shape`.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ from vllm.model_executor.layers.quantization.base_config import (
     Reader,
     Tensors,
     names_of,
+    plain_weight,
     setting,
     take,
     word_bits,
 )
 from vllm.model_executor.layers.quantization.fp8 import FLOATS, block_shape, fp8_scales
+from vllm.model_executor.layers.quantization.marlin import SparseMarlinReader
 from vllm.model_executor.layers.quantization.packing import WORD, nibbles, unpack
 from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, round_to_groups
 
@@ -32,9 +38,9 @@ from vllm.ops.quantized_weights import GroupedWeight, InputQuant, round_to_fp8, 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "dense",
+    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "marlin-24", "dense",
 )  # fmt: skip
-_NO_OLD_LAYOUT = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
+_SPARSE = ("sparse-24-bitmask", "sparse-bitmask")
 _LINEAR = "Linear"  # the class of modules that a target may name
 
 
@@ -180,7 +186,10 @@ class Floats(Reader):
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
         codes = take(tensors, "weight", (n, k), torch.float8_e4m3fn)
         block = self.args.block or ((1, self.args.group) if self.args.group > 0 else None)
-        scales, group = fp8_scales(tensors, n, k, block)
+        if tensors.get("weight_scale", codes).dtype == torch.uint8:
+            scales, group = _powers(tensors, n, k), _MX_GROUP
+        else:
+            scales, group = fp8_scales(tensors, n, k, block)
         return GroupedWeight(codes, scales, group, 8, inputs=_fixed(self.inputs, tensors))
 
     def example(self, weight: Tensor) -> GroupedWeight:
@@ -205,12 +214,12 @@ class FourBitFloats(Reader):
     powers: bool
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
-        group = 32 if self.powers else 16
+        group = _MX_GROUP if self.powers else 16
         if k % group:
             raise ValueError(f"{k} inputs are not whole groups of {group}")
         codes = nibbles(take(tensors, "weight_packed", (n, k // 2), torch.uint8))
         if self.powers:
-            scales = torch.exp2(take(tensors, "weight_scale", (n, k // group), torch.uint8).float() - 127)
+            scales = _powers(tensors, n, k)
         else:
             divisor = float(take(tensors, "weight_global_scale", (), *FLOATS))
             if not 0 < divisor < float("inf"):
@@ -219,25 +228,78 @@ class FourBitFloats(Reader):
         return GroupedWeight(codes, scales, group, 4, table=torch.tensor(E2M1))
 
 
+class SixBitFloats(Reader):
+    """e2m3 codes, four in three bytes, lowest bits first; scales are powers of two. e4m3 holds their values."""
+
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
+        if k % _MX_GROUP:
+            raise ValueError(f"{k} inputs are not whole groups of {_MX_GROUP}")
+        stored = take(tensors, "weight_packed", (n, 3 * k // 4), torch.uint8).view(n, k // 4, 3).int()
+        words = stored[..., 0] | stored[..., 1] << 8 | stored[..., 2] << 16
+        codes = ((words[..., None] >> torch.arange(0, 24, 6, dtype=torch.int32)) & 63).view(n, k)
+        exponents, fractions = codes >> 3 & 3, (codes & 7).float() / 8
+        sizes = torch.where(exponents == 0, fractions, (1 + fractions) * torch.exp2(exponents - 1.0))
+        values = torch.where(codes < 32, sizes, -sizes).to(torch.float8_e4m3fn)
+        return GroupedWeight(values, _powers(tensors, n, k), _MX_GROUP, 8)
+
+
+_MX_GROUP = 32  # inputs that share a power of two, by the OCP's microscaling formats
+
+
+def _powers(tensors: Tensors, n: int, k: int) -> Tensor:
+    """Scales [n, groups] that are stored as exponents."""
+    stored = take(tensors, "weight_scale", (n, -(-k // _MX_GROUP)), torch.uint8)
+    if bool((stored == 255).any()):
+        raise ValueError("a scale in 'weight_scale' is no number")
+    return torch.exp2(stored.float() - 127)
+
+
+@dataclass(frozen=True)
+class Sparse(Reader):
+    """Weights without their zeros, if they are stored so; `inner` reads what they are then, None if plain numbers."""
+
+    inner: Reader | None
+
+    def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight | Tensor:
+        if "compressed" in tensors:
+            rest = {name: t for name, t in tensors.items() if name not in ("compressed", "bitmask", "row_offsets")}
+            tensors = {**{name: t for name, t in rest.items() if name != "shape"}, "weight": _with_zeros(tensors, n, k)}
+        return plain_weight(tensors, n, k) if self.inner is None else self.inner.read(tensors, n, k)
+
+    def example(self, weight: Tensor) -> GroupedWeight | Tensor:
+        return weight if self.inner is None else self.inner.example(weight)
+
+
+def _with_zeros(tensors: Tensors, n: int, k: int) -> Tensor:
+    if "shape" in tensors and tensors["shape"].flatten().tolist() != [n, k]:
+        raise ValueError(f"'shape' says {tensors['shape'].flatten().tolist()}, expected {[n, k]}")
+    mask = take(tensors, "bitmask", (n, -(-k // 8)), torch.uint8)
+    kept = ((mask[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)[:, :k].bool()
+    stored, count = tensors["compressed"], int(kept.sum())
+    if stored.numel() != count:
+        raise ValueError(f"'compressed' holds {stored.numel()} weights, but 'bitmask' names {count}")
+    if stored.dtype == torch.float8_e4m3fn:  # which cannot be put in place as they are
+        values = torch.zeros(n, k, dtype=torch.uint8)
+        return values.masked_scatter_(kept, stored.reshape(-1).view(torch.uint8)).view(stored.dtype)
+    return torch.zeros(n, k, dtype=stored.dtype).masked_scatter_(kept, stored.reshape(-1))
+
+
 class CompressedTensors(Format):
     """What llm-compressor writes."""
 
     name = "compressed-tensors"
     leaves = (
         "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale",
-        "input_scale", "input_zero_point",
+        "input_scale", "input_zero_point", "meta", "scale_packed", "compressed", "bitmask", "shape", "row_offsets",
     )  # fmt: skip
     ignored = ("input_global_scale", "output_scale", "output_zero_point")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         layout = setting(settings, "format", str, "dense")
         sparsity = settings.get("sparsity_config") or {}
-        for name in (layout, sparsity.get("format") if isinstance(sparsity, Mapping) else None):
-            if name in _NO_OLD_LAYOUT:
-                raise ValueError(
-                    f"compressed-tensors of the layout {name!r} (2:4 sparse) are not supported; use a version of the "
-                    "model in the layout 'pack-quantized', 'int-quantized' or 'float-quantized'."
-                )
+        if not isinstance(sparsity, Mapping):
+            raise ValueError("The quantization config's `sparsity_config` must be an object.")
+        self._sparse = setting(sparsity, "format", str, "dense", among=(*_SPARSE, "dense")) != "dense"
         self._groups: list[tuple[tuple[str, ...], Reader]] = []
         groups = setting(settings, "config_groups", dict, {})
         for name, group in groups.items():
@@ -249,6 +311,10 @@ class CompressedTensors(Format):
         self._plain = names_of(settings, "ignore")
 
     def reader(self, names: Sequence[str]) -> Reader | None:
+        found = self._dense_reader(names)
+        return Sparse(found) if self._sparse and (found is not None or "lm_head" not in names) else found
+
+    def _dense_reader(self, names: Sequence[str]) -> Reader | None:
         if any(_matches(target, name) for target in self._plain for name in names):
             return None
         for by_class in (False, True):  # a module's own name decides before its class
@@ -275,8 +341,14 @@ def _reader_of(group: Mapping[str, Any], layout: str) -> Reader | None:
         return None
     if layout == "pack-quantized":
         return PackedIntegers(args, inputs)
+    if layout == "marlin-24":
+        if args.bits not in (4, 8) or not args.symmetric:
+            raise ValueError("compressed-tensors of the layout 'marlin-24' hold symmetric codes of 4 or 8 bits.")
+        return SparseMarlinReader(word_bits(args.bits), args.group, ("weight_packed", "meta", "scale_packed"))
     if layout.endswith("fp4-pack-quantized"):
         return FourBitFloats(powers=layout.startswith("mx"))
+    if layout == "mxfp6-pack-quantized":
+        return SixBitFloats()
     if args.float:
         if args.bits != 8:
             raise ValueError(f"Floats of {args.bits} bits in the layout {layout!r} are not supported, expected 8.")
