@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.worker.toy import Driver, Toy
-from vllm.step.inputs import StepInputs
+from tests.worker.toy import Driver, Recording, Toy, attend_as_recorded
+from vllm.step.inputs import RowView, StepFeatures, StepInputs
+from vllm.step.plan import Column, StepPlan
+from vllm.worker.adapters import ROWS_WITH_ADAPTERS
 from vllm.worker.input_builder import Laid
-from vllm.worker.mixed_graphs import CONTEXTS, REQUESTS, TOKENS, bucket, made_up, step_sizes
+from vllm.worker.mixed_graphs import CONTEXTS, REQUESTS, TOKENS, MixedGraphs, bucket, made_up, step_sizes
 from vllm.worker.model_runner import ModelRunner
 
 LONGEST_SHORT_QUERY = 16  # tokens: what one tile of the attention kernel for short queries holds
@@ -81,7 +84,7 @@ class Padded:
         self._runner = runner
         self.steps = 0
 
-    def forward(self, laid: Laid) -> tuple[StepInputs, Tensor] | None:
+    def forward(self, laid: Laid, adapters: np.ndarray | None = None) -> tuple[StepInputs, Tensor] | None:
         key = bucket(len(laid.positions), len(laid.slots), int(laid.lens.max()), 300)
         if key is None:
             return None
@@ -108,3 +111,76 @@ def test_padded_steps_give_the_dense_models_tokens(chunk: int) -> None:
     assert padded.steps == 30
     for name, prompt in (("a", first), ("b", second)):
         assert tokens[name] == model.greedy(prompt, len(tokens[name])) and len(tokens[name]) > 10
+
+
+class ToyAdapters:
+    """Of requests in slots 1, 4, 7, ..., which a Toy does not heed; who looks is told what each row has."""
+
+    column = Column("adapter", "int32", -1)
+    by_slot = np.array([-1, 2, -1, 0, 5, -1, 1, 3], np.int32)
+
+    def features(self, plan: StepPlan) -> frozenset[str]:
+        return frozenset({ROWS_WITH_ADAPTERS} if (self.by_slot[plan.slots] >= 0).any() else ())
+
+    def of_tokens(self, plan: StepPlan) -> np.ndarray:
+        found: np.ndarray = np.repeat(self.by_slot[plan.slots], plan.num_tokens)
+        return found
+
+    def views(self, plan: StepPlan, laid: Laid) -> StepFeatures:
+        found = self.of_tokens(plan)
+        tokens, rows = (RowView(torch.from_numpy(x), ()) for x in (found, found[laid.logits_rows]))
+        return StepFeatures(adapters=(tokens, rows))
+
+    def view_of_slots(self, slots: np.ndarray) -> RowView:
+        return RowView(torch.from_numpy(self.by_slot[slots]), ())
+
+    def load(self, loads: object) -> None:
+        return
+
+
+class Capturing(Recording):
+    """Runs what it records once, as capturing does, so that there are results to refer to."""
+
+    def record(self, run: Any, pool: Any) -> Any:
+        run()
+        return super().record(run, pool)
+
+
+def test_a_captured_step_has_each_tokens_adapter_and_none_for_padding() -> None:
+    """Steps of the same size with and without adapters are graphs of their own."""
+    model, context = Toy(attend=attend_as_recorded), Capturing()
+    driver = Driver(model, num_blocks=800, context=context, columns=(ToyAdapters.column,))
+    runner: Any = driver.runner
+    runner.adapters = ToyAdapters()
+    graphs = runner.mixed_steps = MixedGraphs(runner, context, 300)  # type: ignore[arg-type]
+    seen: list[StepInputs] = []
+    forward, logits = model.forward, model.logits
+    model.forward = lambda step, caches: [seen.append(step), forward(step, caches)][1]  # type: ignore
+    model.logits = lambda hidden, view=None: logits(hidden)  # type: ignore
+    prompts = {name: [(7 * i + j) % 50 for j in range(250)] for i, name in enumerate("abcde")}
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+        for _ in range(4):
+            own = {n: [driver.slot[n]] for n in tokens if n in driver.slot}
+            before = len(seen)
+            for n, token in driver.step(dict.fromkeys(own, 11)).items():
+                tokens[n] += [token] if token >= 0 else []
+            (step,) = seen[before : before + 1]
+            wanted = [ToyAdapters.by_slot[slot] for (slot,) in own.values()]
+            if max(wanted) < 0:
+                assert step.features is None
+                continue
+            assert step.features is not None and step.features.adapters is not None
+            of_tokens, of_logits = step.features.adapters
+            assert of_tokens is not None and of_logits is not None and step.logits_rows is not None
+            starts = step.query_starts.tolist()
+            for row, adapter in enumerate(wanted):
+                assert of_tokens.adapters[starts[row] : starts[row + 1]].tolist() == [adapter] * (
+                    starts[row + 1] - starts[row]
+                )
+            assert (of_tokens.adapters[starts[len(wanted)] :] == -1).all()
+            assert of_logits.adapters.tolist() == of_tokens.adapters[step.logits_rows].tolist()
+    assert context.replayed > 5 and {key.adapted for key in graphs._entries} == {False, True}
+    for name, prompt in prompts.items():
+        assert tokens[name] == model.greedy(prompt, len(tokens[name]))

@@ -131,6 +131,14 @@ class Recording(Ahead):
     def new_pool(self) -> None:
         return None
 
+    def keep(self, arrays: Sequence[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
+        kept = [torch.from_numpy(array.copy()) for array in arrays]
+        return kept, kept
+
+    def replace(self, kept: list[Tensor], arrays: Sequence[np.ndarray]) -> None:
+        for place, array in zip(kept, arrays, strict=True):
+            place.copy_(torch.from_numpy(array))
+
     def record(self, run: Callable[[], Any], pool: Any) -> _Recorded:
         self.recorded += 1
 

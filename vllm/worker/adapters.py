@@ -128,8 +128,13 @@ class WorkerAdapters:
 
     def views(self, plan: StepPlan, laid: Laid) -> StepFeatures | None:
         """What the layers need to know of the step's tokens and of its wanted rows; None without adapters."""
-        by_token: np.ndarray = np.repeat(self._slots[plan.slots], plan.num_tokens)
+        by_token = self.of_tokens(plan)
         return StepFeatures(adapters=(self.view(by_token), self.view(by_token[laid.logits_rows])))
+
+    def of_tokens(self, plan: StepPlan) -> np.ndarray:
+        """Each token's adapter, as in `RowView`: [tokens] int32."""
+        by_token: np.ndarray = np.repeat(self._slots[plan.slots], plan.num_tokens)
+        return by_token
 
     def view_of_slots(self, slots: np.ndarray) -> RowView | None:
         """The view of one row for each of these requests."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from vllm.logger import init_logger
-from vllm.step.inputs import StepInputs
+from vllm.step.inputs import RowView, StepFeatures, StepInputs
+from vllm.worker.adapters import ROWS_WITH_ADAPTERS
 from vllm.worker.device import CudaContext, Replay
 from vllm.worker.input_builder import Laid
 
@@ -35,6 +36,19 @@ _LONG_QUERY = 17  # tokens: certainly too many for the attention kernel for shor
 CONTEXTS = (1024, 4096, 16384)  # longer ones are better gathered
 _EAGER_USES = 2  # so often a kind of step runs one kernel after the other before it is captured
 _MOST_GRAPHS = 48
+
+
+class _Key(NamedTuple):
+    """A kind of step: tokens, requests and context that it is padded to, and whether its tokens may use adapters."""
+
+    tokens: int
+    requests: int
+    context: int
+    adapted: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.tokens, self.requests, self.context
 
 
 @dataclass(slots=True)
@@ -81,12 +95,14 @@ class MixedGraphs:
     """The graphs of one runner's model, which must be `replayable`, on this package's own attention kernels."""
 
     # prompts whose logprobs are wanted in this step are refused by `forward`, which sees which these are
-    handles = frozenset({"masks", "late", "exact", "prompt_logprobs"})
+    handles = frozenset({"masks", "late", "exact", "prompt_logprobs", ROWS_WITH_ADAPTERS})
 
     def __init__(self, runner: ModelRunner | StageRunner, context: CudaContext, max_seq_len: int) -> None:
         """max_seq_len: longer sequences are left to the eager path."""
         self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
-        self._entries: dict[tuple[int, int, int], _Entry] = {}
+        self._entries: dict[_Key, _Entry] = {}
+        self._kinds = (False,) if runner.adapters is None else (False, True)
+        self._most = len(self._kinds) * _MOST_GRAPHS
         self._pool = context.new_pool()
         self._width = runner.table.width
         self._sizes = step_sizes(sum(p.numel() for p in runner.model.parameters()))
@@ -109,36 +125,41 @@ class MixedGraphs:
                 entry.graph.reset()
         self._entries.clear()
 
-    def forward(self, laid: Laid) -> tuple[StepInputs, Tensor] | None:
-        """The step's inputs and [at least its rows of logits, hidden]; None for a step that no graph is there for."""
+    def forward(self, laid: Laid, adapters: np.ndarray | None = None) -> tuple[StepInputs, Tensor] | None:
+        """The step's inputs and [at least its rows of logits, hidden]; None for a step that no graph is there for.
+
+        adapters: [tokens] int32, as in `RowView`; None if none of them uses one.
+        """
         if laid.prompt_rows:
             return None
         tokens, longest = len(laid.positions), laid.max_seq_len
-        key = bucket(tokens, len(laid.slots), longest, self._max_seq_len, self._sizes, self._room)
-        if key is None:
+        sizes = bucket(tokens, len(laid.slots), longest, self._max_seq_len, self._sizes, self._room)
+        if sizes is None:
             return None
+        key = _Key(*sizes, adapters is not None)
         if self._runner.table.width != self._width:  # the table moved to other memory
             self.close()
             self._pool = self._context.new_pool()
             self._width = self._runner.table.width
         entry = self._entries.get(key)
         if entry is None:
-            if len(self._entries) >= _MOST_GRAPHS:
+            if len(self._entries) >= self._most:
                 return None
             entry = self._entries[key] = _Entry()
         entry.uses += 1
         if entry.uses <= _EAGER_USES:
             return None
-        padded = laid.padded(key[0], key[1])
+        padded = laid.padded(key.tokens, key.requests)
+        arrays = _arrays(key, padded, adapters)
         if self._stream is not None:
             self._runner.pipeline.receive_into(self._stream[:tokens])
         if entry.graph is None:
-            done = self._warm(entry, key, padded)
+            done = self._warm(entry, key, padded, arrays)
             self._capture(entry, key, padded)
             return done
         if entry.kept is None or entry.step is None or entry.hidden is None:
             raise RuntimeError("A captured step has no result.")
-        self._context.replace(entry.kept, padded.arrays)
+        self._context.replace(entry.kept, arrays)
         entry.graph.replay()
         return entry.step, entry.hidden
 
@@ -147,46 +168,71 @@ class MixedGraphs:
         flight.
         """
         rows = [n for n in REQUESTS if n <= 2 * len(self._runner.table.num_prompt)]
-        wanted = ((n, r, CONTEXTS[0]) for n in self._sizes[::-1] for r in rows[::-1] if r - 1 + _LONG_QUERY <= n)
+        wanted = (
+            _Key(n, r, CONTEXTS[0], adapted)
+            for adapted in self._kinds
+            for n in self._sizes[::-1]
+            for r in rows[::-1]
+            if r - 1 + _LONG_QUERY <= n
+        )
         found, room = self._entries, self._room
+        longest, groups = min(room, self._max_seq_len), len(self._runner.table.tables)
         missing = (k for k in wanted if k not in found or found[k].graph is None)
-        shapes = ((k, made_up(k, room, min(room, self._max_seq_len), len(self._runner.table.tables))) for k in missing)
+        shapes = ((k, made_up(k.sizes, room, longest, groups)) for k in missing)
         key, laid = next(((k, shape) for k, shape in shapes if shape is not None), (None, None))
-        if key is None or laid is None or (key not in found and len(found) >= _MOST_GRAPHS // 2):
+        if key is None or laid is None or (key not in found and len(found) >= self._most // 2):
             return False
-        entry, laid = found.setdefault(key, _Entry()), laid.padded(key[0], key[1])
+        entry, laid = found.setdefault(key, _Entry()), laid.padded(key.tokens, key.requests)
         if entry.kept is None:
-            self._warm(entry, key, laid)
+            self._warm(entry, key, laid, _arrays(key, laid, None))
         else:
             self._capture(entry, key, laid)
         entry.uses = _EAGER_USES
         return True
 
-    def _warm(self, entry: _Entry, key: tuple[int, int, int], laid: Laid) -> tuple[StepInputs, Tensor]:
+    def _warm(self, entry: _Entry, key: _Key, laid: Laid, arrays: list[np.ndarray]) -> tuple[StepInputs, Tensor]:
         """Run the padded step once, so that all its kernels are there."""
-        entry.kept, entry.device = self._context.keep(laid.arrays)
-        return self._run(_shape(key, laid), entry.device, key[2])
+        entry.kept, entry.device = self._context.keep(arrays)
+        return self._run(key, _shape(key, laid), entry.device)
 
-    def _capture(self, entry: _Entry, key: tuple[int, int, int], laid: Laid) -> None:
+    def _capture(self, entry: _Entry, key: _Key, laid: Laid) -> None:
         """Capture the padded step for the next time."""
         begun = time.perf_counter()
 
         def run() -> None:
-            entry.step, entry.hidden = self._run(_shape(key, laid), entry.device, key[2])
+            entry.step, entry.hidden = self._run(key, _shape(key, laid), entry.device)
 
         entry.graph = self._context.record(run, self._pool)
         logger.debug("Captured a step of %s in %.3f s.", key, time.perf_counter() - begun)
 
-    def _run(self, shape: Laid, device: list[Tensor], context: int) -> tuple[StepInputs, Tensor]:
-        runner, step = self._runner, self._runner.builder.inputs(shape, device, context)
+    def _run(self, key: _Key, shape: Laid, device: list[Tensor]) -> tuple[StepInputs, Tensor]:
+        runner, features = self._runner, None
+        if key.adapted:
+            *device, adapters = device
+            of_logits = adapters.index_select(0, device[_LOGITS_ROWS])
+            features = StepFeatures(adapters=(RowView(adapters, ()), RowView(of_logits, ())))
+        step = runner.builder.inputs(shape, device, key.context, features=features)
         if self._stream is None:
             return step, runner.model(step, runner.kv_caches)
         return step, runner.model(step, runner.kv_caches, self._stream[: len(step.positions)])
 
 
-def _shape(key: tuple[int, int, int], laid: Laid) -> Laid:
+_LOGITS_ROWS = Laid.__struct_fields__.index("logits_rows")  # as in `Laid.arrays`
+
+
+def _arrays(key: _Key, padded: Laid, adapters: np.ndarray | None) -> list[np.ndarray]:
+    """What is uploaded of a padded step, at last each token's adapter; padding has none."""
+    if not key.adapted:
+        return padded.arrays
+    of_tokens: np.ndarray = np.full(key.tokens, -1, np.int32)
+    if adapters is not None:
+        of_tokens[: len(adapters)] = adapters
+    return [*padded.arrays, of_tokens]
+
+
+def _shape(key: _Key, laid: Laid) -> Laid:
     """The padded step as the host sees it: one long query and single tokens (`bucket`)."""
-    tokens, requests, context = key
+    tokens, requests, context = key.sizes
     starts: np.ndarray = np.arange(requests + 1, dtype=np.int32)
     starts[1:] += tokens - requests
     lens: np.ndarray = np.full(requests, context, np.int32)

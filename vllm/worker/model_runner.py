@@ -53,8 +53,11 @@ class MixedSteps(Protocol):
     @property
     def handles(self) -> frozenset[str]: ...
 
-    def forward(self, laid: Laid) -> tuple[StepInputs, Tensor] | None:
-        """The step's inputs, and what the model gives for its first rows of logits; None for steps not covered."""
+    def forward(self, laid: Laid, adapters: np.ndarray | None = None) -> tuple[StepInputs, Tensor] | None:
+        """The step's inputs, and what the model gives for its first rows of logits; None for steps not covered.
+
+        adapters: [tokens] int32, as in `RowView`; None if none of them uses one.
+        """
 
 
 def _known_lengths(plan: StepPlan) -> np.ndarray:
@@ -144,7 +147,8 @@ class ModelRunner:
         laid = self.builder.lay_out(plan)
         start = self.context.mark()
         if self.mixed_steps is not None and kind is not None and kind.within(ANY_NEED, self.mixed_steps.handles):
-            found = self.mixed_steps.forward(laid)
+            of_tokens = self.adapters.of_tokens(plan) if adapted and self.adapters is not None else None
+            found = self.mixed_steps.forward(laid, of_tokens)
             if found is not None:
                 step, hidden = found
                 return self.finish(plan, self.builder.batch(plan, laid, step), hidden, start)

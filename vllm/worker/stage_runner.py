@@ -91,14 +91,18 @@ class StageRunner:
             return
         features = frozenset[str]() if self.adapters is None else self.adapters.features(plan)
         adapted = ROWS_WITH_ADAPTERS in features
-        graphs = self.decode_steps if features <= {ROWS_WITH_ADAPTERS} else None
+        captured = features <= {ROWS_WITH_ADAPTERS}
+        graphs = self.decode_steps if captured else None
         if graphs is not None and (found := graphs.forward(plan, adapted)) is not None:
             self.pipeline.send(found.clone())  # the next step may write before this has arrived
             return
         laid = self.builder.lay_out(replace(plan, pooled=None))  # every token goes on, whoever wants it
-        if self.mixed_steps is not None and not adapted and (mixed := self.mixed_steps.forward(laid)) is not None:
-            self.pipeline.send(mixed[1][: len(laid.positions)].clone())
-            return
+        of_tokens = self.adapters.of_tokens(plan) if adapted and self.adapters is not None else None
+        if self.mixed_steps is not None and captured:
+            mixed = self.mixed_steps.forward(laid, of_tokens)
+            if mixed is not None:
+                self.pipeline.send(mixed[1][: len(laid.positions)].clone())
+                return
         views = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
         step = self.builder.build(plan, laid, views).step
         traits = self.model.traits
