@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.ops.activation import activate_gated
 from vllm.ops.registry import op
 from vllm.step.inputs import RowView, Segment
 
@@ -94,6 +95,19 @@ def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
                 before = before.add_(torch.mm(small, wide).to(out.dtype))
             if segment.rows is not None:
                 target.index_copy_(0, segment.rows, before)
+
+
+@op
+def activate_gated_lora(
+    y: Tensor, x: Tensor, matrices: LowRank, rows: RowView, kind: str, limit: float | None = None
+) -> Tensor:
+    """`activate_gated` of y with what adapters add to it, for a layer y of x whose two parts are gate and up.
+
+    y: [rows, 2 * dim], which may be overwritten.   x: [rows, inputs].
+    """
+    add_lora(y, x, matrices, rows)
+    activated: Tensor = activate_gated(y, kind, limit)
+    return activated
 
 
 @op

@@ -63,6 +63,28 @@ def test_adapters_add_what_the_reference_adds(adapters, inputs, parts, rank, dty
     assert torch.equal(got[untouched], want[untouched])
 
 
+@pytest.mark.usefixtures("few_or_many")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("adapters", "inputs", "dim", "rank", "kind", "limit"),
+    [
+        ([2, -1, 0, 2, 1], 130, 70, 16, "silu", None),
+        ([1] * 20 + [-1] * 20 + [0] * 9, 96, 129, 5, "gelu_tanh", 1.5),
+        ([-1] * 17 + [2] * 3, 64, 32, 33, "relu2", None),
+    ],
+)
+def test_gated_activations_know_adapters(adapters, inputs, dim, rank, kind, limit, dtype):
+    x, y = torch.randn(len(adapters), inputs).to(dtype), torch.randn(len(adapters), 2 * dim).to(dtype)
+    a = (torch.randn(3, 2 * rank, inputs) / inputs**0.5).to(dtype)
+    b = (torch.randn(3, 2 * dim, rank) / rank**0.5).to(dtype)
+    on_device, known = views(adapters)
+    matrices = low_rank(a, b, ((0, dim), (dim, dim)))
+    got = kernels.activate_gated_lora(y.clone(), x, matrices, on_device, kind, limit)
+    want = ops.activate_gated_lora.reference(y, x, matrices, known, kind, limit)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
 def test_a_row_is_the_same_in_any_company():
     adapters = mixed(40, 4)
     x, a, b = (torch.randint(-9, 9, shape).float() for shape in ((40, 200), (4, 16, 200), (4, 50, 8)))  # exact sums

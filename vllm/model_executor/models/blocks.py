@@ -38,6 +38,7 @@ from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, La
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, SparseBlocks, attend, write_kv
 from vllm.ops.encoder_attention import attend_whole
+from vllm.ops.lora import activate_gated_lora
 from vllm.ops.moe import Choice, route, route_by_score, route_sparse
 from vllm.ops.norm import layer_norm, rms_norm
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
@@ -317,7 +318,12 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden] (a partial sum if the layer does not reduce)."""
         if self.spec.gated:
-            return self.down.project(activate_gated(self.gate_up.project(x, view), self.act, self.spec.limit), view)
+            lora, limit = self.gate_up.lora, self.spec.limit
+            if view is not None and lora is not None and lora.whole:
+                y = activate_gated_lora(self.gate_up.project(x), x, lora.matrices, view, self.act, limit)
+            else:
+                y = activate_gated(self.gate_up.project(x, view), self.act, limit)
+            return self.down.project(y, view)
         return self.down.project(activate(self.up.project(x, view), self.act), view)
 
 

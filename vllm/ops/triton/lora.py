@@ -17,13 +17,15 @@ from torch import Tensor
 
 from vllm.ops import lora as ops
 from vllm.ops.lora import LowRank
+from vllm.ops.triton.activation import KINDS, gated
 from vllm.step.inputs import RowView
 
 _ROWS = 16
 _INPUTS, _OUTPUTS, _RANKS = 128, 128, 64
 _MOST_SPLITS = 16
-_MANY_ROWS = 512  # with more, blocks of `_MANY` rows fill the device, and each looks for all of its adapters
+_MANY_ROWS = 128  # of more, each block of `_MANY` rows looks for all of its adapters, which are few
 _MANY = 64
+_MANY_SPLITS, _WIDE = 4, 8192  # splits of many rows, twice as many of more inputs than that
 _PROGRAMS = 132
 
 
@@ -119,6 +121,40 @@ def _expand_kernel(
 
 
 @triton.jit
+def _gated_kernel(
+    y_ptr, out_ptr, partial_ptr, b_ptr, adapters_ptr, rows, y_stride, b_stride, limit, DIM: tl.constexpr,
+    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of rows, blocks of outputs): out = act(gate) * up, y = [gate | up] with b[adapter] (sum of partials)
+    added.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = n < DIM
+    mask = (m < rows)[:, None] & here[None, :]
+    at = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
+    gate = tl.load(at, mask=mask, other=0.0)
+    up = tl.load(at + DIM, mask=mask, other=0.0)
+    chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
+    if tl.max(chosen, 0) >= 0:
+        to_gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        to_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        first, last = _adapters_of(chosen, False, 0)
+        for adapter in range(first, last + 1):
+            mine = chosen == adapter
+            if tl.max(mine.to(tl.int32), 0) > 0:
+                b_rows = b_ptr + adapter * b_stride.to(tl.int64) + n.to(tl.int64) * RANK
+                to_gate = _expanded(to_gate, partial_ptr, b_rows, mine, m, rows, here, 0, RANK, RANK_PADDED, 2, SPLITS)
+                b_rows += DIM * RANK
+                to_up = _expanded(to_up, partial_ptr, b_rows, mine, m, rows, here, 1, RANK, RANK_PADDED, 2, SPLITS)
+        gate += to_gate.to(gate.dtype)
+        up += to_up.to(up.dtype)
+    out = out_ptr + m.to(tl.int64)[:, None] * DIM + n[None, :]
+    tl.store(out, gated(gate, up, limit, KIND, LIMITED), mask=mask)
+
+
+@triton.jit
 def _gather_kernel(
     ids_ptr, a_ptr, adapters_ptr, partial_ptr, rows, vocabulary, RANK: tl.constexpr, RANK_PADDED: tl.constexpr
 ):
@@ -146,7 +182,8 @@ def _shrink(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
     splits = min(_MOST_SPLITS, triton.cdiv(inputs, 2 * _INPUTS))  # by the layer alone: sums are the same in any batch
     block_m, block_r, each = _ROWS, min(_RANKS, _padded(ranks)), len(a)
     if many:
-        splits = max(1, min(8, 4 * _PROGRAMS * _MANY // count))  # several programs on each processor
+        most = _MANY_SPLITS * (1 if inputs <= _WIDE else 2)
+        splits = max(1, min(most, 2 * _PROGRAMS * _MANY // count))  # two programs on each processor
         block_m, each = _MANY, 1
     split = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
     splits = triton.cdiv(inputs, split)
@@ -160,12 +197,31 @@ def _shrink(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
 
 def add_lora(out: Tensor, x: Tensor, matrices: LowRank, rows: RowView) -> None:
     """`vllm.ops.lora.add_lora` for CUDA. `rows.segments` may be empty: the rows' adapters are read on the device."""
-    known = bool(rows.segments) and len(x) > _MANY_ROWS  # cuBLAS multiplies whole segments faster
-    if known or x.stride(1) != 1 or out.stride(1) != 1:
+    if x.stride(1) != 1 or out.stride(1) != 1:
         ops.add_lora.reference(out, x, matrices, rows)
         return
     if x.shape[0]:
         _expand(out, _shrink(x, matrices.a, rows), matrices.b, matrices.parts, rows)
+
+
+def activate_gated_lora(
+    y: Tensor, x: Tensor, matrices: LowRank, rows: RowView, kind: str, limit: float | None = None
+) -> Tensor:
+    """`vllm.ops.lora.activate_gated_lora` for CUDA: many rows are read and written once."""
+    (count, width), b = y.shape, matrices.b
+    dim = width // 2
+    halves = matrices.parts == ((0, dim), (dim, dim))
+    if count <= _MANY_ROWS or not halves or kind not in KINDS or x.stride(1) != 1 or y.stride(1) != 1:
+        activated: Tensor = ops.activate_gated_lora.reference(y, x, matrices, rows, kind, limit)
+        return activated
+    partial = _shrink(x, matrices.a, rows)
+    out = y.new_empty(count, dim)
+    _gated_kernel[(triton.cdiv(count, _MANY), triton.cdiv(dim, _OUTPUTS))](
+        y, out, partial, b, rows.adapters, count, y.stride(0), b.stride(0), limit or 0.0, DIM=dim, RANK=b.shape[2],
+        RANK_PADDED=_padded(b.shape[2]), SPLITS=len(partial), BLOCK_M=_MANY, BLOCK_N=_OUTPUTS, KIND=KINDS[kind],
+        LIMITED=limit is not None, num_warps=8,
+    )  # fmt: skip
+    return out
 
 
 def shrink_lora(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
@@ -212,4 +268,5 @@ def register(device_type: str) -> None:
     ops.add_lora.register(device_type, add_lora)
     ops.shrink_lora.register(device_type, shrink_lora)
     ops.expand_lora.register(device_type, expand_lora)
+    ops.activate_gated_lora.register(device_type, activate_gated_lora)
     ops.add_embedding_lora.register(device_type, add_embedding_lora)
