@@ -24,12 +24,12 @@ from vllm.worker.model_runner import ModelRunner
 LONGEST_SHORT_QUERY = 16  # tokens: what one tile of the attention kernel for short queries holds
 
 
-@given(tokens=st.integers(1, 3000), requests=st.integers(1, 200), longest=st.integers(1, 20_000))
+@given(tokens=st.integers(1, 5000), requests=st.integers(1, 200), longest=st.integers(1, 20_000))
 def test_a_bucket_covers_its_step_and_launches_both_kernels_of_attention(
     tokens: int, requests: int, longest: int
 ) -> None:
     found = bucket(tokens, requests, longest, 16384)
-    fits = tokens <= TOKENS[-1] and requests < REQUESTS[-1] and longest <= CONTEXTS[-1]
+    fits = tokens <= TOKENS[-1] and requests < REQUESTS[-1] and longest <= CONTEXTS[-1 if tokens <= 2048 else 0]
     assert (found is not None) == fits
     if found is not None:
         size, rows, context = found
@@ -45,7 +45,7 @@ def test_padding_must_fit_into_a_row_of_the_block_table() -> None:
 
 
 def test_large_models_have_graphs_of_small_steps_only() -> None:
-    assert step_sizes(600_000_000)[-1] == 2048
+    assert step_sizes(600_000_000)[-1] == 4096
     assert step_sizes(8_000_000_000)[-1] == 512
     assert bucket(600, 1, 600, 16384, step_sizes(8_000_000_000)) is None
 

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
+TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096)
+_WITH_LONG_CONTEXTS = 2048  # tokens of a step: in larger ones, long prompts take the attention kernel that gathers
 _WORK = 5e12  # tokens x parameters: with more, the device takes longer than the host
 REQUESTS = (2, 8, 32, 128)
 _LONG_QUERY = 17  # tokens: certainly too many for the attention kernel for short queries
 CONTEXTS = (1024, 4096, 16384)  # longer ones are better gathered
 _EAGER_USES = 2  # so often a kind of step runs one kernel after the other before it is captured
-_MOST_GRAPHS = 48
+_MOST_GRAPHS = 60
 
 
 class _Key(NamedTuple):
@@ -82,7 +83,7 @@ def bucket(
     rows = _at_least(REQUESTS, requests + 1)  # one for the padding
     # as it is captured, a step has a long query beside all the others, so that both kernels of attention are launched
     size = _at_least(sizes, max(tokens, rows - 1 + _LONG_QUERY))
-    context = _at_least(CONTEXTS, longest)
+    context = _at_least(CONTEXTS if size <= _WITH_LONG_CONTEXTS else CONTEXTS[:1], longest)
     return (size, rows, context) if size and rows and context and size - tokens <= room else None
 
 
@@ -164,14 +165,16 @@ class MixedGraphs:
         return entry.step, entry.hidden
 
     def prepare(self) -> bool:
-        """Run or capture one kind of step that will come, the largest first; whether there are more. Nothing may be in
-        flight.
+        """Run or capture one kind of step that will come; whether there are more. Nothing may be in flight.
+
+        The largest first, but for those that only many requests at once need.
         """
         rows = [n for n in REQUESTS if n <= 2 * len(self._runner.table.num_prompt)]
+        sizes = sorted(self._sizes, key=lambda n: (n > _WITH_LONG_CONTEXTS, -n))
         wanted = (
             _Key(n, r, CONTEXTS[0], adapted)
             for adapted in self._kinds
-            for n in self._sizes[::-1]
+            for n in sizes
             for r in rows[::-1]
             if r - 1 + _LONG_QUERY <= n
         )
