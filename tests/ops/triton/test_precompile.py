@@ -1,7 +1,12 @@
-"""Compiling ahead never holds up an engine for long, whatever becomes of the processes that do it."""
+"""Compiling ahead never holds up an engine for long, whatever becomes of the processes that do it; what it compiles
+can be compiled.
+"""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from triton.runtime.jit import JITFunction
@@ -48,3 +53,11 @@ def test_kernels_that_call_the_most_are_compiled_first() -> None:
     collector.jobs = [(long, (), {}), (short, (), {})]
     assert [kernel for kernel, _, _ in collector.take()] == [short, long]
     assert collector.take() == []
+
+
+def test_decode_attention_compiles_for_a_cache_of_eight_bits() -> None:
+    root = Path(__file__).parents[3]
+    program = [sys.executable, "-m", "tests.ops.triton.compile_decode_attention"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
+    done = subprocess.run(program, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -315,18 +315,19 @@ def _decode_kernel(
         )  # fmt: skip
         ka = k1.to(qkv.dtype.element_ty)
         kb = k2.to(qkv.dtype.element_ty)
+        v_kept = v_new  # of its own name: what is assigned under a condition keeps its type
         if PAIRS:
             ka = _stored(ka, 1.0 / k_scale, FORMAT, LIMIT)
             kb = _stored(kb, 1.0 / k_scale, FORMAT, LIMIT)
-            v_new = _stored(v_new, 1.0 / v_scale, FORMAT, LIMIT)
+            v_kept = _stored(v_new, 1.0 / v_scale, FORMAT, LIMIT)
         tl.store(cache + home + a, ka)
         tl.store(cache + home + b, kb, mask=b < D)
-        tl.store(cache + v_offset + home + d, v_new, mask=in_d)
+        tl.store(cache + v_offset + home + d, v_kept, mask=in_d)
         same = tl.sum(qa.to(tl.float32) * ka.to(tl.float32)[None, :], 1)
         same += tl.sum(qb.to(tl.float32) * kb.to(tl.float32)[None, :], 1)
         m = _capped(same, row_scale, cap, SOFTCAP)
         z += 1.0
-        acc += v_new.to(tl.float32)[None, :]
+        acc += v_kept.to(tl.float32)[None, :]
     if SHARED:  # noqa: SIM102 (a condition for the compiler)
         if split == 0:
             m, z, acc = merge_parts(
