@@ -1,6 +1,7 @@
 // What greedy sampling asks of logits: the place of each row's maximum, and whether the row is made of numbers; masks of tokens.
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "kernels.h"
 #include "simd.h"
@@ -97,6 +98,31 @@ VLLM_API int vllm_mask_rows(float* logits, int64_t rows, int64_t vocab, int64_t 
                 finite[row] = usable(found.top, found.sum);
             });
             team.share(masked, 1, [&](int64_t i, int64_t) { mask_row(logits + which[i] * stride, vocab, bits + i * words); });
+            return true;
+        });
+    });
+}
+
+// Masks rows, as above, and finds the place of each row's maximum. finite: of the logits before.   possible: [rows], whether a token
+// is left.
+VLLM_API int vllm_greedy_masked(float* logits, int64_t rows, int64_t vocab, int64_t stride, const int64_t* which, int64_t masked,
+                                const uint32_t* bits, int64_t words, int64_t* ids, uint8_t* finite, uint8_t* possible) {
+    return guarded([&] {
+        std::vector<const uint32_t*> mask_of(rows, nullptr);
+        for (int64_t i = 0; i < masked; i++) mask_of[which[i]] = bits + i * words;
+        return run_kernel(rows > 1 ? threads_for(rows * vocab / 4) : 1, 1, [&](Team& team) {
+            team.share(rows, 1, [&](int64_t row, int64_t) {
+                float* x = logits + row * stride;
+                if (!mask_of[row]) {
+                    ids[row] = place_of_max(x, vocab, finite + row);
+                    possible[row] = finite[row];
+                    return;
+                }
+                const Survey found = survey(x, vocab);
+                finite[row] = usable(found.top, found.sum);
+                mask_row(x, vocab, mask_of[row]);
+                ids[row] = place_of_max(x, vocab, possible + row);
+            });
             return true;
         });
     });

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ops import brute_force
 from vllm.ops.attention import AttentionParams, attend, write_kv
-from vllm.ops.bitmask import apply_bitmask_and_finite
+from vllm.ops.bitmask import apply_bitmask_and_finite, greedy_under_masks
 from vllm.ops.greedy import finite_rows
 from vllm.ops.norm import add_layer_norm, add_rms_norm
 from vllm.ops.rotary import QKNorm, rotate_and_write_kv
@@ -421,6 +421,22 @@ def test_masks_are_those_of_the_reference(native, rows, vocab, data):
     assert native.apply_bitmask_and_finite(wide[:, :vocab], which, bits).tolist() == finite.tolist()
     for found in (wide, plain):  # rows with a gap, which stays as it is
         assert torch.equal(found.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+@quick
+@given(rows=st.integers(1, 40), vocab=st.integers(1, 3000), data=st.data())
+def test_greedy_under_masks_is_the_best_token_that_is_left(native, rows, vocab, data):
+    wide = torch.randn(rows, vocab + 3)
+    wide[0, data.draw(st.integers(0, vocab - 1))] = data.draw(st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
+    which = torch.randperm(rows)[: data.draw(st.integers(0, rows))]
+    bits = torch.randint(-(2**31), 2**31, (len(which), (vocab + 31) // 32), dtype=torch.int64).to(torch.int32)
+    bits[: data.draw(st.integers(0, 1))] = 0
+    expected = greedy_under_masks.reference(wide.clone()[:, :vocab], which, bits)
+    ids, finite, possible = native.greedy_under_masks(wide[:, :vocab], which, bits)
+    assert torch.equal(finite, expected[1])
+    assert torch.equal(possible[finite], expected[2][finite])
+    assert torch.equal(ids[finite & possible], expected[0][finite & possible])
+    assert ((ids >= 0) & (ids < vocab)).all()
 
 
 # ---- helpers

@@ -202,8 +202,9 @@ class EngineCore:
             """
             nonlocal errors
             rows = self._grammars.rows(requests, sample)
-            late = [row for row in rows if requests[row].num_pending > 1]
-            found = self._grammars.masks(requests, [row for row in rows if requests[row].num_pending <= 1])
+            late = [row for row in rows if requests[row].num_pending > 1] if self.overlaps else []
+            known = [row for row in rows if requests[row].num_pending <= 1] if late else rows
+            found = self._grammars.masks(requests, known)
             errors = found.errors
             said: dict[str, Any] = {"masks": _row_masks(found)}
             if late:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm.ops.greedy import finite_rows
+from vllm.ops.greedy import finite_rows, greedy_and_finite
 from vllm.ops.registry import op
 
 _CHUNK = 1 << 24  # logits handled at once
@@ -34,3 +34,13 @@ def apply_bitmask_and_finite(logits: Tensor, rows: Tensor, bits: Tensor) -> Tens
     finite: Tensor = finite_rows(logits)
     apply_bitmask(logits, rows, bits)
     return finite
+
+
+@op
+def greedy_under_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The greedy tokens of all rows, of which some have masks; logits, which may change, and masks are those of
+    `apply_bitmask`. Returns the ids, which rows were finite before, and which have a token that is left: [rows] each.
+    """
+    finite = apply_bitmask_and_finite(logits, rows, bits)
+    ids, possible = greedy_and_finite(logits)
+    return ids, finite, possible

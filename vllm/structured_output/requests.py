@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 COMPLETE_EARLY = "complete before min_tokens"
 # A request waits this long for its grammar, of which it may spend most behind the compilations of others.
 WAIT_SECONDS = 30.0
+_NO_MASKS: np.ndarray = np.zeros((0, 0), np.uint32)
 
 
 class ReasoningEnd(Protocol):
@@ -80,12 +81,13 @@ class _State:
 
     __slots__ = (
         "backend", "begin", "complete_early", "ends", "ends_late", "jumps", "mask", "matcher", "min_tokens", "position",
-        "problem", "reasoning", "seen",
+        "problem", "reasoning", "seen", "take",
     )  # fmt: skip
 
     def __init__(self, compiled: Compiled, message: CoreRequest, reasoning: bool) -> None:
         self.backend: Backend = compiled.backend
         self.matcher: Matcher = compiled.grammar.start()
+        self.take = self.matcher.take
         self.ends = message.stop_token_ids
         self.ends_late = False
         assert isinstance(message.params, SamplingParams)  # a pooled request has no output to be constrained
@@ -113,6 +115,7 @@ class GrammarRequests:
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
         self._states: dict[str, _State] = {}
+        self._filled: tuple[list[_State], np.ndarray] = [], _NO_MASKS  # the last matrix of masks
 
     def __bool__(self) -> bool:
         """Whether any request has a grammar, or waits for one."""
@@ -202,6 +205,8 @@ class GrammarRequests:
         """These have ended; unknown ids are ignored. Returns those that still waited."""
         for request_id in (request_ids := list(request_ids)):
             self._states.pop(request_id, None)
+        if not self._states:
+            self._filled = [], _NO_MASKS
         return [i for i in request_ids if self._waiting.pop(i, None) is not None]
 
     def forget_all(self) -> list[str]:
@@ -216,29 +221,38 @@ class GrammarRequests:
 
     def masks(self, requests: Sequence[Request], rows: Iterable[int]) -> Masks:
         """The masks of some rows of a step; a request that has ended, or whose grammar has not begun, has none."""
-        states, found, errors, missing = self._states, [], {}, []
+        states, errors = self._states, {}
         where: list[int] = []
+        found: list[_State] = []
         for row in rows:
             request = requests[row]
             state = states.get(request.id)
             if state is None:
                 continue
-            try:
-                if not self._follow(state, request.tokens):
+            if state.reasoning or state.position < len(request.tokens):
+                try:
+                    if not self._follow(state, request.tokens):
+                        continue
+                except GrammarError as error:
+                    errors[request.id] = str(error)
                     continue
-            except GrammarError as error:
-                errors[request.id] = str(error)
-                continue
             where.append(row)
             found.append(state)
-            if state.mask is None:
-                missing.append(state)
+        missing = [state for state in found if state.mask is None]
         if missing:
             self._fill(missing)
         for row, state in zip(where, found, strict=True):
             if state.problem is not None:
                 errors[requests[row].id] = state.problem
-        return Masks(np.array(where, np.int32), _together(found), errors)
+        return Masks(np.array(where, np.int32), self._together(found), errors)
+
+    def _together(self, states: list[_State]) -> np.ndarray:
+        """Their masks, [n, words]; usually they are a matrix already."""
+        filled, bits = self._filled
+        if states == filled:
+            return bits
+        masks = [state.mask for state in states if state.mask is not None]
+        return np.stack([bits[place] for bits, place in masks]) if masks else _NO_MASKS
 
     def advance(
         self, outputs: Iterable[CoreOutput], requests: Mapping[str, Request], jumps: bool = True
@@ -258,8 +272,8 @@ class GrammarRequests:
                     found.append((output, state))
             except GrammarError:
                 pass  # `masks` says so
-        for bits, members in self._fill([state for _, state in found]):
-            for place in ((bits != 0).sum(1) == 1).nonzero()[0].tolist():
+        for bits, members, may_end in self._fill([state for _, state in found]):
+            for place in ((bits != 0).sum(1) == 1).nonzero()[0].tolist() if jumps else may_end:
                 output, state = found[members[place]]
                 if state.jumps and (tokens := self._forced(state, jumps)):
                     forced.append((output, tokens))
@@ -284,8 +298,10 @@ class GrammarRequests:
             self._compute(state.backend, [state], bits[place : place + 1])
         return tokens
 
-    def _fill(self, states: Sequence[_State]) -> list[tuple[np.ndarray, list[int]]]:
-        """Compute the masks of these. Returns them by back end: a matrix, and whose its rows are."""
+    def _fill(self, states: list[_State]) -> list[tuple[np.ndarray, list[int], list[int]]]:
+        """Compute the masks of these. Returns them by back end: a matrix, whose its rows are, and in which the text may
+        end.
+        """
         by_backend: dict[Backend, list[int]] = {}
         if len({state.backend for state in states}) == 1:
             by_backend[states[0].backend] = list(range(len(states)))
@@ -295,29 +311,30 @@ class GrammarRequests:
         found = []
         for backend, members in by_backend.items():
             bits: np.ndarray = np.empty((len(members), self._words), np.uint32)
-            for place, i in enumerate(members):
-                states[i].mask = bits, place
-            self._compute(backend, [states[i] for i in members], bits)
-            found.append((bits, members))
+            filled = [states[i] for i in members]
+            for place, state in enumerate(filled):
+                state.mask = bits, place
+            found.append((bits, members, self._compute(backend, filled, bits)))
+            self._filled = filled, bits
         return found
 
     @staticmethod
-    def _compute(backend: Backend, states: Sequence[_State], bits: np.ndarray) -> None:
-        """Compute masks of one back end, each into its row."""
+    def _compute(backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
+        """Compute masks of one back end, each into its row. Returns the rows of texts that may end."""
         filled = backend.fill_all([state.matcher for state in states], bits)
-        if not (filled.may_end or filled.dead or filled.errors):
-            return
-        for place in {*filled.may_end, *filled.dead, *filled.errors}:
-            error, state, row = filled.errors.get(place), states[place], bits[place]
-            state.problem = str(error) if error else _end(state, row, place in filled.may_end)
-            if state.problem:
-                row[:] = 0xFFFFFFFF  # its token will be dropped
+        if filled.may_end or filled.dead or filled.errors:
+            for place in {*filled.may_end, *filled.dead, *filled.errors}:
+                error, state, row = filled.errors.get(place), states[place], bits[place]
+                state.problem = str(error) if error else _end(state, row, place in filled.may_end)
+                if state.problem:
+                    row[:] = 0xFFFFFFFF  # its token will be dropped
+        return filled.may_end
 
     def _follow(self, state: _State, tokens: Sequence[int]) -> bool:
         """Show the matcher the request's new tokens; False if the grammar has not begun."""
         if state.position >= len(tokens):
             return not state.reasoning
-        take = state.matcher.take
+        take = state.take
         if state.reasoning:
             take = state.matcher.accept  # nobody masked what stands behind the thoughts already
             assert self._reasoning_end is not None
@@ -334,21 +351,6 @@ class GrammarRequests:
                 raise GrammarError(f"Token {tokens[position]} was sampled although the grammar does not allow it.")
             state.position = position + 1
         return True
-
-
-def _together(states: Sequence[_State]) -> np.ndarray:
-    """The masks of several, [n, words]; usually they are a matrix already."""
-    masks = [state.mask for state in states if state.mask is not None]
-    if not masks:
-        return np.zeros((0, 0), np.uint32)
-    first = masks[0][0]
-    if len(first) == len(masks):
-        for i, (bits, place) in enumerate(masks):
-            if bits is not first or place != i:
-                break
-        else:
-            return first
-    return np.stack([bits[place] for bits, place in masks])
 
 
 def _jumps(params: SamplingParams) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 11
+INTERFACE_VERSION = 12
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
@@ -107,6 +107,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_greedy": (_I, [_P, _L, _L, _L, _P, _P]),
     "vllm_finite_rows": (_I, [_P, _L, _L, _L, _P]),
     "vllm_mask_rows": (_I, [_P, _L, _L, _L, _P, _L, _P, _L, _P]),
+    "vllm_greedy_masked": (_I, [_P, _L, _L, _L, _P, _L, _P, _L, _P, _P, _P]),
     "vllm_top_logprobs": (_I, [_P, *[_L] * 4, *[_P] * 4]),
     "vllm_draw": (_I, [_P, _L, _L, _L, *[_P] * 7, _I]),
     "vllm_attend": (_I, [ctypes.POINTER(AttentionCall)]),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
-from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite
+from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite, greedy_under_masks
 from vllm.ops.cpu import lora
 from vllm.ops.cpu.library import ACTIVATION_CODES, CACHE_CODES, DTYPE_CODES, AttentionCall
 from vllm.ops.cpu.packed import PackedGroups, PackedInt8, PackedWeight, WeightMemory, pack, pack_groups, pack_int8
@@ -75,6 +75,7 @@ class NativeKernels:
             (greedy_and_finite, self.greedy_and_finite),
             (apply_bitmask, self.apply_bitmask),
             (apply_bitmask_and_finite, self.apply_bitmask_and_finite),
+            (greedy_under_masks, self.greedy_under_masks),
             (draw, self.draw),
             (draw_and_finite, self.draw_and_finite),
             (top_logprobs, self.top_logprobs),
@@ -450,6 +451,21 @@ class NativeKernels:
         finite = torch.empty(len(logits), dtype=torch.bool)
         self._mask_rows(logits, rows, bits, finite.data_ptr())
         return finite
+
+    def greedy_under_masks(self, logits: Tensor, rows: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not _rows_cover(logits):
+            known: tuple[Tensor, Tensor, Tensor] = greedy_under_masks.reference(logits, rows, bits)
+            return known
+        count, vocab = logits.shape
+        ids, found = torch.empty(count, dtype=torch.int64), torch.empty((2, count), dtype=torch.bool)
+        finite, possible = found[0], found[1]
+        status = self.library.vllm_greedy_masked(
+            logits.data_ptr(), count, vocab, logits.stride(0), rows.data_ptr(), len(rows), bits.data_ptr(),
+            bits.shape[1], ids.data_ptr(), finite.data_ptr(), possible.data_ptr(),
+        )  # fmt: skip
+        if status:
+            raise MemoryError("greedy_under_masks: no memory for the masks' places")
+        return ids, finite, possible
 
     def _mask_rows(self, logits: Tensor, rows: Tensor, bits: Tensor, finite: int | None) -> None:
         count, vocab = logits.shape

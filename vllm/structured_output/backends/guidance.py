@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llguidance
@@ -54,6 +54,7 @@ class GuidanceMatcher:
 
     def __init__(self, matcher: llguidance.LLMatcher, end: int) -> None:
         self.inner = matcher
+        self.take: Callable[[int], bool] = matcher.consume_token  # asked for each token: without a call in between
         self._word, self._bit = end // WORD_BITS, np.uint32(1 << (end % WORD_BITS))
 
     def fill(self, row: np.ndarray) -> bool:
@@ -74,9 +75,6 @@ class GuidanceMatcher:
 
     def accept(self, token: int) -> bool:
         return self.inner.try_consume_tokens([token]) == 1
-
-    def take(self, token: int) -> bool:
-        return bool(self.inner.consume_token(token))
 
     def rollback(self, count: int) -> None:
         if count:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite
+from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite, greedy_under_masks
 from vllm.ops.draw import DrawParams, draw_and_finite
 from vllm.ops.greedy import finite_rows, greedy_and_finite
 from vllm.ops.logprobs import top_logprobs
@@ -89,8 +89,10 @@ class Sampler:
         last of these tokens are drafts; what is sampled is then not counted before `accept` says what holds.
         """
         needs, union = self.params.needs[slots], self.params.union(slots)
-        if not union and masks is None:
-            return Sampled(*greedy_and_finite(logits))
+        if not union:
+            if masks is None:
+                return Sampled(*greedy_and_finite(logits))
+            return Sampled(*greedy_under_masks(logits, *self._uploaded(logits, masks)))
         wanting = np.flatnonzero(needs & Needs.LOGPROBS) if union & Needs.LOGPROBS else np.zeros(0, np.int64)
         changes = bool(union & CHANGES)
         raw = self._raw_logits(logits, wanting, changes or masks is not None)
