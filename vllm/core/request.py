@@ -46,6 +46,7 @@ class Request:
     capacity:      length at which a KV group must act next: tokens that the blocks held now have room for, or where a
                    snapshot is due.
     starts_from:   snapshot of recurrent states that the first step copies.
+    rests_since:   when it was left out of a step for those that will be forked from it; 0.0: never.
     blocked:       what it waits for outside the core, by name.
     """
 
@@ -57,8 +58,8 @@ class Request:
         "max_pending", "unwritten", "encoder_tokens", "encoder_key", "content_keys", "virtual", "parts",
         "hashes", "num_registered", "freed_behind_window", "shares_tail",
         "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported", "fetched",
-        "num_prompt_logprobs", "num_preemptions",
-        "first_scheduled_time",
+        "num_prompt_logprobs", "num_preemptions", "lends",
+        "rests_since", "first_scheduled_time",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +132,8 @@ class Request:
         self.num_prompt_logprobs = 0
         self.num_preemptions = 0
         self.first_scheduled_time = 0.0
+        self.lends = message.lends
+        self.rests_since = 0.0
 
     @property
     def num_output_tokens(self) -> int:

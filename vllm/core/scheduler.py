@@ -29,6 +29,7 @@ from vllm.step.result import Drafts, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+_REST_SECONDS = 0.1  # for which a request waits for those that will be forked from it
 _LOADING = "loading"  # what a request waits for whose prefix comes from the lower tier
 
 
@@ -97,7 +98,8 @@ class Scheduler:
         # Plan, what it was built from, when it was made.
         self._in_flight: deque[tuple[StepPlan, PlanBuilder, float]] = deque()
         self._speculates = limits.num_drafts > 0
-        self._num_pooled = 0
+        self._num_pooled = self._num_lending = 0
+        self._num_resting = 0  # requests that the newest plan left out for those that will be forked from them
         self._step_id = 0
         self._sequence = 0
         self._suspects: deque[Request] = deque()  # to be tried alone, one step each
@@ -127,6 +129,8 @@ class Scheduler:
             request.max_pending = min(pending, 1)  # its next mask is made when its last token is known
         self.requests[request.id] = request
         self._num_pooled += request.pooled
+        self._num_lending += request.lends
+        self._crowd.came(request, self._clock())
         self._waiting.push(request)
 
     def _check_parts(self, message: CoreRequest) -> None:
@@ -267,6 +271,8 @@ class Scheduler:
         more: given the rows and which of them sample, says what else the plan holds, by its names; it may change
         nothing here.
         """
+        if self._num_resting and self._in_flight:
+            return None  # those they wait for are about to come: nothing else shall be in front of them
         builder = PlanBuilder(self._step_id, self._pace.budget(), self.kv)
         self.kv.begin_plan()
         if self.kv.tier is not None:
@@ -282,11 +288,13 @@ class Scheduler:
                 self._make_way()
             crowd = self._crowd
             if self._waiting.has_accounts or crowd.account is not None:
-                crowd.begin(self._clock(), len(self.running), builder.budget)
+                crowd.begin(self._clock(), len(self.running), builder.budget, self._num_resting)
                 if waiting and crowd.may_wait:
                     self._admit_waiting(builder, 0)
                     builder.express = bool(builder.requests)
-            preempted = not builder.express and self._continue_running(builder)
+            preempted = not builder.express and self._continue_running(builder, crowd.parts)
+            if crowd.parts > 1 and not (builder.requests or self._in_flight):
+                preempted = self._continue_running(builder)  # nobody of the part whose turn it was can go on
             if waiting and not preempted and not builder.express and builder.budget > 0:
                 self._admit_waiting(builder, builder.budget if crowd.account is None else crowd.tokens)
         if not builder.requests and not builder.moves.loaded:
@@ -343,17 +351,25 @@ class Scheduler:
         for victim in self._yielding.for_waiting(startable, self.limits.max_num_batched_tokens, self._chunk, fair):
             self._preempt(victim)
 
-    def _continue_running(self, builder: PlanBuilder) -> bool:
-        """Give every running request its next tokens, preempting from the end when blocks run out (then True)."""
+    def _continue_running(self, builder: PlanBuilder, parts: int = 1) -> bool:
+        """Give every running request its next tokens, preempting from the end when blocks run out (then True).
+
+        parts: of the account that crowds the batch, of which one has its turn.
+        """
         running, kv, chunk, budget = self.running, self.kv, self._chunk, builder.budget
-        speculates, special = self._speculates, self._speculates or self._num_pooled or builder.room != ENDLESS
+        speculates, lends = self._speculates, self._num_lending > 0
+        special = speculates or lends or self._num_pooled or builder.room != ENDLESS
+        self._num_resting = 0
         preempted, take, usual, step_id = False, builder.take, not special, self._step_id
         add, add_tokens = builder.requests.append, builder.num_tokens.append
         add_computed, add_sample = builder.num_computed.append, builder.sample.append
+        crowd, turn = (self._crowd.account, self._crowd.next_turn()) if parts > 1 else (None, 0)
         i, end = 0, len(running)
         while i < end and budget > 0:
             request = running[i]
             i += 1
+            if crowd is not None and request.slot % parts != turn and request.account == crowd:
+                continue
             pending = request.num_pending
             total = len(request.tokens) + pending
             start = request.num_computed
@@ -371,6 +387,9 @@ class Scheduler:
             elif special:
                 if count <= 0 or builder.is_full:
                     continue  # a pooled request, whose last tokens are being computed; or other stages' turn
+                if lends and request.lends and self._rests(request):
+                    self._num_resting += 1
+                    continue
                 if speculates:
                     count += self._num_drafts(request, start, total, budget)
             while (start + count > request.capacity or request.shares_tail) and not kv.grow(
@@ -398,6 +417,16 @@ class Scheduler:
                 take(request, count)
         builder.budget = budget
         return preempted
+
+    def _rests(self, request: Request) -> bool:
+        """Whether a request that lends its cache waits for those that will be forked from it."""
+        if request.num_computed < request.num_prompt_tokens:
+            return False
+        if not self._slots.free or self.kv.pool.num_free < len(self.running):
+            return False  # it holds what others need
+        now = self._clock()
+        request.rests_since = request.rests_since or now
+        return now - request.rests_since < _REST_SECONDS
 
     def _num_drafts(self, request: Request, start: int, total: int, budget: int) -> int:
         """How many drafts the next step of a request verifies, which computes its last token, the one at `start` at
@@ -528,7 +557,7 @@ class Scheduler:
         now = self._clock()
         seconds = now - planned_at
         self._pace.took(planned_at, now, built.num_tokens)
-        self._crowd.took(seconds, built.express)
+        self._crowd.took(planned_at, now, built.num_tokens, built.express)
         self._observe(built.prompt_tokens, taken.generated, seconds)
         return taken.outputs
 
@@ -581,6 +610,7 @@ class Scheduler:
             request.status = Status.FINISHED
             del self.requests[request.id]
             self._num_pooled -= request.pooled
+            self._num_lending -= request.lends
             for policy in self._policies:
                 policy.forget(request)
         self.kv.free(requests)

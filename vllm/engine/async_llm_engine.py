@@ -42,7 +42,7 @@ logger = init_logger(__name__)
 TICK_SECONDS = 0.5
 # Of sequences that are sent to the core at once: beyond this many tokens of prompts others have their turn first. What
 # else there is in a message is as much as so many tokens.
-TOKENS_PER_TURN = 64 * 1024
+TOKENS_PER_TURN = 16 * 1024
 TOKENS_PER_MESSAGE = 256
 LORA_POLL_SECONDS = 0.005
 

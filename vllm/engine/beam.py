@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from vllm.step.messages import CoreOutput, CoreRequest
 from vllm.step.result import TokenLogprobs
 
 # A parent outlives its result by this many tokens, so that its children can share its blocks; the results are not used.
-# (With two steps in flight one of them is under way before the children arrive.)
+# (It waits for them, but not for long; and with two steps in flight one of them is under way before they arrive.)
 PARENT_EXTRA_TOKENS = 2
 
 
@@ -29,13 +27,6 @@ class Beam:
     finish_reason: str | None = None
     stop_reason: int | None = None
     score: float = field(default=0.0)
-
-
-class _Candidate(NamedTuple):
-    score: float
-    parent: int
-    token: int
-    logprob: float
 
 
 class BeamSearch:
@@ -53,11 +44,11 @@ class BeamSearch:
         params: BeamSearchParams = request.beams
         self.request = request
         self._width = params.beam_width
-        self._length_penalty = params.length_penalty
+        self._length_penalty = float(params.length_penalty)
         self._temperature = params.temperature
         self._early = request.params.early_stopping is True
         self._steps = min(params.max_tokens, max_model_len - len(request.prompt_token_ids) + 1)
-        self._ends = frozenset() if params.ignore_eos else frozenset(_end_tokens(request.params))
+        self._ends = [] if params.ignore_eos else _end_tokens(request.params)
         self._eos = request.params.eos_token_id
         # With a temperature the whole distribution is needed, to normalise it again.
         wanted = max(2 * self._width, request.params.logprobs or 0)
@@ -66,6 +57,7 @@ class BeamSearch:
         self._ended: list[Beam] = []
         self._step = 0
         self._ids: list[str] = []  # of the requests of the current step, one per live beam
+        self._parents: list[str] = []  # of those of the step before
         self._waiting: dict[str, int] = {}  # those without a result yet -> index of their beam
         self._results: dict[int, TokenLogprobs] = {}
         self.running_ids: set[str] = set()  # every request the core may still have, parents included
@@ -97,26 +89,26 @@ class BeamSearch:
 
     def advance(self) -> list[CoreRequest]:
         """Choose the next beams. Returns the requests of the next step, none if the search is over."""
-        candidates: list[_Candidate] = []
-        at_least = self.request.params.min_tokens
-        for parent, beam in enumerate(self._live):
-            for token, logprob in self._extensions(self._results[parent]):
-                total = beam.cumulative_logprob + logprob
-                ends = token in self._ends
-                if ends and len(beam.tokens) < at_least:
-                    continue
-                length = len(beam.tokens) + (0 if ends else 1)
-                candidate = _Candidate(self._score(total, length), parent, token, total)
-                if ends:
-                    self._ended.append(self._extend(candidate, "stop"))
-                else:
-                    candidates.append(candidate)
-        candidates.sort(key=lambda c: -c.score)  # stable: ties go to the better parent, then to the likelier token
-        chosen = candidates[: self._width]
-        parents = [self._ids[c.parent] for c in chosen]
-        self._live = [self._extend(c, None) for c in chosen]
+        tokens, logprobs = self._extensions()
+        totals = np.array([beam.cumulative_logprob for beam in self._live])[:, None] + logprobs
+        ends = np.isin(tokens, self._ends)
+        scores = self._scores(totals, self._step + np.where(ends, 0, 1))
+        if self._step >= self.request.params.min_tokens:
+            self._ended += [self._extend(i, j, tokens, totals, scores, "stop") for i, j in np.argwhere(ends).tolist()]
+        order = np.argsort(-scores, axis=None, kind="stable")  # ties go to the better parent, then the likelier token
+        order = order[~ends.ravel()[order]][: self._width]
+        chosen = [divmod(place, tokens.shape[1]) for place in order.tolist()]
+        self._parents = self._ids
+        parents = [self._ids[i] for i, _ in chosen]
+        self._live = [self._extend(i, j, tokens, totals, scores, None) for i, j in chosen]
         self._step += 1
         return [] if self._is_over() else self._requests(parents)
+
+    def spent(self) -> list[str]:
+        """The requests that are of no more use: parents of those whose results were there."""
+        found = list(self.running_ids.difference(self._ids, self._parents))
+        self.running_ids.difference_update(found)
+        return found
 
     def best(self) -> list[Beam]:
         """The beams, best first, once the search is over: those that ended, and those that ran out of steps."""
@@ -127,35 +119,44 @@ class BeamSearch:
             found += self._live
         return sorted(found, key=lambda beam: -beam.score)[: self._width]
 
-    def _extensions(self, step: TokenLogprobs) -> list[tuple[int, float]]:
-        """The most likely next tokens with their log probabilities, best first."""
-        count = 2 * self._width
-        if not self._rescales:
-            # The first entry is the sampled token, which occurs again among the most likely ones.
-            pairs = dict(zip(step.token_ids, step.logprobs, strict=True))
-            return sorted(pairs.items(), key=lambda pair: -pair[1])[:count]
-        ids = np.array(step.token_ids[1:])
-        scaled = np.array(step.logprobs[1:], dtype=np.float64) / self._temperature
-        scaled -= scaled.max()
-        scaled -= np.log(np.exp(scaled).sum())
-        order = np.argsort(-scaled, kind="stable")[:count]
-        return [(int(ids[i]), float(scaled[i])) for i in order]
+    def _extensions(self) -> tuple[np.ndarray, np.ndarray]:
+        """The most likely next tokens of each live beam with their log probabilities, best first: [beams, tokens]."""
+        steps = [self._results[i] for i in range(len(self._live))]
+        ids = np.array([step.token_ids for step in steps])
+        logprobs = np.array([step.logprobs for step in steps], dtype=np.float64)
+        # The first entry is the sampled token, which occurs again among the most likely ones.
+        again = ids[:, 1:] == ids[:, :1]
+        again[~again.any(axis=1), -1] = True
+        kept = np.concatenate([np.ones((len(ids), 1), bool), ~again], axis=1)
+        ids, logprobs = ids[kept].reshape(len(ids), -1), logprobs[kept].reshape(len(ids), -1)
+        if self._rescales:
+            logprobs = logprobs / self._temperature
+            logprobs -= logprobs.max(axis=1, keepdims=True)
+            logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
+        order = np.argsort(-logprobs, axis=1, kind="stable")[:, : 2 * self._width]
+        return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logprobs, order, axis=1)
 
-    def _extend(self, candidate: _Candidate, finish_reason: str | None) -> Beam:
-        parent = self._live[candidate.parent]
-        stop_reason = candidate.token if finish_reason and candidate.token != self._eos else None
+    def _extend(
+        self, parent: int, place: int, tokens: np.ndarray, totals: np.ndarray, scores: np.ndarray, reason: str | None
+    ) -> Beam:
+        """The live beam `parent` with its extension at `place`."""
+        beam, token = self._live[parent], int(tokens[parent, place])
         return Beam(
-            tokens=[*parent.tokens, candidate.token],
-            steps=[*parent.steps, (candidate.token, self._results[candidate.parent])],
-            cumulative_logprob=candidate.logprob,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            score=candidate.score,
+            tokens=[*beam.tokens, token],
+            steps=[*beam.steps, (token, self._results[parent])],
+            cumulative_logprob=float(totals[parent, place]),
+            finish_reason=reason,
+            stop_reason=token if reason and token != self._eos else None,
+            score=float(scores[parent, place]),
         )
 
-    def _score(self, cumulative_logprob: float, num_output_tokens: int) -> float:
-        length = float(len(self.request.prompt_token_ids) + num_output_tokens)
-        return cumulative_logprob / math.pow(length, self._length_penalty)
+    def _scores(self, totals: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """lengths: of the outputs."""
+        found: np.ndarray = totals / (len(self.request.prompt_token_ids) + lengths) ** self._length_penalty
+        return found
+
+    def _score(self, total: float, length: int) -> float:
+        return float(self._scores(np.array(total), np.array(length)))
 
     def _is_over(self) -> bool:
         if self._step >= self._steps or not self._live:
@@ -188,6 +189,7 @@ class BeamSearch:
                 params=params,
                 fork_of=parents[i],
                 token_ids=self.request.prompt_token_ids + beam.tokens,
+                lends=not last,
             )
             for i, beam in enumerate(self._live)
         ]

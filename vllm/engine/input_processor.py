@@ -725,6 +725,7 @@ def core_request(
     seed: int = 0,
     fork_of: str | None = None,
     token_ids: list[int] | None = None,
+    lends: bool = False,
 ) -> CoreRequest:
     """The message for one sequence of `request`."""
     eos: int | None = None
@@ -751,6 +752,7 @@ def core_request(
         lora_path=request.lora_folder,
         content_keys=() if virtual is None else ((0, virtual.count, virtual.key),),
         virtual=b"" if virtual is None else virtual.embeddings,
+        lends=lends,
     )
 
 

@@ -624,6 +624,10 @@ class OutputProcessor:
             return
         more = [] if search.error is not None else search.advance()
         if more:
+            spent = search.spent()
+            for core_id in spent:
+                self._beams.pop(core_id, None)
+            aborts += spent
             self._beams.update((child.request_id, request) for child in more)
             follow_ups += more
             return

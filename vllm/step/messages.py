@@ -35,6 +35,8 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     `parts` are (tokens, position of the second text or -1) of several prompts that are pooled: `prompt_token_ids` holds
     them one after the other, and the answer has a row for each. Only for models that keep nothing between steps, and
     for kinds of pooling that make one row of a prompt; together they fit into one step.
+    `lends`: others will be forked from it as soon as its first token is known; until they have come, or for a limited
+    time, it computes no more, so that they find it there.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     lora_path: str = ""
     virtual: bytes = b""
     parts: tuple[tuple[int, int], ...] = ()
+    lends: bool = False
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
