@@ -15,6 +15,11 @@ def _copies_are_silent(config: Any) -> str:
     return "copies of the engine do not talk to each other"
 
 
+def _nobody_to_share_experts(config: Any) -> str:
+    parallel = config.parallel_config
+    return "" if parallel.tensor_parallel_size * parallel.data_parallel_size > 1 else "there is one device to a layer"
+
+
 def _unknown_backend(value: Any) -> str:
     return (
         f"Unrecognized distributed executor backend {value}. Supported values are 'ray', 'mp' 'uni', "
@@ -94,8 +99,9 @@ class ParallelConfig:
     enable_expert_parallel: bool = setting(
         False,
         Flag(),
-        "Give each of the devices that share a layer some experts whole, not a share of every expert.",
-        idle=lambda config: "" if config.parallel_config.tensor_parallel_size > 1 else "there is one device to a layer",
+        "Give each of the devices that share a layer, and of all engine copies, some experts whole, not a share of "
+        "every expert.",
+        idle=_nobody_to_share_experts,
     )
     enable_eplb: bool = setting(False, Flag(), "Balance the load of experts.", later=_EP + " load balancing")
     num_redundant_experts: int = setting(0, Integer(low=0), "Extra copies of experts.", later=_EP)
@@ -116,6 +122,7 @@ class ParallelConfig:
     )
 
     replica: int = 0  # which of this server's engine copies a core is
+    meeting: str = ""  # the file by which copies that share experts find each other
     layer_partition: tuple[int, ...] = ()  # layers of each stage, as VLLM_PP_LAYER_PARTITION says; (): evenly
 
     def __post_init__(self) -> None:
@@ -135,13 +142,8 @@ class ParallelConfig:
                 f"data_parallel_size_local={self.data_parallel_size_local} exceeds data_parallel_size="
                 f"{self.data_parallel_size}."
             )
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1 and self.data_parallel_size > 1:
-            raise ValueError(
-                "enable_expert_parallel deals out experts to the devices that share layers (tensor_parallel_size), "
-                f"and there is one to each of the {self.data_parallel_size} copies of the engine (data_parallel_size), "
-                "which exchange no tokens in this version: each would have all experts. Use tensor_parallel_size for "
-                "these devices, or leave out enable_expert_parallel."
-            )
+        if self.shares_experts:
+            self._check_shared_experts()
         if self.ray_workers_use_nsight and self.distributed_executor_backend != "ray":
             raise ValueError("Unable to use nsight profiling unless workers run with Ray.")
         if self.worker_use_ray and self.distributed_executor_backend not in ("ray", "uni"):
@@ -154,6 +156,25 @@ class ParallelConfig:
                 f"The 'uni' executor runs one device, but {self.world_size} are asked for. "
                 "Use distributed_executor_backend='mp', or tensor_parallel_size=1."
             )
+
+    def _check_shared_experts(self) -> None:
+        why = None
+        if self.local_replicas != self.data_parallel_size:
+            why = "all of them run behind one server: leave out data_parallel_rank and data_parallel_size_local"
+        elif self.pipeline_parallel_size > 1:
+            why = "a copy has one stage: use tensor_parallel_size in place of pipeline_parallel_size"
+        elif self.distributed_executor_backend not in ("uni", "mp"):
+            why = "their workers are processes of one host: use distributed_executor_backend='mp'"
+        if why is not None:
+            raise ValueError(
+                f"Where the {self.data_parallel_size} copies of the engine (data_parallel_size) share experts, {why}. "
+                "Without enable_expert_parallel each copy has all experts, and the copies are independent."
+            )
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether experts are dealt out to the workers of all copies of the engine, which then step together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def world_size(self) -> int:

@@ -494,6 +494,8 @@ def _compilation(
     own_attention = model.attention_backend in (None, "TRITON_ATTN")
     use_graphs = device == "cuda" and not model.enforce_eager and given.get("use_cudagraph", True) and own_attention
     use_graphs = use_graphs and model.pooling is None
+    if args["enable_expert_parallel"] and args["data_parallel_size"] > 1:
+        use_graphs = False  # a step's size is that of the largest of all copies, which differs from its own
     sizes: tuple[int, ...] = ()
     if use_graphs:
         exact = args["cudagraph_capture_sizes"] or given.get("cudagraph_capture_sizes")

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from vllm.distributed.exchange import Exchange
     from vllm.distributed.one_shot import OneShot
 
 # torch 2.13 renamed it
-_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+gather_into = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,14 @@ class TensorParallel:
 
     `group` is their process group, None for torch.distributed's default group. With `world == 1` nothing is
     communicated; nor for "meta" tensors, of which only shapes matter. `one_shot`, if there is one, sums a few rows.
+    `exchange`, if there is one, connects the rank to those of other copies of the engine that have other experts.
     """
 
     rank: int = 0
     world: int = 1
     group: dist.ProcessGroup | None = None
     one_shot: OneShot | None = field(default=None, repr=False, compare=False)
+    exchange: Exchange | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world < 1 or not 0 <= self.rank < self.world:
@@ -45,6 +48,13 @@ class TensorParallel:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """(rank, world) among all ranks that whole experts are dealt out to, those of other copies included."""
+        if self.exchange is None:
+            return self.rank, self.world
+        return self.exchange.rank * self.world + self.rank, self.exchange.world * self.world
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, on every rank. May overwrite `x`."""
@@ -65,7 +75,7 @@ class TensorParallel:
         x = x.contiguous()
         out = torch.empty((self.world, *x.shape), dtype=x.dtype, device=x.device)
         if not x.is_meta:
-            _gather(out.view(-1), x.view(-1), group=self.group)
+            gather_into(out.view(-1), x.view(-1), group=self.group)
         return torch.cat(out.unbind(0), dim)
 
     def broadcast(self, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm.distributed.exchange import Peers
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.pipeline import ONE_STAGE, Pipeline
 
@@ -14,15 +15,20 @@ class Seat:
 
     Worker 0 is the core's own: it has the first share of the last stage, where results come about. The ranks that share
     layers have consecutive numbers, so that they are on one host where that is possible.
+    copy, copies: of the engine, where they share experts; all others stand alone. A copy has one stage then.
     """
 
     index: int
     tp: int
     pp: int
+    copy: int = 0
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.world:
             raise ValueError(f"Worker {self.index} of {self.world}: expected 0 <= index < world.")
+        if not 0 <= self.copy < self.copies or (self.copies > 1 and self.pp > 1):
+            raise ValueError(f"Copy {self.copy} of {self.copies} with {self.pp} stages cannot share experts.")
 
     @property
     def world(self) -> int:
@@ -41,6 +47,15 @@ class Seat:
         """Whether it is on the last stage."""
         return self.stage == self.pp - 1
 
+    @property
+    def everybody(self) -> tuple[int, int]:
+        """(number, count) among the workers of all copies."""
+        return self.copy * self.world + self.index, self.copies * self.world
+
+    def counterparts(self, index: int) -> list[int]:
+        """The numbers among all workers of those that are worker `index` of their copy."""
+        return [copy * self.world + index for copy in range(self.copies)]
+
     def at(self, stage: int) -> int:
         """The number of the worker with the same share of each layer in another stage."""
         return (self.pp - 1 - stage) * self.tp + self.tp_rank
@@ -56,6 +71,7 @@ class Ranks:
     """One worker among all. index: its number, `world` their count.   device: of the host's devices, its own.
 
     local: (number, count) among the workers of its host, which share its cores and its memory.
+    peers: on the first worker of a copy that shares experts.
     """
 
     tp: TensorParallel = SINGLE
@@ -64,6 +80,7 @@ class Ranks:
     world: int = 1
     device: int = 0
     local: tuple[int, int] = (0, 1)
+    peers: Peers | None = None
 
     @property
     def is_first(self) -> bool:

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from vllm import envs
 from vllm.config.scheduler import DEFAULT_SCHEDULER_CLASS
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.config.scheduler import SchedulerConfig
     from vllm.core.request import Request
     from vllm.engine.tokenizer import Tokenizer
-    from vllm.executor.base import Executor
+    from vllm.executor.base import Executor, TogetherExecutor
 
 logger = init_logger(__name__)
 
@@ -91,6 +92,8 @@ class EngineCore:
         self._seconds_per_token = CPU_SECONDS_PER_TOKEN if config.device_config.device == "cpu" else 0.0
         self.step_allowance = 0.0  # seconds that the size of the newest step explains
         self._late: tuple[int, list[int]] | None = None  # the newest step, and its rows that wait for masks
+        self._together = cast("TogetherExecutor", executor) if config.parallel_config.shares_experts else None
+        self._calls = self._followed = 0  # to work together, and those that came before a common end of work
         self._submitted = 0  # steps handed to the executor whose results were not collected
         self._left_over: deque[CoreOutput] = deque()  # ends of requests that an interrupted step could not return
         self._death: str | None = None
@@ -102,6 +105,7 @@ class EngineCore:
     def add_requests(self, requests: Iterable[CoreRequest]) -> list[CoreOutput]:
         """Queue requests. Returns the ends of those that cannot be served."""
         self.check_alive()
+        self._calls += 1
         rejected = []
         for request in requests:
             if request.grammar is None or self._grammars.add(request, request.grammar):
@@ -135,6 +139,10 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         return bool(self._left_over) or self.scheduler.has_unfinished() or self._grammars.num_waiting > 0
+
+    def has_work(self) -> bool:
+        """Whether `step` should be called: for a request of this core's, or of others' which need experts from here."""
+        return self.has_unfinished() or (self._together is not None and self._calls > self._followed)
 
     def has_waiting(self) -> bool:
         """Whether a request waits for its first step, or for its next after a preemption."""
@@ -174,7 +182,7 @@ class EngineCore:
 
     def prepare(self) -> bool:
         """With nothing to do, let the executor do a piece of what later steps would wait for; whether there is more."""
-        if self.has_unfinished() or self._submitted:
+        if self.has_work() or self._submitted:
             return False
         try:
             return self._executor.prepare()
@@ -213,9 +221,16 @@ class EngineCore:
             return said
 
         plan = self.scheduler.schedule(masks if self._grammars else None)
+        tokens = 0 if plan is None else int(plan.num_tokens.sum())
+        if self._together is not None:
+            tokens, go_on = self._together.agree(tokens, self.has_unfinished(), self._calls)
+            if not go_on:
+                self._followed = self._calls
+            if tokens:
+                plan = replace(plan or self.scheduler.empty_plan(), exchanged=tokens)
         if plan is None:
             return False
-        self.step_allowance = self._seconds_per_token * int(plan.num_tokens.sum())
+        self.step_allowance = self._seconds_per_token * tokens
         self._executor.submit(plan)
         self._submitted += 1
         if plan.late is not None:
@@ -283,7 +298,7 @@ class EngineCore:
                 return failed
         self._fill()
         if self._submitted == 0:
-            if scheduler.has_unfinished():
+            if self.has_work():
                 time.sleep(IDLE_SECONDS)
             return []
         self._submitted -= 1

@@ -484,12 +484,14 @@ def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClie
         if copies == 1:
             return CoreProcess(config.to_dict(), stall, health_seconds=health)
         from vllm.engine.fleet import Fleet
+        from vllm.engine.joined_fleet import JoinedFleet
 
-        def start(index: int) -> AsyncCoreClient:
-            parallel = replace(config.parallel_config, replica=index)
+        def start(index: int, meeting: str = "") -> AsyncCoreClient:
+            parallel = replace(config.parallel_config, replica=index, meeting=meeting)
             return CoreProcess(replace(config, parallel_config=parallel).to_dict(), stall, health_seconds=health)
 
-        return Fleet(start, copies, config.cache_config.enable_prefix_caching)
+        kind = JoinedFleet if config.parallel_config.shares_experts else Fleet
+        return kind(start, copies, config.cache_config.enable_prefix_caching)
     if copies > 1:
         raise ValueError(
             f"data_parallel_size={copies} needs a process for each copy of the engine, which "

@@ -101,7 +101,7 @@ class CoreServer:
         """Work while there is something to do, sleep until there is otherwise."""
         core, prepares = self._core, True
         while not self._stopping:
-            busy = core.has_unfinished()
+            busy = core.has_work()
             self._heart.beat(busy)
             if not busy:
                 self._send_held()
@@ -110,7 +110,7 @@ class CoreServer:
                 return
             if core.has_waiting():  # the next step may be a long one
                 self._send_held()
-            if core.has_unfinished():
+            if core.has_work():
                 self._heart.beat(True)
                 self._report(core.step())
                 core.check_alive()
@@ -196,6 +196,7 @@ class CoreServer:
             if rejected:
                 self.send(wire.StepOutputs(rejected, self._stats()))
         elif isinstance(message, wire.StepOutputs):
+            self._core.add_requests([])
             self.send(wire.StepOutputs(message.outputs, self._stats()))
         elif isinstance(message, wire.Abort):
             self._singly.difference_update(message.request_ids)

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -141,18 +141,15 @@ class Fleet:
 
     def launch(self) -> None:
         """Start all copies at once. Raises what starting the first that failed has raised; then none is left."""
-        clients = [self._make(index) for index in range(self._size)]
-        with ThreadPoolExecutor(self._size, thread_name_prefix="replica") as pool:
-            launches = [pool.submit(client.launch) for client in clients]
-        errors = [error for launch in launches if (error := launch.exception()) is not None]
-        if errors:
-            for client, launch in zip(clients, launches, strict=True):
-                if launch.exception() is None:
-                    client.kill()
-            raise errors[0]
+        clients = self._new_clients(range(self._size))
+        _launch(clients)
         self.info = clients[0].info
         room = self.info.get("num_blocks", 0) * self.info.get("block_size", 0) // PREFIX_UNIT
         self._replicas = [_Replica(i, client, PrefixMemory(room)) for i, client in enumerate(clients)]
+
+    def _new_clients(self, indices: Iterable[int]) -> list[AsyncCoreClient]:
+        """Clients of cores that are to be started together."""
+        return [self._make(index) for index in indices]
 
     async def attach(self, on_outputs: OutputHandler, on_death: DeathHandler) -> None:
         self._loop = asyncio.get_running_loop()
@@ -233,6 +230,10 @@ class Fleet:
             replica.tokens += held.work
             replica.prefixes.add(held.units)
             self._owner[held.message.request_id] = replica
+        self._deliver(parcels)
+
+    def _deliver(self, parcels: dict[int, list[CoreRequest]]) -> None:
+        """Give each copy the requests that it was chosen for."""
         for index, messages in parcels.items():
             try:
                 self._replicas[index].client.add(messages)
@@ -305,8 +306,24 @@ class Fleet:
         """A copy has ended: move what nobody has seen anything of, end the rest, start the copy again."""
         if self._stopping or not replica.alive:
             return
-        replica.alive = False
-        replica.failures += 1
+        lost = self._lost_with(replica)
+        for other in lost:
+            other.alive = False
+            other.failures += 1
+        for other in lost:
+            self._empty(other, reason)
+        self._send_orphans()
+        assert self._loop is not None
+        task = self._loop.create_task(self._restart(lost, reason), name=f"restart-replica-{replica.index}")
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    def _lost_with(self, replica: _Replica) -> list[_Replica]:
+        """The copies that end with this one, itself first."""
+        return [replica]
+
+    def _empty(self, replica: _Replica, reason: str) -> None:
+        """Take the requests of a copy that has ended: those that are to move become orphans, the rest end."""
         moving: dict[str, _Held] = {}
         ended = []
         for request_id, held in replica.held.items():
@@ -331,36 +348,35 @@ class Fleet:
         replica.stats = stats
         self._orphans.update(moving)  # of which those are taken out whose siblings have failed
         self._on_outputs([CoreOutput(i, [], finish_reason="error", error=text) for i in ended], stats)
-        self._send_orphans()
-        assert self._loop is not None
-        task = self._loop.create_task(self._restart(replica, reason), name=f"restart-replica-{replica.index}")
-        self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, replica: _Replica, reason: str) -> None:
-        """Start a copy again, and give it what waits for one."""
-        while replica.failures <= MOST_FAILURES:
-            if replica.failures > 1:
-                await asyncio.sleep(RESTART_SECONDS * 2 ** (replica.failures - 2))
-            client, started = self._make(replica.index), time.monotonic()
-            launch = asyncio.get_running_loop().run_in_executor(None, client.launch)
+    async def _restart(self, lost: list[_Replica], reason: str) -> None:
+        """Start copies again that have ended together, and give them what waits for one."""
+        names = ", ".join(str(replica.index) for replica in lost)
+        while max(replica.failures for replica in lost) <= MOST_FAILURES:
+            failures = max(replica.failures for replica in lost)
+            if failures > 1:
+                await asyncio.sleep(RESTART_SECONDS * 2 ** (failures - 2))
+            clients, started = self._new_clients(replica.index for replica in lost), time.monotonic()
+            launch = asyncio.get_running_loop().run_in_executor(None, _launch, clients)
             try:
                 await asyncio.shield(launch)
             except asyncio.CancelledError:  # the engine ends: so must what is being started
-                launch.add_done_callback(partial(_end, client))
+                launch.add_done_callback(partial(_end, clients))
                 raise
             except Exception as error:
-                replica.failures += 1
+                for replica in lost:
+                    replica.failures += 1
                 reason = str(error)
-                logger.error("Replica %d could not be started again: %s", replica.index, reason)
+                logger.error("Replica %s could not be started again: %s", names, reason)
                 continue
-            replica.client = client
-            await self._listen(replica)
-            replica.alive = True
-            logger.info("Replica %d is back after %.1f s.", replica.index, time.monotonic() - started)
+            for replica, client in zip(lost, clients, strict=True):
+                replica.client = client
+                await self._listen(replica)
+                replica.alive = True
+            logger.info("Replica %s is back after %.1f s.", names, time.monotonic() - started)
             self._send_orphans()
             return
-        logger.error("Replica %d is given up after %d failures in a row.", replica.index, MOST_FAILURES)
+        logger.error("Replica %s is given up after %d failures in a row.", names, MOST_FAILURES)
         if not any(r.alive for r in self._replicas) and len(self._restarts) <= 1 and not self._stopping:
             self._death = f"All {self._size} replicas have ended, the last one because: {reason}"
             self._on_death(self._death)
@@ -376,9 +392,26 @@ class Fleet:
         return _joined(method, found)
 
 
-def _end(client: AsyncCoreClient, launched: asyncio.Future[None]) -> None:
+def _launch(clients: Sequence[AsyncCoreClient]) -> None:
+    """Start cores at once. Raises what the first that fails has raised; then none is left."""
+    with ThreadPoolExecutor(len(clients), thread_name_prefix="replica") as pool:
+        launches = {pool.submit(client.launch): client for client in clients}
+        failed = next((launch for launch in as_completed(launches) if launch.exception() is not None), None)
+        if failed is not None:
+            for launch, client in launches.items():
+                if launch is not failed:
+                    client.kill()
+    if failed is not None:
+        for launch, client in launches.items():
+            if launch.exception() is None:
+                client.kill()
+        failed.result()
+
+
+def _end(clients: Sequence[AsyncCoreClient], launched: asyncio.Future[None]) -> None:
     if launched.cancelled() or launched.exception() is None:
-        client.kill()
+        for client in clients:
+            client.kill()
 
 
 def _joined(method: str, found: list[Any]) -> Any:

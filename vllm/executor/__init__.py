@@ -20,6 +20,8 @@ def create_executor(config: VllmConfig) -> Executor:
     begin_if_asked()
     parallel = config.parallel_config
     backend = parallel.distributed_executor_backend or ("mp" if parallel.world_size > 1 else "uni")
+    if parallel.shares_experts:  # one worker or several, other copies have more
+        backend = "mp"
     if backend == "uni" and parallel.world_size == 1:
         from vllm.executor.uniproc import UniprocExecutor
 

@@ -48,3 +48,10 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """End the workers and free what they hold. May be called twice."""
+
+
+class TogetherExecutor(Executor, Protocol):
+    """The executor of a copy of the engine that shares experts with others: all of them run their steps together."""
+
+    def agree(self, tokens: int, busy: bool, calls: int) -> tuple[int, bool]:
+        """As `distributed.exchange.Peers` says. Raises EngineDeadError if a copy is gone."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.distributed.ranks import Seat
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
 from vllm.executor.calls import callable_of, worker_class
@@ -155,14 +154,14 @@ class MultiprocExecutor:
         for rank_process in self._ranks:
             rank_process.receive()  # it runs: from here on, meeting it takes no longer than the others
         with rendezvous.open_listener(cast.host, cast.port) as listener:
-            meeting = rendezvous.Meeting(cast.host, listener.getsockname()[1], timeout)
+            meeting = rendezvous.Meeting(cast.host, listener.getsockname()[1], timeout, parallel.meeting)
             for r in self._ranks:
                 place = cast.places[r.rank]
                 begin = codec.Begin(
                     document, r.rank, meeting.host, meeting.port, timeout, place.device, place.local
                 )  # fmt: skip
                 r.send(codec.frame(begin))
-            seat = Seat(0, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+            seat = rendezvous.seat_of(parallel, 0)
             device, place = config.device_config.device, cast.places[0]
             ranks = rendezvous.join(device, seat, meeting, place.device, place.local, listener, states)
             self._others.joined = True
@@ -281,6 +280,17 @@ class MultiprocExecutor:
                     return rank.death()
             time.sleep(0.01)
         return EngineDeadError(f"A step failed: {type(error).__name__}: {error}")
+
+    def agree(self, tokens: int, busy: bool, calls: int) -> tuple[int, bool]:
+        """What all copies of the engine do next, as `distributed.exchange.Peers` says."""
+        peers = self.worker.ranks.peers
+        if peers is None:
+            raise RuntimeError("This copy of the engine shares nothing with others.")
+        try:
+            return peers.agree(tokens, busy, calls)
+        except Exception as error:
+            lost = EngineDeadError(f"A copy of the engine that has a part of the experts is gone: {error}")
+            raise self._break(lost) from error
 
     def prepare(self) -> bool:
         """Nothing: ranks capture together, in the steps that they run."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from vllm.distributed.exchange import Exchange, Peers
 from vllm.distributed.one_shot import HiddenStates, without_memory
 from vllm.distributed.one_shot import create as create_one_shot
 from vllm.distributed.parallel_state import TensorParallel
@@ -21,7 +22,7 @@ from vllm.distributed.ranks import Ranks, Seat
 from vllm.model_executor.layers.dtypes import dtype_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 LOOPBACK = "127.0.0.1"
 _MEETING_S = 60  # every rank is up before the first one waits here
@@ -29,15 +30,25 @@ _MEETING_S = 60  # every rank is up before the first one waits here
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where and for how long. timeout: of collective operations, in seconds."""
+    """Where and for how long. timeout: of collective operations, in seconds.   file: where copies that share experts
+    meet, in place of a port.
+    """
 
     host: str
     port: int
     timeout: int
+    file: str = ""
 
     @property
     def is_local(self) -> bool:
         return self.host == LOOPBACK
+
+
+def seat_of(parallel: ParallelConfig, index: int) -> Seat:
+    """What worker `index` of a copy of the engine does."""
+    copies = parallel.data_parallel_size if parallel.shares_experts else 1
+    copy = parallel.replica if copies > 1 else 0
+    return Seat(index, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, copy, copies)
 
 
 def open_listener(host: str = LOOPBACK, port: int = 0) -> socket.socket:
@@ -57,7 +68,7 @@ def one_shot_states(config: VllmConfig) -> HiddenStates | None:
     parallel = config.parallel_config
     if config.device_config.device != "cuda" or parallel.disable_custom_all_reduce:
         return None
-    if parallel.tensor_parallel_size == 1 or parallel.pipeline_parallel_size > 1:
+    if parallel.tensor_parallel_size == 1 or parallel.pipeline_parallel_size > 1 or parallel.shares_experts:
         return None
     model = config.model_config
     return HiddenStates(model.get_hidden_size(), dtype_of(model.dtype))
@@ -90,43 +101,67 @@ def join(
             "program). Shut that down first, or start this engine in a process of its own."
         )
     timeout = timedelta(seconds=meeting.timeout)
-    store = dist.TCPStore(
-        meeting.host,
-        meeting.port,
-        seat.world,
-        is_master=listener is not None,
-        timeout=timedelta(seconds=min(meeting.timeout, _MEETING_S)),
-        wait_for_workers=False,
-        # the store closes what it is given
-        master_listen_fd=None if listener is None else os.dup(listener.fileno()),
-    )
-    one_group = seat.pp == 1
+    store = _store(meeting, seat, listener)
+    one_group = seat.pp == 1 and seat.copies == 1
+    number, count = seat.everybody
     with _on_loopback() if meeting.is_local else nullcontext():
         made = None
         if device_type == "cuda":
             place = torch.device("cuda", device)
             torch.cuda.set_device(place)
             dist.init_process_group(
-                "nccl", store=store, rank=seat.index, world_size=seat.world, timeout=timeout, device_id=place
+                "nccl", store=store, rank=number, world_size=count, timeout=timeout, device_id=place
             )
             if one_shot is not None and one_group:
                 made = create_one_shot(seat.index, seat.world, place, one_shot)
         else:
-            dist.init_process_group("gloo", store=store, rank=seat.index, world_size=seat.world, timeout=timeout)
-        tp = TensorParallel(seat.tp_rank, seat.tp, None if one_group else _sharers(seat, timeout), one_shot=made)
+            dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=timeout)
+        sharers = None if one_group else _sharers(seat, timeout)
+        exchange, peers = _exchange(seat, timeout)
+        tp = TensorParallel(seat.tp_rank, seat.tp, sharers, one_shot=made, exchange=exchange)
         pipeline = _linked(seat, timeout, torch.device(device_type, device if device_type == "cuda" else 0))
-    return Ranks(tp, pipeline, seat.index, seat.world, device, local)
+    return Ranks(tp, pipeline, seat.index, seat.world, device, local, peers)
+
+
+def _store(meeting: Meeting, seat: Seat, listener: socket.socket | None) -> dist.Store:
+    wait = timedelta(seconds=min(meeting.timeout, _MEETING_S))
+    if seat.copies > 1:
+        store = dist.FileStore(meeting.file, seat.everybody[1])
+        store.set_timeout(wait)
+        return store
+    return dist.TCPStore(
+        meeting.host,
+        meeting.port,
+        seat.world,
+        is_master=listener is not None,
+        timeout=wait,
+        wait_for_workers=False,
+        # the store closes what it is given
+        master_listen_fd=None if listener is None else os.dup(listener.fileno()),
+    )
 
 
 def _sharers(seat: Seat, timeout: timedelta) -> dist.ProcessGroup | None:
     """The group of those that share this worker's layers. All workers make all groups, in one order."""
-    found = None
-    for stage in range(seat.pp):
-        members = seat.sharers(stage)
-        group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
-        if seat.index in members:
-            found = group
+    found, number = None, seat.everybody[0]
+    for copy in range(seat.copies):
+        for stage in range(seat.pp):
+            members = [copy * seat.world + index for index in seat.sharers(stage)]
+            group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
+            if number in members:
+                found = group
     return found
+
+
+def _exchange(seat: Seat, timeout: timedelta) -> tuple[Exchange | None, Peers | None]:
+    """What this worker shares with other copies of the engine. All workers make all groups, in one order."""
+    if seat.copies == 1:
+        return None, None
+    groups = [dist.new_group(seat.counterparts(index), timeout=timeout) for index in range(seat.world)]
+    cores = dist.new_group(seat.counterparts(0), timeout=timeout, backend="gloo")
+    mine = groups[seat.index]
+    assert mine is not None
+    return Exchange(seat.copy, seat.copies, mine), Peers(cores) if seat.index == 0 and cores is not None else None
 
 
 def _linked(seat: Seat, timeout: timedelta, device: torch.device) -> Pipeline:

@@ -69,16 +69,15 @@ class Rank:
 
     def _begin(self, message: codec.Begin) -> None:
         from vllm.config import VllmConfig
-        from vllm.distributed.ranks import Seat
-        from vllm.executor.rendezvous import Meeting, dry_run, join, one_shot_states
+        from vllm.executor.rendezvous import Meeting, dry_run, join, one_shot_states, seat_of
         from vllm.model_executor.models.registry import ModelRegistry
         from vllm.worker.worker import compile_ahead
 
         ModelRegistry.restore(message.config.pop("registered_models"))
         config = VllmConfig.from_dict(message.config)
         parallel, device, states = config.parallel_config, config.device_config.device, one_shot_states(config)
-        seat = Seat(message.index, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-        meeting = Meeting(message.host, message.port, message.timeout)
+        seat = seat_of(parallel, message.index)
+        meeting = Meeting(message.host, message.port, message.timeout, parallel.meeting)
         compiling = None
         if seat.tp_rank == 0 and not seat.is_sampling:  # one rank of each stage; the first one knows of its own
             compiling = compile_ahead(config, dry_run(seat.tp, states))

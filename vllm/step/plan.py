@@ -129,7 +129,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     token (the row samples drafts + 1 tokens), None for none; `exact` whether `num_computed` is the truth, None for all
     (the others take position and length from the device); `late` whether the row's mask comes with `complete`, None for
     none; `pooled` whether its hidden states are pooled, None for none (such a row never samples). `masks` holds the
-    masks known now.
+    masks known now. Where copies of the engine share experts, `exchanged` is the most tokens that a copy has in this
+    step, of which none may have any.
     """
 
     step_id: int
@@ -148,6 +149,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     masks: RowMasks | None = None
     pooled: Bool | None = None
     adapters: tuple[AdapterLoad, ...] = ()
+    exchanged: int = 0
 
 
 _NEUTRAL = tuple((field.name, field.default) for field in fields(StepPlan) if field.default is not NODEFAULT)

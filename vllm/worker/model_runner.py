@@ -31,7 +31,7 @@ from vllm.worker.transfers import run_transfers
 from vllm.worker.virtual_tokens import VirtualTokenTable
 
 # Fields of a plan that are run beyond those without a default.
-KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "pooled", "adapters"})
+KNOWN = frozenset({"transfers", "writes", "drafts", "exact", "late", "masks", "pooled", "adapters", "exchanged"})
 _PROMPT_LOGITS = 1 << 25  # logits of prompt tokens held at once (128 MB in fp32)
 
 
@@ -93,12 +93,14 @@ class ModelRunner:
         tier_blocks: int = 0,
         pipeline: Pipeline = ONE_STAGE,
         virtual: VirtualTokenTable | None = None,
+        serve_experts: Callable[[], None] | None = None,
     ) -> None:
         """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools.
 
         pools: the memories behind `kv_caches` (`kv_memory.CacheMemory`); None: they are all pages of tokens.
         tier_blocks: of a lower tier in host memory.
         pipeline: this rank's place in it, on the last stage.   virtual: where prompt adapters are served.
+        serve_experts: what is done in a step in which only other copies of the engine have tokens.
         """
         self.model = model
         self.layout = layout
@@ -118,6 +120,7 @@ class ModelRunner:
         self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt, pooler)
         self._pooler = pooler
         self._virtual = virtual
+        self._serve_experts = serve_experts
         self.decode_steps: DecodeSteps | None = None
         self.mixed_steps: MixedSteps | None = None
         self._late: LateHandle | None = None  # a step that waits for masks, the last one
@@ -129,7 +132,11 @@ class ModelRunner:
         if self._late is not None and not self._late.is_complete:
             raise RuntimeError(f"Step {self._late.step_id} waits for its masks: no other step may follow before.")
         self._take_in(plan)
+        if self.tp.exchange is not None:
+            self.tp.exchange.expect(plan.exchanged)
         if not len(plan.slots):
+            if plan.exchanged and self._serve_experts is not None:
+                self._serve_experts()
             return NothingComputed(plan.step_id)
         adapted = frozenset[str]() if self.adapters is None else self.adapters.features(plan)
         virtual = None if self._virtual is None else self._virtual.of(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,7 @@ from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.live_weights import unpacked
+from vllm.model_executor.models.blocks import serve_experts
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
 from vllm.ops import attention_backends
@@ -293,6 +295,7 @@ class Worker:
             pipeline=self.ranks.pp,
             pooler=self._pooler(),
             virtual=self._virtual_tokens(),
+            serve_experts=partial(serve_experts, cast(torch.nn.Module, self.model)),
         )
 
     def _virtual_tokens(self) -> VirtualTokenTable | None:
@@ -373,6 +376,9 @@ class Worker:
         if self.tp.one_shot is not None:
             self.tp.one_shot.release()
         self.ranks.pp.close()
+        for shared in (self.tp.exchange, self.ranks.peers):
+            if shared is not None:
+                shared.close()
         if self.adapters is not None:
             self.adapters.close()
         for graphs in (self._graphs, self._mixed_graphs):
@@ -385,6 +391,8 @@ class Worker:
     def _run_largest_step(self) -> None:
         """A step of max_num_batched_tokens tokens and max_num_seqs rows of logits, all in the null block."""
         tokens, requests = self._largest_batch()
+        if self.tp.exchange is not None:  # all copies do the same now
+            self.tp.exchange.expect(tokens)
         step = dummy_step(tokens, requests, self.layout, self.context)
         stream, pp = None, self.ranks.pp
         if not pp.is_first:

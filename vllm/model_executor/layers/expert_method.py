@@ -24,6 +24,7 @@ class ExpertShape:
     """`experts` gated MLPs from `hidden` features over `inner` back to `hidden`; act: as in `ops.activation`.
 
     bias: of every product.   limit: as of `activate_gated`.
+    choices: experts of each row.   rows: of the experts' input for each token.
     """
 
     experts: int
@@ -32,6 +33,8 @@ class ExpertShape:
     act: str
     bias: bool = False
     limit: float | None = None
+    choices: int = 1
+    rows: int = 1
 
     @property
     def is_plain(self) -> bool:
@@ -76,8 +79,8 @@ class ExpertMethod(ABC):
         adapters: [tokens] int32, the slot of each token's adapter where one of them changes experts.
         """
 
-    def combine(self, layer: Experts, out: Tensor) -> Tensor:
-        """What `compute` returned -> the sum of all ranks' parts, for this rank's tokens."""
+    def combine(self, layer: Experts, out: Tensor, rows: int) -> Tensor:
+        """What `compute` returned -> the sum of all ranks' parts, for the `rows` tokens that `dispatch` was given."""
         return layer.tp.all_reduce(out) if layer.reduce else out
 
 
@@ -125,33 +128,44 @@ class DealtExpertMethod(UnquantizedExpertMethod):
 
     gate_up: [experts of this rank, 2 * inner, hidden], gate rows first.   down: [experts of this rank, hidden, inner].
     Biases alike. The ranks that share a layer's attention have all of its tokens, so none must be sent: each computes
-    its own experts' part of every token, and the parts are added up.
+    its own experts' part of every token, and the parts are added up. Where copies of the engine share experts, a rank
+    is sent the tokens of the other copies, and sends back its part of them.
     """
 
     takes_adapters = False
 
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden
-        if n < tp.world:
-            raise ValueError(
-                f"{n} experts cannot be dealt out to {tp.world} ranks. Use a smaller tensor_parallel_size."
-            )
-        self._mine = share(n, tp.rank, tp.world)
+        rank, world = tp.experts
+        if n < world:
+            smaller = "tensor_parallel_size" if tp.exchange is None else "tensor_parallel_size or data_parallel_size"
+            raise ValueError(f"{n} experts cannot be dealt out to {world} ranks. Use a smaller {smaller}.")
+        self._mine = share(n, rank, world)
         pair = ShardSpec(1, (whole(inner, "gate"), whole(inner, "up")), stack=1, dealt=True)
-        layer.gate_up = ShardedParameter.empty((n, 2 * inner, hidden), pair, tp.rank, tp.world, dtype)
+        layer.gate_up = ShardedParameter.empty((n, 2 * inner, hidden), pair, rank, world, dtype)
         one = ShardSpec(2, (whole(inner),), stack=1, dealt=True)
-        layer.down = ShardedParameter.empty((n, hidden, inner), one, tp.rank, tp.world, dtype)
+        layer.down = ShardedParameter.empty((n, hidden, inner), one, rank, world, dtype)
         if shape.bias:
             biases = ShardSpec(1, (whole(inner, "gate_bias"), whole(inner, "up_bias")), stack=1, dealt=True)
-            layer.gate_up_bias = ShardedParameter.empty((n, 2 * inner), biases, tp.rank, tp.world, dtype)
+            layer.gate_up_bias = ShardedParameter.empty((n, 2 * inner), biases, rank, world, dtype)
             last = ShardSpec(stack=1, dealt=True)
-            layer.down_bias = ShardedParameter.empty((n, hidden), last, tp.rank, tp.world, dtype)
+            layer.down_bias = ShardedParameter.empty((n, hidden), last, rank, world, dtype)
 
     def dispatch(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts by their numbers on this rank; of other ranks' nothing is computed."""
+        exchange = layer.tp.exchange
+        if exchange is not None:
+            top_k = weights.shape[1]
+            choices = torch.cat([weights.view(torch.int32), experts.to(torch.int32)], 1)
+            x, choices = (exchange.gather(part, layer.shape.rows, value) for part, value in ((x, 0.0), (choices, -1)))
+            weights, experts = choices[:, :top_k].view(torch.float32), choices[:, top_k:].to(torch.int64)
         local = experts - self._mine.start
         foreign = (local < 0) | (local >= len(self._mine))
         return x, weights.masked_fill(foreign, 0.0), local.masked_fill(foreign, len(self._mine))
+
+    def combine(self, layer: Experts, out: Tensor, rows: int) -> Tensor:
+        exchange = layer.tp.exchange
+        return super().combine(layer, out if exchange is None else exchange.scatter(out, layer.shape.rows)[:rows], rows)
 
     def _adds_bias(self, layer: Experts) -> bool:
         return True

@@ -50,7 +50,8 @@ class BuildContext:
     """What every module of one model needs when it is built.
 
     max_positions: positions that rotary tables cover.   device: where tables go (weights are placed by the loader).
-    deals_experts: every rank has some experts whole, not a share of each.
+    deals_experts: every rank has some experts whole, not a share of each; other copies of the engine have the rest,
+        where `tp` has an exchange.
     """
 
     dtype: torch.dtype
@@ -369,9 +370,22 @@ class Experts(nn.Module):
         method = self.method
         dispatched = method.dispatch(self, x, weights, experts)
         if view is None or self.lora is None or not self.lora.concerns(view):
-            return method.combine(self, method.compute(self, *dispatched))
+            return method.combine(self, method.compute(self, *dispatched), len(x))
         adapters = view.adapters.repeat_interleave(len(x) // len(view.adapters))
-        return method.combine(self, method.compute(self, *dispatched, adapters))
+        return method.combine(self, method.compute(self, *dispatched, adapters), len(x))
+
+    def serve(self) -> None:
+        """Compute this rank's part for other copies of the engine, in a step in which its own has no tokens."""
+        choices, device = self.shape.choices, self.down.device
+        x = torch.empty(0, self.shape.hidden, dtype=self.down.dtype, device=device)
+        self(x, torch.empty(0, choices, device=device), torch.empty(0, choices, dtype=torch.int64, device=device))
+
+
+def serve_experts(model: nn.Module) -> None:
+    """Take part in the exchange of a step in which this copy of the engine has no tokens."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.serve()
 
 
 class MixtureOfExperts(nn.Module):
@@ -414,7 +428,9 @@ class MixtureOfExperts(nn.Module):
                     hidden_size, 1, bias=False, params_dtype=ctx.dtype, prefix=f"{prefix}.shared_gate", tp=ctx.tp
                 )
             reduce = False  # the sum of both is reduced once
-        shape = ExpertShape(spec.experts, hidden_size, spec.hidden, activation_kind(spec.act), spec.bias, spec.limit)
+        choices, rows = (1, spec.top_k) if spec.weigh_inputs else (spec.top_k, 1)
+        act = activation_kind(spec.act)
+        shape = ExpertShape(spec.experts, hidden_size, spec.hidden, act, spec.bias, spec.limit, choices, rows)
         self.experts = Experts(shape, ctx, f"{prefix}.experts", reduce=reduce)
 
     def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:

@@ -89,7 +89,7 @@ class DecoderModel(nn.Module):
         self.dtype, self.tp, self.max_positions = dtype, tp, max_positions
         self.layers = layers = range(len(spec.blocks)) if layers is None else layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(spec.blocks)
-        ctx = BuildContext(dtype, device, tp, max_positions, quant_config, deals_experts and tp.world > 1)
+        ctx = BuildContext(dtype, device, tp, max_positions, quant_config, deals_experts and tp.experts[1] > 1)
         width = spec.hidden_size if spec.embed_dim is None else spec.embed_dim
         self.embed: VocabParallelEmbedding
         if self.is_first or (self.is_last and spec.tied and pool is None):
