@@ -128,6 +128,9 @@ class Recording(Ahead):
     def event(self) -> _Passed:
         return _Passed()
 
+    def copy_beside(self, target: Tensor, host: Tensor, after: _Passed) -> None:
+        target.copy_(host)
+
     def new_pool(self) -> None:
         return None
 

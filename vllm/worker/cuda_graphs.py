@@ -188,12 +188,17 @@ class _Inputs:
 
 
 class _MaskInputs:
-    """The masks of a step at fixed addresses on the device."""
+    """The masks of a step at fixed addresses on the device. They are copied beside the forward pass that they wait for.
+
+    read: passed when the last step has read its masks.
+    """
 
     def __init__(self, largest: int, vocab: int, context: RecordingContext) -> None:
         """largest: rows."""
         self._context, self._largest, self._words = context, largest, -(-vocab // 32)
         self._device = torch.full((largest * (1 + self._words),), -1, dtype=torch.int32, device=context.device)
+        self.read: Event = context.event()
+        self.read.record()
 
     def index(self, size: int) -> Tensor:
         """[size] which of the masks is a row's, -1 for none."""
@@ -215,7 +220,7 @@ class _MaskInputs:
                 raise ValueError(f"Masks of shape {masks.bits.shape}, expected ({count}, {self._words}).")
             host[masks.rows] = np.arange(count)
             host[self._largest :] = np.ascontiguousarray(masks.bits, np.uint32).view(np.int32).reshape(-1)
-        self._device[: len(sent)].copy_(sent, non_blocking=True)
+        self._context.copy_beside(self._device[: len(sent)], sent, self.read)
 
 
 class _DrawingInputs:
@@ -370,6 +375,7 @@ class DecodeGraphs(StaticSteps[_Key]):
         def rest(masks: RowMasks | None) -> Handle:
             inputs.upload(masks)
             self._use(key)
+            inputs.read.record()
             return self._delivered(plan, 1, turn, begun)
 
         return rest(plan.masks) if plan.late is None else LateHandle(plan, rest)

@@ -80,6 +80,11 @@ class RecordingContext(DeviceContext, Protocol):
 
     def event(self) -> Event: ...
 
+    def copy_beside(self, target: Tensor, host: Tensor, after: Event) -> None:
+        """Copy pinned memory to the device beside what is queued there, once it has passed `after`; what is queued next
+        waits for the copy.
+        """
+
     def new_pool(self) -> Any:
         """Memory that recorded pieces share; it ends with the last of them."""
 
@@ -215,6 +220,13 @@ class CudaContext:
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
+    def copy_beside(self, target: Tensor, host: Tensor, after: Event) -> None:
+        main, side = torch.cuda.current_stream(), _copying_stream(self.device)
+        side.wait_event(after)
+        with torch.cuda.stream(side):
+            target.copy_(host, non_blocking=True)
+        main.wait_stream(side)
+
     def new_pool(self) -> Any:
         stream = _recording_stream(self.device)
         with torch.cuda.stream(stream):  # its cuBLAS workspace must not come to lie in a graph's memory
@@ -264,6 +276,12 @@ def _no_collection() -> Iterator[None]:
 @functools.cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """One per device and process: cuBLAS keeps a workspace for every stream that it has ever seen."""
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """What is copied to the device beside its computations."""
     return torch.cuda.Stream(device)
 
 
