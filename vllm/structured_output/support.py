@@ -229,6 +229,13 @@ def _needs_no_escape(text: str) -> bool:
     return json.dumps(text, ensure_ascii=False) == f'"{text}"'
 
 
+def _unlisted(schema: Schema) -> str | None:
+    """For back ends that write the properties that are listed, and of the others any."""
+    if set(schema.get("required", ())) - set(schema.get("properties", {})):
+        return "required properties that are not listed"
+    return None
+
+
 _READ_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
@@ -253,7 +260,7 @@ def _xgrammar_combinations(schema: Schema, found: frozenset[str]) -> str | None:
         return "length beside format"
     if "patternProperties" in found and found & {"properties", "additionalProperties", "required"}:
         return "patternProperties beside properties"
-    return _beside(found, _READ_ALONE)
+    return _unlisted(schema) or _beside(found, _READ_ALONE)
 
 
 def _outlines_combinations(schema: Schema, found: frozenset[str]) -> str | None:
@@ -263,11 +270,9 @@ def _outlines_combinations(schema: Schema, found: frozenset[str]) -> str | None:
         return "pattern beside length or format"
     if "format" in found and found & {"minLength", "maxLength"}:
         return "length beside format"
-    if "required" in found and set(schema["required"]) - set(schema.get("properties", {})):
-        return "required properties that are not listed"
     if not all(map(_needs_no_escape, schema.get("properties", {}))):
         return "property names with quotes, backslashes or control characters"
-    return _beside(found, _READ_ALONE)
+    return _unlisted(schema) or _beside(found, _READ_ALONE)
 
 
 def _lmfe_combinations(schema: Schema, found: frozenset[str]) -> str | None:
@@ -285,9 +290,7 @@ def _lmfe_combinations(schema: Schema, found: frozenset[str]) -> str | None:
         return "items as a list"
     if "pattern" in found and found & {"minLength", "maxLength"}:
         return "pattern beside length"
-    if "required" in found and set(schema["required"]) - set(schema.get("properties", {})):
-        return "required properties that are not listed"
-    return _beside(found, _READ_ALONE)
+    return _unlisted(schema) or _beside(found, _READ_ALONE)
 
 
 _COMBINATIONS: Mapping[str, Callable[[Schema, frozenset[str]], str | None]] = {
