@@ -1,4 +1,4 @@
-"""Writes the page of what each back end supports: `python -m tools.structured_output_page > docs/structured_support.md`.
+"""Writes what each back end supports: `python -m tools.structured_output_page > docs/structured_support.md`.
 
 Each cell is the answer to a constraint that was put to the back end: compiled, or refused.
 """

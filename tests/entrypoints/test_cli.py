@@ -208,10 +208,20 @@ def test_a_chat_shows_calls_asks_for_results_and_sends_them(tmp_path, capsys, mo
     assert [(m["tool_call_id"], m["content"]) for m in sent[2:]] == [("c1", "one"), ("c2", "two")]
 
 
-def test_tools_that_cannot_be_read_are_one_line(tmp_path, capsys):
+def test_a_chat_asks_for_answers_of_a_schema(demo_server, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"big": {"type": "boolean"}}, "required": ["big"]}')
+    argv = ["chat", "--url", demo_server.url + "/v1", "--schema", str(schema), "-q", "Is it big?"]
+    assert run([*argv, "--max-tokens", "40"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out)["big"], bool)
+
+
+@pytest.mark.parametrize("option", ["--tools", "--schema"])
+def test_files_that_cannot_be_read_are_one_line(option, tmp_path, capsys):
     with odd_server(GOOD_MODELS, [b""]) as (url, _):
-        assert run(["chat", "--url", url, "--tools", str(tmp_path / "none.json"), "-q", "x"]) == 1
-    assert capsys.readouterr().err.startswith("vllm chat: --tools ")
+        assert run(["chat", "--url", url, option, str(tmp_path / "none.json"), "-q", "x"]) == 1
+    assert capsys.readouterr().err.startswith(f"vllm chat: {option} ")
 
 
 # -- complete and chat, against servers that misbehave -----------------------------------------------------------------

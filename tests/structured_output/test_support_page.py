@@ -20,7 +20,7 @@ from vllm.structured_output.grammar import Grammar
 from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
 
 ROOT = Path(vllm.__file__).parent.parent
-CLOSING = [c.encode() for c in ('"', "}", "]", ")", "<", "/", "f", ">", ",", ":", *"0123456789", "true", "null", "-", "@")]
+CLOSING = [mark.encode() for mark in (*'"}])</f>,:0123456789-@', "true", "null")]
 
 
 def written(grammar: Grammar, vocabulary: Vocabulary, rng: random.Random) -> str | None:

@@ -114,6 +114,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
             metavar="FILE",
             help="JSON list of tools that the model may call; you are asked for what they return.",
         )
+        parser.add_argument(
+            "--schema", default=None, metavar="FILE", help="JSON schema that every answer of the model satisfies."
+        )
     return parser
 
 
@@ -157,25 +160,30 @@ def _chat(client: Client, args: argparse.Namespace, model: str) -> None:
     messages: list[dict[str, Any]] = []
     if args.system_prompt:
         messages.append({"role": "system", "content": args.system_prompt})
-    tools = {} if args.tools is None else {"tools": _tools(args.tools)}
+    asked: dict[str, Any] = {}
+    if args.tools is not None:
+        found = _json_of("--tools", args.tools)
+        asked["tools"] = found if isinstance(found, list) else [found]
+    if args.schema is not None:
+        schema = _json_of("--schema", args.schema)
+        asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     inputs = _inputs(args.quick)
     for text in inputs:
         messages.append({"role": "user", "content": text})
         while True:
-            body = {"model": model, "messages": messages, **tools, **_settings(args)}
+            body = {"model": model, "messages": messages, **asked, **_settings(args)}
             answer = _answer(client.stream("/chat/completions", body))
             messages.append(answer)
             if not _results(answer.get("tool_calls", ()), inputs, messages):
                 break
 
 
-def _tools(path: str) -> list[Any]:
-    """The tools in a file."""
+def _json_of(option: str, path: str) -> Any:
+    """What a file holds that an option names."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ServerError(f"--tools {path}: {error}") from error
-    return found if isinstance(found, list) else [found]
+        raise ServerError(f"{option} {path}: {error}") from error
 
 
 def _answer(choices: Iterator[dict[str, Any]]) -> dict[str, Any]:
