@@ -67,6 +67,9 @@ class Event(Protocol):
 
     def record(self) -> None: ...
 
+    def wait(self) -> None:
+        """What is queued next on the current stream waits for it."""
+
     def query(self) -> bool: ...
 
     def synchronize(self) -> None: ...
@@ -222,8 +225,8 @@ class CudaContext:
 
     def copy_beside(self, target: Tensor, host: Tensor, after: Event) -> None:
         main, side = torch.cuda.current_stream(), _copying_stream(self.device)
-        side.wait_event(after)
         with torch.cuda.stream(side):
+            after.wait()
             target.copy_(host, non_blocking=True)
         main.wait_stream(side)
 
