@@ -300,17 +300,23 @@ class Turns:
 
     def same(self, case: str) -> dict[str, Any]:
         """How many sequences of tokens are those of the other tree."""
-        for side in (0, 1):  # at once: who starts later would count the other's memory as used
+        found = []
+        for side in (0, 1):  # one after the other, each with the device to itself
             self.ask(side, case)
-        found = [self.answer(side) for side in (0, 1)]
+            found.append(self.answer(side))
+            self._end(self._sides[side])
         equal = [old == new for old, new in zip(*found, strict=True)]
         return {"case": case, "sequences": len(equal), "equal": sum(equal), "within": all(equal)}
 
     def close(self) -> None:
         for process in self._sides:
-            if process.stdin is not None:
-                process.stdin.close()
-            process.wait()
+            self._end(process)
+
+    @staticmethod
+    def _end(process: subprocess.Popen[str]) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait()
 
 
 def main() -> None:
