@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.quantization.harness import plain_model
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.cache_scales import CheckpointScales
-from vllm.worker.cache_scales import attention_layers, read_scales
+from vllm.worker.cache_scales import read_scales
 
 PROMPT = list(range(3, 60))
 
@@ -36,7 +36,7 @@ def run(folder, **options):
     params = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, detokenize=False)
     output = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)[0]
     entries = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
-    layers = llm.apply_model(attention_layers)[0]
+    layers = llm.apply_model(lambda model: model.paged_attention())[0]
     return torch.tensor(entries), {i: (layer.params.k_scale, layer.params.v_scale) for i, layer in layers.items()}
 
 

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm.attention.layer import Attention
 from vllm.logger import init_logger
-from vllm.model_executor.models.blocks import SelfAttention
-from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.kv_policy import KVKind
@@ -45,7 +42,7 @@ def use_cache_scales(model: Model, config: VllmConfig, context: DeviceContext, t
     cache = config.cache_config
     if kv_memory.cache_dtype(cache.cache_dtype, config.model_config.dtype).itemsize > 1:
         return
-    layers = attention_layers(model)
+    layers = model.paged_attention()
     given: Scales
     if cache.quantization_param_path is not None:
         path = Path(cache.quantization_param_path)
@@ -56,7 +53,7 @@ def use_cache_scales(model: Model, config: VllmConfig, context: DeviceContext, t
     elif cache.calculate_kv_scales:
         given, source = computed_scales(model, config, context), "made-up prompts"
     else:
-        given, source = model.cache_scales if isinstance(model, DecoderModel) else {}, "the checkpoint"
+        given, source = model.cache_scales, "the checkpoint"
     applied = {number: given[number] for number in layers if number in given}
     for number, (k_scale, v_scale) in applied.items():
         layers[number].params = replace(layers[number].params, k_scale=k_scale, v_scale=v_scale)
@@ -72,17 +69,6 @@ def use_cache_scales(model: Model, config: VllmConfig, context: DeviceContext, t
         )
     else:
         logger.info("The scales of the KV cache of all %d layers come from %s.", len(layers), source)
-
-
-def attention_layers(model: Any) -> dict[int, SelfAttention | Attention]:
-    """A model's attention layers with keys and values in the cache, by the layer's number."""
-    found: dict[int, SelfAttention | Attention] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, SelfAttention) and module.place is not None:
-            found[int(next(part for part in path.split(".") if part.isdigit()))] = module
-        elif isinstance(module, Attention):
-            found[len(found)] = module
-    return found
 
 
 def read_scales(path: Path, model_type: str, rank: int, world: int) -> Scales:
@@ -125,7 +111,7 @@ def read_scales(path: Path, model_type: str, rank: int, world: int) -> Scales:
     return scales
 
 
-def computed_scales(model: Any, config: VllmConfig, context: DeviceContext) -> Scales:
+def computed_scales(model: Model, config: VllmConfig, context: DeviceContext) -> Scales:
     """Scales from the keys and values of a few made-up prompts, which the model computes with a cache of its dtype."""
     traits = model.traits
     if config.parallel_config.pipeline_parallel_size > 1:
@@ -142,7 +128,7 @@ def computed_scales(model: Any, config: VllmConfig, context: DeviceContext) -> S
     with torch.inference_mode():
         model(step, tensors)
         found = {}
-        for number, layer in attention_layers(model).items():
+        for number, layer in model.paged_attention().items():
             place = layer.place
             assert place is not None
             written = tensors[place.tensor][torch.from_numpy(tables[place.group].ravel()).to(context.device)]

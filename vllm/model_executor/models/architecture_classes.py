@@ -41,6 +41,7 @@ from vllm.step.inputs import RowView, StepInputs
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader.weights import Weights
+    from vllm.model_executor.models.blocks import SelfAttention
 
 _BUILDING: ContextVar[tuple[VllmConfig, torch.device] | None] = ContextVar("building", default=None)
 
@@ -206,6 +207,7 @@ class DerivedModel(nn.Module):
     def __init__(self, model: ArchitectureModel, forward_names: frozenset[str], logits_names: frozenset[str]) -> None:
         super().__init__()
         self.model, self._forward_names, self._logits_names = model, forward_names, logits_names
+        self.cache_scales = model.model.cache_scales
         self.traits = replace(model.model.traits, replayable=False, decoder=None, splits=False, handles=frozenset())
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
@@ -214,6 +216,10 @@ class DerivedModel(nn.Module):
         arguments = {name: value for name, value in known.items() if name in self._forward_names}
         with self.model.bound(step, kv_caches):
             return step.wanted(self.model(step.token_ids, step.positions, **arguments))
+
+    def paged_attention(self) -> dict[int, SelfAttention]:
+        """Those of the layers made from the family."""
+        return self.model.model.paged_attention()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Let the class load new values for weights of the loaded model; the names of what it filled."""

@@ -15,7 +15,15 @@ from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.blocks import MODULES, BlockModule, BuildContext, Experts, add_norm, build_norm
+from vllm.model_executor.models.blocks import (
+    MODULES,
+    BlockModule,
+    BuildContext,
+    Experts,
+    SelfAttention,
+    add_norm,
+    build_norm,
+)
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.pool_head import PoolLayers
 from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions, PoolHead
@@ -192,6 +200,15 @@ class DecoderModel(nn.Module):
         if part == "embed":
             return "embed" not in self._modules
         return part in ("norm", "project_out", "head", "pool") and not self.is_last
+
+    def paged_attention(self) -> dict[int, SelfAttention]:
+        """This rank's attention layers with keys and values in the cache, by the layer's number."""
+        return {
+            number: module
+            for number in self.layers
+            for module in self.blocks[number].modules()
+            if isinstance(module, SelfAttention) and module.place is not None
+        }
 
     def adaptable(self) -> dict[str, nn.Module]:
         """As of `AdaptableModel`."""

@@ -48,6 +48,7 @@ class OutOfTreeModel(nn.Module):
         self, model: nn.Module, hf: HFConfig, dtype: torch.dtype, max_positions: int, tp: TensorParallel
     ) -> None:
         super().__init__()
+        self.cache_scales: dict[int, tuple[float, float]] = {}
         self.model, self.dtype, self.tp, self.max_positions = model, dtype, tp, max_positions
         self.layers = [module for module in model.modules() if isinstance(module, Attention)]
         name = type(model).__name__
@@ -96,6 +97,10 @@ class OutOfTreeModel(nn.Module):
             for layer in self.layers:
                 stack.enter_context(layer.bound(kv_caches, step))
             yield
+
+    def paged_attention(self) -> dict[int, Attention]:
+        """The attention layers, in order."""
+        return dict(enumerate(self.layers))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Let the class load new values for weights of the loaded model; what its `load_weights` returns."""

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from vllm.model_executor.models.kv_groups import KVPlace
     from vllm.model_executor.models.spec import Decoder
+    from vllm.ops.attention import AttentionParams
     from vllm.step.inputs import RowView, StepInputs
     from vllm.step.kv_need import KVNeed
 
@@ -55,6 +57,13 @@ class Traits:
     splits: bool = False
 
 
+class PagedAttention(Protocol):
+    """An attention layer with a place in the cache. Its `params` may be replaced before the first step."""
+
+    params: AttentionParams
+    place: KVPlace | None
+
+
 class Model(Protocol):
     """A model on one rank, its weights loaded."""
 
@@ -69,6 +78,13 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocabulary] fp32, on every rank. view: of the rows, where adapters are used."""
+
+    @property
+    def cache_scales(self) -> Mapping[int, tuple[float, float]]:
+        """Of a cache of 8 bits, as the checkpoint says: of keys and values, by layer."""
+
+    def paged_attention(self) -> Mapping[int, PagedAttention]:
+        """This rank's attention layers that keep keys and values in the cache, by the layer's number."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 

@@ -50,6 +50,7 @@ class TransformersDecoder(nn.Module):
         self, module: nn.Module, name: str, dtype: torch.dtype, max_positions: int, tp: TensorParallel
     ) -> None:
         super().__init__()
+        self.cache_scales: dict[int, tuple[float, float]] = {}
         self.module, self.name, self.dtype, self.tp = module, name, dtype, tp
         self._base: list[nn.Module] = [_base_of(module, name)]  # in a list, so that it does not become a child twice
         self._head = [_without_base(module)]
@@ -78,6 +79,10 @@ class TransformersDecoder(nn.Module):
     def run(self, token_ids: Tensor, positions: Tensor) -> Any:
         """What the modules below the head make of one row of tokens."""
         return self._base[0](input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+
+    def paged_attention(self) -> dict[int, Attention]:
+        """The attention layers, in order."""
+        return dict(enumerate(self.layers))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Give weights of the loaded model new values, under their checkpoint's names; the module's names of them.
