@@ -121,7 +121,7 @@ class RowMasks(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """What one step computes.
 
-    `slots`, `num_tokens`, `num_computed` and `sample` are parallel arrays, one entry per request.
+    `slots`, `num_tokens` (1 or more), `num_computed` and `sample` are parallel arrays, one entry per request.
 
     Order of effects in the worker: `freed`, `new`, `blocks`, `transfers`, `writes`, `adapters`, then the forward pass.
 

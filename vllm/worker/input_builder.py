@@ -100,7 +100,7 @@ class Laid(msgspec.Struct, frozen=True):
     Prompts that share a row of the plan are requests of their own here.
     mappings: per KV group [tokens] int64; for recurrent layers [requests, pages] int64, each request's pages; for cross
         attention [tokens of encoders] int64.
-    max_query_len, max_seq_len: no request has more.
+    max_query_len, max_seq_len: no request has more.   every: `logits_rows` are all tokens, in order.
     entering, key_lens, drafts: as in `GroupInputs`, on the host; None where no group asks for it.
     """
 
@@ -116,6 +116,7 @@ class Laid(msgspec.Struct, frozen=True):
     max_seq_len: int
     prompt_rows: tuple[PromptRows, ...]
     pooled_rows: tuple[PooledRows, ...] = ()
+    every: bool = False
     entering: tuple[int, ...] = ()
     key_lens: np.ndarray | None = None
     drafts: np.ndarray | None = None
@@ -169,19 +170,25 @@ class InputBuilder:
         self._all_usual = all(table.usual)
         # the groups that an attention backend may plan for
         self._attended = [g for g, group in enumerate(table.groups) if group.kind in (KVKind.FULL, KVKind.SLIDING)]
+        self._plans = plan_batch.kernel(context.device.type) is not plan_batch.reference
+        self._rows: np.ndarray = np.arange(table.num_slots, dtype=np.int64)
+        self._starts: np.ndarray = np.arange(table.num_slots + 1, dtype=np.int32)
 
     def lay_out(self, plan: StepPlan) -> Laid:
         """The numbers of `plan`; the slot table must have taken in its new rows and blocks already."""
         table, slots = self._table, plan.slots
-        starts: np.ndarray = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(plan.num_tokens, out=starts[1:])
         lens = plan.num_computed + plan.num_tokens
-        max_query, max_len, num_tokens = int(plan.num_tokens.max()), int(lens.max()), int(starts[-1])
+        max_query, max_len = int(plan.num_tokens.max()), int(lens.max())
         table.require_width(max_len + 1)
+        starts: np.ndarray
         positions: np.ndarray
         if max_query == 1:
+            starts = self._starts[: len(slots) + 1]
             positions, token_slots = plan.num_computed.astype(np.int64), slots
         else:
+            starts = np.zeros(len(slots) + 1, np.int32)
+            np.cumsum(plan.num_tokens, out=starts[1:])
+            num_tokens = int(starts[-1])
             shift: np.ndarray = np.repeat((plan.num_computed - starts[:-1]).astype(np.int64), plan.num_tokens)
             positions, token_slots = np.arange(num_tokens, dtype=np.int64) + shift, np.repeat(slots, plan.num_tokens)
         block: np.ndarray = positions // table.block_size
@@ -194,8 +201,12 @@ class InputBuilder:
             for t, usual in zip(table.host_tables, table.usual, strict=True)
         ]
         special = {} if self._all_usual else self._special(plan, mappings, token_slots, positions)
-        (sample_rows,) = plan.sample.nonzero()
-        logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
+        sample_rows: np.ndarray
+        if max_query == 1 and plan.sample.all():
+            sample_rows = logits_rows = self._rows[: len(slots)]
+        else:
+            (sample_rows,) = plan.sample.nonzero()
+            logits_rows = starts[1:][sample_rows].astype(np.int64) - 1
         if plan.drafts is not None:
             tries = plan.drafts[sample_rows] + 1
             logits_rows = np.repeat(logits_rows - plan.drafts[sample_rows], tries) + within(tries)
@@ -218,7 +229,8 @@ class InputBuilder:
             positions, slots = within(lens).astype(np.int64), np.repeat(slots, [len(several) for several in owners])
         return Laid(
             index, positions, starts, lens, logits_rows, slots.astype(np.int64),
-            tuple(mappings), sample_rows, max_query, max_len, prompt_rows, pooled_rows, **special,
+            tuple(mappings), sample_rows, max_query, max_len, prompt_rows, pooled_rows, logits_rows is sample_rows,
+            **special,
         )  # fmt: skip
 
     def _special(
@@ -271,7 +283,7 @@ class InputBuilder:
     def _planned(self, plan: StepPlan, laid: Laid) -> Planned | None:
         """What the attention backend makes of the step, for the groups whose every token has a key."""
         table = self._table
-        if not self._attended:
+        if not self._attended or not self._plans:
             return None
         planned: Planned | None = plan_batch(
             HostBatch(
@@ -312,7 +324,7 @@ class InputBuilder:
             positions=positions,
             query_starts=starts,
             seq_lens=lens,
-            logits_rows=rows,
+            logits_rows=None if laid.every else rows,
             groups=groups,
             max_query_len=laid.max_query_len,
             max_seq_len=longest,
