@@ -99,10 +99,10 @@ def markdown() -> str:
 
 
 def _head(count: int) -> str:
-    """The text above the table, with lines in hundreds, so that not every change is one of this page."""
+    """The text above the table, with lines in thousands, so that not every change is one of this page."""
     folder = Path(inspect.getfile(Decoder)).parent
     sizes = [
-        round(sum(len(file.read_text().splitlines()) for file in place.rglob("*.py")), -2)
+        round(sum(len(file.read_text().splitlines()) for file in place.rglob("*.py")), -3)
         for place in (folder, folder / "families")
     ]
     return _HEAD.format(total=sizes[0], families=sizes[1], count=count)
