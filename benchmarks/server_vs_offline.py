@@ -4,7 +4,7 @@
 
 Work: random prompts, a fixed number of greedy tokens each. A "client" is a request in progress that is replaced as soon
 as it is done, offline by `LLMEngine.add_request`, online by a streamed completion of `vllm bench serve`'s client. Every
-round measures each number of clients in pieces of four requests per client: offline, server, offline, server, ...,
+round measures each number of clients in pieces of a few requests per client: offline, server, offline, server, ...,
 offline. A piece on the server is compared with the mean of the offline ones just before and after it, so that a machine
 that gets slower or faster meanwhile favours neither: on a virtual machine one and the same loop takes 30 % more time
 for some seconds. The ratio is of the sums of all pieces; its spread over the pieces is given as quartiles.
@@ -146,11 +146,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with server(args.model, args.threads) as (url, pid):
         for number in range(args.rounds + 1):  # the first round warms up
             for clients in args.clients:
-                pieces = max(1, args.min_requests // (4 * clients))
+                requests = args.requests_per_client * clients
+                pieces = max(1, args.min_requests // requests) if number else 1
                 samples = [
                     random_samples(
                         engine.tokenizer,
-                        4 * clients,
+                        requests,
                         args.input_len,
                         args.output_len,
                         0.0,
@@ -259,8 +260,9 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument(
-        "--min-requests", type=int, default=32, help="Requests of a round: at least this, and 4 a client."
+        "--min-requests", type=int, default=32, help="Requests of a round: at least this, and those of a piece."
     )
+    parser.add_argument("--requests-per-client", type=int, default=4, help="In a piece.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of the engine on both sides.")
     parser.add_argument("--json", type=Path, default=None)
