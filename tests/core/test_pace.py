@@ -20,7 +20,15 @@ def run(pace: Pace, per_token: float, steps: int, answers: int, prompts: int) ->
 
 def test_steps_come_to_the_limit_and_stay_there() -> None:
     found = run(Pace(0.1, 8192), 25e-6, 12, 40, 100_000)
-    assert found[0] == 8192  # nothing is known yet
+    assert found[0] == 8192  # nobody answers yet
+    assert all(abs(n * 25e-6 - 0.1) < 0.002 for n in found[1:])
+
+
+def test_the_first_step_beside_answers_is_small_since_nothing_is_known() -> None:
+    pace = Pace(0.1, 8192)
+    pace.planned([1] * 40)
+    found = run(pace, 25e-6, 3, 40, 100_000)
+    assert found[0] == 40 + 512
     assert all(abs(n * 25e-6 - 0.1) < 0.002 for n in found[1:])
 
 

@@ -466,7 +466,7 @@ def _scheduler(
     _note(why, "max_num_batched_tokens", tokens, given_tokens is not None, reason)
     gap = args["max_token_gap"]
     if gap is None:
-        gap = _SERVER_GAP if platform.is_cuda() and not offline else 0.0
+        gap = 0.0 if offline else _SERVER_GAP
     _note(why, "max_token_gap", gap, args["max_token_gap"] is not None, f"the default {use}")
     threshold = args["long_prefill_token_threshold"]
     if threshold == 0 and args["max_num_partial_prefills"] > 1:

@@ -25,9 +25,9 @@ class Pace:
 
     def budget(self) -> int:
         """Tokens that the next step may have."""
-        if not (self._limit and self._answers and self._per_token):
+        if not (self._limit and self._answers):
             return self._most
-        wanted = int(self._limit / self._per_token)
+        wanted = int(self._limit / self._per_token) if self._per_token else 0  # a small step tells what tokens take
         return min(self._most, max(wanted, self._answers + _LEAST))
 
     def planned(self, num_tokens: list[int]) -> None:
