@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils import FlexibleArgumentParser
 
 ROOT = Path(__file__).parents[2]
-MANIFESTS = ["kubernetes.yaml", "leader_worker_set.yaml", "skypilot.yaml"]
+MANIFESTS = ["kubernetes.yaml", "leader_worker_set.yaml", "kserve.yaml", "skypilot.yaml", "docker-compose.yaml"]
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
 
 
@@ -69,11 +69,25 @@ def test_manifests_start_servers_with_flags_that_exist(name: str) -> None:
     assert args.tensor_parallel_size in (2, 4, 8) and args.max_model_len in (None, 16384)
 
 
-@pytest.mark.parametrize("name", MANIFESTS[:2])
+@pytest.mark.parametrize("name", MANIFESTS[:3])
 def test_objects_of_kubernetes_have_what_every_object_has(name: str) -> None:
     for document in documents(name):
         assert {"apiVersion", "kind", "metadata", "spec"} <= set(document)
         assert document["metadata"]["name"] != "vllm"  # whose variables the engine would take for its own
+
+
+def test_servers_listen_where_their_manifests_say() -> None:
+    (kserve,) = documents("kserve.yaml")
+    container = kserve["spec"]["predictor"]["containers"][0]
+    port = container["ports"][0]["containerPort"]
+    assert parsed(commands("kserve.yaml")[0]).port == port == container["readinessProbe"]["httpGet"]["port"]
+    (compose,) = documents("docker-compose.yaml")
+    service = compose["services"]["server"]
+    args = parsed(commands("docker-compose.yaml")[0])
+    assert service["ports"] == [f"{args.port}:{args.port}"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["count"] == args.tensor_parallel_size
+    assert {volume.partition(":")[0] for volume in service["volumes"]} == set(compose["volumes"])
 
 
 def test_the_group_has_a_place_for_every_rank() -> None:
