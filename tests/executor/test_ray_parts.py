@@ -11,19 +11,14 @@ import pytest
 
 from vllm.config import ParallelConfig
 from vllm.exceptions import EngineDeadError
-from vllm.executor import executor_class, rendezvous
+from vllm.executor import executor_class
 from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
-from vllm.executor.ray_executor import (
-    _accept,
-    _check_model,
-    _check_versions,
-    _free_port,
-    _own_device,
-    carried_environment,
-)
+from vllm.executor.ray_executor import _own_device
+from vllm.executor.ray_nodes import accept, carried_environment, check_model, check_versions, free_port
 from vllm.executor.ray_utils import order_of_bundles
 from vllm.executor.uniproc import UniprocExecutor
+from vllm.ipc.listeners import open_listener
 
 SECRET = b"s" * 32
 
@@ -35,14 +30,14 @@ def call(port: int, greeting: bytes) -> socket.socket:
 
 
 def test_only_who_knows_the_secret_is_a_rank() -> None:
-    with rendezvous.open_listener() as listener:
+    with open_listener() as listener:
         port = listener.getsockname()[1]
         strangers = [call(port, b"x" * 32 + (1).to_bytes(4, "little")), call(port, SECRET[:9])]
         strangers[1].shutdown(socket.SHUT_WR)
         ranks = [call(port, SECRET + number.to_bytes(4, "little")) for number in (2, 1)]
         twice = call(port, SECRET + (2).to_bytes(4, "little"))
         last = call(port, SECRET + (3).to_bytes(4, "little"))
-        found = _accept(listener, SECRET, 3, time.monotonic() + 5)
+        found = accept(listener, SECRET, 3, time.monotonic() + 5)
         assert sorted(found) == [1, 2, 3]
         for stranger in (*strangers, twice):
             assert stranger.recv(1) == b""
@@ -54,10 +49,10 @@ def test_only_who_knows_the_secret_is_a_rank() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     with (
-        rendezvous.open_listener() as listener,
+        open_listener() as listener,
         pytest.raises(EngineDeadError, match=r"1 of 1 ranks have not connected to 127\.0\.0\.1"),
     ):
-        _accept(listener, SECRET, 1, time.monotonic() + 0.05)
+        accept(listener, SECRET, 1, time.monotonic() + 0.05)
 
 
 def test_ranks_of_one_node_are_neighbours_and_the_drivers_come_first() -> None:
@@ -78,9 +73,9 @@ def test_keys_stay_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_with_other_versions_are_refused() -> None:
-    _check_versions([{"address": "10.0.0.1", "versions": versions()}])
+    check_versions([{"address": "10.0.0.1", "versions": versions()}])
     with pytest.raises(ValueError, match=r"node 10\.0\.0\.2 has torch 1\.0, but all must have"):
-        _check_versions([{"address": "10.0.0.2", "versions": {**versions(), "torch": "1.0"}}])
+        check_versions([{"address": "10.0.0.2", "versions": {**versions(), "torch": "1.0"}}])
 
 
 def test_the_first_ranks_gpu_is_found_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +86,10 @@ def test_the_first_ranks_gpu_is_found_among_the_visible_ones(monkeypatch: pytest
 
 
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with rendezvous.open_listener() as taken:
+    with open_listener() as taken:
         first = taken.getsockname()[1]
         monkeypatch.setenv("VLLM_PORT", str(first))
-        assert first < _free_port("127.0.0.1") < first + 200
+        assert first < free_port("127.0.0.1") < first + 200
 
 
 def test_a_class_of_the_users_own() -> None:
@@ -111,5 +106,5 @@ def test_a_class_of_the_users_own() -> None:
 def test_a_node_without_the_model_is_named() -> None:
     nodes = [{"address": f"10.0.0.{i}", "has_model": i != 2} for i in (1, 2, 3, 2)]
     with pytest.raises(ValueError, match=r"folder /models/m is not on 10\.0\.0\.2\. All nodes need the model"):
-        _check_model(nodes, "/models/m")
-    _check_model(nodes[:1], "/models/m")
+        check_model(nodes, "/models/m")
+    check_model(nodes[:1], "/models/m")

@@ -118,6 +118,56 @@ async def test_a_node_that_fails_in_mid_stream_ends_requests_within_seconds(clus
             os.environ["RAY_ADDRESS"] = before
 
 
+async def test_copies_of_the_engine_on_two_nodes(cluster: Any, folder: Path) -> None:
+    """They answer as one does, one that dies is started again, and one whose node fails leaves the other alone."""
+    assert free_cpus(2)
+    single = engine(folder)
+    expected = single.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    del single
+    args = AsyncEngineArgs(
+        str(folder), data_parallel_size=2, data_parallel_backend="ray", disable_log_requests=True, **SMALL
+    )
+    serving = await asyncio.to_thread(AsyncLLMEngine.from_engine_args, args)
+    fleet: Any = serving._core
+    assert await asyncio.to_thread(free_cpus, 0)
+
+    async def tokens(name: str) -> list[int]:
+        outputs = [output async for output in serving.generate(PROMPT, GREEDY, name)]
+        return list(outputs[-1].outputs[0].token_ids)
+
+    assert await asyncio.gather(*(tokens(f"a{i}") for i in range(6))) == [expected] * 6
+    os.kill(fleet._replicas[0].client.pid, signal.SIGKILL)
+    while fleet._replicas[0].alive:
+        await asyncio.sleep(0.05)
+    assert await tokens("b") == expected
+    while not fleet._replicas[0].alive:
+        await asyncio.sleep(0.05)
+    assert await asyncio.gather(*(tokens(f"c{i}") for i in range(6))) == [expected] * 6
+    await asyncio.to_thread(cluster.remove_node, next(node for node in cluster.worker_nodes), False)
+    started = time.monotonic()
+    while all(replica.alive for replica in fleet._replicas):
+        await asyncio.sleep(0.05)
+    assert time.monotonic() - started < 10
+    assert await tokens("d") == expected
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    while not all(replica.alive for replica in fleet._replicas):
+        await asyncio.sleep(0.05)
+    assert await asyncio.gather(*(tokens(f"e{i}") for i in range(6))) == [expected] * 6
+    await serving.shutdown(0)
+    assert await asyncio.to_thread(free_cpus, 2) and groups_left() == 0
+
+
+async def test_copies_that_have_no_place_are_refused(cluster: Any, folder: Path) -> None:
+    args = AsyncEngineArgs(str(folder), data_parallel_size=3, data_parallel_backend="ray", **SMALL)
+    with pytest.raises(ValueError, match="data_parallel_size=3 needs as many places of 1 CPUs on one node"):
+        await asyncio.to_thread(AsyncLLMEngine.from_engine_args, args)
+    with pytest.raises(ValueError, match="places each copy of the engine on one node"):
+        AsyncEngineArgs(
+            str(folder), data_parallel_size=2, data_parallel_backend="ray", distributed_executor_backend="ray"
+        ).create_engine_config()
+
+
 def test_too_few_devices_are_counted_out(cluster: Any, folder: Path) -> None:
     assert free_cpus(2)
     words = r"with pipeline_parallel_size=4 needs 4 CPUs, but the Ray cluster has 2 \(.*: 1, .*: 1"

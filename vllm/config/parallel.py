@@ -92,9 +92,9 @@ class ParallelConfig:
     data_parallel_backend: str = setting(
         "mp",
         Choice(values=("mp", "ray")),
-        "What starts the engine copies.",
+        'Where engine copies run: "mp" (on this host) or "ray" (where a cluster has devices, each on one node).',
         flags=("-dpb",),
-        later={"ray": "Placing engine copies by Ray (data_parallel_backend='ray'; their workers can be Ray's)"},
+        idle=lambda config: "" if config.parallel_config.local_replicas > 1 else "there is one copy",
     )
     enable_expert_parallel: bool = setting(
         False,
@@ -142,6 +142,12 @@ class ParallelConfig:
                 f"data_parallel_size_local={self.data_parallel_size_local} exceeds data_parallel_size="
                 f"{self.data_parallel_size}."
             )
+        if self.data_parallel_backend == "ray" and self.distributed_executor_backend == "ray":
+            raise ValueError(
+                "data_parallel_backend='ray' places each copy of the engine on one node, where it starts its workers "
+                "itself: use distributed_executor_backend='mp' with it. With data_parallel_backend='mp' the copies run "
+                "here, and their workers can be Ray's."
+            )
         if self.shares_experts:
             self._check_shared_experts()
         if self.ray_workers_use_nsight and self.distributed_executor_backend != "ray":
@@ -163,8 +169,9 @@ class ParallelConfig:
             why = "all of them run behind one server: leave out data_parallel_rank and data_parallel_size_local"
         elif self.pipeline_parallel_size > 1:
             why = "a copy has one stage: use tensor_parallel_size in place of pipeline_parallel_size"
-        elif self.distributed_executor_backend not in ("uni", "mp"):
-            why = "their workers are processes of one host: use distributed_executor_backend='mp'"
+        elif self.distributed_executor_backend not in ("uni", "mp") or self.data_parallel_backend != "mp":
+            backends = "distributed_executor_backend and data_parallel_backend"
+            why = f"their workers are processes of one host: use 'mp' for {backends}"
         if why is not None:
             raise ValueError(
                 f"Where the {self.data_parallel_size} copies of the engine (data_parallel_size) share experts, {why}. "

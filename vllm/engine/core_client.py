@@ -103,7 +103,7 @@ class CoreProcess:
 
     def launch(self) -> None:
         """Spawn the core and wait until it is ready. Raises RuntimeError with the core's own words if it fails."""
-        self._process, ours = start_child(self._module, leads_session=True, buffer_bytes=1 << 22)
+        self._process, ours = self._start()
         self._connection = ours
         document = json.dumps({**self._config, "registered_models": ModelRegistry.registered()}).encode()
         try:
@@ -114,6 +114,9 @@ class CoreProcess:
             ours.close()
             self._reap(self._process, 1.0)
             raise
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        return start_child(self._module, leads_session=True, buffer_bytes=1 << 22)
 
     def _await_ready(self, connection: socket.socket) -> None:
         reason = "The engine core process ended unexpectedly."
@@ -134,7 +137,10 @@ class CoreProcess:
         """Listen to the launched core on the running event loop."""
         self._on_outputs, self._on_death = on_outputs, on_death
         self._last_pulse = time.monotonic()
-        await asyncio.get_running_loop().create_unix_connection(lambda: _Connection(self), sock=self._connection)
+        loop, connection = asyncio.get_running_loop(), self._connection
+        assert connection is not None
+        connect = loop.create_unix_connection if connection.family == socket.AF_UNIX else loop.create_connection
+        await connect(lambda: _Connection(self), sock=connection)  # type: ignore[operator]
 
     def add(self, requests: list[CoreRequest]) -> None:
         self._send(wire.AddRequests(requests))
@@ -486,7 +492,15 @@ def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClie
         from vllm.engine.fleet import Fleet
         from vllm.engine.joined_fleet import JoinedFleet
 
+        started: set[int] = set()
+
         def start(index: int, meeting: str = "") -> AsyncCoreClient:
+            if config.parallel_config.data_parallel_backend == "ray":
+                from vllm.engine.ray_core import RayCore
+
+                again = index in started
+                started.add(index)
+                return RayCore(index, config, stall, health, again=again)
             parallel = replace(config.parallel_config, replica=index, meeting=meeting)
             return CoreProcess(replace(config, parallel_config=parallel).to_dict(), stall, health_seconds=health)
 

@@ -360,8 +360,10 @@ class Fleet:
             launch = asyncio.get_running_loop().run_in_executor(None, _launch, clients)
             try:
                 await asyncio.shield(launch)
-            except asyncio.CancelledError:  # the engine ends: so must what is being started
+            except asyncio.CancelledError:  # the engine ends: so must what is being started, or waits for a place
                 launch.add_done_callback(partial(_end, clients))
+                for client in clients:
+                    client.kill()
                 raise
             except Exception as error:
                 for replica in lost:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,9 @@ def keep_alive(connection: socket.socket) -> None:
 
 class RankActor:
     """Holds the devices of one rank. Its log lines begin with the rank's number."""
+
+    module = "vllm.executor.worker_process"
+    leads_session = False
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -77,7 +82,7 @@ class RankActor:
         keep_alive(connection)
         connection.sendall(secret + self._rank.to_bytes(4, "little"))
         sys.stdout.flush()
-        self._process = run_child("vllm.executor.worker_process", connection)
+        self._process = run_child(self.module, connection, leads_session=self.leads_session)
         return self._process.pid
 
     def status(self, seconds: float) -> int | None:
@@ -95,3 +100,20 @@ class RankActor:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+
+
+class CoreActor(RankActor):
+    """Holds the devices of a copy of the engine, whose core is the process and starts its other ranks itself."""
+
+    module = "vllm.engine.core_process"
+    leads_session = True
+
+    def __repr__(self) -> str:
+        return f"replica {self._rank}"
+
+    def end(self) -> None:
+        """End the core and its ranks at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

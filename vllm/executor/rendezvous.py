@@ -19,12 +19,13 @@ from vllm.distributed.one_shot import create as create_one_shot
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.distributed.pipeline import Link, Pipeline
 from vllm.distributed.ranks import Ranks, Seat
+from vllm.ipc.listeners import LOOPBACK as LOOPBACK
+from vllm.ipc.listeners import open_listener as open_listener
 from vllm.model_executor.layers.dtypes import dtype_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
-LOOPBACK = "127.0.0.1"
 _MEETING_S = 60  # every rank is up before the first one waits here
 
 
@@ -49,18 +50,6 @@ def seat_of(parallel: ParallelConfig, index: int) -> Seat:
     copies = parallel.data_parallel_size if parallel.shares_experts else 1
     copy = parallel.replica if copies > 1 else 0
     return Seat(index, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, copy, copies)
-
-
-def open_listener(host: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """A listening socket for the store, on one interface of this host; port 0: any that is free."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def one_shot_states(config: VllmConfig) -> HiddenStates | None:

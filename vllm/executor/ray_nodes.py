@@ -1,0 +1,122 @@
+"""What the engine does with the nodes of a Ray cluster, whoever runs there: what they inherit, whether they are alike,
+how processes on them connect to this one. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm import envs
+from vllm.exceptions import EngineDeadError
+from vllm.executor.rank_link import DEATH_NOTICE_S
+from vllm.executor.ray_actor import keep_alive, versions
+from vllm.ipc.listeners import LOOPBACK, open_listener
+
+SECRET_BYTES = 32
+START_S = 120.0  # for actors to be there, and for their processes to connect
+END_S = 5.0
+_PORTS = 200  # from VLLM_PORT on
+# What ranks on other nodes inherit from this process; keys and passwords are not among it.
+CARRIED = ("VLLM_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "HF_HUB_", "HF_HOME", "TRITON_", "UCX_", "TP_SOCKET_")
+KEPT = ("VLLM_API_KEY", "VLLM_HOST_IP", "VLLM_PORT")
+
+
+def carried_environment() -> dict[str, str]:
+    """The variables that ranks on other nodes inherit."""
+    found = {k: v for k, v in os.environ.items() if k.startswith(CARRIED) and k not in KEPT}
+    path = dict.fromkeys([str(Path(vllm.__file__).resolve().parent.parent), *filter(None, sys.path)])
+    return {**found, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def status_of(ray: Any, actor: Any) -> int | None:
+    status: int | None = ray.get(actor.status.remote(DEATH_NOTICE_S), timeout=3 * DEATH_NOTICE_S)
+    return status
+
+
+def answers(ray: Any, calls: list[Any], who: str) -> list[Any]:
+    """What actors answer. Raises EngineDeadError with Ray's words if one does not."""
+    try:
+        found: list[Any] = ray.get(calls, timeout=START_S)
+    except Exception as error:
+        raise EngineDeadError(f"{who} did not answer: {type(error).__name__}: {error}") from error
+    return found
+
+
+def accept(listener: socket.socket, secret: bytes, count: int, deadline: float) -> dict[int, socket.socket]:
+    """The connections of `count` ranks, by their numbers; of others, who do not know the secret, none is kept."""
+    found: dict[int, socket.socket] = {}
+    while len(found) < count:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise EngineDeadError(
+                f"{count - len(found)} of {count} ranks have not connected to {listener.getsockname()[0]} within "
+                f"{START_S:.0f} s. Can the nodes reach it? VLLM_HOST_IP sets another address, VLLM_PORT the port."
+            ) from None
+        connection.settimeout(5.0)
+        with suppress(OSError):
+            greeting = connection.recv(SECRET_BYTES + 4, socket.MSG_WAITALL)
+            rank = int.from_bytes(greeting[SECRET_BYTES:], "little")
+            known = hmac.compare_digest(greeting[:SECRET_BYTES], secret)
+            if known and len(greeting) == SECRET_BYTES + 4 and rank not in found:
+                connection.settimeout(None)
+                keep_alive(connection)
+                found[rank] = connection
+                continue
+        connection.close()
+    return found
+
+
+def end_actors(ray: Any, actors: list[Any]) -> None:
+    """End the ranks' processes and their actors."""
+    with suppress(Exception):
+        ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=END_S)
+    for actor in actors:
+        with suppress(Exception):
+            ray.kill(actor)
+
+
+def check_versions(found: list[dict[str, Any]]) -> None:
+    mine = versions()
+    for about in found:
+        unlike = [f"{name} {about['versions'].get(name)}" for name in mine if about["versions"].get(name) != mine[name]]
+        if unlike:
+            wanted = ", ".join(f"{name} {version}" for name, version in mine.items())
+            raise ValueError(
+                f"The node {about['address']} has {', '.join(unlike)}, but all must have what this one has: {wanted}."
+            )
+
+
+def check_model(found: list[dict[str, Any]], model: str) -> None:
+    """Raise ValueError if a node lacks the model's folder, before anything is loaded elsewhere."""
+    lacking = list(dict.fromkeys(about["address"] for about in found if not about["has_model"]))
+    if lacking:
+        raise ValueError(
+            f"The model's folder {model} is not on {', '.join(lacking)}. All nodes need the model at the same path: "
+            "download it there first, or keep it in a file system that they share."
+        )
+
+
+def address_of(ray: Any, alone: bool) -> str:
+    """Where other nodes reach this process; the loopback interface if all ranks are on this node."""
+    if envs.VLLM_HOST_IP:
+        return str(envs.VLLM_HOST_IP)
+    return LOOPBACK if alone else str(ray.util.get_node_ip_address())
+
+
+def free_port(host: str) -> int:
+    """The first free port from VLLM_PORT on. Raises ValueError if there is none among the next ones."""
+    first = envs.VLLM_PORT or 0
+    for port in range(first, min(first + _PORTS, 1 << 16)):
+        with suppress(OSError), open_listener(host, port):
+            return port
+    raise ValueError(f"No port from VLLM_PORT={first} to {first + _PORTS - 1} is free on {host}.")
