@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_WIDEST_LAYER = 1 << 16  # outputs; a weight with more of them makes logits
 _ANY_NUMBER = 1 << 40  # of blocks, on a rank whose layers keep nothing
 _CPU_HINT = " On the CPU, the cache's size is set by VLLM_CPU_KVCACHE_SPACE (in GiB)."
 
@@ -210,11 +209,12 @@ class Worker:
         """
         tokens, requests = self._largest_batch()
         weights = {p.shape: p for p in self.model.parameters() if p.dim() == 2 and p.is_floating_point()}
+        logits = self.model.traits.vocab_size // self.tp.world  # of this rank, or more where shares are padded
         with torch.inference_mode(), contextlib.suppress(torch.OutOfMemoryError):  # which the largest step will explain
             for shape, weight in weights.items():
-                rows = requests if shape[0] > _WIDEST_LAYER else tokens  # logits, else hidden states
+                rows = requests if shape[0] >= logits else tokens
                 out = F.linear(torch.empty(rows, shape[1], dtype=weight.dtype, device=self.device), weight)
-                if shape[0] > _WIDEST_LAYER:
+                if shape[0] >= logits:
                     out.sort(-1)
 
     def _largest_captured_step(self) -> float:
