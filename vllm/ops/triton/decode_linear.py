@@ -430,6 +430,8 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     limit = triton.next_power_of_2(inputs)
     if mode == ARGMAX:
         return Tiling(True, 16, min(1024, limit), 8) if inputs <= 2048 else Tiling(True, 32, 256, 8, whole=True)
+    if mode == GATED and inputs == 4096:  # one tile: the compiler puts off loads of a loop that it unrolls
+        return Tiling(True, 2, 4096, 4, whole=True)
     if mode == GATED:
         return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
     if mode == RESIDUAL and outputs <= 2048:
