@@ -110,6 +110,7 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     # that pays where they need little
     eight = layer.attention.cache.element_size() == 1
     wide = few and width <= 16384  # of longer sequences every program has enough keys to read alone
+    long = rows * kv_heads <= 16 and not (wide or large)  # so few programs that each must ask for much at once
     light = layer.o.weight.shape.numel() <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
@@ -129,9 +130,9 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         down,
         o if w.head is None else product(Linear(w.head), ARGMAX),
         splits,
-        tile=128 if eight and not (few or large) else 64 if (wide or (few and light)) and not large else 32,
-        warps=4 if large or (few and light) or (eight and not few) else 2 if wide else 1,
-        stages=2,
+        tile=128 if eight and not (few or large) else 64 if (wide or long or (few and light)) and not large else 32,
+        warps=4 if large or long or (few and light) or (eight and not few) else 2 if wide else 1,
+        stages=3 if long or (eight and not (few or large)) else 2,
         early=few and light and not large,
         wide_gate=wide_gate,
         wide_head=choose_wide_head(rows) if plain_head and not adapted else None,

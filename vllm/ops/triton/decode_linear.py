@@ -413,6 +413,11 @@ def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     """The usual tiling, with tiles as large but narrower where that makes them divide the inputs, so that no masks are
     needed; unless too few programs are left for the device.
     """
+    if mode == GATED and 2048 < inputs <= 8192:
+        # in two pieces or one: of several, the compiler puts loads off until behind arithmetic
+        limit = triton.next_power_of_2(inputs)
+        whole = inputs == limit
+        return Tiling(True, 2, limit // 2 if whole else limit, 8 if inputs > 3072 else 4, whole=whole)
     t = usual = _usual_vector_tiling(outputs, inputs, mode)
     if mode == RESIDUAL and _is_narrow(outputs):
         return usual
@@ -430,8 +435,6 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     limit = triton.next_power_of_2(inputs)
     if mode == ARGMAX:
         return Tiling(True, 16, min(1024, limit), 8) if inputs <= 2048 else Tiling(True, 32, 256, 8, whole=True)
-    if mode == GATED and inputs == 4096:  # one tile: the compiler puts off loads of a loop that it unrolls
-        return Tiling(True, 2, 4096, 4, whole=True)
     if mode == GATED:
         return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
     if mode == RESIDUAL and outputs <= 2048:
