@@ -108,7 +108,7 @@ def choose_wide_gate(rows: int, outputs: int, inputs: int) -> WideTiling | None:
         return None
     if inputs <= 2048:
         return WideTiling(128, 64, 64, 4, 4 if rows <= 256 else 3)
-    if 128 < rows and 0 < rows % 128 <= 64:  # the last tile of rows is half empty at least
+    if rows > 128 and 0 < rows % 128 <= 64:  # the last tile of rows is half empty at least
         return None
     return WideTiling(128, 128, 64, 8, 3 if rows <= 256 else 4)
 
