@@ -107,7 +107,10 @@ def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, b
     """In the process of its own, which then is a new one; other back ends go on meanwhile."""
     compiler.compile(spec_of(backend, regex="a")).result()
     slow: Future[Any] = compiler.compile(spec_of(backend, regex="(x{0,1000}y){0,1000}"))
+    others = [compiler.compile(spec_of(backend, regex=f"{mark}(x{{0,1000}}y){{0,1000}}")) for mark in "abc"]
     assert compiler.compile(spec("[0-9]+")).result().grammar
+    assert not any(other.done() for other in others)
+    assert all(other.cancel() for other in others[1:])
     with pytest.raises(GrammarError, match="longer than the 4 s|crashed"):
         slow.result()
     assert compiler.compile(spec_of(backend, regex="ab?")).result().grammar

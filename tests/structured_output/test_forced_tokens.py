@@ -133,3 +133,14 @@ def test_a_step_that_fails_is_tried_again_with_its_masks(demo: LLM, monkeypatch:
     monkeypatch.setattr(executor, "submit", sometimes)
     found, _ = answers(demo)
     assert found == expected and next(failures, None) is None
+
+
+@pytest.mark.parametrize("most", [1, 200])
+def test_of_a_text_that_goes_on_for_ever_no_more_is_taken_than_was_asked_for(demo: LLM, most: int) -> None:
+    rules = [f"r{i}: r{i + 1} r{i + 1}" for i in range(60)]
+    params = GuidedDecodingParams(grammar="\n".join(["start: r0", *rules, 'r60: "zq"']), backend="xgrammar:no-fallback")
+    (output,) = demo.generate(["x"], SamplingParams(max_tokens=most, guided_decoding=params), use_tqdm=False)
+    (answer,) = output.outputs
+    assert len(answer.token_ids) == most and answer.finish_reason == "length"
+    assert ("zq" * 200).startswith(answer.text)
+    assert_idle(demo)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
 from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams, StructuredOutputsParams
+from vllm.structured_output import requests
+from vllm.structured_output.backends.guidance import Guidance, GuidanceGrammar
 
 BACKENDS = ("guidance", "xgrammar", "outlines", "lm-format-enforcer")
 PERSON = {
@@ -178,6 +181,34 @@ def test_a_request_without_a_possible_token_fails_alone(demo: LLM) -> None:
     with pytest.raises(GenerationError, match="No token is possible: a grammar"):
         demo.generate(["x", "y"], [params, SamplingParams(max_tokens=4)], use_tqdm=False)
     assert_idle(demo)
+
+
+def test_a_request_whose_masks_take_too_long_fails_alone(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_all = Guidance.fill_all
+
+    def slow(self: Guidance, matchers: Any, bits: Any) -> Any:
+        time.sleep(0.03 * sum(matcher.slow for matcher in matchers))
+        return fill_all(self, matchers, bits)
+
+    def start(self: GuidanceGrammar) -> Any:
+        matcher = begin(self)
+        matcher.slow = self.nbytes > (1 << 16) + 64 * len(quick)  # type: ignore[attr-defined]
+        return matcher
+
+    quick, long = "[a-f]{20}", "[a-f]{20}|" + "[g-k]{20}" * 3
+    begin = GuidanceGrammar.start
+    monkeypatch.setattr(Guidance, "fill_all", slow)
+    monkeypatch.setattr(GuidanceGrammar, "start", start)
+    monkeypatch.setattr(requests, "MASK_SECONDS", 0.01)
+    monkeypatch.setattr(requests, "EXCESS_SECONDS", 0.05)
+    params = [
+        SamplingParams(max_tokens=60, guided_decoding=GuidedDecodingParams(regex=pattern)) for pattern in (long, quick)
+    ]
+    with pytest.raises(GenerationError, match="the grammar is too complex"):
+        demo.generate(["x", "y"], params, use_tqdm=False)
+    assert_idle(demo)
+    (output,) = demo.generate(["y"], params[1], use_tqdm=False)
+    assert re.fullmatch(quick, output.outputs[0].text)
 
 
 def test_free_requests_beside_them_are_what_they_are_alone(demo: LLM) -> None:

@@ -69,8 +69,8 @@ class GrammarCache:
 class GrammarCompiler:
     """Owns the back ends of one vocabulary, which is made (in the background too) when the first grammar is asked for.
 
-    `seconds`: how long a compilation may take; `cache_bytes`: what compiled grammars may
-    hold. Requests keep theirs as long as they run.
+    `seconds`: how long a compilation may take; `cache_bytes`: what compiled grammars may hold; `threads`: for each back
+    end. Requests keep theirs as long as they run.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class GrammarCompiler:
         self._backends: dict[str, Backend] = {}
         self._processes: dict[str, CompileProcess] = {}
         self._under_way: dict[GrammarSpec, Future[Compiled]] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._threads = threads
+        self._pools: dict[str, ThreadPoolExecutor] = {}  # by back end: a slow one holds up no other
         self.cache = GrammarCache(cache_bytes)
 
     def compile(self, spec: GrammarSpec) -> Future[Compiled]:
@@ -101,12 +102,18 @@ class GrammarCompiler:
                 return done
             found = self._under_way.get(spec)
             if found is None:
-                found = self._under_way[spec] = self._pool.submit(self._compile, spec)
+                pool = self._pools.get(spec.backend)
+                if pool is None:
+                    pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"grammar-{spec.backend}")
+                    self._pools[spec.backend] = pool
+                found = self._under_way[spec] = pool.submit(self._compile, spec)
             return found
 
     def close(self) -> None:
         """End the threads and processes; what is under way is given up."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for pool in self._pools.values():
+                pool.shutdown(wait=False, cancel_futures=True)
         for process in list(self._processes.values()):
             process.close()
 

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 COMPLETE_EARLY = "complete before min_tokens"
 # A request waits this long for its grammar, of which it may spend most behind the compilations of others.
 WAIT_SECONDS = 30.0
+# Tokens that must follow are taken so many at a time: a grammar may force any number.
+MAX_FORCED = 64
+# A mask may take so long. What a request's masks take beyond that is added up, and ends it when it comes to the other:
+# nobody else gets a token meanwhile.
+MASK_SECONDS = 0.05
+EXCESS_SECONDS = 1.0
 _NO_MASKS: np.ndarray = np.zeros((0, 0), np.uint32)
 
 
@@ -75,13 +81,13 @@ class _State:
     """One request. begin: of its output.   ends_late: it ends only if it can do nothing else.   jumps: a token that
     must follow need not be sampled.   position: of the first token that the matcher has not seen.   seen: output tokens
     that were searched for the end of the reasoning.   mask: of the token at `position`, once it is computed: a matrix
-    and its row.   problem: why the request cannot go on there.   complete_early: its text is complete there, though it
-    has fewer than min_tokens.
+    and its row.   excess: seconds that masks have taken beyond what they may.   problem: why the request cannot go on
+    there.   complete_early: its text is complete there, though it has fewer than min_tokens.
     """
 
     __slots__ = (
-        "backend", "begin", "complete_early", "ends", "ends_late", "jumps", "mask", "matcher", "min_tokens", "position",
-        "problem", "reasoning", "seen", "take",
+        "backend", "begin", "complete_early", "ends", "ends_late", "excess", "jumps", "mask", "matcher", "min_tokens",
+        "position", "problem", "reasoning", "seen", "take",
     )  # fmt: skip
 
     def __init__(self, compiled: Compiled, message: CoreRequest, reasoning: bool) -> None:
@@ -97,6 +103,7 @@ class _State:
         self.seen = 0
         self.reasoning = reasoning
         self.mask: tuple[np.ndarray, int] | None = None
+        self.excess = 0.0
         self.problem: str | None = None
         self.complete_early = False
 
@@ -116,6 +123,7 @@ class GrammarRequests:
         self._waiting: dict[str, _Waiting] = {}
         self._states: dict[str, _State] = {}
         self._filled: tuple[list[_State], np.ndarray] = [], _NO_MASKS  # the last matrix of masks
+        self._slow = False  # masks have taken too long: those of each request are timed
 
     def __bool__(self) -> bool:
         """Whether any request has a grammar, or waits for one."""
@@ -275,14 +283,18 @@ class GrammarRequests:
         for bits, members, may_end in self._fill([state for _, state in found]):
             for place in ((bits != 0).sum(1) == 1).nonzero()[0].tolist() if jumps else may_end:
                 output, state = found[members[place]]
-                if state.jumps and (tokens := self._forced(state, jumps)):
+                if not state.jumps:
+                    continue
+                request = requests[output.request_id]
+                room = min(MAX_FORCED, request.max_len - len(request.tokens))
+                if tokens := self._forced(state, room, jumps):
                     forced.append((output, tokens))
         return forced
 
-    def _forced(self, state: _State, jumps: bool) -> list[int]:
+    def _forced(self, state: _State, most: int, jumps: bool) -> list[int]:
         """The tokens that must follow, as long as masks have only one; the last may be one that ends the request."""
         tokens: list[int] = []
-        while state.problem is None and state.mask is not None:
+        while len(tokens) < most and state.problem is None and state.mask is not None:
             bits, place = state.mask
             words = bits[place].nonzero()[0]
             if len(words) != 1 or (word := int(bits[place, words[0]])) & (word - 1):
@@ -318,10 +330,22 @@ class GrammarRequests:
             self._filled = filled, bits
         return found
 
-    @staticmethod
-    def _compute(backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
+    def _compute(self, backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
         """Compute masks of one back end, each into its row. Returns the rows of texts that may end."""
+        if self._slow and len(states) > 1:
+            self._slow = False  # it stays if one of them is slow
+            rows = [self._compute(backend, [state], bits[i : i + 1]) for i, state in enumerate(states)]
+            return [i for i, may_end in enumerate(rows) if may_end]
+        begun = time.perf_counter()
         filled = backend.fill_all([state.matcher for state in states], bits)
+        if time.perf_counter() - begun > MASK_SECONDS:
+            self._slow = True
+            if len(states) == 1:
+                states[0].excess += time.perf_counter() - begun - MASK_SECONDS
+                if states[0].excess > EXCESS_SECONDS:
+                    filled.errors[0] = GrammarError(
+                        "the grammar is too complex: what may follow takes too long to find out"
+                    )
         if filled.may_end or filled.dead or filled.errors:
             for place in {*filled.may_end, *filled.dead, *filled.errors}:
                 error, state, row = filled.errors.get(place), states[place], bits[place]

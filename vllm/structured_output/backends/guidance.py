@@ -18,7 +18,8 @@ from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 # Between the parts of JSON text: a few blanks, or a line break and an indentation. More would let a model that has lost
 # its way write blanks until it runs out of tokens.
 WHITESPACE = r"[ \t]{1,8}|[ \t]{0,2}\r?\n[ \t]{0,40}"
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+# A quarter of the library's own fuel: what takes more takes seconds, of which others wait for their grammars.
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000)
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # nothing may follow, and the text may not end either
 _KNOWN_TEXTS, _KNOWN_LENGTH = 4096, 256  # of which the tokens are kept
 _BASE_BYTES = 1 << 16
