@@ -162,3 +162,10 @@ def test_no_line_of_prose_is_wider_than_the_others():
         prose = re.sub(r"^```.*?^```$", "", text_of(name), flags=re.MULTILINE | re.DOTALL)
         for line in prose.splitlines():
             assert len(line) <= 120 or line.startswith(("|", "    ")), (name, line)
+
+
+def test_tests_that_pages_name_exist() -> None:
+    for page in DOCS.glob("*.md"):
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+            source = (DOCS.parent / path).read_text()
+            assert not name or f"def {name}(" in source, f"{page.name} names {path}::{name}"

@@ -878,6 +878,19 @@ def test_what_older_and_newer_programs_look_up(llm):
     assert [engine.lora_config, engine.speculative_config, engine.prompt_adapter_config] == [None, None, None]
 
 
+def test_older_arguments_are_deprecated_within_a_block(llm, monkeypatch):
+    def asked():
+        return llm.generate(prompt_token_ids=[[5, 6]], sampling_params=GREEDY, use_tqdm=False)
+
+    monkeypatch.setattr(LLM, "DEPRECATE_LEGACY", False)
+    with LLM.deprecate_legacy_api():
+        with pytest.warns(DeprecationWarning, match="prompt_token_ids"):
+            (inside,) = asked()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        assert asked()[0].outputs[0].token_ids == inside.outputs[0].token_ids
+
+
 def test_chats_that_the_tokenizer_writes_are_not_tokenized_again(llm, monkeypatch):
     tokenizer = llm.llm_engine.tokenizer
     monkeypatch.setattr(tokenizer, "writes_chats", True)

@@ -144,3 +144,13 @@ async def test_routes_serve_an_application_of_somebody_elses(model_folder):  # n
         tokenizer.chat_template = None
         with pytest.raises(ValueError, match="you must provide a chat template"):
             apply_hf_chat_template(tokenizer, conversation)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": "hot"}, {"messages": "hi"}, {"tool_choice": "auto"}, {"messages": None}]
+)
+def test_a_wrong_request_is_a_value_error(wrong: dict[str, object]) -> None:
+    right: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
+    assert ChatCompletionRequest.model_validate(right).tool_choice == "none"
+    with pytest.raises(ValueError):
+        ChatCompletionRequest.model_validate({**right, **wrong})
