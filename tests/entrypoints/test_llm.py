@@ -883,9 +883,8 @@ def test_older_arguments_are_deprecated_within_a_block(llm, monkeypatch):
         return llm.generate(prompt_token_ids=[[5, 6]], sampling_params=GREEDY, use_tqdm=False)
 
     monkeypatch.setattr(LLM, "DEPRECATE_LEGACY", False)
-    with LLM.deprecate_legacy_api():
-        with pytest.warns(DeprecationWarning, match="prompt_token_ids"):
-            (inside,) = asked()
+    with LLM.deprecate_legacy_api(), pytest.warns(DeprecationWarning, match="prompt_token_ids"):
+        (inside,) = asked()
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         assert asked()[0].outputs[0].token_ids == inside.outputs[0].token_ids
