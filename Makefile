@@ -8,7 +8,7 @@ ARGS ?=
 JOBS ?= 2
 
 .PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-real test-models-full \
-	test-clients test-ray test-distributed test-gpu wheel clean
+	test-adapters-full test-clients test-ray test-distributed test-gpu wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,10 @@ test-real: setup-dev ## Compare real models, which packages carry, with sentence
 
 test-models-full: setup-dev ## Test every family and variant through the whole engine, of which other runs take a tenth
 	MODELS_TURN=all OMP_NUM_THREADS=1 $(PYTEST) -q -n $(JOBS) tests/models $(ARGS)
+
+test-adapters-full: setup-dev ## Test eight LoRA adapters of every family and variant, of which other runs take a tenth
+	MODELS_TURN=all OMP_NUM_THREADS=1 $(PYTEST) -q -n $(JOBS) -m "soak or not soak" tests/lora/test_every_family.py \
+		tests/lora/test_families.py $(ARGS)
 
 test-clients: setup-dev ## Test published clients against a server and in the process (CLIENTS="openai dspy" for some)
 	$(BIN)/python -m tools.client_tests $(CLIENTS) -- $(ARGS)

@@ -142,7 +142,7 @@ def test_old_name_of_the_adapter_folder_works_with_a_warning() -> None:
 
 
 def test_adapter_option_that_is_not_supported_is_refused() -> None:
-    options = {"long_lora_max_len": 4096, "tensorizer_config_dict": {}, "load_inplace": True, "is_3d_lora_weight": True}
+    options = {"tensorizer_config_dict": {}, "load_inplace": True, "is_3d_lora_weight": True}
     for name, value in options.items():
         with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
             LoRARequest("sql", 1, "/p", **{name: value})  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """LoRA kernels on the device against the reference, over sizes of real layers."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ from tests.lora.adapters import save_adapter
 from tests.ops.triton.test_lora import low_rank, mixed, views
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.core import EngineCore
 from vllm.lora.layers import LoRALayers
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.decoder import DecoderModel
@@ -17,6 +21,7 @@ from vllm.model_executor.models.kv_groups import layout_of
 from vllm.ops import lora as ops
 from vllm.ops.triton import lora as kernels
 from vllm.step.inputs import RowView, StepFeatures
+from vllm.step.messages import CoreRequest
 from vllm.step.plan import SlotInit
 from vllm.worker.decode_program import DecodeProgram, read_weights
 from vllm.worker.device import CudaContext
@@ -72,6 +77,39 @@ def test_captured_steps_give_every_adapters_answer(tmp_path):
             found.append([list(o.outputs[0].token_ids) for o in outputs])
     assert found[0] == found[1] == found[2]
     assert len({tuple(tokens) for tokens in found[0]}) > len(params)
+
+
+def test_requests_of_adapters_that_come_one_by_one_get_the_tokens_of_steps_without_graphs(tmp_path):
+    """Small mixed steps, some of whose tokens use adapters, are captured too."""
+    base = save_llama(tmp_path / "base", sharpness=2.0)
+    for i, rank in enumerate([8, 16, 4]):
+        save_adapter(base, tmp_path / str(i), rank=rank, seed=i, lora_alpha=4 * rank)
+    rng = random.Random(3)
+    prompts = [rng.choices(range(3, 200), k=rng.choice((1, 3, 12, 40, 90))) for _ in range(60)]
+    found = []
+    for eager in (True, False):
+        options = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 800, "max_num_seqs": 16}
+        config = EngineArgs(
+            model=str(base), enable_lora=True, max_loras=3, enforce_eager=eager, **options
+        ).create_engine_config()
+        engine, tokens, sent, chance = EngineCore(config), {}, 0, random.Random(4)
+        while sent < len(prompts) or engine.has_unfinished():
+            for _ in range(min(len(prompts) - sent, chance.choice((0, 1, 1, 2)))):
+                params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+                request = CoreRequest(str(sent), prompts[sent], params, seed=1)
+                if sent % 4:
+                    adapter = sent % 4
+                    request = replace(request, lora_id=adapter, lora_path=str(tmp_path / str(adapter - 1)))
+                engine.add_requests([request])
+                sent += 1
+            for out in engine.step():
+                assert out.error is None
+                tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
+        runner = engine._executor.worker.runner
+        entries = {} if runner.mixed_steps is None else runner.mixed_steps._entries
+        found.append((tokens, sum(key.adapted and entry.graph is not None for key, entry in entries.items())))
+        engine.shutdown()
+    assert found[0][0] == found[1][0] and found[0][1] == 0 < found[1][1]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 32, 64, 100])

@@ -255,22 +255,22 @@ ADAPTED = ["sandwich, soft-caps, scaled embedding", "layer norm, parallel, parti
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("walk", ["few", "many"])
+@pytest.mark.parametrize(("walk", "rank"), [("few", 5), ("few", 16), ("many", 5)])
 @pytest.mark.parametrize("name", ADAPTED)
-def test_rows_of_several_adapters_get_what_the_model_computes(name, walk, monkeypatch):
+def test_rows_of_several_adapters_get_what_the_model_computes(name, walk, rank, monkeypatch):
     """Adapters of every layer, one of some only, and rows without."""
     if walk == "many":
         monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
     torch.manual_seed(0)
     spec = COVERED.get(name) or replace(BASES["plain"], tied=True)
     model = build(spec, torch.float32)
-    stacks, slots_on_device = LoRALayers(model.adaptable(), 3, 5, torch.float32, torch.device("cpu")), 3
+    stacks, slots_on_device = LoRALayers(model.adaptable(), 3, rank, torch.float32, torch.device("cpu")), 3
     gen = torch.Generator().manual_seed(5)
     products = {path: stack for path, stack in stacks._stacks.items() if not isinstance(stack, ExpertStack)}
     for path, stack in products.items():
         stack.a.normal_(generator=gen).mul_(0.1)
         stack.b.normal_(generator=gen).mul_(0.3)
-        stack.ranks.fill_(5)
+        stack.ranks.fill_(rank)
         if path.endswith((".o", "head", "embed")):  # the second adapter leaves these layers alone
             for tensor in (stack.a, stack.b, stack.ranks):
                 tensor[1].zero_()

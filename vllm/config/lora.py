@@ -36,9 +36,8 @@ class LoRAConfig:
     long_lora_scaling_factors: tuple[float, ...] | None = setting(
         None,
         NumberList(optional=True),
-        "Scaling factors of long-LoRA adapters.",
+        "Factors by which adapters for longer sequences than the model's may divide positions.",
         needs="enable_lora",
-        later="Long-LoRA adapters (long_lora_scaling_factors)",
     )
     max_cpu_loras: int | None = setting(
         None, Integer(optional=True), "Adapters kept in host memory. Default: max_loras.", needs="enable_lora"
@@ -67,6 +66,11 @@ class LoRAConfig:
         if self.lora_extra_vocab_size not in LORA_EXTRA_VOCAB_SIZES:
             raise ValueError(
                 f"lora_extra_vocab_size ({self.lora_extra_vocab_size}) must be one of {LORA_EXTRA_VOCAB_SIZES}."
+            )
+        if any(factor < 1 for factor in self.long_lora_scaling_factors or ()):
+            raise ValueError(
+                f"long_lora_scaling_factors ({list(self.long_lora_scaling_factors or ())}) must not be below 1: an "
+                "adapter for sequences k times as long divides positions by k."
             )
         if self.max_loras < 1:
             raise ValueError(f"max_loras ({self.max_loras}) must be >= 1.")

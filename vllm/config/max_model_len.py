@@ -18,8 +18,10 @@ _LENGTH_FIELDS = (
 _LENGTH_INCLUDES_SCALING = frozenset({"default", "longrope", "llama3", "mrope"})
 
 
-def resolve_max_model_len(requested: int | None, hf: HFConfig, disable_sliding_window: bool) -> tuple[int, str]:
-    """The longest sequence and why.
+def resolve_max_model_len(
+    requested: int | None, hf: HFConfig, disable_sliding_window: bool, longest: float = 1.0
+) -> tuple[int, str]:
+    """The longest sequence and why. longest: how many times as long the sequences of some adapter may be.
 
     Raises ValueError if `requested` is more than the model was made for (unless VLLM_ALLOW_LONG_MAX_MODEL_LEN is set).
     """
@@ -29,6 +31,8 @@ def resolve_max_model_len(requested: int | None, hf: HFConfig, disable_sliding_w
             return requested, "set by you"
         logger.warning("%s states no longest sequence; assuming %d. Set max_model_len to change it.", hf.file, _DEFAULT)
         return _DEFAULT, "the model states no longest sequence"
+    if longest > 1.0:
+        key, derived = f"{key} and long_lora_scaling_factors", int(derived * longest)
     if requested is None:
         return derived, f"from {key} of the model's config"
     if requested > derived:

@@ -286,7 +286,8 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
     if quantized is not None:
         origin = "made of plain weights while they are loaded" if quantized.in_flight else f"{hf.path} says so"
         why["quantization"] = f"{quantized.name!r}: {'set by you' if wanted else origin}"
-    max_model_len, reason = resolve_max_model_len(args["max_model_len"], hf, args["disable_sliding_window"])
+    longest = max([1.0, *(args["long_lora_scaling_factors"] or ())]) if args["enable_lora"] else 1.0
+    max_model_len, reason = resolve_max_model_len(args["max_model_len"], hf, args["disable_sliding_window"], longest)
     if args["max_model_len"] is None and choice.max_length is not None and choice.max_length < max_model_len:
         max_model_len, reason = choice.max_length, "max_seq_length of sentence-transformers' files"
     _note(why, "max_model_len", max_model_len, args["max_model_len"] is not None, reason)

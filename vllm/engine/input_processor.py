@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
+from vllm.config.max_model_len import resolve_max_model_len
 from vllm.engine.texts import PLAUSIBLE_CHARACTERS_PER_TOKEN, Texts, TooManyTokensError
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType, is_explicit_encoder_decoder_prompt
@@ -188,7 +189,11 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._random = random.Random(model.seed)
         self._generation_config: dict[str, Any] = model.try_get_generation_config()
-        self._lora_folders: dict[tuple[int, str], str] = {}
+        self._lora_folders: dict[tuple[int, str], tuple[str, int]] = {}  # and the longest sequence with each
+        lora, self._longest = config.lora_config, model.max_model_len
+        if lora is not None and lora.long_lora_scaling_factors:  # for requests without an adapter
+            own, _ = resolve_max_model_len(None, model.hf, model.disable_sliding_window)
+            self._longest = min(own, model.max_model_len)
         self.prompt_adapters: dict[tuple[int, str], VirtualTokens] = {}  # by number and folder, the newest last
         self.adapter_names: dict[int, str] = {}  # of adapters that requests have named, by number
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None
@@ -393,9 +398,8 @@ class InputProcessor:
         except TooManyTokensError as error:
             raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
 
-    def _check_prompt(self, token_ids: list[int], prompt: _Parsed) -> None:
-        """`prompt`: what the ids come from, which need not be this model's tokenizer."""
-        limit = self._model.max_model_len
+    def _check_prompt(self, token_ids: list[int], prompt: _Parsed, limit: int) -> None:
+        """`prompt`: what the ids come from, which need not be this model's tokenizer.   limit: of tokens."""
         if not token_ids:
             raise VLLMValidationError("The decoder prompt cannot be empty", parameter="prompt")
         if len(token_ids) > limit:
@@ -458,21 +462,35 @@ class InputProcessor:
 
         Raises ValueError, or LoRAAdapterNotFoundError.
         """
+        return self._lora(lora_request)[0]
+
+    def _lora(self, lora_request: LoRARequest) -> tuple[str, int]:
+        """Folder and longest sequence of an adapter."""
         lora = self._config.lora_config
         if lora is None:
             raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
         if not isinstance(lora_request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}.")
         key = (lora_request.lora_int_id, lora_request.lora_path)
-        folder = self._lora_folders.get(key)
-        if folder is None:
-            folder = str(check_adapter(lora_request, lora.max_lora_rank))
+        found = self._lora_folders.get(key)
+        if found is None:
+            positions = self._model.hf.get_int("max_position_embeddings", default=None)
+            factors = lora.long_lora_scaling_factors or ()
+            folder, stretch = check_adapter(lora_request, lora.max_lora_rank, positions, factors)
+            found = str(folder), min(self._longest * stretch, self._model.max_model_len)
             if len(self._lora_folders) >= MAX_KNOWN_ADAPTERS:
                 self._lora_folders.clear()
                 self.adapter_names.clear()
-            self._lora_folders[key] = folder
+            self._lora_folders[key] = found
             self.adapter_names[lora_request.lora_int_id] = lora_request.lora_name
-        return folder
+        return found
+
+    def _limit(self, lora_request: LoRARequest | None) -> int:
+        """The longest sequence of a request, which its adapter may change."""
+        if lora_request is None:
+            return self._longest
+        own = self._lora(lora_request)[1]
+        return own if lora_request.long_lora_max_len is None else min(own, lora_request.long_lora_max_len)
 
     def virtual_tokens(self, request: PromptAdapterRequest) -> VirtualTokens:
         """The virtual tokens of a prompt adapter, read the first time. Raises ValueError."""
@@ -555,9 +573,9 @@ class InputProcessor:
         return eos if eos is not None and eos < self._model.logits_width else None
 
     def _resolve(
-        self, request: RequestInput, given: SamplingParams, num_prompt_tokens: int, checked: dict[int, _Checked]
+        self, request: RequestInput, given: SamplingParams, rest: int, checked: dict[int, _Checked]
     ) -> _Checked:
-        """The request's own parameters, with nothing left open."""
+        """The request's own parameters, with nothing left open. rest: tokens that may follow the prompt."""
         if request.owns_params:
             params = given
             grammar = self._adapt(params)
@@ -567,7 +585,7 @@ class InputProcessor:
                 found = checked[id(request.params)] = self._checked(given)
             params, grammar = found.params.clone(), found.grammar
         if params.max_tokens is None:
-            params.max_tokens = max(1, self._model.max_model_len - num_prompt_tokens)
+            params.max_tokens = max(1, rest)
         return _Checked(params, grammar)
 
     def _check_that_a_token_is_left(self, params: SamplingParams) -> None:
@@ -603,16 +621,17 @@ class InputProcessor:
         text = prompt.text
         if self._hook is not None:
             text, token_ids = _after_hook(self._hook, text, token_ids)
-        self._check_prompt(token_ids, prompt)
+        limit = self._limit(request.lora_request)
+        self._check_prompt(token_ids, prompt, limit)
         virtual = None
         if request.prompt_adapter_request is not None:
             virtual = self.virtual_tokens(request.prompt_adapter_request)
-            if virtual.count + len(token_ids) > self._model.max_model_len:
-                length = f"{len(token_ids)} and {virtual.count} virtual tokens"
-                raise _too_long(length, self._model.max_model_len)
-        params, grammar = self._resolve(
-            request, given, len(token_ids) + (0 if virtual is None else virtual.count), shared.checked
-        )
+            if virtual.count + len(token_ids) > limit:
+                raise _too_long(f"{len(token_ids)} and {virtual.count} virtual tokens", limit)
+        rest = limit - len(token_ids) - (0 if virtual is None else virtual.count)
+        params, grammar = self._resolve(request, given, rest, shared.checked)
+        if limit < self._model.max_model_len and params.max_tokens is not None:
+            params.max_tokens = min(params.max_tokens, max(1, rest))
         if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
             self._check_that_a_token_is_left(params)
         arrival = time.time() if request.arrival_time is None else request.arrival_time
@@ -641,7 +660,7 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None and prompt.token_ids:
             self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
             token_ids = token_ids[: self._kept(params.truncate_prompt_tokens)]
-        self._check_prompt(token_ids, prompt)
+        self._check_prompt(token_ids, prompt, self._limit(request.lora_request))
         own = shared.pooled.get(id(params))
         if own is None:
             own = shared.pooled[id(params)] = params.clone()

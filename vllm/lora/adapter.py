@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
 NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 _PREFIXES = ("base_model.model.", "base_model.", "")
 _NAMES_SHOWN = 4
+_WRAPPED = ".base_layer"  # of a module several parameters of which are adapted
+_STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # parameters of experts
+_EXPERTS = ".experts"  # the module whose parameters are meant where a name has none
+_LONGEST_NUMBER = 6  # digits of a layer's number
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,59 @@ class LoRAWeights:
 
 
 @dataclass(frozen=True)
+class ExpertWeights:
+    """Changes of the stacked matrices of a layer's experts, as peft stores them: for each stack that is adapted
+    a: [experts * rank, in], the experts one behind the other, and b: [out, rank * experts], the experts' columns
+    alternating; or, of a model that stores its matrices transposed, with in and out the other way round.
+
+    kinds: which stacks, in any order, with the rank and the scale of each.   pairs: rows of gate and up alternate.
+    """
+
+    stacks: tuple[tuple[Tensor, Tensor], ...]
+    kinds: Mapping[str, tuple[int, float]]
+    pairs: bool
+
+    def by_expert(self, experts: int, hidden: int, inner: int) -> dict[tuple[int, str], LoRAWeights]:
+        """(expert, "gate" | "up" | "down") -> its change. Raises ValueError if the shapes are not these experts'."""
+        sizes = {"gate_up": (hidden, 2 * inner), "down": (inner, hidden)}
+        for kinds in permutations(self.kinds):
+            found: dict[tuple[int, str], LoRAWeights] = {}
+            for kind, (a, b) in zip(kinds, self.stacks, strict=True):
+                inputs, outputs = sizes[kind]
+                rank, scale = self.kinds[kind]
+                tall = experts * rank
+                if (a.shape, b.shape) == ((tall, inputs), (outputs, tall)):
+                    each_a = a.view(experts, rank, inputs)
+                    each_b = b.view(outputs, rank, experts).permute(2, 0, 1)
+                elif (a.shape, b.shape) == ((tall, outputs), (inputs, tall)):
+                    each_a = b.view(inputs, rank, experts).permute(2, 1, 0)
+                    each_b = a.view(experts, rank, outputs).transpose(1, 2)
+                else:
+                    break
+                for expert in range(experts):
+                    one_a, one_b = each_a[expert].contiguous(), each_b[expert]
+                    if kind == "down":
+                        found[expert, kind] = LoRAWeights(one_a, one_b.contiguous(), scale)
+                        continue
+                    halves = (one_b[::2], one_b[1::2]) if self.pairs else one_b.chunk(2)
+                    for name, half in zip(("gate", "up"), halves, strict=True):
+                        found[expert, name] = LoRAWeights(one_a, half.contiguous(), scale)
+            else:
+                return found
+        shapes = [[list(a.shape), list(b.shape)] for a, b in self.stacks]
+        ranks = [rank for rank, _ in self.kinds.values()]
+        raise ValueError(
+            f"The adapter's matrices for {' and '.join(self.kinds)} of a layer's experts are {shapes}, which does not "
+            f"fit ranks {ranks} and {experts} experts of {hidden} inputs and {inner} inner values. Was the adapter "
+            "trained for another model?"
+        )
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter in host memory. `layers` by canonical name: "blocks.0.attn.q", "blocks.0.attn.qkv", "head", ...
 
+    experts: by canonical name of a layer's experts.
     digest: SHA-256 of settings and weights.   copies: shapes of weights of the base model that peft stores beside an
     adapter of the embedding, by canonical name.   new_tokens: [tokens, hidden] that it adds to the vocabulary, as
     "input_embeddings" and "output_embeddings".
@@ -46,6 +101,7 @@ class Adapter:
     digest: bytes
     copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     new_tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    experts: Mapping[str, ExpertWeights] = field(default_factory=dict)
 
 
 Resolve = Callable[[str], "tuple[str, WeightLayout] | None"]  # a checkpoint's name -> canonical name and layout
@@ -91,6 +147,7 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
     if not pairs:
         raise ValueError(f"{weights_file} holds no LoRA weights.")
     layers: dict[str, LoRAWeights] = {}
+    experts = _experts(weights_file, pairs, config, resolve)
     unknown = []
     for path, pair in pairs.items():
         found = resolve(f"{path}.weight")
@@ -107,7 +164,69 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
             f"{weights_file} adapts layers that the base model does not have: "
             f"{', '.join(unknown[:_NAMES_SHOWN])}{more}. Was the adapter trained for another model?"
         )
-    return Adapter(config, layers, digest.digest(), copies, _new_tokens(folder))
+    return Adapter(config, layers, digest.digest(), copies, _new_tokens(folder), experts)
+
+
+def _experts(
+    file: Path, pairs: dict[str, dict[str, Tensor]], config: AdapterConfig, resolve: Resolve
+) -> dict[str, ExpertWeights]:
+    """What `pairs` has of stacked experts, which is taken out. Raises ValueError for other parameters."""
+    by_path: dict[str, list[tuple[int, str]]] = {}  # of a layer's experts: how deep its wrapper is, and its name
+    for name in pairs:
+        owner = name
+        while owner.endswith(_WRAPPED):
+            owner = owner.removesuffix(_WRAPPED)
+        if config.parameters and (wanted := _parameters_of(owner, config.parameters)):
+            if unknown := wanted - _STACKS.keys():
+                raise ValueError(
+                    f"{file}: the adapter changes {owner}.{min(unknown)}, a parameter that is no layer; of these only "
+                    f"{' and '.join(_STACKS)} of experts can be adapted. Merge the adapter into its base model."
+                )
+            by_path.setdefault(owner, []).append((name.count(_WRAPPED), name))
+    if not by_path and any(parameter.rpartition(".")[2] != "weight" for parameter in config.parameters):
+        raise ValueError(
+            f"{file}: {CONFIG} says that the parameters {list(config.parameters)!r:.200} are adapted, which are no "
+            "layers, but there is nothing of them."
+        )
+    found = {}
+    for owner, names in by_path.items():
+        number = next((part for part in owner.split(".") if part.isdecimal() and len(part) < _LONGEST_NUMBER), None)
+        adapted = {f"{owner}.{name}": _STACKS[name] for name in sorted(_parameters_of(owner, config.parameters))}
+        kinds = {
+            kind: (first_match(config.rank_pattern, path, config.rank), config.scale(path))
+            for path, kind in adapted.items()
+        }
+        if number is None or len(names) != len(kinds):
+            raise ValueError(f"{file}: the adapter has {len(names)} of the {len(kinds)} parameters of {owner}.")
+        stored = resolve(f"{owner}.gate_up_proj")
+        pairs_of_rows = stored is not None and stored[1] in (
+            WeightLayout.EXPERTS_PAIRS,
+            WeightLayout.EXPERTS_TRANSPOSED_PAIRS,
+        )
+        stacks = []
+        for _, name in sorted(names, reverse=True):
+            pair = pairs.pop(name)
+            if set(pair) != {"A", "B"}:
+                raise ValueError(f"{file}: {name!r} has lora_{'/'.join(pair)} only, expected lora_A and lora_B.")
+            if not (pair["A"].isfinite().all() and pair["B"].isfinite().all()):
+                raise ValueError(f"{file}: {name!r} has numbers that are not finite.")
+            stacks.append((pair["A"], pair["B"]))
+        layer = f"blocks.{int(number)}.ffn.experts"
+        if layer in found:
+            raise ValueError(f"{file}: the experts of layer {number} occur twice.")
+        found[layer] = ExpertWeights(tuple(stacks), kinds, pairs_of_rows)
+    return found
+
+
+def _parameters_of(owner: str, parameters: tuple[str, ...]) -> set[str]:
+    """The last names of those parameters that belong to the module `owner` and are no weight of a layer."""
+    found = set()
+    for parameter in parameters:
+        prefix, _, last = parameter.rpartition(".")
+        belongs = owner == prefix or owner.endswith("." + prefix) if prefix else owner.endswith(_EXPERTS)
+        if last != "weight" and belongs:
+            found.add(last)
+    return found
 
 
 def _checked(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "trainable_token_indices": ("retrained tokens", (None, [], {})),
     "alora_invocation_tokens": ("activated LoRA", (None, [])),
     "use_qalora": ("QA-LoRA", (None, False)),
-    "target_parameters": ("adapters of parameters that are no layers", (None, [])),
 }
 # How an adapter was initialised matters only where peft has changed the base model's weights with it.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva_base")
@@ -38,7 +37,7 @@ class AdapterConfig:
     """`adapter_config.json`, as far as it matters here.
 
     rank, alpha: of all layers but those that match a pattern.   context_length: tokens that a long-context adapter was
-    trained for, or None.
+    trained for, or None.   parameters: ends of the names of parameters that are adapted though they are no layers.
     """
 
     rank: int
@@ -48,16 +47,41 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     context_length: int | None = None
     base_model: str = ""
+    parameters: tuple[str, ...] = ()
 
     @property
     def largest_rank(self) -> int:
         return max([self.rank, *self.rank_pattern.values()])
+
+    def stretch(self, positions: int | None) -> int:
+        """By what a long-context adapter divides positions, in a model of so many of them; 1 for any other. Raises
+        ValueError.
+        """
+        if self.context_length is None:
+            return 1
+        if positions is None:
+            raise ValueError(
+                f"{CONFIG} says context_length={self.context_length}, but the base model has no "
+                "max_position_embeddings, from which it would follow by what positions are to be divided."
+            )
+        return math.ceil(self.context_length / positions)
 
     def scale(self, path: str) -> float:
         """What a layer's product is multiplied by. path: the layer's name in the base model."""
         rank = first_match(self.rank_pattern, path, self.rank)
         alpha = first_match(self.alpha_pattern, path, self.alpha)
         return float(alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def check_stretch(config: AdapterConfig, positions: int | None, factors: Collection[float]) -> int:
+    """`config.stretch`, which must be among the factors that are served, or 1. Raises ValueError."""
+    factor = config.stretch(positions)
+    if factor != 1 and factor not in factors:
+        raise ValueError(
+            f"{CONFIG} says context_length={config.context_length}, so the adapter divides positions by {factor}. Add "
+            f"{factor} to long_lora_scaling_factors, which has {sorted(factors)}."
+        )
+    return factor
 
 
 def find_adapter(folder: Path) -> tuple[Path, Path]:
@@ -123,6 +147,7 @@ def read_config(file: Path) -> AdapterConfig:
         alpha_pattern=_patterns(file, "alpha_pattern", fields, lambda n, v: _number(file, n, v)),
         context_length=None if not length else _positive(file, "context_length", length, 1 << 40),
         base_model=str(fields.get("base_model_name_or_path") or ""),
+        parameters=_names(file, "target_parameters", fields),
     )
 
 
@@ -156,6 +181,13 @@ def _number(file: Path, name: str, value: Any) -> float:
     return float(value)
 
 
+def _names(file: Path, name: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    given = fields.get(name) or []
+    if not isinstance(given, list) or len(given) > MAX_PATTERNS or not all(isinstance(x, str) and x for x in given):
+        raise ValueError(f"{file}: {name} must be a list of at most {MAX_PATTERNS} names.")
+    return tuple(given)
+
+
 def _patterns(file: Path, name: str, fields: Mapping[str, Any], check: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Layer -> its own value. The names are peft's patterns; as regular expressions from strangers may never end, only
     plain names are taken.
@@ -165,7 +197,7 @@ def _patterns(file: Path, name: str, fields: Mapping[str, Any], check: Callable[
         raise ValueError(f"{file}: {name} must be an object of at most {MAX_PATTERNS} layers.")
     found = {}
     for pattern, value in given.items():
-        plain = pattern.replace("\\.", ".")
+        plain = pattern.replace("\\.", ".").removeprefix(".*.")  # a name stands for what ends with it anyway
         if not re.fullmatch(r"\^?[\w.]+", plain):
             raise ValueError(f"{file}: {name} has the pattern {pattern!r:.100}; only names of layers are supported.")
         found[plain] = check(f"{name}[{pattern!r:.100}]", value)

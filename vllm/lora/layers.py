@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,12 @@ class HostAdapter:
     """This rank's share of an adapter in host memory, ready to be copied to a slot.
 
     matrices: layer -> (a, b) as its stack holds them, b scaled, but with the adapter's own rank.
+    rotary_row: where its rows of the rotary tables begin.
     """
 
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     digest: bytes
+    rotary_row: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +51,7 @@ class HostAdapter:
             place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for place, tensor in zip(places, tensors, strict=True)
         )
-        return HostAdapter({name: (next(there), next(there)) for name in self.matrices}, self.digest)
+        return replace(self, matrices={name: (next(there), next(there)) for name in self.matrices})
 
 
 class LinearStack:
@@ -368,6 +370,18 @@ class LoRALayers:
                     f"{shape[1]} and {shape[0]}. Was the adapter trained for another model?"
                 )
             pieces.setdefault(path, {})[part] = weights
+        for name, stacked in adapter.experts.items():
+            if is_elsewhere(name):
+                continue
+            stack = self._stacks.get(name)
+            if not isinstance(stack, ExpertStack):
+                raise ValueError(f"The adapter changes {name}, where this model has no experts that can be adapted.")
+            changes = stacked.by_expert(stack.shape.experts, stack.shape.hidden, stack.shape.inner)
+            if name in pieces:
+                raise ValueError(f"The adapter changes {name} both one by one and stacked.")
+            pieces[name] = {
+                3 * expert + ("gate", "up", "down").index(kind): weights for (expert, kind), weights in changes.items()
+            }
         for path, by_part in pieces.items():
             if None in by_part and len(by_part) > 1:
                 raise ValueError(f"The adapter changes {path} both as a whole and in parts.")

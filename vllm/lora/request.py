@@ -13,7 +13,8 @@ from vllm.validation import INT64_MAX, integer_in, not_yet, text
 
 
 class LoRARequest(msgspec.Struct, omit_defaults=True, array_like=True, eq=False):
-    """A LoRA adapter: its name, a number above 0 that is unique to it, and its folder or Hub name.
+    """A LoRA adapter: its name, a number above 0 that is unique to it, and its folder or Hub name. long_lora_max_len:
+    the longest sequence of its requests, if that is less than the engine allows.
 
     Two requests are equal if they name the same adapter, whatever else they say.
     """
@@ -48,8 +49,9 @@ class LoRARequest(msgspec.Struct, omit_defaults=True, array_like=True, eq=False)
             raise VLLMValidationError("lora_path cannot be empty", parameter="lora_path")
         if self.base_model_name is not None:
             text("base_model_name", self.base_model_name)
-        for name in ("long_lora_max_len", "tensorizer_config_dict"):
-            not_yet(None)(name, getattr(self, name))
+        if self.long_lora_max_len is not None:
+            self.long_lora_max_len = integer_in(1, INT64_MAX)("long_lora_max_len", self.long_lora_max_len)
+        not_yet(None)("tensorizer_config_dict", self.tensorizer_config_dict)
         for name in ("load_inplace", "is_3d_lora_weight"):
             not_yet(False)(name, getattr(self, name))
 

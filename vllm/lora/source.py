@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from pathlib import Path
 
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
-from vllm.lora.config import AdapterConfig, find_adapter, read_config
+from vllm.lora.config import AdapterConfig, check_stretch, find_adapter, read_config
 from vllm.lora.request import LoRARequest
 
 PACKAGED_ADAPTERS = ("demo-pirate",)  # write "./demo-pirate" for a folder of that name
@@ -51,13 +52,18 @@ def _folder(path: str) -> Path | None:
     return _from_hub(path)
 
 
-def check_adapter(request: LoRARequest, max_rank: int) -> Path:
-    """The folder of an adapter whose settings are in order; its weights are read later. Raises VLLMValidationError or
-    LoRAAdapterNotFoundError.
+def check_adapter(
+    request: LoRARequest, max_rank: int, positions: int | None = None, factors: Collection[float] = ()
+) -> tuple[Path, int]:
+    """The folder of an adapter whose settings are in order, and how many times as long as the model's own its sequences
+    may be; its weights are read later. Raises VLLMValidationError or LoRAAdapterNotFoundError.
+
+    positions: `max_position_embeddings` of the base model.   factors: `long_lora_scaling_factors`.
     """
     folder = adapter_folder(request)
     try:
         config: AdapterConfig = read_config(find_adapter(folder)[0])
+        stretch = check_stretch(config, positions, factors)
     except (ValueError, OSError) as error:
         raise VLLMValidationError(
             f"Loading lora {request.lora_name} failed: {error}", parameter="lora_request"
@@ -68,4 +74,4 @@ def check_adapter(request: LoRARequest, max_rank: int) -> Path:
             f"{max_rank}.",
             parameter="lora_request",
         )
-    return folder
+    return folder, stretch

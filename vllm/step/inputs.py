@@ -73,11 +73,13 @@ class StepFeatures(msgspec.Struct, frozen=True):
     adapters: the views of all tokens and of those in `logits_rows`, where a request of the step uses an adapter.
     virtual: (which tokens have embeddings of their own, [n] int64; those embeddings, [n, width]).
     token_types: [tokens] int64, which text of a pair each token belongs to, where a request has two.
+    rotary: [tokens] int64, the row of the rotary tables for each token, where it is not its position.
     """
 
     adapters: tuple[RowView | None, RowView | None] | None = None
     token_types: Tensor | None = None
     virtual: tuple[Tensor, Tensor] | None = None
+    rotary: Tensor | None = None
 
     def names(self) -> frozenset[str]:
         """The features that the step brings."""
@@ -144,6 +146,12 @@ class StepInputs(msgspec.Struct, frozen=True):
             host_seq_lens=host_seq_lens,
             features=features,
         )
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        """[tokens] int64, the row of the rotary tables for each token."""
+        features = self.features
+        return self.positions if features is None or features.rotary is None else features.rotary
 
     def view(self, picked: bool) -> RowView | None:
         """The view of all tokens, or of those in `logits_rows`; None if none of them uses an adapter."""

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm.lora.adapter import read_adapter
+from vllm.lora.config import check_stretch
 from vllm.lora.layers import HostAdapter, LoRALayers
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
@@ -25,6 +27,7 @@ from vllm.worker.device import DeviceContext
 from vllm.worker.input_builder import Laid
 
 ROWS_WITH_ADAPTERS = "rows with adapters"
+_STRETCHED = "divided positions"
 _NICE = 10  # of the thread that reads adapters: steps come first
 
 if TYPE_CHECKING:
@@ -57,6 +60,10 @@ class WorkerAdapters:
             self._model.adaptable(), lora.max_loras, lora.max_lora_rank, dtype, context.device,
             sharded=lora.fully_sharded_loras,
         )  # fmt: skip
+        factors = sorted({*(lora.long_lora_scaling_factors or ())} - {1.0})
+        self._positions = config.model_config.hf.get_int("max_position_embeddings", default=None)
+        self._rotary = dict(zip(factors, self._model.stretch(factors), strict=True)) if factors else {}
+        self._rows: np.ndarray = np.zeros(lora.max_loras + 1, np.int64)  # of rotary tables, by slot; last: without
         self._max_bytes = config.parallel_config.pipeline_parallel_size * self._layers.max_file_bytes()
         self._host: dict[int, HostAdapter] = {}
         self._loading: dict[int, Future[HostAdapter]] = {}
@@ -96,7 +103,9 @@ class WorkerAdapters:
         adapter = read_adapter(
             folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes
         )
-        return self._layers.prepare(adapter, self._model.is_elsewhere).moved(self._context.host_bytes)
+        stretch = check_stretch(adapter.config, self._positions, self._rotary)
+        prepared = self._layers.prepare(adapter, self._model.is_elsewhere).moved(self._context.host_bytes)
+        return replace(prepared, rotary_row=self._rotary.get(stretch, 0))
 
     def _canonical(self, tensor: Tensor, layout: WeightLayout, name: str) -> Tensor:
         return canonical(tensor, layout, *self._model.heads_of(int(name.split(".")[1])))
@@ -115,21 +124,27 @@ class WorkerAdapters:
         """Copy adapters to the device. What is queued there already still reads the ones before them."""
         for load in loads:
             self._layers.load(load.slot, self._host[load.adapter_id])
+            self._rows[load.slot] = self._host[load.adapter_id].rotary_row
 
     def features(self, plan: StepPlan) -> frozenset[str]:
-        """What the adapters of a plan's requests ask of a step beyond the usual: "rows with adapters", and "adapted
-        experts" where one changes experts.
+        """What the adapters of a plan's requests ask of a step beyond the usual: "rows with adapters", "adapted
+        experts" where one changes experts, and "divided positions" where one is for longer sequences.
         """
         present = set(self._slots[plan.slots].tolist()) - {self.column.neutral}
         if not present:
             return frozenset()
         experts = {"adapted experts"} if present & self._layers.with_experts else set()
-        return frozenset({ROWS_WITH_ADAPTERS, *experts})
+        stretched = {_STRETCHED} if self._rows[list(present)].any() else set()
+        return frozenset({ROWS_WITH_ADAPTERS, *experts, *stretched})
 
     def views(self, plan: StepPlan, laid: Laid) -> StepFeatures | None:
         """What the layers need to know of the step's tokens and of its wanted rows; None without adapters."""
         by_token = self.of_tokens(plan)
-        return StepFeatures(adapters=(self.view(by_token), self.view(by_token[laid.logits_rows])))
+        rows, rotary = self._rows[by_token], None  # -1, for none, is the last one
+        if rows.any():
+            (rotary,) = self._context.upload([laid.positions + rows])
+        views = self.view(by_token), self.view(by_token[laid.logits_rows])
+        return StepFeatures(adapters=views, rotary=rotary)
 
     def of_tokens(self, plan: StepPlan) -> np.ndarray:
         """Each token's adapter, as in `RowView`: [tokens] int32."""

@@ -230,7 +230,7 @@ class SelfAttention(nn.Module):
             q, own = rotate_and_write_kv(
                 qkv,
                 self.heads,
-                step.positions,
+                step.rotary_positions,
                 self.cos_sin,
                 rope.interleaved,
                 cache,
@@ -260,8 +260,8 @@ class SelfAttention(nn.Module):
         if self.spec.clip_qkv is not None:
             q, k, v = (t.clamp(-self.spec.clip_qkv, self.spec.clip_qkv) for t in (q, k, v))
         if rope is not None:
-            q = rotate(q, step.positions, self.cos_sin, rope.interleaved)
-            k = rotate(k, step.positions, self.cos_sin, rope.interleaved)
+            q = rotate(q, step.rotary_positions, self.cos_sin, rope.interleaved)
+            k = rotate(k, step.rotary_positions, self.cos_sin, rope.interleaved)
         if self.q_norm is not None and self.k_norm is not None and late:
             q, k = self.q_norm.norm(q), self.k_norm.norm(k)
         if self.spec.temperature is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rope import LinearScaling
+from vllm.model_executor.layers.rope_table import rope_table
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.blocks import (
@@ -26,7 +28,7 @@ from vllm.model_executor.models.blocks import (
 )
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.pool_head import PoolLayers
-from vllm.model_executor.models.spec import BlockSpec, Decoder, LearnedPositions, PoolHead
+from vllm.model_executor.models.spec import Attn, BlockSpec, Decoder, LearnedPositions, PoolHead, Rope
 from vllm.model_executor.models.traits import Traits
 from vllm.step.inputs import RowView, StepInputs
 from vllm.step.kv_policy import KVKind
@@ -139,7 +141,7 @@ class DecoderModel(nn.Module):
             # graphs of mixed steps do not know what padding means to a state
             replayable=all(need is None or need.kind is not KVKind.RECURRENT for need in kv),
             decoder=spec,
-            handles=frozenset({"adapters"} if width != spec.hidden_size else {"adapters", "virtual"}),
+            handles=frozenset({"adapters", "rotary"} | ({"virtual"} if width == spec.hidden_size else set())),
             chunkable=not whole,
             prefix=0 if whole else 1,
             splits=True,
@@ -218,6 +220,29 @@ class DecoderModel(nn.Module):
             if isinstance(module, LinearBase | VocabParallelEmbedding)
             or (isinstance(module, Experts) and module.method.takes_adapters)
         }
+
+    def stretch(self, factors: Sequence[float]) -> list[int]:
+        """As of `AdaptableModel`."""
+        blocks: list[Any] = [block for _, block in self.own_blocks]
+        specs = [getattr(block.spec, "attn", None) for block in blocks]
+        ropes = [spec.rope for spec in specs if type(spec) is Attn and spec.rope is not None]
+        plain = all(type(spec) is Attn and spec.temperature is None for spec in specs)
+        if not ropes or not plain or not all(isinstance(rope.scaling, LinearScaling | None) for rope in ropes):
+            raise ValueError(
+                "long_lora_scaling_factors: the positions of this model cannot be divided. It must have rotary "
+                "embeddings, without scaling or with a linear one, in layers of attention only."
+            )
+        tables: dict[Rope, Tensor] = {}
+        for block in blocks:
+            rope = block.spec.attn.rope
+            if rope is None:
+                continue
+            if rope not in tables:
+                stretched = [rope_table(replace(rope, scaling=LinearScaling(f)), self.max_positions) for f in factors]
+                old = block.attn.cos_sin
+                tables[rope] = torch.cat([old[: self.max_positions], *(table.to(old.device) for table in stretched)])
+            block.attn.cos_sin = tables[rope]
+        return [self.max_positions * (1 + i) for i in range(len(factors))]
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """As of `AdaptableModel`."""

@@ -105,6 +105,11 @@ class AdaptableModel(Model, Protocol):
     def is_elsewhere(self, name: str) -> bool:
         """Whether a module belongs to other stages of the pipeline only."""
 
+    def stretch(self, factors: Sequence[float]) -> Sequence[int]:
+        """Where the rows begin that its rotary tables have now for positions divided by each factor. Raises ValueError
+        if it cannot have such.
+        """
+
 
 class PoolingModel(Model, Protocol):
     """A model whose heads have "pooled"."""

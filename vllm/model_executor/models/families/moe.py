@@ -173,6 +173,8 @@ GRANITE_MOE_NAMES = renames(
 QWEN2_MOE = Family(qwen2_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
 QWEN3_MOE = Family(qwen3_moe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(Windows.ON_REQUEST))
 OLMOE = Family(olmoe, QWEN_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
-PHIMOE = Family(phimoe, MIXTRAL_NAMES + NAMES, harmless=ROTARY_FREQUENCIES)
+# as transformers calls it in memory, and so peft in files
+PHIMOE_NAMES = renames({"model.layers.{i}.mlp.router.{p}": "blocks.{i}.ffn.router.{p}"})
+PHIMOE = Family(phimoe, PHIMOE_NAMES + MIXTRAL_NAMES + NAMES, harmless=ROTARY_FREQUENCIES)
 DBRX = Family(dbrx, DBRX_NAMES, "transformer.", facts=Facts(Windows.NONE, kv_heads=dbrx_kv_heads))
 GRANITE_MOE = Family(granite_moe, GRANITE_MOE_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
