@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.lora.adapters import save_adapter
@@ -25,7 +27,7 @@ from tests.models.test_against_hugging_face import CASES
 from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel
 from vllm.lora.adapter import Adapter, read_adapter
-from vllm.lora.config import read_config
+from vllm.lora.config import first_match, read_config
 from vllm.lora.layers import LinearStack, LoRALayers
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
 from vllm.model_executor.models.registry import ModelRegistry
@@ -248,6 +250,35 @@ def test_settings_that_mean_something_else_are_refused_by_name(
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError, match=message):
+        read(llama, tmp_path)
+
+
+@given(
+    patterns=st.dictionaries(
+        st.lists(st.sampled_from("ab"), min_size=1, max_size=3)
+        .map(".".join)
+        .flatmap(lambda name: st.sampled_from([name, f"^{name}"])),
+        st.integers(1, 9),
+    ),
+    path=st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map(".".join),
+)
+def test_the_first_pattern_that_names_a_layer_or_its_end_counts(patterns: dict[str, int], path: str) -> None:
+    wanted = 0
+    for name, value in reversed(patterns.items()):
+        if path == name.removeprefix("^") or path.endswith("." + name):
+            wanted = value
+    assert first_match(patterns, path, 0) == wanted
+
+
+def test_names_without_end_are_refused(llama: Path, tmp_path: Path) -> None:
+    save_adapter(llama, tmp_path, targets=["q_proj"])
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.mlp.experts" + ".base_layer" * 100_000 + ".lora_A.weight"
+    save_file({**tensors, name: torch.zeros(8, 48)}, tmp_path / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    settings["target_parameters"] = [f"m{i}.experts.down_proj" for i in range(4000)]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="is longer than any name of a tensor of an adapter"):
         read(llama, tmp_path)
 
 

@@ -14,7 +14,16 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm.lora.config import CONFIG, AdapterConfig, find_adapter, first_match, inside, read_config
+from vllm.lora.config import (
+    CONFIG,
+    MAX_NAME,
+    AdapterConfig,
+    endings,
+    find_adapter,
+    first_match,
+    inside,
+    read_config,
+)
 from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.model_loader.checkpoint import iterate_pickle
 from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
@@ -24,7 +33,7 @@ _PREFIXES = ("base_model.model.", "base_model.", "")
 _NAMES_SHOWN = 4
 _WRAPPED = ".base_layer"  # of a module several parameters of which are adapted
 _STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # parameters of experts
-_EXPERTS = ".experts"  # the module whose parameters are meant where a name has none
+_EXPERTS = "experts"  # the module whose parameters are meant where a name has none
 _LONGEST_NUMBER = 6  # digits of a layer's number
 
 
@@ -131,6 +140,8 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
     pairs: dict[str, dict[str, Tensor]] = {}
     copies: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors_of(weights_file):
+        if len(name) > MAX_NAME:
+            raise ValueError(f"{weights_file}: {name[:100]!r}... is longer than any name of a tensor of an adapter.")
         _update(digest, name, tensor)
         copy = None if "lora_" in name else resolve(_without_prefix(name).replace(".base_layer.", "."))
         if copy is not None and copy[0] in ("embed.weight", "head.weight"):
@@ -172,18 +183,19 @@ def _experts(
 ) -> dict[str, ExpertWeights]:
     """What `pairs` has of stacked experts, which is taken out. Raises ValueError for other parameters."""
     by_path: dict[str, list[tuple[int, str]]] = {}  # of a layer's experts: how deep its wrapper is, and its name
-    for name in pairs:
+    parameters = _by_owner(config.parameters)
+    for name in pairs if parameters else ():
         owner = name
         while owner.endswith(_WRAPPED):
             owner = owner.removesuffix(_WRAPPED)
-        if config.parameters and (wanted := _parameters_of(owner, config.parameters)):
+        if wanted := _parameters_of(owner, parameters):
             if unknown := wanted - _STACKS.keys():
                 raise ValueError(
                     f"{file}: the adapter changes {owner}.{min(unknown)}, a parameter that is no layer; of these only "
                     f"{' and '.join(_STACKS)} of experts can be adapted. Merge the adapter into its base model."
                 )
             by_path.setdefault(owner, []).append((name.count(_WRAPPED), name))
-    if not by_path and any(parameter.rpartition(".")[2] != "weight" for parameter in config.parameters):
+    if parameters and not by_path:
         raise ValueError(
             f"{file}: {CONFIG} says that the parameters {list(config.parameters)!r:.200} are adapted, which are no "
             "layers, but there is nothing of them."
@@ -191,7 +203,7 @@ def _experts(
     found = {}
     for owner, names in by_path.items():
         number = next((part for part in owner.split(".") if part.isdecimal() and len(part) < _LONGEST_NUMBER), None)
-        adapted = {f"{owner}.{name}": _STACKS[name] for name in sorted(_parameters_of(owner, config.parameters))}
+        adapted = {f"{owner}.{name}": _STACKS[name] for name in sorted(_parameters_of(owner, parameters))}
         kinds = {
             kind: (first_match(config.rank_pattern, path, config.rank), config.scale(path))
             for path, kind in adapted.items()
@@ -218,15 +230,19 @@ def _experts(
     return found
 
 
-def _parameters_of(owner: str, parameters: tuple[str, ...]) -> set[str]:
-    """The last names of those parameters that belong to the module `owner` and are no weight of a layer."""
-    found = set()
+def _by_owner(parameters: tuple[str, ...]) -> dict[str, set[str]]:
+    """The last names of the parameters that are no weight of a layer, by the end of their module's name."""
+    found: dict[str, set[str]] = {}
     for parameter in parameters:
         prefix, _, last = parameter.rpartition(".")
-        belongs = owner == prefix or owner.endswith("." + prefix) if prefix else owner.endswith(_EXPERTS)
-        if last != "weight" and belongs:
-            found.add(last)
+        if last != "weight":
+            found.setdefault(prefix or _EXPERTS, set()).add(last)
     return found
+
+
+def _parameters_of(owner: str, parameters: Mapping[str, set[str]]) -> set[str]:
+    """The last names of those of `_by_owner` that belong to the module `owner`."""
+    return set().union(*(parameters.get(end, ()) for end in endings(owner)))
 
 
 def _checked(

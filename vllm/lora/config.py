@@ -19,6 +19,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 4096
 MAX_PATTERNS = 4096
+MAX_NAME = 512  # characters in the name of a tensor
 # Settings that change what an adapter computes, with the values that change nothing.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_dora": ("weight-decomposed adapters (DoRA)", (None, False)),
@@ -205,7 +206,18 @@ def _patterns(file: Path, name: str, fields: Mapping[str, Any], check: Callable[
 
 
 def first_match(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-    for name, value in patterns.items():
-        if path == name.removeprefix("^") or path.endswith("." + name):
-            return value
-    return default
+    """The value of the first pattern that names `path` or an end of it. The work does not grow with the patterns but
+    where several do.
+    """
+    if not patterns:
+        return default
+    hits = [name for name in (f"^{path}", *endings(path)) if name in patterns]
+    if len(hits) > 1:
+        hits = [next(name for name in patterns if name in hits)]
+    return patterns[hits[0]] if hits else default
+
+
+def endings(path: str) -> list[str]:
+    """The path and what is behind each of its dots."""
+    parts = path.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]

@@ -25,6 +25,7 @@ _INPUTS, _OUTPUTS, _RANKS = 128, 128, 64
 _MOST_SPLITS = 16
 _MANY_ROWS = 128  # of more, each block of `_MANY` rows looks for all of its adapters, which are few
 _MANY = 64
+_WIDE_OUTPUTS = 64
 _MANY_SPLITS, _WIDE = 4, 8192  # splits of many rows, twice as many of more inputs than that
 _PROGRAMS = 132
 
@@ -91,67 +92,98 @@ def _expanded(
 def _expand_kernel(
     out_ptr, partial_ptr, b_ptr, adapters_ptr, parts_ptr, rows, out_stride, b_stride, RANK: tl.constexpr,
     RANK_PADDED: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EACH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, blocks of a part's outputs, parts x adapters, or parts if not EACH):
-    out[row] += b[adapter] (sum of partials), for the rows of that adapter.
+    """Grid (blocks of rows, blocks of a part's outputs, parts x adapters): out[row] += b[adapter] (sum of partials),
+    for the rows of that adapter.
     """
     part = tl.program_id(2) % PARTS
     begin, count = tl.load(parts_ptr + 2 * part), tl.load(parts_ptr + 2 * part + 1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
-    first, last = _adapters_of(chosen, EACH, tl.program_id(2) // PARTS)
-    if EACH:
-        chosen = tl.where(chosen == first, chosen, -1)
-    if (tl.program_id(1) * BLOCK_N < count) & (tl.max(chosen, 0) >= 0):
+    adapter = tl.program_id(2) // PARTS
+    mine = chosen == adapter
+    if (tl.program_id(1) * BLOCK_N < count) & (tl.max(mine.to(tl.int32), 0) > 0):
         here = n < count
         out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :]
-        mask = (chosen >= 0)[:, None] & here[None, :]
+        mask = mine[:, None] & here[None, :]
         before = tl.load(out, mask=mask, other=0.0)  # first, so that nothing waits for it
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for adapter in range(first, last + 1):
-            mine = chosen == adapter
-            if tl.max(mine.to(tl.int32), 0) > 0:
-                b_rows = b_ptr + adapter * b_stride.to(tl.int64) + (begin + n).to(tl.int64) * RANK
-                total = _expanded(
-                    total, partial_ptr, b_rows, mine, m, rows, here, part, RANK, RANK_PADDED, PARTS, SPLITS
-                )
+        b_rows = b_ptr + adapter * b_stride.to(tl.int64) + (begin + n).to(tl.int64) * RANK
+        total = _expanded(total, partial_ptr, b_rows, mine, m, rows, here, part, RANK, RANK_PADDED, PARTS, SPLITS)
         tl.store(out, before + total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _gated_kernel(
-    y_ptr, out_ptr, partial_ptr, b_ptr, adapters_ptr, rows, y_stride, b_stride, limit, DIM: tl.constexpr,
-    RANK: tl.constexpr, RANK_PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr, LIMITED: tl.constexpr,
+def _shrunk(partial_ptr, mine, m, rows, part, dtype: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr,
+            PARTS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """The sum of partials of one part, for the rows `mine`, zeros for the others."""
+    r = tl.arange(0, RANK_PADDED)
+    total = tl.zeros((mine.shape[0], RANK_PADDED), tl.float32)
+    for split in range(SPLITS):
+        at = partial_ptr + (split * rows + m).to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + r[None, :]
+        total += tl.load(at, mask=mine[:, None] & (r < RANK)[None, :], other=0.0)
+    return total.to(dtype)
+
+
+@triton.jit
+def _wide_kernel(
+    y_ptr, out_ptr, partial_ptr, b_ptr, adapters_ptr, parts_ptr, rows, y_stride, out_stride, b_stride, limit,
+    DIM: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows, blocks of outputs): out = act(gate) * up, y = [gate | up] with b[adapter] (sum of partials)
-    added.
+    """Grid (blocks of rows, groups of a part's outputs, parts, or 1 of them if GATED): out[row] = y[row] + b[adapter]
+    (sum of partials); GATED: y = [gate | up], and out = act(gate) * up of that. One adapter of the rows after the
+    other, with its rows only; rows without one stay, or are the first.
+
+    WHOLE: groups and parts are multiples of the blocks.
     """
+    part = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    here = n < DIM
-    mask = (m < rows)[:, None] & here[None, :]
-    at = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
-    gate = tl.load(at, mask=mask, other=0.0)
-    up = tl.load(at + DIM, mask=mask, other=0.0)
-    chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-1)
-    if tl.max(chosen, 0) >= 0:
-        to_gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        to_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        first, last = _adapters_of(chosen, False, 0)
-        for adapter in range(first, last + 1):
-            mine = chosen == adapter
-            if tl.max(mine.to(tl.int32), 0) > 0:
-                b_rows = b_ptr + adapter * b_stride.to(tl.int64) + n.to(tl.int64) * RANK
-                to_gate = _expanded(to_gate, partial_ptr, b_rows, mine, m, rows, here, 0, RANK, RANK_PADDED, 2, SPLITS)
-                b_rows += DIM * RANK
-                to_up = _expanded(to_up, partial_ptr, b_rows, mine, m, rows, here, 1, RANK, RANK_PADDED, 2, SPLITS)
-        gate += to_gate.to(gate.dtype)
-        up += to_up.to(up.dtype)
-    out = out_ptr + m.to(tl.int64)[:, None] * DIM + n[None, :]
-    tl.store(out, gated(gate, up, limit, KIND, LIMITED), mask=mask)
+    chosen = tl.load(adapters_ptr + m, mask=m < rows, other=-2)
+    lowest: tl.constexpr = -1 if GATED else 0
+    first = tl.min(tl.where(chosen < lowest, 1 << 30, chosen), 0)
+    last = tl.max(chosen, 0)
+    if GATED:
+        begin = 0
+        count = DIM
+    else:
+        begin = tl.load(parts_ptr + 2 * part)
+        count = tl.load(parts_ptr + 2 * part + 1)
+        if WHOLE:
+            begin = tl.multiple_of(begin, BLOCK_N)
+    start = tl.program_id(1) * GROUP
+    end = tl.minimum(start + GROUP, count)
+    r = tl.arange(0, RANK_PADDED)
+    for adapter in range(first, last + 1):
+        mine = chosen == adapter
+        if (tl.max(mine.to(tl.int32), 0) > 0) & (start < end):
+            b_rows = b_ptr + tl.maximum(adapter, 0) * b_stride.to(tl.int64) + r[:, None]
+            dtype: tl.constexpr = b_ptr.dtype.element_ty
+            adapted = mine & (adapter >= 0)
+            small = _shrunk(partial_ptr, adapted, m, rows, part, dtype, RANK, RANK_PADDED, PARTS, SPLITS)
+            if GATED:
+                small_up = _shrunk(partial_ptr, adapted, m, rows, 1, dtype, RANK, RANK_PADDED, PARTS, SPLITS)
+            for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+                n = n0 + tl.arange(0, BLOCK_N)
+                if WHOLE:
+                    mask = mine[:, None] & (n >= 0)[None, :]
+                    b_mask = (r < RANK)[:, None] & (n >= 0)[None, :]
+                else:
+                    mask = mine[:, None] & (n < end)[None, :]
+                    b_mask = (r < RANK)[:, None] & (n < end)[None, :]
+                at = y_ptr + m.to(tl.int64)[:, None] * y_stride + (begin + n)[None, :]
+                value = tl.load(at, mask=mask, other=0.0)
+                b = tl.load(b_rows + (begin + n).to(tl.int64)[None, :] * RANK, mask=b_mask, other=0.0)
+                value += tl.dot(small, b, input_precision="ieee").to(value.dtype)
+                out = out_ptr + m.to(tl.int64)[:, None] * out_stride + (begin + n)[None, :]
+                if GATED:
+                    up = tl.load(at + DIM, mask=mask, other=0.0)
+                    b_up = tl.load(b_rows + (DIM + n).to(tl.int64)[None, :] * RANK, mask=b_mask, other=0.0)
+                    up += tl.dot(small_up, b_up, input_precision="ieee").to(up.dtype)
+                    value = gated(value, up, limit, KIND, LIMITED)
+                tl.store(out, value, mask=mask)
 
 
 @triton.jit
@@ -216,12 +248,25 @@ def activate_gated_lora(
         return activated
     partial = _shrink(x, matrices.a, rows)
     out = y.new_empty(count, dim)
-    _gated_kernel[(triton.cdiv(count, _MANY), triton.cdiv(dim, _OUTPUTS))](
-        y, out, partial, b, rows.adapters, count, y.stride(0), b.stride(0), limit or 0.0, DIM=dim, RANK=b.shape[2],
-        RANK_PADDED=_padded(b.shape[2]), SPLITS=len(partial), BLOCK_M=_MANY, BLOCK_N=_OUTPUTS, KIND=KINDS[kind],
-        LIMITED=limit is not None, num_warps=8,
-    )  # fmt: skip
+    _expand_many(y, out, partial, b, matrices.parts, rows, dim, kind, limit)
     return out
+
+
+def _expand_many(
+    y: Tensor, out: Tensor, partial: Tensor, b: Tensor, parts: tuple[tuple[int, int], ...], rows: RowView,
+    dim: int = 0, kind: str | None = None, limit: float | None = None,
+) -> None:  # fmt: skip
+    """out = y + what adapters add to its parts; with a kind, act(gate) * up of that, of `dim` outputs each."""
+    blocks, widest = triton.cdiv(len(y), _MANY), dim or max(size for _, size in parts)
+    pieces = triton.cdiv(widest, _WIDE_OUTPUTS)
+    group = triton.cdiv(pieces, min(pieces, max(1, 2 * _PROGRAMS // blocks))) * _WIDE_OUTPUTS
+    whole = all(first % _WIDE_OUTPUTS == size % _WIDE_OUTPUTS == 0 for first, size in parts)
+    _wide_kernel[(blocks, triton.cdiv(widest, group), len(parts) if kind is None else 1)](
+        y, out, partial, b, rows.adapters, _part_table(parts, y.device), len(y), y.stride(0), out.stride(0),
+        b.stride(0), limit or 0.0, DIM=dim, RANK=b.shape[2], RANK_PADDED=_padded(b.shape[2]), PARTS=len(parts),
+        SPLITS=len(partial), GROUP=group, BLOCK_M=_MANY, BLOCK_N=_WIDE_OUTPUTS, STAGES=3, WHOLE=whole,
+        GATED=kind is not None, KIND=KINDS[kind or "silu"], LIMITED=limit is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def shrink_lora(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
@@ -239,14 +284,15 @@ def expand_lora(out: Tensor, small: Tensor, b: Tensor, parts: tuple[tuple[int, i
 
 def _expand(out: Tensor, partial: Tensor, b: Tensor, parts: tuple[tuple[int, int], ...], rows: RowView) -> None:
     splits, count, _ = partial.shape
-    many = count > _MANY_ROWS
-    block_m, each = (_MANY, 1) if many else (_ROWS, len(b))
+    if count > _MANY_ROWS:
+        _expand_many(out, out, partial, b, parts, rows)
+        return
     widest = max(size for _, size in parts)
     table = _part_table(parts, out.device)
-    _expand_kernel[(triton.cdiv(count, block_m), triton.cdiv(widest, _OUTPUTS), len(parts) * each)](
+    _expand_kernel[(triton.cdiv(count, _ROWS), triton.cdiv(widest, _OUTPUTS), len(parts) * len(b))](
         out, partial, b, rows.adapters, table, count, out.stride(0), b.stride(0), RANK=b.shape[2],
-        RANK_PADDED=_padded(b.shape[2]), PARTS=len(parts), SPLITS=splits, BLOCK_M=block_m, BLOCK_N=_OUTPUTS,
-        EACH=not many, num_warps=4,
+        RANK_PADDED=_padded(b.shape[2]), PARTS=len(parts), SPLITS=splits, BLOCK_M=_ROWS, BLOCK_N=_OUTPUTS,
+        num_warps=4,
     )  # fmt: skip
 
 
