@@ -16,6 +16,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.dropped: list[int] = []
+        self.digest = "00"  # of all files
         self._read: list[int] = []
 
     def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -24,7 +25,7 @@ class Reader:
         if name == "drop_adapter":
             self.dropped.append(args[0])
         if name == "loaded_adapters":
-            found, self._read = [[number, "00", None] for number in self._read], []
+            found, self._read = [[number, self.digest, None] for number in self._read], []
             return [found]
         return [None]
 
@@ -96,3 +97,61 @@ def test_the_end_of_a_request_that_waited_frees_no_adapter_of_another() -> None:
     adapters.slots.forget(running)
     adapters.advance(live)
     assert reader.dropped == [5]
+
+
+def read(adapters: Adapters, number: int) -> None:
+    adapters.add(number, f"/{number}")
+    while adapters.busy:
+        adapters.advance(Requests())  # type: ignore[arg-type]
+
+
+def run(adapters: Adapters, scheduler: Requests, number: int, adapter: int) -> Request:
+    live = scheduler.add(message(number, adapter))
+    adapters.want(message(number, adapter), scheduler)  # type: ignore[arg-type]
+    while adapters.busy:
+        adapters.advance(scheduler)  # type: ignore[arg-type]
+    adapters.slots.admitted(live)
+    return live
+
+
+def end(adapters: Adapters, live: Request) -> None:
+    adapters.slots.left(live)
+    adapters.slots.forget(live)
+
+
+def test_files_that_changed_while_an_adapter_was_on_the_device_only_are_copied_there_again() -> None:
+    reader, scheduler = Reader(), Requests()
+    adapters = Adapters(reader, 2, 1)  # type: ignore[arg-type]
+    for digest, copied in (("00", 1), ("00", 0), ("11", 1)):
+        reader.digest = digest
+        end(adapters, run(adapters, scheduler, len(scheduler.requests), 5))
+        assert [load.adapter_id for load in adapters.slots.loads()] == [5] * copied
+        read(adapters, 6)  # in host memory there is room for one
+
+
+def test_an_adapter_that_others_have_displaced_can_be_removed_and_its_number_used_again() -> None:
+    reader, scheduler = Reader(), Requests()
+    adapters = Adapters(reader, 2, 1)  # type: ignore[arg-type]
+    end(adapters, run(adapters, scheduler, 0, 5))
+    read(adapters, 6)
+    assert adapters.ids() == [6] and adapters.slots.holds(5)
+    assert adapters.remove(5) and not adapters.remove(5)
+    assert not adapters.slots.holds(5)
+    adapters.check(5, "/elsewhere")
+
+
+def test_an_adapter_that_was_removed_and_is_still_used_holds_up_no_other() -> None:
+    reader, scheduler = Reader(), Requests()
+    adapters = Adapters(reader, 3, 3)  # type: ignore[arg-type]
+    running = run(adapters, scheduler, 0, 5)
+    assert adapters.remove(5)
+    for late in (message(1, 5), message(2, 6)):
+        scheduler.add(late)
+        adapters.want(late, scheduler)  # type: ignore[arg-type]
+    for _ in range(3):
+        adapters.advance(scheduler)  # type: ignore[arg-type]
+    assert scheduler.blocked == {"r1"} and adapters.ids() == [6]
+    end(adapters, running)
+    for _ in range(3):
+        adapters.advance(scheduler)  # type: ignore[arg-type]
+    assert not scheduler.blocked and adapters.ids() == [5, 6]

@@ -101,6 +101,10 @@ class AdapterSlots(AdmissionPolicy):
         if not self._users[adapter_id] and adapter_id in self._slot_of:
             self._free.append(self._slot_of.pop(adapter_id))
 
+    def holds(self, adapter_id: int) -> bool:
+        """Whether an adapter has a slot."""
+        return adapter_id in self._slot_of
+
     def users(self, adapter_id: int) -> int:
         """Running requests that use an adapter."""
         return self._users.get(adapter_id, 0)

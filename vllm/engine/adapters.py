@@ -47,6 +47,7 @@ class Adapters:
         self._users: Counter[int] = Counter()  # requests that may run, by adapter
         self._pinned: set[int] = set()
         self._removed: set[int] = set()  # to be dropped when their last request has ended
+        self._left: dict[int, bytes] = {}  # digests of those that are on the device and not in host memory
         self._queue: deque[tuple[int, float]] = deque()  # adapters to be read, and since when
         self._loading: int | None = None
         self._reports: list[str | None] = []  # of the ranks that have read it: the digest, or None
@@ -107,15 +108,19 @@ class Adapters:
         outputs: list[CoreOutput] = []
         if self._loading is not None:
             outputs = self._collect(scheduler)
-        while self._loading is None and self._queue:
-            adapter_id = self._queue[0][0]
-            if adapter_id in self._digests and adapter_id not in self._removed:
-                self._queue.popleft()
+        while self._loading is None:
+            # one that was removed and is still used is read anew when its last request has ended; others pass it
+            ready = (entry for entry in self._queue if entry[0] not in self._removed)
+            if (entry := next(ready, None)) is None:
+                break
+            adapter_id = entry[0]
+            if adapter_id in self._digests:
+                self._queue.remove(entry)
                 self._unblock(adapter_id, scheduler)
                 continue
-            if adapter_id in self._removed or not self._make_room():
+            if not self._make_room():
                 break
-            self._queue.popleft()
+            self._queue.remove(entry)
             self._loading, self._reports = adapter_id, []
             self._executor.collective_rpc("begin_loading_adapter", args=(adapter_id, self._folders[adapter_id]))
         return outputs
@@ -138,7 +143,9 @@ class Adapters:
         error = error or self._errors.pop(adapter_id, None)
         if error is not None or None in self._reports:
             return self._fail(adapter_id, error or "A rank could not read it.", scheduler)
-        self._digests[adapter_id] = bytes.fromhex(self._reports[0] or "")
+        digest = self._digests[adapter_id] = bytes.fromhex(self._reports[0] or "")
+        if self._left.pop(adapter_id, digest) != digest:
+            self.slots.remove(adapter_id)  # what is there was read before the files changed
         self._unblock(adapter_id, scheduler)
         return []
 
@@ -169,12 +176,16 @@ class Adapters:
         return False
 
     def _drop(self, adapter_id: int, *, forget: bool = True) -> None:
-        if self._digests.pop(adapter_id, None) is not None:
+        digest = self._digests.pop(adapter_id, None)
+        if digest is not None:
             self._executor.collective_rpc("drop_adapter", args=(adapter_id,))
         self._removed.discard(adapter_id)
         self._pinned.discard(adapter_id)
-        if not forget:
-            return  # it may stay on the device
+        if not forget:  # it may stay on the device
+            if digest is not None and self.slots.holds(adapter_id):
+                self._left[adapter_id] = digest
+            return
+        self._left.pop(adapter_id, None)
         self.slots.remove(adapter_id)
         if adapter_id not in self._waiting and all(queued != adapter_id for queued, _ in self._queue):
             self._folders.pop(adapter_id, None)
@@ -200,7 +211,9 @@ class Adapters:
 
     def remove(self, adapter_id: int) -> bool:
         """Forget an adapter, once the requests that use it have ended; False if it is not known."""
-        if adapter_id not in self._digests or adapter_id in self._removed:
+        wanted = adapter_id == self._loading or adapter_id in self._waiting
+        displaced = adapter_id in self._folders and adapter_id not in self._digests and not wanted
+        if not displaced and (adapter_id not in self._digests or adapter_id in self._removed):
             return False
         self._removed.add(adapter_id)
         if not self._users[adapter_id]:
