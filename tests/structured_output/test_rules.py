@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.structured_output.corpus import cases
 from vllm.structured_output.rules import has_finite_text
-from vllm.structured_output.schema import SchemaError, check_finite, is_recursive
+from vllm.structured_output.schema import SchemaError, _is_pattern, check_finite, is_recursive
 
 ENDLESS = [
     'root ::= "a" root',
@@ -95,3 +99,21 @@ def test_long_chains_of_schemas_are_read() -> None:
     assert not is_recursive(_defined(a={"$ref": "#/$defs/a0"}, **schemas, a4000={"type": "null"}))
     check_finite(_defined(a={"$ref": "#/$defs/a0"}, **schemas, a4000={"type": "null"}))
     assert is_recursive(_defined(a={"$ref": "#/$defs/a0"}, **schemas, a4000={"$ref": "#/$defs/a7"}))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "\\", "(", ")", "[", "]", "*", "+", "?", "|", "^", "-", "\\d", "(?:"]), max_size=6)
+)
+def test_patterns_that_are_one_elsewhere_are_taken(parts: list[str]) -> None:
+    pattern = "".join(parts)
+    try:
+        re.compile(pattern)
+    except re.error:
+        return
+    assert _is_pattern(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["a\\", "(", "a)", "(a|b", "[a", "*a", "(?:+)", "a|?", 3])
+def test_patterns_that_are_one_nowhere_are_refused(pattern: object) -> None:
+    assert not _is_pattern(pattern)

@@ -109,6 +109,13 @@ class GrammarCompiler:
                 found = self._under_way[spec] = pool.submit(self._compile, spec)
             return found
 
+    def give_up(self, spec: GrammarSpec) -> None:
+        """Nobody waits for this any more: it is not compiled, unless it has begun."""
+        with self._lock:
+            found = self._under_way.get(spec)
+            if found is not None and found.cancel():
+                del self._under_way[spec]
+
     def close(self) -> None:
         """End the threads and processes; what is under way is given up."""
         with self._lock:

@@ -161,7 +161,7 @@ class GrammarRequests:
             if not future.done():
                 if self._clock() > deadline:
                     found.late[request_id] = f"Its grammar was not compiled within {WAIT_SECONDS:g} s; try again later."
-                    del self._waiting[request_id]
+                    self._leave(request_id)
                 continue
             del self._waiting[request_id]
             error = future.exception()
@@ -215,7 +215,17 @@ class GrammarRequests:
             self._states.pop(request_id, None)
         if not self._states:
             self._filled = [], _NO_MASKS
-        return [i for i in request_ids if self._waiting.pop(i, None) is not None]
+        return [i for i in request_ids if self._leave(i)]
+
+    def _leave(self, request_id: str) -> bool:
+        """A request waits no longer; False if it did not."""
+        left = self._waiting.pop(request_id, None)
+        if left is None:
+            return False
+        spec = left.message.grammar
+        if spec is not None and not any(other.future is left.future for other in self._waiting.values()):
+            self.compiler.give_up(spec)
+        return True
 
     def forget_all(self) -> list[str]:
         return self.forget([*self._states, *self._waiting])

@@ -20,6 +20,7 @@ from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 WHITESPACE = r"[ \t]{1,8}|[ \t]{0,2}\r?\n[ \t]{0,40}"
 # A quarter of the library's own fuel: what takes more takes seconds, of which others wait for their grammars.
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000)
+MAX_RULES = 1000  # of EBNF: the library's translator takes time that grows with their square
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # nothing may follow, and the text may not end either
 _KNOWN_TEXTS, _KNOWN_LENGTH = 4096, 256  # of which the tokens are kept
 _BASE_BYTES = 1 << 16
@@ -167,6 +168,8 @@ def _lark(text: str) -> str:
     """A grammar in Lark's language. EBNF, in which rules are written with "::=", is translated."""
     if "::=" not in text:
         return text
+    if text.count("::=") > MAX_RULES:
+        raise GrammarError(f"an EBNF grammar has at most {MAX_RULES} rules; Lark's language has no such limit")
     try:
         # The translator drops the brackets between two repetitions; it keeps those around two parts.
         return gbnf_to_lark(_GROUP.sub(lambda found: '("" ' if found.group() == "(" else found.group(), text))
@@ -183,11 +186,14 @@ def _structural_tag(tag: object, whitespace: str | None) -> str:
     triggers = tag.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
         raise GrammarError("a structural tag needs `triggers`, a list of texts")
+    order = {trigger: i for i, trigger in reversed(list(enumerate(triggers)))}
+    lengths = sorted({len(trigger) for trigger in triggers})
     rules = []
     for i, item in enumerate(tag["structures"]):
         if not isinstance(item, dict) or not isinstance(item.get("begin"), str) or not isinstance(item.get("end"), str):
             raise GrammarError(f"structures[{i}] must have begin and end, which are texts")
-        trigger = next((t for t in triggers if item["begin"].startswith(t)), None)
+        heads = (item["begin"][:length] for length in lengths if length <= len(item["begin"]))
+        trigger = min((head for head in heads if head in order), key=order.__getitem__, default=None)
         if trigger is None:
             raise GrammarError(f"structures[{i}].begin starts with none of the triggers")
         schema = item.get("schema")
