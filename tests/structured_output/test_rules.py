@@ -114,6 +114,6 @@ def test_patterns_that_are_one_elsewhere_are_taken(parts: list[str]) -> None:
     assert _is_pattern(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["a\\", "(", "a)", "(a|b", "[a", "*a", "(?:+)", "a|?", 3])
+@pytest.mark.parametrize("pattern", ["a\\", "(", "a)", "(a|b", "[a", "*a", "a|?", 3])
 def test_patterns_that_are_one_nowhere_are_refused(pattern: object) -> None:
     assert not _is_pattern(pattern)
