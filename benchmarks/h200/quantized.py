@@ -22,7 +22,7 @@ from vllm.ops.triton import quantized, register
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Stream, Weight, run_product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
-from vllm.ops.triton.packed_linear import PackedWords
+from vllm.ops.triton.packed_linear import PackedWords, WidePacked, wide_packed_product
 from vllm.ops.triton.precompile import precompile
 
 SHAPES = {
@@ -47,7 +47,11 @@ def main() -> None:
             for name, n, k in SHAPES[args.shapes]:
                 for rows in args.rows:
                     outputs = n // 2 if MODES[name] == GATED else n
-                    found = tune(name, rows, outputs, k, MODES[name], kind)
+                    found = (
+                        tune_wide(name, rows, n, k, kind)
+                        if rows > 64
+                        else tune(name, rows, outputs, k, MODES[name], kind)
+                    )
                     result[f"{kind}/{name}/{rows}"] = [(us, asdict(t)) for us, t in found]
                     with open(args.tune, "w") as f:
                         json.dump(result, f)
@@ -81,7 +85,7 @@ def main() -> None:
 def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
     """Those worth a try: of the kernel for slices, up to 64 rows, and of the other."""
     found, depth = [], min(64, max(8, triton.next_power_of_2(rows)))
-    for width, slices in ((16, 4), (32, 4), (32, 8), (64, 2), (64, 4)) if rows <= 64 else ():
+    for width, slices in ((16, 4), (32, 4), (64, 2)) if rows <= 64 else ():
         if width * depth * (2 if gated else 1) > 4096:
             continue
         tiles = -(-outputs // width)
@@ -89,13 +93,73 @@ def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
         found += [
             Tiling(True, width, depth, slices, split, stages, ahead=slices) for split in splits[:2] for stages in (2, 3)
         ]
-    for width, warps in ((64, 4), (128, 8)) if rows > 8 else ():
-        depth = 64 if rows > 64 else max(16, rows)
+    for width, warps in ((64, 4), (128, 8)) if 8 < rows <= 64 else ():
+        depth = max(16, rows)
         tiles = -(-outputs // width) * -(-rows // depth)
-        splits = [split for split in (1, 2, 4, 8) if split == 1 or (rows <= 64 and 200 < tiles * split < 700)]
+        splits = [split for split in (1, 2, 4, 8) if split == 1 or 200 < tiles * split < 700]
         found += [
             Tiling(False, width, depth, warps, split, stages, ahead=2) for split in splits[-2:] for stages in (2, 3)
         ]
+    if rows == 1:
+        found += [
+            Tiling(True, width, 1, warps, unroll=unroll, ahead=ahead)
+            for width, ahead, warps, unroll in (
+                (8, 4, 8, 1), (16, 4, 8, 1), (16, 4, 8, 2), (32, 4, 8, 1), (32, 4, 8, 2), (64, 4, 8, 1), (16, 2, 4, 1),
+                (16, 2, 4, 2), (32, 2, 4, 1), (32, 2, 4, 2), (8, 2, 4, 1), (16, 1, 4, 1), (32, 1, 4, 1), (16, 4, 4, 1),
+                (8, 8, 8, 1), (4, 16, 8, 1),
+            )
+            if outputs % width == 0 and not (gated and width == 64)
+        ]  # fmt: skip
+    return found
+
+
+def vector_tilings(gated: bool) -> list[Tiling]:
+    """Those of one row with 8-bit floats."""
+    return [
+        Tiling(True, width, depth, warps, unroll=unroll, whole=True)
+        for width, depth, warps in (
+            (2, 2048, 4), (4, 1024, 4), (4, 2048, 4), (4, 2048, 8), (4, 4096, 8), (8, 1024, 4), (8, 2048, 8),
+            (16, 1024, 8), (8, 4096, 8), (16, 512, 4), (2, 4096, 8), (2, 1024, 4),
+        )
+        for unroll in (1, 2)
+        if not (gated and width * depth > 16384)
+    ]  # fmt: skip
+
+
+def wide_tilings(rows: int, outputs: int) -> list[WidePacked]:
+    """The same of products of many rows."""
+    found = []
+    for tile_rows, width, words, warps, stages in (
+        (128, 128, 32, 8, 3), (128, 128, 32, 8, 2), (128, 128, 32, 4, 2), (128, 128, 16, 8, 4), (256, 128, 32, 8, 3),
+        (256, 128, 16, 8, 4), (256, 64, 32, 4, 2), (128, 64, 32, 4, 3), (128, 128, 64, 8, 2),
+    ):  # fmt: skip
+        tiles = -(-outputs // width) * -(-rows // tile_rows)
+        found += [
+            WidePacked(tile_rows, width, words, warps, split, stages)
+            for split in (1, 2, 4)
+            if split == 1 or 100 < tiles * split < 600
+        ]
+    return found
+
+
+def tune_wide(label: str, rows: int, n: int, k: int, kind: str) -> list[tuple[float, WidePacked]]:
+    """`tune` of products of many rows, beside the weight as plain numbers."""
+    copies = 8
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    weights = [random_words(n, k, kind, x.device) for _ in range(copies)]
+    plain = [torch.empty(n, k, device="cuda", dtype=torch.bfloat16).uniform_(-0.02, 0.02) for _ in range(copies)]
+    bf16 = graph_ms(lambda: [linear(x, w) for w in plain], reps=5) * 1e3 / copies
+    found = []
+    for t in wide_tilings(rows, n):
+        try:
+            us = graph_ms(lambda t=t: [wide_packed_product(x, w, None, x.dtype, t) for w in weights], reps=5)
+            found.append((us * 1e3 / copies, t))
+        except Exception as error:  # a tile that does not fit this chip
+            print(f"    {t}: {type(error).__name__}", flush=True)
+    found.sort(key=lambda pair: pair[0])
+    print(f"{label} {kind} rows {rows}: bf16 {bf16:.1f} us", flush=True)
+    for us, t in found[:4]:
+        print(f"    {us:7.2f} us  {(t.rows, t.outputs, t.words, t.warps, t.split, t.stages)}", flush=True)
     return found
 
 
@@ -105,14 +169,14 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     x, out = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (k, n))
     copies = 12
     weights = [random_weight(n * (2 if gated else 1), k, kind, x.device) for _ in range(copies)]
-    tiles = 2 * n // 64 + 1
+    tiles = n + 1
     best, found = torch.empty(rows, tiles, device="cuda"), []
     part = torch.empty(16 * max(64, rows) * n * 2, device="cuda")
     arrived = torch.zeros(tiles, dtype=torch.int32, device="cuda")
     s = Stream(rows, n, out, torch.empty_like(out), best, part, arrived, best, best.int(), best)
     weight = torch.ones(n, device="cuda", dtype=torch.bfloat16)
-    for t in tilings(rows, n, gated):
-        if weights[0].words.shape[0] < t.split:
+    for t in vector_tilings(gated) if kind == "float8" and rows == 1 else tilings(rows, n, gated):
+        if kind != "float8" and weights[0].words.shape[0] < t.split:
             continue
         products = [Product(w, None, mode, t, "silu" if gated else None) for w in weights]
 
@@ -128,7 +192,7 @@ def tune(label: str, rows: int, n: int, k: int, mode: int, kind: str) -> list[tu
     size = weights[0].num_bytes
     print(f"{label} {kind} rows {rows}: floor {size / BANDWIDTH * 1e6:.1f} us", flush=True)
     for us, t in found[:4]:
-        print(f"    {us:7.2f} us  {(t.vector, t.rows, t.depth, t.warps, t.split, t.stages, t.ahead)}")
+        print(f"    {us:7.2f} us  {(t.vector, t.rows, t.depth, t.warps, t.split, t.stages, t.ahead, t.unroll)}")
     return found
 
 
@@ -172,13 +236,17 @@ def compile_ahead(rows: list[int], shapes: list[tuple[str, int, int]], kinds: li
     def dry(name: str, n: int, k: int, count: int, kind: str) -> None:
         mode = MODES[name]
         gated = mode == GATED
-        meta = torch.device("meta")
+        meta, dtype = torch.device("meta"), torch.bfloat16
         words = random_weight(n, k, kind, meta)
+        if count > 64:
+            for wide in wide_tilings(count, n):
+                wide_packed_product(torch.empty(count, k, device=meta, dtype=dtype), words, None, dtype, wide)
+            return
         outs = n // 2 if gated else n
         x, out = (torch.empty(count, size, device=meta, dtype=torch.bfloat16) for size in (k, outs))
         best, ints = torch.empty(count, 9, device=meta), torch.empty(9, dtype=torch.int32, device=meta)
         s = Stream(count, outs, out, out, best, best, ints, best, ints, best)
-        for t in tilings(count, outs, gated):
+        for t in vector_tilings(gated) if kind == "float8" and count == 1 else tilings(count, outs, gated):
             p = Product(words, None, mode, t, "silu" if gated else None)
             run_product(p, s, x, out, out if mode == RESIDUAL else None, pdl=True)
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
-from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, choose_product_tiling, run_product
+from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Stream, choose_product_tiling, run_product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
-from vllm.ops.triton.packed_linear import PackedWords, dequantize
+from vllm.ops.triton.packed_linear import PackedWords, WidePacked, dequantize, wide_packed_product
 from vllm.ops.triton.quantized import multiply, pack
 
 KINDS = {
@@ -76,6 +76,26 @@ def test_what_follows_a_product(kind, rows, tiling):
     assert not s.arrived.any()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["int4", "int4 by 32", "int8"])
+def test_products_of_many_rows_and_of_one(kind, dtype):
+    weight = KINDS[kind](torch.randn(1536, 2048, device="cuda") + 0.2)
+    packed, numbers = PackedWords(weight), weight.dequantize()
+    for rows, t in (
+        (65, WidePacked(128, 128, 32, 8, 1, 3)), (200, WidePacked(128, 128, 16, 4, 4, 2)),
+        (256, WidePacked(256, 128, 32, 8, 2, 2)), (300, WidePacked(128, 64, 64, 4, 1, 2)),
+    ):  # fmt: skip
+        x = torch.randn(rows, 2048, device="cuda", dtype=dtype)
+        assert error(wide_packed_product(x, packed, None, dtype, t), x.float() @ numbers.T) < TOLERANCE[dtype], t
+    if kind == "int8":
+        return
+    x, out = torch.randn(1, 2048, device="cuda", dtype=dtype), torch.empty(1, 1536, device="cuda", dtype=dtype)
+    s = Stream(1, 1536, out, out, *(torch.zeros(1, 256, device="cuda", dtype=torch.int32),) * 6)
+    for t in (Tiling(True, 16, 1, 8, ahead=4), Tiling(True, 8, 1, 4, unroll=2, ahead=2)):
+        run_product(Product(packed, None, STORE, t), s, x, out, pdl=True)
+        assert error(out, x.float() @ numbers.T) < TOLERANCE[dtype], t
+
+
 def float8(kind, n, k, inputs=None):
     return round_to_fp8(torch.randn(n, k, device="cuda") * torch.rand(n, 1, device="cuda"), kind, inputs)
 
@@ -90,7 +110,8 @@ def test_float8_products(kind, dtype):
         x = torch.randn(rows, 1152, device="cuda", dtype=dtype)
         assert error(multiply(x, packed), x.float() @ numbers.T) < TOLERANCE[dtype], rows
     for rows in (65, 200, 1000):
-        x = torch.randn(rows, 1152, device="cuda", dtype=dtype) * torch.rand(rows, 1, device="cuda", dtype=dtype)
+        x = torch.randn(rows, 1152, device="cuda", dtype=dtype)
+        x *= 0.1 + torch.rand(rows, 1, device="cuda", dtype=dtype)
         scale = x.float().abs().amax(1, keepdim=True) / 448
         rounded = (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
         assert error(multiply(x, packed), rounded @ numbers.T) < 8e-3, rows

@@ -23,7 +23,8 @@ def processors() -> int:
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`
-    belong to the other. With a packed weight, `vector` is the kernel whose warps take blocks of their own.
+    belong to the other. With a packed weight, `vector` is the kernel whose warps take blocks of their own, or with a
+    depth of 1 the one for one row, which takes `ahead` blocks at a time.
     """
 
     vector: bool
@@ -50,6 +51,35 @@ def inverse_rms(squares, rows, keep, tiles, width, eps):
         )
         total += tl.sum(part, 1)
     return tl.rsqrt(total / width + eps)
+
+
+@triton.jit
+def leave_share(
+    acc, up, part, counter, at, keep, share, size, SPLIT: tl.constexpr, BOTH: tl.constexpr
+):  # fmt: skip
+    """Of a product whose inputs are split among SPLIT programs: put the sums of one share, `acc` (and `up` if BOTH), at
+    `at` of the share's `size` numbers of `part`. Returns whether all others are there; the last one takes them.
+    """
+    tl.store(part + share * size + at, acc, mask=keep)
+    if BOTH:
+        tl.store(part + (SPLIT + share) * size + at, up, mask=keep)
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, 1, sem="acq_rel")
+    if before == SPLIT - 1:
+        tl.store(counter, 0)
+    return before == SPLIT - 1
+
+
+@triton.jit
+def take_shares(acc, up, part, at, keep, size, SPLIT: tl.constexpr, BOTH: tl.constexpr):
+    """What all shares left, added up in a fixed order: acc, and up if BOTH."""
+    acc = tl.zeros_like(acc)
+    up = tl.zeros_like(up)
+    for s in tl.static_range(SPLIT):
+        acc += tl.load(part + s * size + at, mask=keep, other=0.0, cache_modifier=".cg")
+        if BOTH:
+            up += tl.load(part + (SPLIT + s) * size + at, mask=keep, other=0.0, cache_modifier=".cg")
+    return acc, up
 
 
 @triton.jit

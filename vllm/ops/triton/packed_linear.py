@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from vllm.ops.quantized_weights import GroupedWeight
-from vllm.ops.triton.decode_parts import Tiling, finish_rows
+from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, leave_share, processors, take_shares
 
 WORDS = (64, 32, 16)  # of a block and an output, the first that fits; the matrix units take 16 inputs at a time
 _LEAST_GROUP = 16
@@ -91,6 +92,41 @@ def _numbers(words, CODE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexp
         code = (words.to(tl.int32) >> (8 * CODE)) & 255
         size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
         numbers = tl.where(code > 127, -size, size).to(DTYPE)
+    return numbers
+
+
+@triton.constexpr_function
+def _scaled_assembly(kind, half, code, shifted):
+    """As `_assembly`, times $2; with `shifted`, plus $3."""
+    fma = "fma.rn.f16x2" if half else "fma.rn.bf16x2"
+    more = f"{fma} $0, t, $2, $3; }}" if shifted else f"mov.b32 w, 0x80008000; {fma} $0, t, $2, w; }}"
+    return _assembly(kind, half, code).replace("$0", "t")[:-1] + more
+
+
+@triton.jit
+def _scaled_numbers(
+    words, scales, offsets, CODE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, OFFSETS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """What codes number CODE of elements [BN, W] stand for. scales, offsets: [BN], of their group, in DTYPE."""
+    if ASSEMBLY:
+        HALF: tl.constexpr = DTYPE == tl.float16  # noqa: SIM300
+        ASM: tl.constexpr = _scaled_assembly(FORMAT, HALF, CODE, OFFSETS)
+        factor = tl.broadcast_to(scales[:, None], words.shape)
+        more = tl.broadcast_to(offsets[:, None], words.shape)
+        if HALF:
+            numbers = tl.inline_asm_elementwise(
+                ASM, "=r,r,r,r", [words, factor, more], dtype=tl.float16, is_pure=True, pack=2
+            )
+        else:
+            numbers = tl.inline_asm_elementwise(
+                ASM, "=r,r,r,r", [words, factor, more], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
+    else:
+        numbers = _numbers(words, CODE, FORMAT, tl.float32, False) * scales.to(tl.float32)[:, None]
+        if OFFSETS:
+            numbers += offsets.to(tl.float32)[:, None]
+        numbers = numbers.to(DTYPE)
     return numbers
 
 
@@ -181,20 +217,9 @@ def _packed_kernel(
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:  # of one tile of rows
-        tl.store(part + share * (BM * N) + at, acc, mask=keep)
-        if MODE == 1:
-            tl.store(part + (SPLIT + share) * (BM * N) + at, up, mask=keep)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + pid, 1, sem="acq_rel")
-        if before != SPLIT - 1:
+        if not leave_share(acc, up, part, arrived + pid, at, keep, share, BM * N, SPLIT, MODE == 1):
             return
-        tl.store(arrived + pid, 0)
-        acc = tl.zeros([BN, BM], tl.float32)
-        up = acc
-        for s in tl.static_range(SPLIT):
-            acc += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
-            if MODE == 1:
-                up += tl.load(part + (SPLIT + s) * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+        acc, up = take_shares(acc, up, part, at, keep, BM * N, SPLIT, MODE == 1)
     finish_rows(
         acc, up, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
         best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
@@ -276,24 +301,178 @@ def _sliced_kernel(
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
-        tl.store(part + share * (BM * N) + at, y, mask=keep)
-        if MODE == 1:
-            tl.store(part + (SPLIT + share) * (BM * N) + at, u, mask=keep)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + pid, 1, sem="acq_rel")
-        if before != SPLIT - 1:
+        if not leave_share(y, u, part, arrived + pid, at, keep, share, BM * N, SPLIT, MODE == 1):
             return
-        tl.store(arrived + pid, 0)
-        y = tl.zeros([BN, BM], tl.float32)
-        u = y
-        for s in tl.static_range(SPLIT):
-            y += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
-            if MODE == 1:
-                u += tl.load(part + (SPLIT + s) * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+        y, u = take_shares(y, u, part, at, keep, BM * N, SPLIT, MODE == 1)
     finish_rows(
         y, u, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
         best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
     )  # fmt: skip
+
+
+@triton.jit
+def _nibble(words, Q: tl.constexpr):
+    """Code Q of 8 of words of 32 bits, as fp32 and with `_added(Q)` on top: bits in the upper half of a mantissa are a
+    number already, but for what the exponent adds.
+    """
+    if Q == 0:
+        moved = words << 16
+    elif Q <= 2:
+        moved = words << 8
+    elif Q <= 4:
+        moved = words
+    elif Q <= 6:
+        moved = words >> 8
+    else:
+        moved = words >> 12
+    LOW: tl.constexpr = Q == 1 or Q == 3 or Q == 5  # noqa: PLR1714
+    number = (moved & (0x0000F000 if LOW else 0x000F0000)) | (0x45000000 if LOW else 0x43000000)
+    return number.to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def _added(q):
+    return 2048.0 if q in (1, 3, 5) else 128.0
+
+
+@triton.jit
+def _row_inputs(x, first, t, K: tl.constexpr, W: tl.constexpr, CODE: tl.constexpr):
+    """The inputs of code CODE of the lower and of the upper 16 bits of words t [.., words] of blocks that begin at
+    `first`, in fp32.
+    """
+    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + (first + CODE * W) // 2 + t, mask=first < K, other=0)
+    dtype: tl.constexpr = x.dtype.element_ty
+    low = pairs.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tiles_in"])
+def _row_kernel(
+    x, words, scales, offsets, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
+    sums, scale: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
+    WIDTH: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, UNROLL: tl.constexpr, MODE: tl.constexpr,
+    ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, OFFSETS: tl.constexpr,
+    SQUARES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row, codes of 4 bits: grid (N / BN,). BB blocks at a time; products are kept apart and summed at the end."""
+    BLOCK: tl.constexpr = 4 * W
+    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    BLOCKS: tl.constexpr = K // BLOCK
+    T: tl.constexpr = W // 2  # words of 32 bits
+    ROWS: tl.constexpr = 2 * N if MODE == 1 else N
+    pid = tl.program_id(0)
+    n = pid * BN + tl.arange(0, BN)
+    b = tl.arange(0, BB)
+    t = tl.arange(0, T)
+    if PDL:
+        gdc_launch_dependents()
+    wide = words.to(tl.pointer_type(tl.int32))
+    at = (b[None, :] * ROWS + n[:, None])[:, :, None] * T + t[None, None, :]
+    there = (b < BLOCKS)[None, :, None]
+    a = tl.load(wide + at, mask=there, other=0, eviction_policy="evict_first")
+    if MODE == 1:
+        u = tl.load(wide + at + N * T, mask=there, other=0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros([BN, BB, T], tl.float32)
+    up = acc
+    for first in tl.range(0, BLOCKS, BB, loop_unroll_factor=UNROLL):
+        block = first + b
+        keep = (block < BLOCKS)[None, :]
+        begin = (block * BLOCK)[:, None]
+        more = (first + BB + b < BLOCKS)[None, :, None]
+        following = wide + (first + BB) * (ROWS * T) + at
+        a_next = tl.load(following, mask=more, other=0, eviction_policy="evict_first")
+        if MODE == 1:
+            u_next = tl.load(following + N * T, mask=more, other=0, eviction_policy="evict_first")
+        for s in tl.static_range(SUB):
+            # beyond 8, what codes stand for begins with `_added`
+            less = tl.zeros([BB, T], tl.float32)
+            total = tl.zeros([BB, T], tl.float32)
+            for i in tl.static_range(s * 4 // SUB, (s + 1) * 4 // SUB):
+                low, high = _row_inputs(x, begin, t[None, :], K, W, i)
+                less -= low * (8 + _added(i)) + high * (8 + _added(4 + i))
+                total += low + high
+            one = tl.broadcast_to(less[None, :, :], [BN, BB, T])
+            two = one
+            for i in tl.static_range(s * 4 // SUB, (s + 1) * 4 // SUB):
+                low, high = _row_inputs(x, begin, t[None, :], K, W, i)
+                one += _nibble(a, i) * low[None, :, :]
+                one += _nibble(a, 4 + i) * high[None, :, :]
+                if MODE == 1:
+                    two += _nibble(u, i) * low[None, :, :]
+                    two += _nibble(u, 4 + i) * high[None, :, :]
+            group = _group(block, s, GROUP, BLOCK)[None, :] * ROWS + n[:, None]
+            acc += one * tl.load(scales + group, mask=keep, other=0.0).to(tl.float32)[:, :, None]
+            if OFFSETS:
+                given = tl.load(offsets + group, mask=keep, other=0.0).to(tl.float32)
+                acc += given[:, :, None] * total[None, :, :]
+            if MODE == 1:
+                up += two * tl.load(scales + group + N, mask=keep, other=0.0).to(tl.float32)[:, :, None]
+                if OFFSETS:
+                    given = tl.load(offsets + group + N, mask=keep, other=0.0).to(tl.float32)
+                    up += given[:, :, None] * total[None, :, :]
+        a = a_next
+        if MODE == 1:
+            u = u_next
+    y = tl.sum(tl.sum(acc, 2), 1)
+    z = y
+    if MODE == 1:
+        z = tl.sum(tl.sum(up, 2), 1)
+    finish_row(
+        y, z, n, n < N, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
+        sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, SQUARES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _wide_packed_kernel(
+    x, words, scales, offsets, bias, out, part, arrived, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, J: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr, OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows / BM * N / BN, SPLIT), rows first: what runs together reads the same weights. J: words at a time."""
+    PER: tl.constexpr = 4 if FORMAT == 0 else 2
+    BLOCK: tl.constexpr = W * PER
+    STEPS: tl.constexpr = (K + BLOCK - 1) // BLOCK * (W // J)
+    SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    dtype = x.dtype.element_ty
+    row_tiles = tl.cdiv(M, BM)
+    pid = tl.program_id(0)
+    share = tl.program_id(1)
+    n = pid // row_tiles * BN + tl.arange(0, BN)
+    m = pid % row_tiles * BM + tl.arange(0, BM)
+    in_n = n < N
+    in_m = m < M
+    j = tl.arange(0, J)
+    rows = x + m.to(tl.int64)[None, :] * K
+    acc = tl.zeros([BN, BM], tl.float32)
+    for step in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, STEPS), num_stages=STAGES):
+        block = step // (W // J)
+        first = step % (W // J) * J
+        a = tl.load(words + (block * N + n)[:, None] * W + first + j[None, :], mask=in_n[:, None], other=0)
+        for i in tl.static_range(PER):
+            k = block * BLOCK + i * W + first + j
+            keep = in_m[None, :]
+            if K % BLOCK != 0:
+                keep = keep & (k < K)[:, None]
+            xt = tl.load(rows + k[:, None], mask=keep, other=0.0)
+            group = (block * BLOCK + i * W) // GROUP * N + n
+            factor = tl.load(scales + group, mask=in_n, other=0.0).to(dtype)
+            more = factor
+            if OFFSETS:
+                more = tl.load(offsets + group, mask=in_n, other=0.0).to(dtype)
+            acc = tl.dot(_scaled_numbers(a, factor, more, i, FORMAT, dtype, OFFSETS, ASSEMBLY), xt, acc)
+    keep = in_m[None, :] & in_n[:, None]
+    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    if SPLIT > 1:
+        size = M.to(tl.int64) * N
+        if not leave_share(acc, acc, part, arrived + pid, at, keep, share, size, SPLIT, False):
+            return
+        acc, _ = take_shares(acc, acc, part, at, keep, size, SPLIT, False)
+    if BIAS:
+        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -408,6 +587,47 @@ def dequantize(weight: PackedWords, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class WidePacked:
+    """How a product of many rows is cut: rows, outputs and words of a tile; warps, shares of the inputs, stages."""
+
+    rows: int
+    outputs: int
+    words: int
+    warps: int
+    split: int
+    stages: int
+
+
+def choose_wide_packed(rows: int, outputs: int, inputs: int) -> WidePacked:
+    """The tiling of a product of 65 rows or more."""
+    tiles = -(-outputs // 128) * -(-rows // 128)
+    split = 1
+    while split < 4 and tiles * split < processors() and inputs >= 2048 * split:
+        split *= 2
+    return WidePacked(128, 128, 32, 8, split, 3)
+
+
+def wide_packed_product(
+    x: Tensor, weight: PackedWords, bias: Tensor | None, dtype: torch.dtype, t: WidePacked | None = None
+) -> Tensor:
+    """x [rows, in] @ weight.T + bias in `dtype`, where each weight is made a number for every tile of rows anew."""
+    (rows, k), n = x.shape, weight.shape[0]
+    t = choose_wide_packed(rows, n, k) if t is None else t
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    tiles = -(-n // t.outputs) * -(-rows // t.rows)
+    part = torch.empty(t.split * rows * n if t.split > 1 else 1, dtype=torch.float32, device=x.device)
+    arrived = torch.zeros(tiles if t.split > 1 else 1, dtype=torch.int32, device=x.device)
+    _wide_packed_kernel[(tiles, t.split)](
+        x, weight.words, weight.scales, weight.scales if weight.offsets is None else weight.offsets,
+        x if bias is None else bias, out, part, arrived, rows, N=n, K=k, GROUP=weight.group,
+        FORMAT=_FORMATS[weight.format], W=weight.words.shape[2], BM=t.rows, BN=t.outputs,
+        J=min(t.words, weight.words.shape[2]), SPLIT=t.split, STAGES=t.stages, BIAS=bias is not None,
+        OFFSETS=weight.offsets is not None, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32, num_warps=t.warps,
+    )  # fmt: skip
+    return out
+
+
 def launch_packed(
     x: Tensor, weight: PackedWords, ends: tuple[Tensor, Tensor], parts: tuple[Tensor, Tensor], behind: tuple[Any, ...],
     rows: int, t: Tiling, const: dict[str, Any], extra: dict[str, Any],
@@ -426,6 +646,11 @@ def launch_packed(
     }
     tiles = -(-const["N"] // t.rows)
     blocks = -(-weight.words.shape[0] // t.split)
+    if t.vector and t.depth == 1:
+        del const["FORMAT"]
+        squares = triton.next_power_of_2(max(behind[1], 2))
+        _row_kernel[(tiles,)](*tensors, *behind, BB=t.ahead, UNROLL=t.unroll, SQUARES=squares, **const, **extra)
+        return
     whole = const["N"] % t.rows == 0 and const["PDL"]  # nothing is asked for that is not there
     if t.vector:
         _sliced_kernel[(tiles, t.split)](
@@ -439,6 +664,19 @@ def launch_packed(
         AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32, **const,
         **extra,
     )  # fmt: skip
+
+
+def takes_one_row(weight: PackedWords) -> bool:
+    """Whether the kernel for one row knows a weight: whole blocks of codes of 4 bits."""
+    return weight.format == "int4" and weight.shape[1] % (4 * weight.words.shape[2]) == 0
+
+
+def choose_row_tiling(outputs: int, blocks: int, gated: bool) -> Tiling:
+    """The tiling of a product of one row with a weight that `takes_one_row`."""
+    rows = 16
+    while outputs % rows:
+        rows //= 2
+    return Tiling(True, rows, 1, 8, ahead=4)
 
 
 def choose_packed_tiling(rows: int, outputs: int, blocks: int) -> Tiling:

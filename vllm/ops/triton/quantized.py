@@ -15,11 +15,12 @@ from vllm.ops.quantized import pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight
 from vllm.ops.triton.decode_linear import DTYPES, STORE, Product, Stream, Tiling, choose_product_tiling, run_product
 from vllm.ops.triton.float8 import Float8Weight, float8_weight, rounded_product
-from vllm.ops.triton.packed_linear import PackedWords, dequantize, packed_product, packs
+from vllm.ops.triton.packed_linear import PackedWords, dequantize, packed_product, packs, wide_packed_product
 
 __all__ = ["PackedWords", "dequantize", "many_rows", "multiply", "pack"]
 
-_FEW_ROWS = 64  # beyond it, multiplying takes longer than writing the weight as numbers
+_FEW_ROWS = 64  # of the kernels that read each weight once
+_MANY_ROWS = 512  # beyond it, multiplying takes so long that writing the weight as numbers first does not matter
 
 
 def pack(weight: GroupedWeight, dtype: torch.dtype) -> Any:
@@ -64,6 +65,8 @@ def many_rows(x: Tensor, weight: PackedWords | Float8Weight, bias: Tensor | None
     """x [rows, in] @ weight.T + bias for more rows than the kernels for packed weights take."""
     if isinstance(weight, Float8Weight) and weight.inputs is not None:
         return rounded_product(x, weight, bias, dtype)
+    if isinstance(weight, PackedWords) and len(x) <= _MANY_ROWS:
+        return wide_packed_product(x, weight, bias, dtype)
     numbers = weight.numbers(x.dtype) if isinstance(weight, Float8Weight) else dequantize(weight, x.dtype)
     out: Tensor = linear(x, numbers, bias, dtype)
     return out
