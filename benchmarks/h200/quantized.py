@@ -46,6 +46,8 @@ def main() -> None:
         for kind in args.kinds:
             for name, n, k in SHAPES[args.shapes]:
                 for rows in args.rows:
+                    if rows > 64 and kind == "float8":  # torch's own products
+                        continue
                     outputs = n // 2 if MODES[name] == GATED else n
                     found = (
                         tune_wide(name, rows, n, k, kind)
@@ -239,6 +241,8 @@ def compile_ahead(rows: list[int], shapes: list[tuple[str, int, int]], kinds: li
         meta, dtype = torch.device("meta"), torch.bfloat16
         words = random_weight(n, k, kind, meta)
         if count > 64:
+            if kind == "float8":
+                return
             for wide in wide_tilings(count, n):
                 wide_packed_product(torch.empty(count, k, device=meta, dtype=dtype), words, None, dtype, wide)
             return
