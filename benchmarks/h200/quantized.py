@@ -102,16 +102,6 @@ def tilings(rows: int, outputs: int, gated: bool) -> list[Tiling]:
         found += [
             Tiling(False, width, depth, warps, split, stages, ahead=2) for split in splits[-2:] for stages in (2, 3)
         ]
-    if rows == 1:
-        found += [
-            Tiling(True, width, 1, warps, unroll=unroll, ahead=ahead)
-            for width, ahead, warps, unroll in (
-                (8, 4, 8, 1), (16, 4, 8, 1), (16, 4, 8, 2), (32, 4, 8, 1), (32, 4, 8, 2), (64, 4, 8, 1), (16, 2, 4, 1),
-                (16, 2, 4, 2), (32, 2, 4, 1), (32, 2, 4, 2), (8, 2, 4, 1), (16, 1, 4, 1), (32, 1, 4, 1), (16, 4, 4, 1),
-                (8, 8, 8, 1), (4, 16, 8, 1),
-            )
-            if outputs % width == 0 and not (gated and width == 64)
-        ]  # fmt: skip
     return found
 
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from vllm.gguf.container import GgufFile
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+class Kind(IntEnum):
+    """What a token is, as the format numbers it."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER = 4
+    UNUSED = 5
+    BYTE = 6
+
+
 _SPACE = "\u2581"
 
 _LETTERS_DIGITS = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # How text is cut before merging, by the name that the file gives it.
-_SPLITS: dict[str, tuple[str, ...]] = {
+SPLITS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (_CONTRACTIONS + _LETTERS_DIGITS % r"\p{N}{1,3}",),
     "llama3": (_CONTRACTIONS + _LETTERS_DIGITS % r"\p{N}{1,3}",),
     "qwen2": (_CONTRACTIONS + _LETTERS_DIGITS % r"\p{N}",),
@@ -44,7 +56,7 @@ class Vocabulary:
     def __init__(self, gguf: GgufFile) -> None:
         self.file, self._all = gguf.file, gguf.metadata
         self.tokens = self._texts("tokens")
-        self.types = self._numbers("token_type", np.full(len(self.tokens), _NORMAL))
+        self.types = self._numbers("token_type", np.full(len(self.tokens), Kind.NORMAL))
         self.kind = self._all.get("tokenizer.ggml.model")
         self.pre = self._all.get("tokenizer.ggml.pre", "default")
 
@@ -91,9 +103,15 @@ def tokenizer_files(gguf: GgufFile) -> dict[str, str]:
 
     Raises ValueError if it has one that cannot be read.
     """
+    whole = gguf.metadata.get("tokenizer.huggingface.json")
     if "tokenizer.ggml.model" not in gguf.metadata:
-        return {}
+        return {} if whole is None else {"tokenizer.json": _checked(whole, gguf)}
     vocabulary = Vocabulary(gguf)
+    if whole is not None:
+        return {
+            "tokenizer.json": _checked(whole, gguf),
+            "tokenizer_config.json": json.dumps(_settings(vocabulary, gguf)),
+        }
     if vocabulary.kind not in ("llama", "gpt2"):
         raise ValueError(
             f"{gguf.file}: its tokenizer is of the kind {vocabulary.kind!r}; llama and gpt2 are supported. "
@@ -102,19 +120,40 @@ def tokenizer_files(gguf: GgufFile) -> dict[str, str]:
     make = _sentence_pieces if vocabulary.kind == "llama" else _byte_level
     document = make(vocabulary)
     bos, eos = vocabulary.token("bos"), vocabulary.token("eos")
-    begins = vocabulary.kind == "llama" or vocabulary.pre in _BEGIN_BY_DEFAULT
-    adds_bos = vocabulary.get("add_bos_token", bool, begins) and bos is not None
+    settings = _settings(vocabulary, gguf)
     adds_eos = vocabulary.get("add_eos_token", bool, False) and eos is not None
-    document["post_processor"] = _template(vocabulary, bos if adds_bos else None, eos if adds_eos else None)
+    document["post_processor"] = _template(
+        vocabulary, bos if settings["add_bos_token"] else None, eos if adds_eos else None
+    )
+    return {"tokenizer.json": json.dumps(document), "tokenizer_config.json": json.dumps(settings)}
+
+
+def _checked(text: Any, gguf: GgufFile) -> str:
+    """A whole tokenizer.json that a file carries."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
+        raise ValueError(
+            f"{gguf.file}: 'tokenizer.huggingface.json' holds no tokenizer. Name the original one: tokenizer=..."
+        )
+    return str(text)
+
+
+def _settings(vocabulary: Vocabulary, gguf: GgufFile) -> dict[str, Any]:
+    """The fields of tokenizer_config.json."""
+    begins = vocabulary.kind == "llama" or vocabulary.pre in _BEGIN_BY_DEFAULT
+    adds_bos = vocabulary.get("add_bos_token", bool, begins) and vocabulary.token("bos") is not None
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos}
-    for name, token in (("bos", bos), ("eos", eos), ("pad", vocabulary.token("padding")),
-                        ("unk", vocabulary.token("unknown"))):  # fmt: skip
+    for name, ours in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        token = vocabulary.token(ours)
         if token is not None:
             settings[f"{name}_token"] = token
     template = _chat_template(gguf)
     if template is not None:
         settings["chat_template"] = template
-    return {"tokenizer.json": json.dumps(document), "tokenizer_config.json": json.dumps(settings)}
+    return settings
 
 
 def end_tokens(gguf: GgufFile) -> list[int]:
@@ -142,9 +181,9 @@ def _added(vocabulary: Vocabulary) -> list[dict[str, Any]]:
     return [
         {
             "id": index, "content": vocabulary.tokens[index], "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": int(vocabulary.types[index]) != _USER,
+            "normalized": False, "special": int(vocabulary.types[index]) != Kind.USER,
         }
-        for index in np.flatnonzero(np.isin(vocabulary.types, (_CONTROL, _USER, _UNKNOWN))).tolist()
+        for index in np.flatnonzero(np.isin(vocabulary.types, (Kind.CONTROL, Kind.USER, Kind.UNKNOWN))).tolist()
         if vocabulary.tokens[index]
     ]  # fmt: skip
 
@@ -162,11 +201,11 @@ def _document(vocabulary: Vocabulary, **parts: Any) -> dict[str, Any]:
 
 
 def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
-    splits = _SPLITS.get(vocabulary.pre if isinstance(vocabulary.pre, str) else "")
+    splits = SPLITS.get(vocabulary.pre if isinstance(vocabulary.pre, str) else "")
     if splits is None:
         raise ValueError(
             f"{vocabulary.file}: its tokenizer cuts text in the way {str(vocabulary.pre)[:40]!r}, which is not "
-            f"supported: {', '.join(_SPLITS)} are. Name the original tokenizer: tokenizer=..."
+            f"supported: {', '.join(SPLITS)} are. Name the original tokenizer: tokenizer=..."
         )
     cut = [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in splits]
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -191,7 +230,7 @@ def _sentence_pieces(vocabulary: Vocabulary) -> dict[str, Any]:
     ids, scores = _ids(vocabulary), vocabulary.scores()
     merges: list[tuple[float, int, str, str]] = []
     for token, index in ids.items():
-        if int(vocabulary.types[index]) not in (_NORMAL, _USER) or len(token) > 512:
+        if int(vocabulary.types[index]) not in (Kind.NORMAL, Kind.USER) or len(token) > 512:
             continue
         for i in range(1, len(token)):
             left, right = token[:i], token[i:]

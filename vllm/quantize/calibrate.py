@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,28 @@ def texts_of(llm: LLM, file: Path | None, tokens: int) -> tuple[list[list[int]],
         raise ValueError(f"--data {file} cannot be read as UTF-8 text: {error}.") from None
     # four characters are about a token; what is too much is never tokenized
     ids = llm.get_tokenizer().encode(text[: tokens * 16])[:tokens]
-    sequences = [ids[i : i + length] for i in range(0, len(ids) - 1, length)]
+    begin = llm.llm_engine.vllm_config.model_config.hf.get("bos_token_id", default=None)
+    sequences = documents_of(ids, begin if type(begin) is int else None, length)
     if len(sequences) < 5:
         raise ValueError(f"--data {file} has {len(ids)} tokens, expected at least {5 * length}.")
-    held = max(1, len(sequences) // 5)
-    return sequences[:-held], sequences[-held:]
+    held: list[list[int]] = []
+    while len(sequences) > 1 and sum(map(len, held)) < len(ids) / 5:
+        held.append(sequences.pop())
+    return sequences, held
+
+
+def documents_of(ids: Sequence[int], begin: int | None, length: int) -> list[list[int]]:
+    """Sequences of up to `length` tokens, as a model knows them: each begins where a document does, or with the token
+    `begin` that documents begin with, if these do.
+    """
+    starts = [0, *(i for i, token in enumerate(ids) if token == begin and i)]
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        first = [ids[start]] if ids and ids[start] == begin else []
+        body = ids[start + len(first) : end]
+        step = length - len(first)
+        found += [[*first, *body[i : i + step]] for i in range(0, len(body), step)]
+    return [sequence for sequence in found if len(sequence) > 1]
 
 
 def _own_texts(llm: LLM, length: int, count: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -99,14 +117,37 @@ def _own_texts(llm: LLM, length: int, count: int) -> tuple[list[list[int]], list
     return sequences[:-held], sequences[-held:]
 
 
-def run_over(llm: LLM, sequences: Sequence[Sequence[int]]) -> float:
-    """Run the model over sequences of tokens; its perplexity."""
+@dataclass(frozen=True)
+class Outcome:
+    """What a model said about sequences: of each token after a first one the logarithm of its probability, and which
+    token was the most likely.
+    """
+
+    logprobs: list[float]
+    best: list[int]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-sum(self.logprobs) / max(1, len(self.logprobs)))
+
+    def change(self, other: Outcome) -> float:
+        """How far another model's logarithms of probabilities are from these (root mean square)."""
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return math.sqrt(sum((a - b) ** 2 for a, b in pairs) / max(1, len(self.logprobs)))
+
+    def agreement(self, other: Outcome) -> float:
+        """The share of places at which both name the same most likely token."""
+        return sum(a == b for a, b in zip(self.best, other.best, strict=True)) / max(1, len(self.best))
+
+
+def run_over(llm: LLM, sequences: Sequence[Sequence[int]]) -> Outcome:
+    """Run the model over sequences of tokens."""
     prompts = [TokensPrompt(prompt_token_ids=list(ids)) for ids in sequences]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    total, count = 0.0, 0
+    logprobs, best = [], []
     for output in llm.generate(prompts, params, use_tqdm=False):
         for token, entry in zip(output.prompt_token_ids or [], output.prompt_logprobs or [], strict=True):
             if entry is not None:
-                total += entry[token].logprob
-                count += 1
-    return math.exp(-total / max(1, count))
+                logprobs.append(entry[token].logprob)
+                best.append(max(entry, key=lambda t: entry[t].logprob))
+    return Outcome(logprobs, best)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.quantization.awq import NIBBLE_OF_COLUMN
+from vllm.model_executor.layers.quantization.gptq import BITS
 from vllm.model_executor.layers.quantization.packing import pack
 from vllm.ops.quantized_weights import FP8_MAX
 from vllm.quantize.rounding import Inputs, Rounded, round_gptq, round_nearest
@@ -155,7 +156,9 @@ TARGETS: dict[str, Target] = {
 }
 
 
-def fitted(target: Target, group: int | None, sizes: set[int], act_order: bool, nearest: bool) -> Target:
+def fitted(
+    target: Target, group: int | None, sizes: set[int], act_order: bool, nearest: bool, bits: int | None = None
+) -> Target:
     """The target with a group size that divides every number of inputs. Raises ValueError if none does."""
     if nearest:
         target = replace(target, round="nearest")
@@ -163,6 +166,10 @@ def fitted(target: Target, group: int | None, sizes: set[int], act_order: bool, 
         if target.round != "gptq" or target.store is not _gptq:
             raise ValueError("--act-order goes with --format gptq only.")
         target = replace(target, act_order=True)
+    if bits is not None:
+        if target.store is not _gptq or bits not in BITS:
+            raise ValueError(f"--bits goes with --format gptq only, and is one of {', '.join(map(str, BITS))}.")
+        target = replace(target, bits=bits)
     if target.group == -1:
         if group is not None:
             raise ValueError("--group-size does not go with this format, which has one scale for each output.")

@@ -24,8 +24,10 @@ from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.spec import Layout, Mlp
-from vllm.quantize.calibrate import recording, run_over, texts_of, with_model
+from vllm.quantize.calibrate import Outcome, recording, run_over, texts_of, with_model
 from vllm.quantize.formats import TARGETS, Target, fitted
+from vllm.quantize.gguf import FORMATS as GGUF_FORMATS
+from vllm.quantize.gguf import GgufJob
 from vllm.quantize.rounding import Inputs, awq_scales, output_error
 
 _STATE = ".quantize.json"
@@ -44,17 +46,28 @@ class Job:
     act_order: bool = False
     nearest: bool = False
     tokens: int = 16384
+    bits: int | None = None
 
 
 @dataclass
 class Report:
-    """What came of it. errors: of each layer's outputs, relative to their size."""
+    """What came of it. errors: of each layer's outputs, relative to their size.   On text held out: perplexity; change
+    of the logarithm of a token's probability, root mean square; share of places with the same most likely token.
+    """
 
     bytes_before: int = 0
     bytes_after: int = 0
     errors: dict[str, float] = field(default_factory=dict)
     perplexity_before: float = 0.0
     perplexity_after: float = 0.0
+    change: float = 0.0
+    agreement: float = 1.0
+    warning: str | None = None
+
+    def compare(self, before: Outcome, after: Outcome) -> None:
+        """Note what both models said."""
+        self.perplexity_before, self.perplexity_after = before.perplexity, after.perplexity
+        self.change, self.agreement = before.change(after), before.agreement(after)
 
 
 @dataclass(frozen=True)
@@ -79,10 +92,13 @@ def quantize(job: Job) -> Report:
         raise ValueError(f"{config.path} is quantized already. Start from the original weights.")
     layers: dict[str, list[str]] = with_model(llm, _linear_layers)
     sizes: dict[str, int] = with_model(llm, lambda model: {p: model.get_submodule(p).input_size for p in layers})
-    target = fitted(TARGETS[job.format], job.group, set(sizes.values()), job.act_order, job.nearest)
+    if job.format in GGUF_FORMATS:
+        return _to_gguf(job, llm, layers, sizes)
+    target = fitted(TARGETS[job.format], job.group, set(sizes.values()), job.act_order, job.nearest, job.bits)
     _check_resumable(job, target)
     calibration, held_out = texts_of(llm, job.data, job.tokens)
-    report = Report(perplexity_before=run_over(llm, held_out))
+    before = run_over(llm, held_out)
+    report = Report()
     writer = _Writer(job.out, config.path, family, layers)
     spec = family.decoder(config.hf)
     for paths in tqdm(list(_chunks(sizes)), desc="quantizing", unit="part"):
@@ -97,8 +113,37 @@ def quantize(job: Job) -> Report:
     report.bytes_before, report.bytes_after = writer.sizes()
     report.errors = {**writer.errors(), **report.errors}
     _write_config(job, target, config.path, plain)
-    report.perplexity_after = run_over(LLM(str(job.out)), held_out)
+    report.compare(before, run_over(LLM(str(job.out)), held_out))
     (job.out / _STATE).unlink(missing_ok=True)
+    return report
+
+
+def _to_gguf(job: Job, llm: LLM, layers: dict[str, list[str]], sizes: dict[str, int]) -> Report:
+    """The same into one file, whose numbers are rounded to nearest."""
+    if job.group is not None or job.act_order or job.bits is not None:
+        raise ValueError("--group-size, --act-order and --bits do not go with GGUF files, whose types fix them.")
+    config = llm.llm_engine.vllm_config.model_config
+    family = ModelRegistry.resolve(config.hf.architectures)
+    made = GgufJob(job.format, config.hf, config.path, config.path.name)
+    calibration, held_out = texts_of(llm, job.data, job.tokens)
+    before = run_over(llm, held_out)
+    report = Report(bytes_before=made.size, warning=made.warning)
+    owner = {container: path for path, parts in layers.items() for container in {path, *parts}}
+    for paths in tqdm(list(_chunks(sizes)), desc="quantizing", unit="part"):
+        with recording(llm, paths) as inputs:
+            run_over(llm, calibration)
+        for name in made.weights:
+            found = family.resolve(name) if isinstance(family, Family) else None
+            path = owner.get("" if found is None else found[0].removesuffix(".weight"))
+            if path in inputs and name.endswith(".weight"):
+                report.errors[name.removesuffix(".weight")] = made.error(name, inputs[path])
+    del llm
+    job.out.mkdir(parents=True, exist_ok=True)
+    file = job.out / f"{config.path.name}-{job.format.removeprefix('gguf-').upper()}.gguf"
+    made.write(file.with_suffix(".new"))
+    os.replace(file.with_suffix(".new"), file)
+    report.bytes_after = file.stat().st_size
+    report.compare(before, run_over(LLM(str(file)), held_out))
     return report
 
 
@@ -273,7 +318,7 @@ def _check_resumable(job: Job, target: Target) -> None:
     """Begin a job's state, or see that what is there belongs to the same job."""
     job.out.mkdir(parents=True, exist_ok=True)
     asked = {"model": job.model, "format": job.format, "group": target.group, "act_order": target.act_order,
-             "round": target.round, "data": str(job.data), "tokens": job.tokens}  # fmt: skip
+             "round": target.round, "bits": target.bits, "data": str(job.data), "tokens": job.tokens}  # fmt: skip
     file = job.out / _STATE
     if not file.exists():
         _replace(file, json.dumps({"job": asked, "errors": {}}))
@@ -301,6 +346,9 @@ def describe(report: Report) -> str:
             f"worst: {worst[0][0]} ({worst[0][1]:.4f})" if worst else "nothing was quantized",
             f"size: {report.bytes_before / 2**20:.1f} MiB -> {report.bytes_after / 2**20:.1f} MiB",
             f"perplexity: {report.perplexity_before:.4f} -> {report.perplexity_after:.4f}",
+            f"change of a token's log-probability (root mean square): {report.change:.4f}",
+            f"the same most likely token: {report.agreement:.2%}",
             f"peak memory: {peak:.2f} GiB",
+            *([] if report.warning is None else [report.warning]),
         ]
     )

@@ -15,7 +15,7 @@ from vllm.ops.triton import quantized as kernels
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, run_product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight, round_rows
-from vllm.ops.triton.packed_linear import PackedWords, WidePacked, takes_one_row, wide_packed_product
+from vllm.ops.triton.packed_linear import PackedWords, WidePacked, wide_packed_product
 
 
 def error(got, want):
@@ -96,20 +96,6 @@ def test_what_the_kernel_does_not_know_becomes_numbers():
         packed = kernels.pack(weight, torch.float16)
         assert type(packed) is DenseWeight
         assert error(kernels.multiply(x, packed), x.float() @ weight.dequantize().T) < 2e-3
-
-
-@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (64, False), (32, True), (16, False), (-1, True)])
-@pytest.mark.parametrize("t", [Tiling(True, 16, 1, 4, ahead=2), Tiling(True, 8, 1, 4, unroll=2, ahead=4)], ids=str)
-def test_products_of_one_row(group, symmetric, t):
-    hidden, inner = 768, 256
-    up = PackedWords(round_to_groups(torch.randn(2 * inner, hidden) + 0.3, 4, group, symmetric=symmetric))
-    x, out, bias = torch.randn(1, hidden), torch.empty(1, inner), torch.randn(2 * inner)
-    assert takes_one_row(up)
-    best = torch.empty(1, 64)
-    s = Stream(1, inner, out, out, best, best, best.int(), best, best.int(), best)
-    run_product(Product(up, bias, GATED, t, "silu"), s, x.half(), out)
-    gate, part = (x.half().float() @ kernels.dequantize(up, torch.float32).T + bias).chunk(2, 1)
-    assert error(out, F.silu(gate) * part) < 1e-3
 
 
 @pytest.mark.parametrize("split", [1, 3])

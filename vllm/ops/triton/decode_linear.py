@@ -37,7 +37,15 @@ from vllm.ops.triton.decode_lora import (
     prefetch_rows,
     shrink_rows,
 )
-from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, inverse_rms, processors
+from vllm.ops.triton.decode_parts import (
+    Tiling,
+    finish_row,
+    finish_rows,
+    inverse_rms,
+    leave_share,
+    processors,
+    take_shares,
+)
 from vllm.ops.triton.float8 import ASSEMBLY, BLOCK, Float8Weight, float8_floats, float8_numbers
 from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
 
@@ -225,15 +233,9 @@ def _skinny_kernel(
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
-        tl.store(part + share * (BM * N) + at, acc, mask=keep)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + pid, 1, sem="acq_rel")
-        if before != SPLIT - 1:
+        if not leave_share(acc, acc, part, arrived + pid, at, keep, share, BM * N, SPLIT, False):
             return
-        tl.store(arrived + pid, 0)
-        acc = tl.zeros([BN, BM], tl.float32)
-        for s in tl.static_range(SPLIT):
-            acc += tl.load(part + s * (BM * N) + at, mask=keep, other=0.0, cache_modifier=".cg")
+        acc, _ = take_shares(acc, acc, part, at, keep, BM * N, SPLIT, False)
     if MODE != 1:
         up = acc
     if LORA > 0:
@@ -449,13 +451,26 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 4, 2048, 8, whole=True)
 
 
+def _float8_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
+    """Of 8-bit weights a program holds as many bytes as of others, which are twice as many (times on an H200,
+    `benchmarks/h200/quantized.py`)."""
+    limit = triton.next_power_of_2(inputs)
+    if mode == GATED:
+        return Tiling(True, 2, min(2048, limit), 4, whole=True)
+    if inputs >= 8192 or outputs < 8 * processors():
+        return Tiling(True, 4, min(2048, limit), 4, unroll=2, whole=True)
+    return Tiling(True, 8, min(4096, limit), 8, whole=True)
+
+
 def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     """The tiling of a product with a weight, packed or not."""
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
     if isinstance(weight, PackedWords):
         return choose_packed_tiling(rows, outputs, weight.words.shape[0])
-    if isinstance(weight, Float8Weight) and rows > 1:
+    if isinstance(weight, Float8Weight) and rows == 1:
+        return _float8_vector_tiling(outputs, inputs, mode)
+    if isinstance(weight, Float8Weight):
         return _fitting(replace(choose_tiling(rows, outputs, inputs, mode), depth=BLOCK), inputs)
     return choose_tiling(rows, outputs, inputs, mode)
 

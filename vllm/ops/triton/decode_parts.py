@@ -23,8 +23,7 @@ def processors() -> int:
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`
-    belong to the other. With a packed weight, `vector` is the kernel whose warps take blocks of their own, or with a
-    depth of 1 the one for one row, which takes `ahead` blocks at a time.
+    belong to the other. With a packed weight, `vector` is the kernel whose warps take blocks of their own.
     """
 
     vector: bool

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from vllm.ops.quantized_weights import GroupedWeight
-from vllm.ops.triton.decode_parts import Tiling, finish_row, finish_rows, leave_share, processors, take_shares
+from vllm.ops.triton.decode_parts import Tiling, finish_rows, leave_share, processors, take_shares
 
 WORDS = (64, 32, 16)  # of a block and an output, the first that fits; the matrix units take 16 inputs at a time
 _LEAST_GROUP = 16
@@ -310,121 +310,6 @@ def _sliced_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _nibble(words, Q: tl.constexpr):
-    """Code Q of 8 of words of 32 bits, as fp32 and with `_added(Q)` on top: bits in the upper half of a mantissa are a
-    number already, but for what the exponent adds.
-    """
-    if Q == 0:
-        moved = words << 16
-    elif Q <= 2:
-        moved = words << 8
-    elif Q <= 4:
-        moved = words
-    elif Q <= 6:
-        moved = words >> 8
-    else:
-        moved = words >> 12
-    LOW: tl.constexpr = Q == 1 or Q == 3 or Q == 5  # noqa: PLR1714
-    number = (moved & (0x0000F000 if LOW else 0x000F0000)) | (0x45000000 if LOW else 0x43000000)
-    return number.to(tl.float32, bitcast=True)
-
-
-@triton.constexpr_function
-def _added(q):
-    return 2048.0 if q in (1, 3, 5) else 128.0
-
-
-@triton.jit
-def _row_inputs(x, first, t, K: tl.constexpr, W: tl.constexpr, CODE: tl.constexpr):
-    """The inputs of code CODE of the lower and of the upper 16 bits of words t [.., words] of blocks that begin at
-    `first`, in fp32.
-    """
-    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + (first + CODE * W) // 2 + t, mask=first < K, other=0)
-    dtype: tl.constexpr = x.dtype.element_ty
-    low = pairs.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["tiles_in"])
-def _row_kernel(
-    x, words, scales, offsets, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
-    sums, scale: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, UNROLL: tl.constexpr, MODE: tl.constexpr,
-    ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, OFFSETS: tl.constexpr,
-    SQUARES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One row, codes of 4 bits: grid (N / BN,). BB blocks at a time; products are kept apart and summed at the end."""
-    BLOCK: tl.constexpr = 4 * W
-    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
-    BLOCKS: tl.constexpr = K // BLOCK
-    T: tl.constexpr = W // 2  # words of 32 bits
-    ROWS: tl.constexpr = 2 * N if MODE == 1 else N
-    pid = tl.program_id(0)
-    n = pid * BN + tl.arange(0, BN)
-    b = tl.arange(0, BB)
-    t = tl.arange(0, T)
-    if PDL:
-        gdc_launch_dependents()
-    wide = words.to(tl.pointer_type(tl.int32))
-    at = (b[None, :] * ROWS + n[:, None])[:, :, None] * T + t[None, None, :]
-    there = (b < BLOCKS)[None, :, None]
-    a = tl.load(wide + at, mask=there, other=0, eviction_policy="evict_first")
-    if MODE == 1:
-        u = tl.load(wide + at + N * T, mask=there, other=0, eviction_policy="evict_first")
-    if PDL:
-        gdc_wait()
-    acc = tl.zeros([BN, BB, T], tl.float32)
-    up = acc
-    for first in tl.range(0, BLOCKS, BB, loop_unroll_factor=UNROLL):
-        block = first + b
-        keep = (block < BLOCKS)[None, :]
-        begin = (block * BLOCK)[:, None]
-        more = (first + BB + b < BLOCKS)[None, :, None]
-        following = wide + (first + BB) * (ROWS * T) + at
-        a_next = tl.load(following, mask=more, other=0, eviction_policy="evict_first")
-        if MODE == 1:
-            u_next = tl.load(following + N * T, mask=more, other=0, eviction_policy="evict_first")
-        for s in tl.static_range(SUB):
-            # beyond 8, what codes stand for begins with `_added`
-            less = tl.zeros([BB, T], tl.float32)
-            total = tl.zeros([BB, T], tl.float32)
-            for i in tl.static_range(s * 4 // SUB, (s + 1) * 4 // SUB):
-                low, high = _row_inputs(x, begin, t[None, :], K, W, i)
-                less -= low * (8 + _added(i)) + high * (8 + _added(4 + i))
-                total += low + high
-            one = tl.broadcast_to(less[None, :, :], [BN, BB, T])
-            two = one
-            for i in tl.static_range(s * 4 // SUB, (s + 1) * 4 // SUB):
-                low, high = _row_inputs(x, begin, t[None, :], K, W, i)
-                one += _nibble(a, i) * low[None, :, :]
-                one += _nibble(a, 4 + i) * high[None, :, :]
-                if MODE == 1:
-                    two += _nibble(u, i) * low[None, :, :]
-                    two += _nibble(u, 4 + i) * high[None, :, :]
-            group = _group(block, s, GROUP, BLOCK)[None, :] * ROWS + n[:, None]
-            acc += one * tl.load(scales + group, mask=keep, other=0.0).to(tl.float32)[:, :, None]
-            if OFFSETS:
-                given = tl.load(offsets + group, mask=keep, other=0.0).to(tl.float32)
-                acc += given[:, :, None] * total[None, :, :]
-            if MODE == 1:
-                up += two * tl.load(scales + group + N, mask=keep, other=0.0).to(tl.float32)[:, :, None]
-                if OFFSETS:
-                    given = tl.load(offsets + group + N, mask=keep, other=0.0).to(tl.float32)
-                    up += given[:, :, None] * total[None, :, :]
-        a = a_next
-        if MODE == 1:
-            u = u_next
-    y = tl.sum(tl.sum(acc, 2), 1)
-    z = y
-    if MODE == 1:
-        z = tl.sum(tl.sum(up, 2), 1)
-    finish_row(
-        y, z, n, n < N, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
-        sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, SQUARES,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["M"])
 def _wide_packed_kernel(
     x, words, scales, offsets, bias, out, part, arrived, M, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
@@ -600,12 +485,15 @@ class WidePacked:
 
 
 def choose_wide_packed(rows: int, outputs: int, inputs: int) -> WidePacked:
-    """The tiling of a product of 65 rows or more."""
+    """The tiling of a product of 65 to 256 rows, from times on an H200 (`benchmarks/h200/quantized.py`)."""
     tiles = -(-outputs // 128) * -(-rows // 128)
-    split = 1
-    while split < 4 and tiles * split < processors() and inputs >= 2048 * split:
-        split *= 2
-    return WidePacked(128, 128, 32, 8, split, 3)
+    if tiles >= processors():
+        return WidePacked(128, 128, 32, 8, 1, 3)
+    if 3 * tiles >= 2 * processors():
+        return WidePacked(128, 128, 64, 8, 1, 2)
+    if rows > 128 and inputs >= 8192:
+        return WidePacked(256, 128, 32, 8, 4, 3)
+    return WidePacked(128, 128, 32, 8, 2 if inputs >= 1024 else 1, 3)
 
 
 def wide_packed_product(
@@ -646,11 +534,6 @@ def launch_packed(
     }
     tiles = -(-const["N"] // t.rows)
     blocks = -(-weight.words.shape[0] // t.split)
-    if t.vector and t.depth == 1:
-        del const["FORMAT"]
-        squares = triton.next_power_of_2(max(behind[1], 2))
-        _row_kernel[(tiles,)](*tensors, *behind, BB=t.ahead, UNROLL=t.unroll, SQUARES=squares, **const, **extra)
-        return
     whole = const["N"] % t.rows == 0 and const["PDL"]  # nothing is asked for that is not there
     if t.vector:
         _sliced_kernel[(tiles, t.split)](
@@ -664,19 +547,6 @@ def launch_packed(
         AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32, **const,
         **extra,
     )  # fmt: skip
-
-
-def takes_one_row(weight: PackedWords) -> bool:
-    """Whether the kernel for one row knows a weight: whole blocks of codes of 4 bits."""
-    return weight.format == "int4" and weight.shape[1] % (4 * weight.words.shape[2]) == 0
-
-
-def choose_row_tiling(outputs: int, blocks: int, gated: bool) -> Tiling:
-    """The tiling of a product of one row with a weight that `takes_one_row`."""
-    rows = 16
-    while outputs % rows:
-        rows //= 2
-    return Tiling(True, rows, 1, 8, ahead=4)
 
 
 def choose_packed_tiling(rows: int, outputs: int, blocks: int) -> Tiling:

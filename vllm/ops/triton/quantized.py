@@ -20,7 +20,7 @@ from vllm.ops.triton.packed_linear import PackedWords, dequantize, packed_produc
 __all__ = ["PackedWords", "dequantize", "many_rows", "multiply", "pack"]
 
 _FEW_ROWS = 64  # of the kernels that read each weight once
-_MANY_ROWS = 512  # beyond it, multiplying takes so long that writing the weight as numbers first does not matter
+_MANY_ROWS = 256  # beyond it, multiplying takes so long that writing the weight as numbers first does not matter
 
 
 def pack(weight: GroupedWeight, dtype: torch.dtype) -> Any:
