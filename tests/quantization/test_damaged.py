@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.harness import PagedDriver, engine_config
 from tests.quantization import writers
 from tests.quantization.harness import PROMPT, is_projection, plain_model, quantize_folder
-from tests.quantization.test_formats import AWQ, FP8, GPTQ
+from tests.quantization.test_formats import AWQ, FP8, GPTQ, INT8, QQQ, SPARSE_24, compressed
 from tests.quantization.test_gguf import add_demo_tokenizer, mixed, write
 from vllm.gguf.container import read_gguf
 from vllm.gguf.folder import folder_of
@@ -169,6 +169,9 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gptq": (lambda w: writers.gptq(w, act_order=True, symmetric=False), {**GPTQ, "sym": False, "desc_act": True}),
     "awq": (lambda w: writers.awq(w), AWQ),
     "fp8": (lambda w: writers.fp8(w, static=True), {**FP8, "activation_scheme": "static"}),
+    "marlin 2:4": (writers.marlin_24, {**GPTQ, "group_size": 128, "checkpoint_format": "marlin_24"}),
+    "qqq": (lambda w: writers.qqq(w, group=64), QQQ),
+    "sparse": (lambda w: writers.sparse(w, "fp8"), compressed("float-quantized", {**INT8, "type": "float"}, SPARSE_24)),
 }
 
 
@@ -176,9 +179,8 @@ def damage_settings(settings: dict[str, Any], generator: np.random.Generator) ->
     values: list[Any] = [None, -1, 0, 3, 7, 2**70, "x", True, [], {}, [1], 1e400, "gemv", 16, ["re:("], {"(": {}}]
     changed = dict(settings)
     for _ in range(int(generator.integers(1, 3))):
-        key = [*settings, "modules_to_not_convert", "dynamic", "weight_block_size"][
-            int(generator.integers(0, len(settings) + 3))
-        ]
+        more = ("modules_to_not_convert", "dynamic", "weight_block_size")
+        key = [*settings, *more][int(generator.integers(0, len(settings) + len(more)))]
         changed[key] = values[int(generator.integers(0, len(values)))]
     return changed
 

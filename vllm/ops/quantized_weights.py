@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 
+_NUMBERS_AT_ONCE = 1 << 22
+
+
 @dataclass(frozen=True)
 class InputQuant:
     """How a format wants a product's inputs rounded. Kernels that keep more precision may ignore it.
@@ -84,13 +87,23 @@ class GroupedWeight:
         return values.repeat_interleave(self.group, 1)[:, :k]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight as numbers, [out, in], computed in fp32."""
+        """The weight as numbers, [out, in], computed in fp32, some rows at a time, so that little lies between."""
+        n, k = self.shape
+        rows = max(1, _NUMBERS_AT_ONCE // max(1, k))
+        if n <= rows:
+            return self._numbers().to(dtype)
+        out = torch.empty(n, k, dtype=dtype, device=self.device)
+        for start in range(0, n, rows):
+            out[start : start + rows] = self.rows(slice(start, start + rows))._numbers()
+        return out
+
+    def _numbers(self) -> Tensor:
         values = self.values() * self.per_input(self.scales)
         if self.offsets is not None:
             values = values + self.per_input(self.offsets)
         if self.order is not None:
             values = torch.empty_like(values).index_copy_(1, self.order, values)
-        return values.to(dtype)
+        return values
 
     def values(self) -> Tensor:
         """The numbers before scales and offsets, [out, in] fp32."""

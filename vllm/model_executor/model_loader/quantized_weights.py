@@ -243,7 +243,7 @@ class QuantizedCheckpoint:
             weight = reader.read(module.tensors, *shape)
         except ValueError as error:
             raise ValueError(f"{module.file}: {module.name}: {error}.") from None
-        return weight if isinstance(weight, Tensor) else weight.dequantize()
+        return weight if isinstance(weight, Tensor) else weight.dequantize(filler.dtype_of(f"{container}.weight"))
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[str, nn.Module, QuantizedLinearMethod]]:
