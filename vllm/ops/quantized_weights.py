@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-
 _NUMBERS_AT_ONCE = 1 << 22
 
 
