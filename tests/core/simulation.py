@@ -270,6 +270,7 @@ class Simulation:
         self.device = FakeDevice(policy, num_blocks, policy.num_states(limits.max_num_seqs), limits.num_drafts)
         self.pooled: dict[str, bytes] = {}
         self.depth = depth
+        self.ahead = False  # whether the step after the oldest one in flight is planned before its result is known
         self.output: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.reasons: dict[str, tuple[str, int | str | None]] = {}
@@ -306,7 +307,12 @@ class Simulation:
         if plan is None or self.scheduler.num_in_flight >= self.depth:
             if not self.device.results:
                 return plan is not None
-            self.record(self.scheduler.apply(self.device.collect()))
+            full = self.scheduler.num_in_flight >= self.depth
+            ahead = self.scheduler.schedule_ahead() if self.ahead and full else None
+            result = self.device.collect()
+            if ahead is not None:
+                self.device.submit(ahead)
+            self.record(self.scheduler.apply(result))
         return True
 
     def check_reason(self) -> None:

@@ -190,12 +190,16 @@ def test_pooled_requests_end_without_a_token_beside_generating_ones(depth: int, 
     assert sim.scheduler.kv.pool.num_free == 59
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_in_a_pipeline_disjoint_sets_take_turns(stages: int) -> None:
+def test_in_a_pipeline_disjoint_sets_take_turns(stages: int, ahead: bool) -> None:
     """No request is in two steps at once, all stages have work, and nobody is left behind."""
+    pending = 1 if ahead else 0
     sim = Simulation(
-        full_policy(), 300, limits(max_pending=0, stages=stages, max_num_seqs=12, max_num_batched_tokens=96), stages
-    )
+        full_policy(), 300, limits(max_pending=pending, stages=stages, max_num_seqs=12, max_num_batched_tokens=96),
+        stages,
+    )  # fmt: skip
+    sim.ahead = ahead
     for i in range(12):
         sim.add(str(i), [i] * 6, 40)
     in_flight: list[set[int]] = []
@@ -219,6 +223,52 @@ def test_in_a_pipeline_disjoint_sets_take_turns(stages: int) -> None:
     assert len(in_flight) >= stages - 1 and all(len(rows) == 12 // stages for rows in in_flight)
     sim.run()
     assert all(sim.output[str(i)] == expected_output([i] * 6, 40) for i in range(12))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stages=st.integers(2, 4), blocks=st.sampled_from([40, 60, 300]), priority=st.booleans(), seed=st.integers(0, 2**20),
+    policy=st.sampled_from(sorted(POLICIES)),
+)  # fmt: skip
+def test_steps_that_are_planned_ahead_know_all_tokens_when_they_are_submitted(
+    stages: int, blocks: int, priority: bool, seed: int, policy: str
+) -> None:
+    """With requests that come late, are preempted, aborted, or stop where nobody knew."""
+    rng = random.Random(seed)
+    sim = Simulation(POLICIES[policy], blocks, limits(max_pending=1, stages=stages, priority=priority), stages)
+    sim.ahead = True
+    in_flight: list[set[str]] = []
+    submit, collect = sim.device.submit, sim.device.collect
+
+    def watch(plan: Any) -> None:
+        names = {r.id for r, samples in zip(sim.scheduler.planned, plan.sample.tolist(), strict=True) if samples}
+        assert not any(names & other for other in in_flight)
+        in_flight.append(names)
+        submit(plan)
+
+    def taken() -> Any:
+        in_flight.pop(0)
+        return collect()
+
+    sim.device.submit, sim.device.collect = watch, taken  # type: ignore[method-assign]
+    work: dict[str, tuple[list[int], int]] = {}
+    for i in range(14):
+        prompt = [rng.randrange(6) for _ in range(rng.randrange(1, 30))]
+        work[str(i)] = prompt, rng.randrange(1, 25)
+        answer = expected_output(prompt, work[str(i)][1])
+        stop = (rng.choice(answer),) if i % 3 == 0 else ()
+        if stop:
+            work[str(i)] = prompt, answer.index(stop[0]) + 1
+        sim.add(str(i), prompt, len(answer), stop_token_ids=stop, priority=rng.randrange(3))
+        for _ in range(rng.randrange(4)):
+            sim.step()
+        if i == 9:
+            sim.record(sim.scheduler.abort(["7"]))
+    sim.run()
+    for name, (prompt, count) in work.items():
+        wanted = expected_output(prompt, count)
+        assert sim.output[name] == wanted or (name == "7" and sim.output[name] == wanted[: len(sim.output[name])])
+    assert sim.scheduler.kv.pool.num_free == blocks - 1
 
 
 def test_an_empty_plan_is_a_step_like_any_other() -> None:

@@ -104,6 +104,7 @@ class Scheduler:
         self._sequence = 0
         self._suspects: deque[Request] = deque()  # to be tried alone, one step each
         self._isolated = False
+        self._ahead = -1  # the step in flight that the plan being made follows
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class Scheduler:
         pending = ENDLESS if limits.max_pending is None else limits.max_pending
         request = Request(message, limits.max_model_len, self.kv.num_groups, self._sequence, pending)
         self._sequence += 1
-        if self._late_masks and message.grammar is not None and not _processors(message):
+        if self._late_masks and limits.stages == 1 and message.grammar is not None and not _processors(message):
             request.max_pending = min(pending, 1)  # its next mask is made when its last token is known
         self.requests[request.id] = request
         self._num_pooled += request.pooled
@@ -315,6 +316,20 @@ class Scheduler:
         self._in_flight.append((plan, builder, self._clock()))
         return plan
 
+    def schedule_ahead(
+        self, more: Callable[[list[Request], list[bool]], dict[str, Any]] | None = None
+    ) -> StepPlan | None:
+        """As `schedule`, of a pipeline: plan what follows the oldest step in flight, which brings the tokens that the
+        first stage must be told with it. It may be submitted when that step has ended, before its result is applied.
+        """
+        if not self._in_flight:
+            return None
+        self._ahead = self._in_flight[0][0].step_id
+        try:
+            return self.schedule(more)
+        finally:
+            self._ahead = -1
+
     def empty_plan(self) -> StepPlan:
         """A step without requests, for a device that must run one because its peers do."""
         builder = PlanBuilder(self._step_id, 0, self.kv)
@@ -361,6 +376,7 @@ class Scheduler:
         special = speculates or lends or self._num_pooled or builder.room != ENDLESS
         self._num_resting = 0
         preempted, take, usual, step_id = False, builder.take, not special, self._step_id
+        rotates, ahead = self.limits.stages > 1, self._ahead
         add, add_tokens = builder.requests.append, builder.num_tokens.append
         add_computed, add_sample = builder.num_computed.append, builder.sample.append
         crowd, turn = (self._crowd.account, self._crowd.next_turn()) if parts > 1 else (None, 0)
@@ -373,7 +389,9 @@ class Scheduler:
             pending = request.num_pending
             total = len(request.tokens) + pending
             start = request.num_computed
-            if pending and (total >= request.max_len or pending > request.max_pending):
+            if pending and (
+                total >= request.max_len or pending > request.max_pending or (rotates and request.plan_step != ahead)
+            ):
                 continue  # its last token, or one that must be seen first, is in flight
             count = total - start
             if count > 1:

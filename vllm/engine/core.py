@@ -24,7 +24,7 @@ from vllm.ipc.functions import named
 from vllm.logger import init_logger
 from vllm.reasoning import reasoning_end
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
-from vllm.step.plan import RowMasks
+from vllm.step.plan import RowMasks, StepPlan
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.requests import COMPLETE_EARLY, GrammarRequests, Masks, refusal
@@ -202,6 +202,16 @@ class EngineCore:
 
     def _submit(self) -> bool:
         """Plan and submit a step; False if there is none to plan now."""
+        planned = self._plan(self.scheduler.schedule)
+        if planned is not None:
+            self._start(*planned)
+        return planned is not None
+
+    def _plan(self, schedule: Callable[..., StepPlan | None]) -> tuple[StepPlan, dict[str, str]] | None:
+        """A step, and why some of its requests cannot go on; None if there is none to plan now.
+
+        schedule: the scheduler's way to make one.
+        """
         errors: dict[str, str] = {}
 
         def masks(requests: list[Request], sample: list[bool]) -> dict[str, Any]:
@@ -220,7 +230,7 @@ class EngineCore:
                 said["late"][late] = True
             return said
 
-        plan = self.scheduler.schedule(masks if self._grammars else None)
+        plan = schedule(masks if self._grammars else None)
         tokens = 0 if plan is None else int(plan.num_tokens.sum())
         if self._together is not None:
             tokens, go_on = self._together.agree(tokens, self.has_unfinished(), self._calls)
@@ -228,16 +238,17 @@ class EngineCore:
                 self._followed = self._calls
             if tokens:
                 plan = replace(plan or self.scheduler.empty_plan(), exchanged=tokens)
-        if plan is None:
-            return False
-        self.step_allowance = self._seconds_per_token * tokens
+        return None if plan is None else (plan, errors)
+
+    def _start(self, plan: StepPlan, errors: dict[str, str]) -> None:
+        """Submit a step."""
+        self.step_allowance = self._seconds_per_token * max(plan.exchanged, int(plan.num_tokens.sum()))
         self._executor.submit(plan)
         self._submitted += 1
         if plan.late is not None:
             self._late = (plan.step_id, plan.late.nonzero()[0].tolist())
         self._refuse(errors)
         self.scheduler.settle()
-        return True
 
     def _complete(self, step_id: int, late: list[int]) -> None:
         """Give the newest step the masks that need the tokens just taken in. Requests that have ended get none."""
@@ -301,8 +312,13 @@ class EngineCore:
             if self.has_work():
                 time.sleep(IDLE_SECONDS)
             return []
+        # A stage waits for the tokens of the oldest step: what it does with them is planned before they are here.
+        ahead = self._plan(scheduler.schedule_ahead) if self._pipelined and self._is_full else None
         self._submitted -= 1
-        outputs = scheduler.apply(executor.collect())
+        result = executor.collect()
+        if ahead is not None:
+            self._start(*ahead)
+        outputs = scheduler.apply(result)
         if self._grammars:
             outputs = self._ended(outputs if self.overlaps else self._jump(outputs))
         if self._late is not None:
@@ -322,8 +338,13 @@ class EngineCore:
 
     def _fill(self) -> None:
         """Submit as many steps as may be in flight."""
-        while self._late is None and self._submitted < self._executor.max_in_flight and self._submit():
+        while self._late is None and not self._is_full and self._submit():
             pass
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no further step may be in flight."""
+        return self._submitted >= self._executor.max_in_flight
 
     def _drain(self) -> None:
         """Collect steps whose requests have all ended: their slots and blocks are then nobody's."""
@@ -499,7 +520,7 @@ def scheduler_limits(config: SchedulerConfig, stages: int = 1) -> SchedulerLimit
         priority=config.policy == "priority",
         chunk_threshold=config.long_prefill_token_threshold,
         num_drafts=config.num_drafts,
-        max_pending=0 if stages > 1 else None,
+        max_pending=1 if stages > 1 else None,
         stages=stages,
         max_gap=config.max_token_gap / 1000,
     )
