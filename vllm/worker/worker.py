@@ -29,6 +29,7 @@ from vllm.model_executor.models.blocks import serve_experts
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
 from vllm.ops import attention_backends
+from vllm.ops.linear import linear
 from vllm.platforms import cuda_early
 from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.known import Known
@@ -172,8 +173,9 @@ class Worker:
 
     def count_blocks(self) -> int:
         """Blocks that fit into this rank's memory, the null block included. Runs the largest step once on a GPU."""
-        if self._compiling is not None:
+        if self.device.type == "cuda":
             self._load_libraries()
+        if self._compiling is not None:
             logger.info("Compiling kernels took %.2f s, beside loading", self._compiling.wait())
         if self.device.type == "cuda":
             self.tp.barrier()
@@ -204,16 +206,22 @@ class Worker:
         return scheduler.max_num_batched_tokens, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
     def _load_libraries(self) -> None:
-        """Compute the plain products of the largest step once: cuBLAS and PyTorch load their kernels at first use, here
-        while other processes compile ours.
+        """Compute the plain products of steps once, here while other processes compile our kernels.
+
+        cuBLAS and PyTorch load theirs at first use, which waits for all that is queued on the device. cuBLAS has about
+        one for every eight rows, and a step multiplies as many as it samples, in its last layer and to make logits.
         """
         tokens, requests = self._largest_batch()
+        sampled = [*range(8, min(257, requests), 8), *range(320, requests, 64), requests]
         weights = {p.shape: p for p in self.model.parameters() if p.dim() == 2 and p.is_floating_point()}
         logits = self.model.traits.vocab_size // self.tp.world  # of this rank, or more where shares are padded
         with torch.inference_mode(), contextlib.suppress(torch.OutOfMemoryError):  # which the largest step will explain
             for shape, weight in weights.items():
-                rows = requests if shape[0] >= logits else tokens
-                out = F.linear(torch.empty(rows, shape[1], dtype=weight.dtype, device=self.device), weight)
+                x = torch.empty(max(tokens, requests), shape[1], dtype=weight.dtype, device=self.device)
+                if shape[0] < logits:
+                    F.linear(x, weight)
+                for rows in sampled:
+                    out = linear(x[:rows], weight, None, torch.float32 if shape[0] >= logits else None)
                 if shape[0] >= logits:
                     out.sort(-1)
 
