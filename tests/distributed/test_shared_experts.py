@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.distributed.test_expert_parallel import save
-from tests.server.engines import greedy, running, settle
+from tests.server.engines import greedy, make, running, settle
+from tests.tiny_models import save_llama
 from vllm.config import ParallelConfig
 from vllm.engine.async_llm_engine import AsyncLLMEngine
 from vllm.exceptions import EngineGenerateError
@@ -72,6 +73,11 @@ async def test_all_copies_end_and_are_started_again_together(tmp_path: Path) -> 
             await endless
         await settle(lambda: all(replica.alive for replica in fleet._replicas), 60)
         assert await answers(engine, 2) == expected
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="this model has none that can be dealt out. Leave out enable_expert_para"):
+        make(save_llama(tmp_path), **SHARED)
 
 
 def test_what_cannot_share_experts_is_said() -> None:

@@ -25,6 +25,13 @@ class JoinedFleet(Fleet):
         self._meetings = 0
         super().__init__(lambda index: make(index, self._meeting), size, caches_prefixes)
 
+    def launch(self) -> None:
+        try:
+            super().launch()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
     @property
     def _meeting(self) -> str:
         return str(Path(self._folder.name) / str(self._meetings))

@@ -25,7 +25,7 @@ from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.live_weights import unpacked
-from vllm.model_executor.models.blocks import serve_experts
+from vllm.model_executor.models.blocks import experts_of, serve_experts
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
 from vllm.ops import attention_backends
@@ -87,6 +87,12 @@ class Worker:
         attention = attention_backends.use(config.model_config.attention_backend, self.device)
         self._compiling = compiling
         self.model = self._load()
+        if self.tp.exchange is not None and not experts_of(cast(torch.nn.Module, self.model)):
+            raise ValueError(
+                "enable_expert_parallel with data_parallel_size deals out experts to all copies of the engine, and "
+                "this model has none that can be dealt out. Leave out enable_expert_parallel: then the copies are "
+                "independent."
+            )
         check_traits(
             self.model.traits,
             name=" or ".join(config.model_config.architectures) or "The model",

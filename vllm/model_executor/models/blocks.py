@@ -381,11 +381,15 @@ class Experts(nn.Module):
         self(x, torch.empty(0, choices, device=device), torch.empty(0, choices, dtype=torch.int64, device=device))
 
 
+def experts_of(model: nn.Module) -> list[Experts]:
+    """The experts of all layers, in order."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
 def serve_experts(model: nn.Module) -> None:
     """Take part in the exchange of a step in which this copy of the engine has no tokens."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.serve()
+    for experts in experts_of(model):
+        experts.serve()
 
 
 class MixtureOfExperts(nn.Module):
