@@ -374,6 +374,7 @@ class Fleet:
             for replica, client in zip(lost, clients, strict=True):
                 replica.client = client
                 await self._listen(replica)
+            for replica in lost:  # at once: those that belong together must hear of the same requests
                 replica.alive = True
             logger.info("Replica %s is back after %.1f s.", names, time.monotonic() - started)
             self._send_orphans()
