@@ -218,7 +218,7 @@ class Worker:
         one for every eight rows, and a step multiplies as many as it samples, in its last layer and to make logits.
         """
         tokens, requests = self._largest_batch()
-        sampled = [*range(8, min(257, requests), 8), *range(320, requests, 64), requests]
+        sampled = [*range(8, min(513, requests), 8), *range(544, requests, 32), requests]
         weights = {p.shape: p for p in self.model.parameters() if p.dim() == 2 and p.is_floating_point()}
         logits = self.model.traits.vocab_size // self.tp.world  # of this rank, or more where shares are padded
         with torch.inference_mode(), contextlib.suppress(torch.OutOfMemoryError):  # which the largest step will explain
