@@ -115,3 +115,27 @@ def test_a_profile_is_written(folder: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_model_that_does_not_fit_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"max seq len \(512\).*estimated maximum model length is 80\."):
         create_executor(config_for(folder, kv_cache_memory_bytes=6 * 16 * 2 * 2 * 2 * 12 * 4))
+
+
+def test_kernels_of_libraries_are_loaded_for_every_size_and_failing_to_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = create_executor(config_for(folder, max_num_seqs=700, max_num_batched_tokens=700))
+    worker = executor.driver_worker  # type: ignore[attr-defined]
+    rows: dict[tuple[int, ...], list[int]] = {}
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: None, out_dtype: torch.dtype | None) -> torch.Tensor:
+        rows.setdefault(tuple(weight.shape), []).append(len(x))
+        return torch.nn.functional.linear(x, weight)
+
+    monkeypatch.setattr("vllm.worker.worker.linear", multiply)
+    worker._load_libraries()
+    sizes = [*range(8, 513, 8), *range(544, 700, 32), 700]
+    assert rows and all(found == sizes for found in rows.values())
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("vllm.worker.worker.linear", fail)
+    worker._load_libraries()
+    executor.shutdown()

@@ -221,7 +221,7 @@ class Worker:
         sampled = [*range(8, min(513, requests), 8), *range(544, requests, 32), requests]
         weights = {p.shape: p for p in self.model.parameters() if p.dim() == 2 and p.is_floating_point()}
         logits = self.model.traits.vocab_size // self.tp.world  # of this rank, or more where shares are padded
-        with torch.inference_mode(), contextlib.suppress(torch.OutOfMemoryError):  # which the largest step will explain
+        with torch.inference_mode(), contextlib.suppress(RuntimeError):  # which the steps themselves will explain
             for shape, weight in weights.items():
                 x = torch.empty(max(tokens, requests), shape[1], dtype=weight.dtype, device=self.device)
                 if shape[0] < logits:
