@@ -7,7 +7,7 @@ ARGS ?=
 # One thread for each of the two test processes: more only fight each other.
 JOBS ?= 2
 
-.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web test-real test-models-full \
+.PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web screenshots test-real test-models-full \
 	test-adapters-full test-clients test-ray test-distributed test-gpu wheel clean
 
 help: ## Show this list
@@ -56,6 +56,10 @@ fuzz: setup-dev ## Throw many random inputs at the system
 test-web: setup-dev ## Test the page at / in Chromium (install it first, for example: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet 'playwright>=1.45'
 	$(PYTEST) -q -m web tests/web $(ARGS)
+
+screenshots: setup-dev ## Take the pictures of the page in docs/images: light, dark, phone, wide, key missing
+	$(BIN)/python -m pip install --quiet 'playwright>=1.45'
+	$(BIN)/python -m tools.page_screenshots $(ARGS)
 
 # What the second package asks for is for its own way to run the model.
 test-real: setup-dev ## Compare real models, which packages carry, with sentence-transformers and transformers

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from tests.tiny_llama import MAX_MODEL_LEN
 from vllm import SamplingParams
-from vllm.engine.input_processor import InputProcessor, RequestInput, child_seed, first_step
+from vllm.engine.input_processor import InputProcessor
+from vllm.engine.processed import RequestInput, child_seed
+from vllm.engine.prompts import first_step
 from vllm.sampling_params import BeamSearchParams
 
 WIDTH = 403

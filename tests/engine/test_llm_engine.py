@@ -9,8 +9,8 @@ import pytest
 from tests.tiny_llama import MAX_MODEL_LEN, assert_idle
 from vllm import EngineArgs, LLMEngine, PoolingParams, RequestOutput, SamplingParams
 from vllm.config import ModelConfig, VllmConfig
-from vllm.engine.input_processor import RequestInput
 from vllm.engine.metrics import LoggingStatLogger
+from vllm.engine.processed import RequestInput
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine import tokenizer_makers as make
 from vllm import SamplingParams
-from vllm.engine.input_processor import ProcessedRequest, core_request
 from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.processed import ProcessedRequest, core_request
 from vllm.engine.tokenizer import FastTokenizer
 from vllm.metrics.registry import EngineMetrics
 from vllm.sampling_params import RequestOutputKind

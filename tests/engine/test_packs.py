@@ -15,7 +15,7 @@ from tests.tiny_llama import assert_idle
 from vllm import LLM, PoolingParams
 from vllm.engine import llm_engine
 from vllm.engine.client import InprocClient
-from vllm.engine.input_processor import RequestInput
+from vllm.engine.processed import RequestInput
 
 LIMITS = {"max_num_batched_tokens": 96, "max_num_seqs": 7}
 

@@ -114,7 +114,7 @@ async def all_final(
 
 async def assert_idle(engine: AsyncLLMEngine) -> None:
     """Nothing is held anywhere: tables of the front end are empty, all blocks are free."""
-    await settle(lambda: not engine._streams)
+    await settle(lambda: not len(engine._traffic))
     report = await engine._core.call("idle_report") if engine._multiprocessing else None
     if report is not None:
         assert report["blocks_free"] == report["blocks_total"], report

@@ -322,7 +322,7 @@ async def test_what_is_held_back_ends_with_its_request(model_folder, how):
     async with running(model_folder, max_num_seqs=4, separate=False) as engine:
         params = SamplingParams(n=200, max_tokens=LONG, ignore_eos=True)
         task = asyncio.ensure_future(final(engine, "Hello", params, "many"))
-        await settle(lambda: engine._account_of)
+        await settle(lambda: engine._traffic._account_of)
         await settle(lambda: engine.output_processor.num_unfinished == 1)
         if how == "abort":
             await engine.abort("many")
@@ -330,7 +330,7 @@ async def test_what_is_held_back_ends_with_its_request(model_folder, how):
         else:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        assert not engine._accounts and not engine._account_of
+        assert not engine._traffic._accounts and not engine._traffic._account_of
         assert len((await final(engine, "Hello", greedy(2), "next")).outputs[0].token_ids) == 2
         await assert_idle(engine)
 

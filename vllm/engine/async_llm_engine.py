@@ -9,20 +9,22 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iter
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.adapters import LOADING, READY
-from vllm.engine.admission import Account, Admission
+from vllm.engine.admission import Admission
 from vllm.engine.core_client import AsyncCoreClient, make_core_client
-from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput, tokenization_options
+from vllm.engine.input_processor import InputProcessor
 from vllm.engine.metrics import StatLoggers
-from vllm.engine.output_processor import OutputProcessor, Refusal
-from vllm.engine.request_stream import RequestStream, Wakeups
-from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
-from vllm.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
-from vllm.faults import Faults
+from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.preparation import Preparation
+from vllm.engine.processed import RequestInput
+from vllm.engine.prompts import tokenization_options
+from vllm.engine.request_stream import RequestStream
+from vllm.engine.texts import Lanes
+from vllm.engine.traffic import Traffic
+from vllm.exceptions import EngineDeadError
 from vllm.ipc import functions
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics
-from vllm.outputs import failure_of
 from vllm.sampling_params import SamplingParams
 from vllm.step.messages import CoreOutput, CoreStats
 from vllm.usage.usage_lib import UsageContext, record_usage
@@ -40,10 +42,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 TICK_SECONDS = 0.5
-# Of sequences that are sent to the core at once: beyond this many tokens of prompts others have their turn first. What
-# else there is in a message is as much as so many tokens.
-TOKENS_PER_TURN = 16 * 1024
-TOKENS_PER_MESSAGE = 256
 LORA_POLL_SECONDS = 0.005
 
 
@@ -97,13 +95,10 @@ class AsyncLLMEngine:
         self._log_line = StatsLog(self.metrics, "CPU" if device == "cpu" else "GPU")
         self._loggers = StatLoggers(stat_loggers, vllm_config, self.metrics)
         self.output_processor = OutputProcessor(tokenizer, model.logits_width, model.max_model_len, self.metrics)
-        self._streams: dict[str, RequestStream] = {}
-        self._wakeups = Wakeups()
         self._admission = Admission(vllm_config.scheduler_config, vllm_config.parallel_config.local_replicas)
-        self._accounts: dict[str, Account] = {}  # of what has one, see `ProcessedRequest.account`
-        self._account_of: dict[str, str] = {}  # by request
-        self._faults = Faults.from_env()
+        self._traffic = Traffic(self._core, self.output_processor, self._admission)
         self.lanes = Lanes()
+        self._preparation = Preparation(self.input_processor, self.lanes)
         self._attaching: asyncio.Future[None] | None = None
         self._attached = False
         self._loop_started = False
@@ -210,79 +205,8 @@ class AsyncLLMEngine:
         """One step of the core. Runs on the event loop; wakes every consumer it has something for."""
         self.metrics.on_step(stats)
         if outputs:
-            self._take(outputs)
+            self._traffic.take(outputs)
         self._loggers.log(stats)
-
-    def _take(self, outputs: list[CoreOutput]) -> None:
-        """Hand what a step has brought to those who wait for it."""
-        roomy: dict[Account, None] = {}
-        if self._admission.waiting:
-            for core_output in outputs:
-                account = self._admission.leave(core_output.request_id)
-                if account is not None:
-                    roomy[account] = None
-        processed = self.output_processor.process(outputs)
-        if processed.aborts:
-            self._core.abort(processed.aborts)
-        if processed.follow_ups:
-            self._core.add(processed.follow_ups)
-        streams = self._streams
-        for output in processed.outputs:
-            stream = streams.get(output.request_id)
-            if stream is None:
-                continue
-            failed = None
-            if output.finished:
-                del streams[output.request_id]
-                self._leave_account(output.request_id)
-                failed = failure_of(output)
-            if isinstance(failed, Refusal):  # nothing was generated, and there is no answer to begin
-                stream.fail(VLLMValidationError(failed))
-                continue
-            stream.put(output)
-            if failed is not None:
-                stream.fail(EngineGenerateError(str(failed)))
-        for account in roomy:
-            self._send_held_back(account)
-
-    def _send_held_back(self, account: Account) -> None:
-        """Send the core what an account has room for, at most as much as takes a few milliseconds, the rest soon."""
-        left = TOKENS_PER_TURN
-        while account.held_back and not self.is_stopped:
-            request_id = account.held_back[0]
-            tokens = self.output_processor.prompt_length(request_id)
-            room = self._admission.room(account, tokens)
-            if not room:
-                return
-            if left <= 0:
-                asyncio.get_running_loop().call_soon(self._send_held_back, account)
-                return
-            most = min(room, max(1, left // (tokens + TOKENS_PER_MESSAGE)))
-            messages = self.output_processor.more(request_id, most)
-            if len(messages) < most:
-                account.held_back.popleft()  # that was all of it
-            left -= len(messages) * (tokens + TOKENS_PER_MESSAGE)
-            self._admission.enter(messages, account)
-            with contextlib.suppress(EngineDeadError):  # which everybody hears of in another way
-                self._core.add(messages)
-
-    def _join_account(self, request_id: str, name: str) -> Account:
-        account = self._accounts.setdefault(name, Account())
-        account.requests += 1
-        self._account_of[request_id] = name
-        return account
-
-    def _leave_account(self, request_id: str) -> None:
-        """A request has ended, however it did."""
-        name = self._account_of.pop(request_id, None)
-        if name is None:
-            return
-        account = self._accounts[name]
-        account.requests -= 1
-        if request_id in account.held_back:
-            account.held_back.remove(request_id)
-        if not account.requests:
-            del self._accounts[name]
 
     # The core steps by itself, in its own process. These three are what is left of the older loop's public methods.
 
@@ -290,16 +214,12 @@ class AsyncLLMEngine:
         """Let the event loop take in what the core has sent; True while requests are in progress."""
         await self._ensure_attached()
         await asyncio.sleep(0)
-        return bool(self._streams)
+        return bool(len(self._traffic))
 
     def process_request_outputs(self, request_outputs: Sequence[RequestOutput]) -> bool:
         """Hand outputs to their consumers; True if all of them are finished."""
         for output in request_outputs:
-            stream = (
-                self._streams.pop(output.request_id, None) if output.finished else self._streams.get(output.request_id)
-            )
-            if stream is not None:
-                stream.put(output)
+            self._traffic.hand_over(output)
         return all(output.finished for output in request_outputs)
 
     @staticmethod
@@ -318,20 +238,12 @@ class AsyncLLMEngine:
             return
         logger.error("The engine is dead: %s", exc)
         self._death = exc
-        self._end_all(exc)
-
-    def _end_all(self, error: BaseException) -> None:
-        streams, self._streams = self._streams, {}
-        for request_id, stream in streams.items():
-            self.output_processor.abort([request_id])
-            stream.fail(error)
-            self._leave_account(request_id)
-        self._admission.clear()
+        self._traffic.end(exc)
 
     def shutdown_background_loop(self) -> None:
         """End the background work without waiting; requests in flight fail. `shutdown` is the gentle way."""
         self._stopped = True
-        self._end_all(AsyncEngineDeadError("The engine was shut down."))
+        self._traffic.end(AsyncEngineDeadError("The engine was shut down."))
         if self._ticker is not None:
             self._ticker.cancel()
         self._core.kill()
@@ -363,10 +275,10 @@ class AsyncLLMEngine:
 
     async def _finish(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self._streams and self._death is None and (deadline is None or time.monotonic() < deadline):
+        while len(self._traffic) and self._death is None and (deadline is None or time.monotonic() < deadline):
             await asyncio.sleep(0.02)
         self._stopped = True
-        self._end_all(AsyncEngineDeadError("The server is shutting down."))
+        self._traffic.end(AsyncEngineDeadError("The server is shutting down."))
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -529,7 +441,7 @@ class AsyncLLMEngine:
 
     async def _begin(self, request: RequestInput, deadline: float | None = None) -> RequestStream:
         await self._ensure_attached()
-        is_admitted = request.account in self._accounts
+        is_admitted = self._traffic.is_known(request.account)
         if not is_admitted:
             self.check_admission()
         if request.request_id in self.output_processor:
@@ -537,37 +449,19 @@ class AsyncLLMEngine:
         if self._multiprocessing and isinstance(request.params, SamplingParams):
             request.params.verify_serializable()
         with self._admission.arriving():
-            request = await self._tokenized(request, deadline)
+            request = await self._preparation.tokenized(request, deadline)
         if self.is_stopped:
             raise self.dead_error
-        processed = await self._processed(request, deadline)
+        processed = await self._preparation.processed(request, deadline)
         length, sequences = len(processed.prompt_token_ids), processed.params.num_candidates
         if not is_admitted:
             self.check_admission(sequences, length)
-        account, most = None, None
-        if processed.account is not None:
-            account = self._join_account(request.request_id, processed.account)
-            most = min(self._admission.room(account, length), max(1, TOKENS_PER_TURN // (length + TOKENS_PER_MESSAGE)))
-        messages = self.output_processor.add(processed, most)
         try:
-            self._core.add(messages)
+            stream = self._traffic.begin(processed)
+        except EngineDeadError as error:
+            raise self.dead_error from error
         except Exception as error:
-            self.output_processor.abort([request.request_id])
-            self._leave_account(request.request_id)
-            if isinstance(error, EngineDeadError):
-                raise self.dead_error from error
             raise ValueError(f"The request cannot be sent to the engine core: {error}") from error
-        stream = self._streams[request.request_id] = RequestStream(
-            request.request_id,
-            processed.params.output_kind,
-            self._wakeups,
-            self._abandon,
-            singly=processed.params.stream_interval == 1,
-        )
-        self._admission.enter(messages, account)
-        if account is not None and len(messages) < max(1, len(processed.children)):
-            account.held_back.append(request.request_id)
-            self._send_held_back(account)
         if self.log_requests:
             logger.info(
                 "Received request %s: prompt: %d tokens, params: %s",
@@ -577,72 +471,6 @@ class AsyncLLMEngine:
             )
         return stream
 
-    async def _tokenized(self, request: RequestInput, deadline: float | None) -> RequestInput:
-        """Tokenize long texts in another thread, so that they do not hold up the streams of others."""
-        if self._faults:
-            await self._in_lane(
-                deadline, INLINE_CHARACTERS + 1, self._faults.on_request, "tokenizer", request.request_id
-            )
-        texts = self.input_processor.texts
-        if texts is None:
-            return request
-        prompt, params = request.prompt, request.params
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
-        if isinstance(text, str) and len(text) > INLINE_CHARACTERS and not has_ids:
-            ids = await self._in_lane(deadline, len(text), self.input_processor.token_ids, request)
-            extra = dict(prompt) if isinstance(prompt, Mapping) else {}
-            request = request._replace(prompt={**extra, "prompt": text, "prompt_token_ids": ids})  # type: ignore[arg-type]
-        if not isinstance(params, SamplingParams) or not params.bad_words:
-            return request
-        if not request.owns_params:
-            params = params.clone()
-            params.verify()
-            params.forget_tokenizer()
-            request = request._replace(params=params, owns_params=True)
-        words = params.bad_words
-        if words and params.bad_words_token_ids is None:
-            found = await self._in_lane(deadline, characters_of_words(words), texts.bad_words, words)
-            params.set_bad_words_token_ids(found)
-        return request
-
-    async def _processed(self, request: RequestInput, deadline: float | None) -> ProcessedRequest:
-        """The checked request. To look at a schema may take long, and is done in another thread."""
-        params = request.params
-        if isinstance(params, SamplingParams) and (params.guided_decoding or params.structured_outputs):
-            return await self._in_lane(deadline, INLINE_CHARACTERS + 1, self.input_processor.process, request)  # type: ignore[no-any-return]
-        return self.input_processor.process(request)
-
-    async def _in_lane(self, deadline: float | None, size: int, function: Callable[..., Any], *args: Any) -> Any:
-        """`Lanes.run`, until the deadline."""
-        loop = asyncio.get_running_loop()
-        work = self.lanes.run(size, function, *args)
-        if deadline is None:
-            return await work
-        try:
-            return await asyncio.wait_for(work, max(0.0, deadline - loop.time()))
-        except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
-            raise TimeoutError("The request was not tokenized before its deadline.") from None
-
-    def _abandon(self, stream: RequestStream) -> None:
-        """The consumer is gone: abort what still runs for it."""
-        if self._streams.get(stream.request_id) is stream:
-            self._abort([stream.request_id])
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        request_ids = list(request_ids)
-        core_ids, outputs = self.output_processor.abort(request_ids)
-        for core_id in core_ids:
-            self._admission.leave(core_id)
-        for request_id in request_ids:
-            self._leave_account(request_id)
-        for output in outputs:
-            stream = self._streams.pop(output.request_id, None)
-            if stream is not None:
-                stream.put(output)
-        if core_ids and self._death is None and not self._stopped:
-            self._core.abort(core_ids)
-
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their generators return after a last output with finish_reason "abort"."""
         if not self.is_running:
@@ -650,7 +478,9 @@ class AsyncLLMEngine:
                 "Background loop is not running. If it was running, inspect the output to find the stacktrace of the "
                 "error that caused the background loop to stop (AsyncEngineDeadError)."
             )
-        self._abort([request_id] if isinstance(request_id, str) else request_id)
+        core_ids = self._traffic.abort([request_id] if isinstance(request_id, str) else request_id)
+        if core_ids:
+            self._core.abort(core_ids)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm.engine.input_processor import ProcessedRequest, core_request
+from vllm.engine.processed import ProcessedRequest, core_request
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest
 from vllm.step.result import TokenLogprobs

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.config.max_model_len import resolve_max_model_len
+from vllm.engine.processed import SEED_BITS, SEED_MASK, Children, ProcessedRequest, RequestInput
+from vllm.engine.prompts import Parsed, parse, refuse_what_needs_other_models, token_list
 from vllm.engine.texts import PLAUSIBLE_CHARACTERS_PER_TOKEN, Texts, TooManyTokensError
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType, is_explicit_encoder_decoder_prompt
-from vllm.inputs.parse import parse_singleton_prompt
-from vllm.logger import init_logger
+from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType
 from vllm.lora.request import LoRARequest
 from vllm.lora.source import check_adapter
 from vllm.pooling_params import PoolingParams
 from vllm.prompt_adapter.source import VirtualTokens, read_prompt_adapter
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from vllm.step.messages import CoreRequest
 from vllm.structured_output.spec import GrammarSpec, constraint_of
 from vllm.structured_output.support import resolve
 from vllm.validation import integer_in, show
@@ -36,12 +30,7 @@ if TYPE_CHECKING:
     from vllm.engine.tokenizer import Tokenizer
     from vllm.prompt_adapter.request import PromptAdapterRequest
 
-logger = init_logger(__name__)
-
 MAX_KNOWN_ADAPTERS = 4096
-SEED_BITS = 64
-_FEW = 200  # numbers, whose extremes Python finds sooner than numpy
-_SEED_MASK = (1 << SEED_BITS) - 1
 # Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
 BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
@@ -56,102 +45,8 @@ BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_decoding": (None,),
     "structured_outputs": (None,),
 }
-# What a prompt may say: TextPrompt, TokensPrompt, and what is refused with a reason of its own.
-_PROMPT_KEYS = frozenset(
-    {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids",
-     "token_type_ids", "prompt_embeds"}
-)  # fmt: skip
 _NEUTRAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)  # where a request that is pooled has none
 _priority = integer_in(-(2**31), 2**31 - 1)
-
-
-class RequestInput(NamedTuple):
-    """One request as a user passes it.
-
-    owns_params: the parameters were made, and so checked, for this request alone, and nobody else has them.
-    account: the name that all requests of one call of a user have in common, if there are several.
-    """
-
-    request_id: str
-    prompt: PromptType
-    params: SamplingParams | PoolingParams | BeamSearchParams
-    arrival_time: float | None = None
-    lora_request: LoRARequest | None = None
-    prompt_adapter_request: PromptAdapterRequest | None = None
-    priority: int = 0
-    add_special_tokens: bool = True  # bos, where the tokenizer adds one; chat templates write their own
-    owns_params: bool = False
-    account: str | None = None
-
-
-class ProcessedRequest(NamedTuple):
-    """A request that is in order. `params` is our own copy; `children` has one message per sequence, none for beams.
-
-    `returned` of the children are given to the user; if there are more (best_of), the most likely ones.
-    `account` is common to everything that one call of a user asks for, None if that is one sequence.
-    `grammar` is what became of the parameters' guided_decoding or structured_outputs, which they keep no more.
-    `pooled` are the parameters of a request that is pooled, which others of its batch may have in common with it;
-    `params` are neutral ones then, and `children` empty. `second_from` is where the second text of a pair begins.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    children: Sequence[CoreRequest]
-    returned: int
-    arrival_time: float
-    priority: int
-    cache_salt: str | None = None
-    beams: BeamSearchParams | None = None
-    account: str | None = None
-    grammar: GrammarSpec | None = None
-    lora_request: LoRARequest | None = None
-    lora_folder: str = ""
-    pooled: PoolingParams | None = None
-    second_from: int | None = None
-    virtual: VirtualTokens | None = None
-
-
-class Children(Sequence[CoreRequest]):
-    """The messages of a request's sequences, each made when it is asked for: there may be thousands.
-
-    The first has the request's own seed, so that n = 1 gives the first of n = 4.
-    """
-
-    def __init__(self, request: ProcessedRequest, first: SamplingParams, others: SamplingParams, seed: int) -> None:
-        self._request = request
-        self._first, self._others = first, others
-        self._seed = seed
-        self._count = request.params.num_candidates
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @overload
-    def __getitem__(self, index: int) -> CoreRequest: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[CoreRequest]: ...
-
-    def __getitem__(self, index: int | slice) -> CoreRequest | list[CoreRequest]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        name = self._request.request_id
-        return core_request(
-            self._request,
-            request_id=name if self._count == 1 else f"{index}_{name}",
-            params=self._others if index else self._first,
-            seed=child_seed(self._seed, index),
-            fork_of=f"0_{name}" if index else None,
-        )
 
 
 class _Checked(NamedTuple):
@@ -167,16 +62,6 @@ class _Shared:
 
     checked: dict[int, _Checked] = field(default_factory=dict)
     pooled: dict[int, PoolingParams] = field(default_factory=dict)
-
-
-class _Parsed(NamedTuple):
-    """A prompt whose form is known. Exactly one of text and token ids has to be worked on."""
-
-    text: str | None
-    token_ids: list[int] | None
-    cache_salt: str | None
-    bounds: tuple[int, int] | None = None  # the smallest and the largest of the ids, where they are known
-    second_from: int | None = None  # the position from which the ids are those of a pair's second text
 
 
 class InputProcessor:
@@ -220,7 +105,7 @@ class InputProcessor:
     def process(self, request: RequestInput) -> ProcessedRequest:
         """Raises ValueError or TypeError, with nothing changed, if anything about the request is wrong."""
         self._check_options(request)
-        prompt = self._parse(request.prompt)
+        prompt = self._parsed(request.prompt)
         return self._build(request, prompt, self._tokenize([request], [prompt])[0], _Shared())
 
     def process_batch(self, requests: Sequence[RequestInput]) -> list[ProcessedRequest]:
@@ -231,7 +116,7 @@ class InputProcessor:
             if same not in options or not isinstance(request.request_id, str):
                 self._check_options(request)
                 options.add(same)
-            parsed.append(self._parse(request.prompt))
+            parsed.append(self._parsed(request.prompt))
         tokenized = self._tokenize(requests, parsed)
         shared = _Shared()
         with self.all_or_none():
@@ -243,7 +128,7 @@ class InputProcessor:
     def token_ids(self, request: RequestInput) -> list[int]:
         """The token ids of a request's text, not yet checked against the model. May run in any thread."""
         self._check_options(request)
-        return self._tokenize([request], [self._parse(request.prompt)])[0]
+        return self._tokenize([request], [self._parsed(request.prompt)])[0]
 
     @property
     def pad_token_id(self) -> int | None:
@@ -314,50 +199,10 @@ class InputProcessor:
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
-    def _parse(self, prompt: PromptType) -> _Parsed:
-        if type(prompt) is str:
-            return _Parsed(prompt, None, None)
-        if type(prompt) is dict and len(prompt) == 1 and isinstance(ids := prompt.get("prompt_token_ids"), list):
-            token_ids, bounds = _plain_ids(ids)
-            return _Parsed(None, token_ids, None, bounds)
-        prompt = listed(prompt)
-        if isinstance(prompt, (list, tuple)):
-            token_ids, bounds = _plain_ids(prompt)
-            return _Parsed(None, token_ids, None, bounds)
-        if is_explicit_encoder_decoder_prompt(prompt):
-            raise VLLMValidationError("Cannot pass encoder-decoder prompt to decoder-only models", parameter="prompt")
-        if isinstance(prompt, Mapping):
-            # Older code writes both keys and leaves one of them None.
-            prompt = {key: value for key, value in prompt.items() if value is not None}  # type: ignore[assignment]
-        found = parse_singleton_prompt(prompt)  # type: ignore[arg-type]
-        if found["type"] == "str":
-            return _Parsed(found["content"], None, None)
-        if found["type"] == "embeds":
-            raise VLLMValidationError(
-                "prompt_embeds are not enabled. Pass a text, or token ids as prompt_token_ids.",
-                parameter="prompt_embeds",
-            )
-        content: Mapping[str, Any] = found["content"]
-        _refuse_what_needs_other_models(content)
-        types = content.get("token_type_ids")
-        if types is not None and self._model.pooling is None:
-            raise VLLMValidationError(
-                "The prompt has token_type_ids, which only cross-encoder models read.", parameter="token_type_ids"
-            )
-        for name in content.keys() - _PROMPT_KEYS:
-            _warn_of_key(show(name))
-        salt, text = content.get("cache_salt"), content.get("prompt")
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise VLLMValidationError(f"cache_salt must be a non-empty string, got {salt!r}.", parameter="cache_salt")
-        if text is not None and not isinstance(text, str):
-            raise VLLMValidationError(f"prompt must be a string, got {type(text).__name__}.", parameter="prompt")
-        if found["type"] == "tokens":
-            token_ids, bounds = _plain_ids(content["prompt_token_ids"])
-            second = None if types is None else _second_from(types, len(token_ids))
-            return _Parsed(text, token_ids, salt, bounds, second)
-        return _Parsed(text, None, salt)
+    def _parsed(self, prompt: PromptType) -> Parsed:
+        return parse(prompt, pools=self._model.pooling is not None)
 
-    def _tokenize(self, requests: Sequence[RequestInput], prompts: Sequence[_Parsed]) -> list[list[int]]:
+    def _tokenize(self, requests: Sequence[RequestInput], prompts: Sequence[Parsed]) -> list[list[int]]:
         """The token ids of every prompt. Texts are encoded in parallel; for a single one that would only cost."""
         found: list[list[int]] = [p.token_ids or [] for p in prompts]
         texts = [i for i, p in enumerate(prompts) if p.token_ids is None]
@@ -398,7 +243,7 @@ class InputProcessor:
         except TooManyTokensError as error:
             raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
 
-    def _check_prompt(self, token_ids: list[int], prompt: _Parsed, limit: int) -> None:
+    def _check_prompt(self, token_ids: list[int], prompt: Parsed, limit: int) -> None:
         """`prompt`: what the ids come from, which need not be this model's tokenizer.   limit: of tokens."""
         if not token_ids:
             raise VLLMValidationError("The decoder prompt cannot be empty", parameter="prompt")
@@ -610,7 +455,7 @@ class InputProcessor:
 
     # -- the result ----------------------------------------------------------------------------------------------------
 
-    def _build(self, request: RequestInput, prompt: _Parsed, token_ids: list[int], shared: _Shared) -> ProcessedRequest:
+    def _build(self, request: RequestInput, prompt: Parsed, token_ids: list[int], shared: _Shared) -> ProcessedRequest:
         if isinstance(request.params, PoolingParams):
             return self._build_pooled(request, request.params, prompt, token_ids, shared)
         given, beams = _sampling_and_beams(request.params)
@@ -655,7 +500,7 @@ class InputProcessor:
         return made if beams is not None else made._replace(children=self._children(made))
 
     def _build_pooled(
-        self, request: RequestInput, params: PoolingParams, prompt: _Parsed, token_ids: list[int], shared: _Shared
+        self, request: RequestInput, params: PoolingParams, prompt: Parsed, token_ids: list[int], shared: _Shared
     ) -> ProcessedRequest:
         if params.truncate_prompt_tokens is not None and prompt.token_ids:
             self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
@@ -684,7 +529,7 @@ class InputProcessor:
 
     def _children(self, request: ProcessedRequest) -> Children:
         params, count = request.params, request.params.num_candidates
-        seed = (self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed) & _SEED_MASK
+        seed = (self._random.getrandbits(SEED_BITS) if params.seed is None else params.seed) & SEED_MASK
         if count > request.returned and params.logprobs is None:
             # Which sequences are best is decided by their log probability.
             params = params.clone()
@@ -720,7 +565,7 @@ def _after_hook(
 ) -> tuple[str | None, list[int]]:
     """Text and token ids as the model's own hook (`INPUT_REGISTRY`) wants them."""
     changed = hook(LLMInputs(prompt_token_ids=token_ids, prompt=text))
-    _refuse_what_needs_other_models(changed)
+    refuse_what_needs_other_models(changed)
     return changed.get("prompt"), token_list(changed["prompt_token_ids"])
 
 
@@ -735,216 +580,6 @@ def _too_long(length: str, limit: int) -> VLLMValidationError:
         "Shorten the prompt, set truncate_prompt_tokens, or raise max_model_len if the model allows it.",
         parameter="prompt",
     )
-
-
-def core_request(
-    request: ProcessedRequest,
-    request_id: str,
-    params: SamplingParams | PoolingParams,
-    seed: int = 0,
-    fork_of: str | None = None,
-    token_ids: list[int] | None = None,
-    lends: bool = False,
-) -> CoreRequest:
-    """The message for one sequence of `request`."""
-    eos: int | None = None
-    stop: tuple[int, ...] = ()
-    if isinstance(params, SamplingParams):
-        eos, stop = params.eos_token_id, tuple(params.stop_token_ids or ())
-    ids, virtual = request.prompt_token_ids if token_ids is None else token_ids, request.virtual
-    if virtual is not None:  # a token that the prompt has anyway holds their places, so that no penalty sees others
-        ids = [ids[0]] * virtual.count + ids
-    return CoreRequest(
-        request_id=request_id,
-        prompt_token_ids=ids,
-        params=params,
-        seed=seed,
-        eos_token_id=eos,
-        stop_token_ids=stop if eos is None else (eos, *stop),
-        arrival_time=request.arrival_time,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        fork_of=fork_of,
-        account=request.account,
-        grammar=request.grammar,
-        lora_id=0 if request.lora_request is None else request.lora_request.lora_int_id,
-        lora_path=request.lora_folder,
-        content_keys=() if virtual is None else ((0, virtual.count, virtual.key),),
-        virtual=b"" if virtual is None else virtual.embeddings,
-        lends=lends,
-    )
-
-
-def pooled_request(request: ProcessedRequest) -> CoreRequest:
-    """The message for a request that is pooled."""
-    assert request.pooled is not None
-    params = request.pooled
-    if request.second_from is not None:
-        params = params.clone()
-        params.second_from = request.second_from
-    return core_request(request, request.request_id, params)
-
-
-def packed_request(requests: Sequence[ProcessedRequest]) -> CoreRequest:
-    """One message for several requests that are pooled alike, which has the id of the first."""
-    first = requests[0]
-    assert first.pooled is not None
-    ids = list(chain.from_iterable([request.prompt_token_ids for request in requests]))
-    made = core_request(first, first.request_id, first.pooled, token_ids=ids)
-    made.parts = tuple([(len(r.prompt_token_ids), -1 if r.second_from is None else r.second_from) for r in requests])
-    return made
-
-
-def packs(
-    requests: Sequence[ProcessedRequest], max_tokens: int, max_requests: int
-) -> Iterator[Sequence[ProcessedRequest]]:
-    """Divide requests, in order, into those that are pooled alike and fit together into one step."""
-    first = tokens = 0
-    for i, request in enumerate(requests):
-        length, head = len(request.prompt_token_ids), requests[first]
-        alike = (
-            request.pooled is not None
-            and (request.pooled is head.pooled or request.pooled == head.pooled)
-            and request.lora_request is head.lora_request is None
-            and request.priority == head.priority
-            and request.account == head.account
-        )
-        if i > first and not (alike and tokens + length <= max_tokens and i - first < max_requests):
-            yield requests[first:i]
-            first, tokens = i, 0
-        tokens += length
-    if requests:
-        yield requests[first:]
-
-
-def child_seed(seed: int, index: int) -> int:
-    """The seed of the index-th sequence of a request; the first keeps the request's. SplitMix64's output function."""
-    if index == 0:
-        return seed
-    z = (seed + index * 0x9E3779B97F4A7C15) & _SEED_MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _SEED_MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _SEED_MASK
-    return z ^ (z >> 31)
-
-
-def listed(value: Any) -> Any:
-    """The list that an array of numpy, torch or pandas holds; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def first_step(requests: Sequence[RequestInput], max_tokens: int, max_requests: int, block_size: int) -> int:
-    """How many of the requests fill a step, if the others can be looked at while it runs; all of them otherwise.
-
-    That is so if all prompts are lists of token ids, and no other prompt begins like one in the step: the plan of a
-    step should know of everybody who shares a prefix with it.
-    """
-    heads: set[tuple[int, ...]] = set()
-    tokens = 0
-    for i, request in enumerate(requests):
-        prompt: Any = request.prompt
-        if isinstance(prompt, dict):
-            prompt = prompt.get("prompt_token_ids")
-        if not isinstance(prompt, list) or set(map(type, head := tuple(prompt[:block_size]))) != {int}:
-            return len(requests)
-        if tokens < max_tokens and i < max_requests:
-            tokens += len(prompt)
-            filled = i + 1
-            heads.add(head)
-        elif head in heads:
-            return len(requests)
-    return filled if requests else 0
-
-
-def tokenization_options(given: Mapping[str, Any] | None, pools: bool = False) -> tuple[bool, int | None]:
-    """`add_special_tokens` and `truncate_prompt_tokens` of tokenization_kwargs. Raises ValueError for any other.
-
-    pools: the names of Hugging Face are known, too, `truncation` with `max_length`, which keep a prompt's head, as is
-    done for what is pooled.
-    """
-    options = dict(given or {})
-    special = options.pop("add_special_tokens", True)
-    truncate = options.pop("truncate_prompt_tokens", None)
-    if pools and options.pop("truncation", False):
-        length = options.pop("max_length", None)
-        truncate = length if truncate is None else truncate
-        truncate = -1 if truncate is None else truncate
-    if options:
-        raise ValueError(
-            f"Unknown tokenization_kwargs: {', '.join(map(str, options))}. "
-            "There are add_special_tokens and truncate_prompt_tokens."
-        )
-    return special, truncate
-
-
-def token_list(token_ids: Any) -> list[int]:
-    """`token_ids` as a list of plain integers; ValueError if it is anything else."""
-    return _plain_ids(token_ids)[0]
-
-
-def _plain_ids(token_ids: Any) -> tuple[list[int], tuple[int, int] | None]:
-    """`token_list`, and the smallest and the largest id if they are known."""
-    token_ids = listed(token_ids)
-    if not isinstance(token_ids, (list, tuple)):
-        raise VLLMValidationError(
-            f"prompt_token_ids must be a list of token ids, got {type(token_ids).__name__}.",
-            parameter="prompt_token_ids",
-        )
-    found = _through_an_array(token_ids)
-    if found is not None:
-        return found
-    for position, item in enumerate(token_ids):
-        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise VLLMValidationError(
-                f"prompt_token_ids must contain only integers, got {show(repr(item))} at position {position}.",
-                parameter="prompt_token_ids",
-                value=item,
-            )
-    return [int(item) for item in token_ids], None
-
-
-def _through_an_array(token_ids: list[Any] | tuple[Any, ...]) -> tuple[list[int], tuple[int, int]] | None:
-    """`_plain_ids` in half the time, for what is certainly a list of integers, else None.
-
-    An array takes nothing but integers, and True and False, which it holds as 1 and 0: where those occur, one must
-    look closely.
-    """
-    try:
-        plain = array("i", token_ids)
-    except (TypeError, OverflowError):
-        return None
-    if not plain:
-        return None
-    if len(plain) < _FEW:
-        low, high = int(min(token_ids)), int(max(token_ids))
-    else:
-        numbers: np.ndarray = np.frombuffer(plain, np.int32)
-        low, high = int(numbers.min()), int(numbers.max())
-    return (plain.tolist(), (low, high)) if low > 1 or set(map(type, token_ids)) <= {int} else None
-
-
-@lru_cache(maxsize=256)  # once for each name
-def _warn_of_key(name: str) -> None:
-    logger.warning("The key %r of a prompt is not known and changes nothing; known are %s.", name, sorted(_PROMPT_KEYS))
-
-
-def _refuse_what_needs_other_models(content: Mapping[str, Any]) -> None:
-    for name in ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"):
-        if content.get(name):
-            raise VLLMValidationError(
-                f"The prompt has {name}, but the model is not multimodal: it takes text only.", parameter=name
-            )
-
-
-def _second_from(types: Any, length: int) -> int | None:
-    """Where the second text begins, for the types of a pair's tokens: zeros, then ones. None for zeros only."""
-    plain = token_list(types)
-    second = plain.index(1) if 1 in plain else length
-    if len(plain) != length or any(plain[:second]) or set(plain[second:]) - {1}:
-        raise VLLMValidationError(
-            "token_type_ids must have one entry per token, zeros for the first text and ones for the second behind it.",
-            parameter="token_type_ids",
-        )
-    return second if second < length else None
 
 
 def _sampling_and_beams(

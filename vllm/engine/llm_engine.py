@@ -26,9 +26,11 @@ from vllm.config import (
 )
 from vllm.engine.adapters import LOADING, READY
 from vllm.engine.client import InprocClient
-from vllm.engine.input_processor import InputProcessor, ProcessedRequest, RequestInput, first_step, packs
+from vllm.engine.input_processor import InputProcessor
 from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
+from vllm.engine.processed import ProcessedRequest, RequestInput, packs
+from vllm.engine.prompts import first_step
 from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm.engine.beam import Beam, BeamSearch
 from vllm.engine.detokenizer import Detokenizer
-from vllm.engine.input_processor import ProcessedRequest, packed_request, pooled_request
+from vllm.engine.processed import ProcessedRequest, packed_request, pooled_request
 from vllm.engine.tokenizer import Tokenizer
 from vllm.faults import Faults
 from vllm.logger import init_logger

@@ -14,8 +14,10 @@ from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.config.model import CAPTURED
 from vllm.config.model_source import copy_small_files
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.input_processor import RequestInput, listed, needs_generation, tokenization_options
+from vllm.engine.input_processor import needs_generation
 from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.processed import RequestInput
+from vllm.engine.prompts import listed, tokenization_options
 from vllm.entrypoints import pooling
 from vllm.entrypoints.chat_utils import tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt

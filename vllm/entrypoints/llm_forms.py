@@ -7,7 +7,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.engine.input_processor import listed
+from vllm.engine.prompts import listed
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import validate_chat_template
 from vllm.exceptions import GenerationError

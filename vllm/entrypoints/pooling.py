@@ -58,7 +58,7 @@ def pair_prompts(
     chat_template: str | None = None,
 ) -> list[dict[str, Any]]:
     """One prompt for each pair, for a model that reads both texts together."""
-    from vllm.engine.input_processor import tokenization_options
+    from vllm.engine.prompts import tokenization_options
 
     special, truncate = tokenization_options(options)
     if truncate is not None:
