@@ -100,6 +100,28 @@ def test_scans_with_several_groups_and_no_gate():
     check_scan([1, 5, 2], [0, 0, 1], True, 4, False)
 
 
+@pytest.mark.parametrize(("counts", "drafts", "first_column"), [*BATCHES[1:], ([8, 0, 4, 13, 1, 5], None, True)])
+def test_scans_in_pieces(counts, drafts, first_column, monkeypatch):
+    monkeypatch.setattr(kernels, "_PIECE", 4)
+    check_scan(counts, drafts, first_column, 1, True)
+
+
+def test_pieces_do_not_depend_on_the_company(monkeypatch):
+    monkeypatch.setattr(kernels, "_PIECE", 4)
+    a, bias, d = -torch.rand(32, 4) * 3, torch.randn(32), torch.randn(32)
+    u, dt, b, c = (torch.randn(13, width) for width in (32, 32, 4, 4))
+    found = []
+    for counts in ([13], [3, 13, 1], [6, 1, 13]):
+        step, group = batch(counts, seed=1)
+        states, mine = torch.zeros(PAGES, 32, 4), slice(sum(counts[: counts.index(13)]), None)
+        wide = [torch.randn(sum(counts), t.shape[1]) for t in (u, dt, b, c)]
+        for given, own in zip(wide, (u, dt, b, c), strict=True):
+            given[mine][:13] = own
+        found.append(kernels.selective_scan(wide[0], wide[1], bias, a, wide[2], wide[3], d, None, states, step, group))
+        found[-1] = found[-1][mine][:13]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def check_scan(counts, drafts, first_column, groups, gated):
     numbers = 5
     step, group = batch(counts, drafts, first_column)

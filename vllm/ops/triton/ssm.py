@@ -1,7 +1,8 @@
 """Triton kernels of selective state spaces: the causal convolution, and the scan with the state in registers.
 
-A program has some channels of one request and goes through its tokens, so that steps of single tokens, prompts, chunks
-and drafts are one launch each, and nothing is asked of the host. Requests without tokens are left out.
+A program has some channels of one request, or of a piece of one with many tokens, and goes through its tokens, so that
+steps of single tokens, prompts, chunks and drafts are a launch or three, and nothing is asked of the host. Requests
+without tokens are left out.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def causal_conv(
     return out
 
 
+_PIECE = 128  # tokens that follow each other in one program where a request has more: the others run beside them
+
 _STRIDES = [
     "stride_u",
     "stride_dt",
@@ -95,42 +98,148 @@ _STRIDES = [
     "stride_first",
     "stride_table",
     "stride_page",
+    "requests",
 ]
 
 
+@triton.jit
+def _piece(starts, requests, piece, PIECE: tl.constexpr):
+    """(request, number in it, first token of the request, end of them) of a piece. Request r has those from
+    starts[r] // PIECE + r on, of which the last ones may be empty.
+    """
+    left = 0
+    right = requests
+    while left < right:
+        mid = (left + right) // 2
+        if tl.load(starts + mid) // PIECE + mid <= piece:
+            left = mid + 1
+        else:
+            right = mid
+    r = left - 1
+    begin, end = tl.load(starts + r).to(tl.int64), tl.load(starts + r + 1).to(tl.int64)
+    return r, piece - (begin // PIECE).to(tl.int32) - r, begin, end
+
+
+@triton.jit
+def _step_size(dt, ch, live, offset):
+    x = tl.load(dt + ch, mask=live, other=0.0).to(tl.float32) + offset
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _selected(x, n, numbers, which, both, GROUPS: tl.constexpr):
+    """A token's b or c for each channel, [channels or 1, NP] fp32."""
+    if GROUPS == 1:
+        found = tl.load(x + n, mask=numbers, other=0.0)[None, :]
+    else:
+        found = tl.load(x + which, mask=both, other=0.0)
+    return found.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=_STRIDES)
-def _scan_kernel(
-    u, dt, dt_bias, a, b, c, d, gate, states, out, starts, first, table, drafts, stride_u, stride_dt, stride_b,
-    stride_c, stride_gate, stride_first, stride_table, stride_page,
+def _sum_kernel(
+    u, dt, dt_bias, a, b, starts, sums, times, requests, stride_u, stride_dt, stride_b,
     CHANNELS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr,
-    GATE: tl.constexpr, DRAFTS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests, channels / BD)."""
-    r = tl.program_id(0)
+    """Grid (pieces, channels / BD): what each piece that others follow would leave of an empty state, to sums [pieces,
+    channels, N], and the time that passes in it, the sum of its step sizes, to times [pieces, channels].
+    """
+    piece = tl.program_id(0)
+    r, number, begin, end = _piece(starts, requests, piece, PIECE)
+    first = begin + number * PIECE
+    if first + PIECE >= end:
+        return
     ch = tl.program_id(1) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
     live, numbers = ch < CHANNELS, n < N
     here = ch[:, None] * N + n[None, :]
     both = live[:, None] & numbers[None, :]
-    begin, end = tl.load(starts + r).to(tl.int64), tl.load(starts + r + 1).to(tl.int64)
+    which = (ch // (CHANNELS // GROUPS))[:, None] * N + n[None, :]
+    decay = tl.load(a + here, mask=both, other=0.0)
+    offset = tl.load(dt_bias + ch, mask=live, other=0.0)
+    h = tl.zeros([BD, NP], tl.float32)
+    time = tl.zeros([BD], tl.float32)
+    for t in range(first, first + PIECE):
+        v = tl.load(u + t * stride_u + ch, mask=live, other=0.0).to(tl.float32)
+        delta = _step_size(dt + t * stride_dt, ch, live, offset)
+        into = _selected(b + t * stride_b, n, numbers, which, both, GROUPS)
+        h = tl.exp(delta[:, None] * decay) * h + (delta * v)[:, None] * into
+        time += delta
+    tl.store(sums + piece.to(tl.int64) * (CHANNELS * N) + here, h, mask=both)
+    tl.store(times + piece * CHANNELS + ch, time, mask=live)
+
+
+@triton.jit(do_not_specialize=_STRIDES)
+def _carry_kernel(
+    a, states, starts, first, sums, times, stride_first, stride_page,
+    CHANNELS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests, channels / BD): the state before each piece of a request of several, in place of its sum."""
+    r = tl.program_id(0)
+    begin, end = tl.load(starts + r), tl.load(starts + r + 1)
+    if end - begin <= PIECE:
+        return
+    ch = tl.program_id(1) * BD + tl.arange(0, BD)
+    n = tl.arange(0, NP)
+    live = ch < CHANNELS
+    here = ch[:, None] * N + n[None, :]
+    both = live[:, None] & (n < N)[None, :]
+    decay = tl.load(a + here, mask=both, other=0.0)
+    h = tl.load(states + tl.load(first + r * stride_first).to(tl.int64) * stride_page + here, mask=both, other=0.0)
+    own = (begin // PIECE + r).to(tl.int64)
+    count = (end - begin + PIECE - 1) // PIECE
+    for piece in range(own, own + count - 1):
+        added = tl.load(sums + piece * (CHANNELS * N) + here, mask=both, other=0.0)
+        time = tl.load(times + piece * CHANNELS + ch, mask=live, other=0.0)
+        tl.store(sums + piece * (CHANNELS * N) + here, h, mask=both)
+        h = tl.exp(time[:, None] * decay) * h + added
+    tl.store(sums + (own + count - 1) * (CHANNELS * N) + here, h, mask=both)
+
+
+@triton.jit(do_not_specialize=_STRIDES)
+def _scan_kernel(
+    u, dt, dt_bias, a, b, c, d, gate, states, out, starts, first, table, drafts, sums, requests, stride_u, stride_dt,
+    stride_b, stride_c, stride_gate, stride_first, stride_table, stride_page,
+    CHANNELS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr,
+    GATE: tl.constexpr, DRAFTS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests, channels / BD), or with PIECE > 0 (pieces, channels / BD); then the state before each piece of a
+    request of several stands in sums.
+    """
+    r = tl.program_id(0)
+    if PIECE > 0:
+        r, number, begin, end = _piece(starts, requests, tl.program_id(0), PIECE)
+        start = begin + number * PIECE
+        if start >= end:
+            return
+        stop = tl.minimum(start + PIECE, end)
+    else:
+        begin, end = tl.load(starts + r).to(tl.int64), tl.load(starts + r + 1).to(tl.int64)
+        start, stop = begin, end
+    ch = tl.program_id(1) * BD + tl.arange(0, BD)
+    n = tl.arange(0, NP)
+    live, numbers = ch < CHANNELS, n < N
+    here = ch[:, None] * N + n[None, :]
+    both = live[:, None] & numbers[None, :]
     which = (ch // (CHANNELS // GROUPS))[:, None] * N + n[None, :]  # of each group's numbers, if there are several
     decay = tl.load(a + here, mask=both, other=0.0)
     offset = tl.load(dt_bias + ch, mask=live, other=0.0)
     skip = tl.load(d + ch, mask=live, other=0.0)
-    h = tl.load(states + tl.load(first + r * stride_first).to(tl.int64) * stride_page + here, mask=both, other=0.0)
+    page = tl.load(first + r * stride_first).to(tl.int64)
+    source = states + page * stride_page + here
+    if PIECE > 0:  # noqa: SIM102
+        if end - begin > PIECE:
+            source = sums + tl.program_id(0).to(tl.int64) * (CHANNELS * N) + here
+    h = tl.load(source, mask=both, other=0.0)
     last = 0
     if DRAFTS:
         last = tl.load(drafts + r).to(tl.int32)
-    for t in range(begin, end):
+    for t in range(start, stop):
         v = tl.load(u + t * stride_u + ch, mask=live, other=0.0).to(tl.float32)
-        x = tl.load(dt + t * stride_dt + ch, mask=live, other=0.0).to(tl.float32) + offset
-        delta = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        if GROUPS == 1:
-            into = tl.load(b + t * stride_b + n, mask=numbers, other=0.0)[None, :].to(tl.float32)
-            outof = tl.load(c + t * stride_c + n, mask=numbers, other=0.0)[None, :].to(tl.float32)
-        else:
-            into = tl.load(b + t * stride_b + which, mask=both, other=0.0).to(tl.float32)
-            outof = tl.load(c + t * stride_c + which, mask=both, other=0.0).to(tl.float32)
+        delta = _step_size(dt + t * stride_dt, ch, live, offset)
+        into = _selected(b + t * stride_b, n, numbers, which, both, GROUPS)
+        outof = _selected(c + t * stride_c, n, numbers, which, both, GROUPS)
         h = tl.exp(delta[:, None] * decay) * h + (delta * v)[:, None] * into
         y = tl.sum(h * outof, 1) + skip * v
         if GATE:
@@ -142,7 +251,7 @@ def _scan_kernel(
                 page = tl.load(table + r * stride_table + t - (end - 1 - last)).to(tl.int64)
                 tl.store(states + page * stride_page + here, h, mask=both)
     if not DRAFTS:  # noqa: SIM102
-        if end > begin:
+        if (stop == end) & (end > begin):
             page = tl.load(table + r * stride_table).to(tl.int64)
             tl.store(states + page * stride_page + here, h, mask=both)
 
@@ -152,20 +261,42 @@ def selective_scan(
     states: Tensor,
     step: StepInputs, group: GroupInputs,
 ) -> Tensor:  # fmt: skip
-    """`vllm.ops.ssm.selective_scan` for CUDA."""
+    """`vllm.ops.ssm.selective_scan` for CUDA.
+
+    A request of many tokens is cut into pieces, at the same places in any company. What each would add to an empty
+    state is computed side by side; a state fades by exp(a * time), so that those before each piece follow quickly; then
+    all pieces are computed side by side from these.
+    """
     channels, numbers = a.shape
     u, dt, b, c = (t if t.stride(1) == 1 else t.contiguous() for t in (u, dt, b, c))
     gate = gate if gate is None or gate.stride(1) == 1 else gate.contiguous()
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    table, first = group.block_table, group.states()
+    table, first, requests = group.block_table, group.states(), group.block_table.shape[0]
     padded = triton.next_power_of_2(numbers)
-    # tokens follow each other: with one request or two a program has few channels, so that each of its turns is short
-    wide = max(4, min({1: 8, 2: 16}.get(table.shape[0], 32), 512 // padded))
-    _scan_kernel[(table.shape[0], triton.cdiv(channels, wide))](
-        u, dt, dt_bias, a, b, c, d, gate, states, out, step.query_starts, first, table, group.drafts, u.stride(0),
-        dt.stride(0), b.stride(0), c.stride(0), 0 if gate is None else gate.stride(0), first.stride(0),
-        table.stride(0), states.stride(0), CHANNELS=channels, N=numbers, NP=padded,
-        GROUPS=b.shape[1] // numbers, BD=wide, GATE=gate is not None, DRAFTS=group.drafts is not None, num_warps=1,
+    wide = max(4, min(32, 512 // padded))
+    sizes = {"CHANNELS": channels, "N": numbers, "NP": padded}
+    across = triton.cdiv(channels, wide)
+    cut = step.max_query_len > _PIECE
+    sums, programs = states, requests
+    if cut:
+        programs = len(u) // _PIECE + requests
+        sums = torch.empty(programs, channels, numbers, dtype=torch.float32, device=u.device)
+        times = torch.empty(programs, channels, dtype=torch.float32, device=u.device)
+        groups = b.shape[1] // numbers
+        _sum_kernel[(programs, across)](
+            u, dt, dt_bias, a, b, step.query_starts, sums, times, requests, u.stride(0), dt.stride(0), b.stride(0),
+            **sizes, GROUPS=groups, BD=wide, PIECE=_PIECE, num_warps=1,
+        )  # fmt: skip
+        few = max(4, wide // 4)
+        _carry_kernel[(requests, triton.cdiv(channels, few))](
+            a, states, step.query_starts, first, sums, times, first.stride(0), states.stride(0),
+            **sizes, BD=few, PIECE=_PIECE, num_warps=1,
+        )  # fmt: skip
+    _scan_kernel[(programs, across)](
+        u, dt, dt_bias, a, b, c, d, gate, states, out, step.query_starts, first, table, group.drafts, sums, requests,
+        u.stride(0), dt.stride(0), b.stride(0), c.stride(0), 0 if gate is None else gate.stride(0), first.stride(0),
+        table.stride(0), states.stride(0), **sizes, GROUPS=b.shape[1] // numbers, BD=wide, GATE=gate is not None,
+        DRAFTS=group.drafts is not None, PIECE=_PIECE if cut else 0, num_warps=1,
     )  # fmt: skip
     return out
 
