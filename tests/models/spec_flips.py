@@ -21,6 +21,8 @@ from vllm.model_executor.layers.rope import (
     YarnScaling,
 )
 from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.families.deepseek import LatentAttn, LatentBlock
+from vllm.model_executor.models.families.latent_block import MODULES
 from vllm.model_executor.models.spec import (
     Alibi,
     Attn,
@@ -41,6 +43,7 @@ POSITIONS = 64
 _NORM = Norm("rms", 1e-6)
 _MLP = Mlp("silu", 64)
 _ATTN = Attn(2, 1, 64, Rope(64))
+_LATENT = LatentAttn(2, None, 32, 32, 32, 32, Rope(32, interleaved=True), 0.2, _NORM)
 _YARN = YarnScaling(4.0, 16)
 _LONG = LongRopeScaling((1.0,) * 32, (3.0,) * 32, 16, 1.2)
 _LLAMA = Llama3Scaling(8.0, 1.0, 4.0, 32)
@@ -67,6 +70,14 @@ BASES = {
     "llama3": _decoder(replace(_ATTN, rope=Rope(64, scaling=_LLAMA))),
     "yarn": _decoder(replace(_ATTN, rope=Rope(64, scaling=_YARN))),
     "longrope": _decoder(replace(_ATTN, rope=Rope(64, scaling=_LONG))),
+    "latent": replace(_decoder(), blocks=(LatentBlock(_LATENT, _MLP, _NORM),) * 2),
+    "latent experts": replace(
+        _decoder(),
+        blocks=(
+            LatentBlock(_LATENT, _MLP, _NORM, 0.7),
+            LatentBlock(_LATENT, Moe("silu", 64, 5, 2, False, shared=Mlp("silu", 128)), _NORM, 0.7),
+        ),
+    ),
 }
 
 # (class, field) -> other values; far enough from the base's that no rounding hides them.
@@ -112,6 +123,18 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Attn, "norm_after_rope"): (True,),
     (Attn, "temperature"): (Temperature(2, 0.9),),
     (Attn, "sparse"): (BlockSparse(2, 2, 3),),
+    (LatentBlock, "ffn"): (Moe("silu", 64, 4, 2), Mlp("relu", 64, gated=False, bias=True)),
+    (LatentBlock, "norm"): (Norm("layer", bias=True),),
+    (LatentBlock, "residual_scale"): (0.3,),
+    (LatentAttn, "heads"): (4,),
+    (LatentAttn, "q_rank"): (32,),
+    (LatentAttn, "rank"): (64, 96),
+    (LatentAttn, "nope_dim"): (64,),
+    (LatentAttn, "v_dim"): (64,),
+    (LatentAttn, "rope"): (Rope(32), Rope(32, 10.0, interleaved=True)),
+    (LatentAttn, "scale"): (1.0,),
+    (LatentAttn, "norm"): (Norm("rms", 60.0),),
+    (LatentAttn, "bias"): (True,),
     (BlockSparse, "block"): (4,),
     (BlockSparse, "local"): (1,),
     (BlockSparse, "stride"): (2,),
@@ -184,7 +207,7 @@ SAME = {
     (LongRopeScaling, "short_factors", (2.0,) * 32),  # positions beyond the original ones take the long ones
 }
 _GROUPED = {"score", "scale", "choice_bias", "groups", "top_groups", "group_best"}
-_EVERYWHERE = {"heads", "kv_heads", "head_dim"}  # which all layers have in common
+_EVERYWHERE = {"heads", "kv_heads", "head_dim", "rank", "nope_dim", "v_dim"}  # which all layers have in common
 
 
 class Flip(NamedTuple):
@@ -259,6 +282,8 @@ def flips() -> Iterator[Flip]:
                 continue
             if kind is Moe and (name == "grouped experts") != (field in _GROUPED):
                 continue
+            if name == "latent experts" or (name == "latent" and kind not in (LatentBlock, LatentAttn)):
+                continue
             if kind is Norm and name not in ("plain", "head norms"):
                 continue
             for value in values:
@@ -277,7 +302,7 @@ def flips() -> Iterator[Flip]:
 
 def build(spec: Decoder, dtype: torch.dtype) -> DecoderModel:
     """A model of random weights that depend on their names and shapes alone."""
-    model = DecoderModel(spec, dtype=dtype, max_positions=POSITIONS)
+    model = DecoderModel(spec, dtype=dtype, max_positions=POSITIONS, modules=MODULES)
     for name, parameter in model.named_parameters():
         rng = torch.Generator().manual_seed(sum(name.encode()))
         values = torch.randn(parameter.shape, generator=rng)

@@ -28,7 +28,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is not chosen", allow_module_level=True)
 
 from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
-from vllm.ops.triton import decode_linear
+from vllm.ops.triton import decode_latent, decode_linear
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.worker import decode_program, decode_weights
 from vllm.worker.cuda_precompile import stages_of
@@ -45,6 +45,7 @@ def exact_numbers(monkeypatch):
     """The step in fp32, which nobody would run, but which shows differences that bf16 hides."""
     monkeypatch.setattr(decode_linear, "DTYPES", [torch.float32])
     monkeypatch.setattr(decode_weights, "DTYPES", [torch.float32])
+    monkeypatch.setattr(decode_latent, "_TILE", 16)  # so that these sequences have several
     # What fresh memory holds reaches rows that nobody reads; if it is NaN, the interpreter stops at their maximum.
     monkeypatch.setattr(torch, "empty", torch.zeros)
 
@@ -160,6 +161,13 @@ COVERED = {
     "one window": with_windows(5, 5),
     "every second layer": with_windows(17, None, 17, None),
     "two windows, three groups": with_windows(None, 4, 9),
+    "shared experts": BASES["experts"],
+    "shared experts in sandwich": with_block(ffn=BASES["experts"].blocks[0].ffn, layout=Layout.SANDWICH),
+    "experts behind an MLP": replace(
+        BASES["plain"], blocks=(BASES["plain"].blocks[0], replace(BASES["plain"].blocks[0], ffn=_EXPERTS))
+    ),
+    "latent": BASES["latent"],
+    "latent experts": BASES["latent experts"],
 }
 
 
@@ -172,6 +180,21 @@ def test_what_is_covered_is_what_the_model_computes(name, walk, monkeypatch):
     assert found is not None
     for ours, wanted in zip(found, general(COVERED[name]), strict=True):
         assert error(ours, wanted) < LIMIT
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [name for name in COVERED if "expert" in name or "latent" in name])
+def test_a_row_alone_gets_what_the_model_computes(name):
+    """Experts of one row have kernels of their own."""
+    spec = COVERED[name]
+    model = build(spec, torch.float32)
+    wanted, logits = general(spec)
+    table, caches, _, slots, positions = setting(model)
+    program = DecodeProgram(read_weights(model, caches), 1, 64, slots[:1], positions[:1], pdl=False)
+    hidden, ids = torch.full((1, spec.hidden_size), float("nan")), torch.full((1,), -7, dtype=torch.int32)
+    program.run(table, token_ids=ids, hidden=hidden)
+    assert error(hidden, wanted[:1]) < LIMIT
+    assert ids.item() == logits[0].argmax()
 
 
 @torch.inference_mode()

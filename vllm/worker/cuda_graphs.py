@@ -402,7 +402,7 @@ class DecodeGraphs(StaticSteps[_Key]):
             return self._finish(key)
         plan = self._sharing.plan(key.size) if key.shared and self._sharing is not None else None
         weights = self._weights
-        if weights is not None and key.query == 1 and (weights.takes_adapters or not key.adapted):
+        if weights is not None and key.query == 1 and weights.covers(key.size, key.adapted):
             return self._fused(key, weights, plan)
         return self._general(key, plan)
 

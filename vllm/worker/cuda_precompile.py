@@ -155,7 +155,7 @@ class DryRun:
         for size, span in itertools.product(sizes, SPANS[:1]):
             slots, positions = inputs[0, :size], inputs[1, :size]
             plan = None if heads is None or size < 3 else shared_plan(heads, size)  # two gain nothing
-            if weights is not None:
+            if weights is not None and weights.covers(size, False):
                 hidden = torch.empty(size, self._spec.hidden_size, dtype=self._dtype, device=META)
                 for part in stages_of(weights, self._stages):
                     stream = None if self._stages == 1 else torch.empty_like(hidden)

@@ -12,7 +12,7 @@ to the stream; gate and up with the activation; down, likewise. `decode_weights`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from vllm.ops.lora import LowRank, add_lora
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.attention import choose_splits
 from vllm.ops.triton.decode_attention import DecodeRows, decode_attention
+from vllm.ops.triton.decode_experts import ChosenExperts, choose_by_logits, choose_experts, fall, fall_tiles, rise
 from vllm.ops.triton.decode_join import Chosen, NormWeights, join_rows
+from vllm.ops.triton.decode_latent import LatentDecode, LatentRows, choose_latent_splits, decode_latent
 from vllm.ops.triton.decode_linear import (
     ARGMAX,
     GATED,
@@ -73,7 +75,8 @@ MAX_PACKED_ROWS = 64  # with more, a packed weight is written as numbers first
 class StepTiling:
     """How every kernel of a step is cut: its products, and the attention's splits, keys at a time, warps and stages.
 
-    up: of gate and up, or of up alone; for experts it and `down` are not used, and `up` is the router's.
+    up: of gate and up, or of up alone.   up, down: not used if all layers have experts.   router: of experts.
+    splits, tile, warps, stages: of latent attention only the splits count.
     early: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
     """
 
@@ -89,12 +92,16 @@ class StepTiling:
     early: bool = False
     wide_gate: WideTiling | None = None
     wide_head: WideTiling | None = None
+    router: Tiling | None = None
 
 
 def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool = False) -> StepTiling:
     """The tiling for `rows` rows of sequences of up to `width` tokens. adapted: rows may have adapters."""
-    layer = w.layers[0]
-    ffn, (_, _, kv_heads, _, head_dim) = layer.ffn, layer.attention.cache.shape
+    layer, attn = w.layers[0], w.layers[0].attention
+    mlp = next((x.ffn for x in w.layers if isinstance(x.ffn, MlpWeights)), None)
+    experts = next((x.ffn for x in w.layers if isinstance(x.ffn, MoeWeights)), None)
+    latent = isinstance(attn, LatentDecode)
+    kv_heads, head_dim = (1, attn.cache.shape[2]) if latent else (attn.cache.shape[2], attn.cache.shape[4])
 
     def product(part: Linear, mode: int) -> Tiling:
         return choose_product_tiling(max(rows, 2) if adapted else rows, part.weight, mode)
@@ -108,20 +115,20 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     large = head_dim > 128  # one tile of keys takes the room of two
     # with more warps and a tile in registers attention is faster, but the programs of the next product have less room:
     # that pays where they need little
-    eight = layer.attention.cache.element_size() == 1
+    eight = attn.cache.element_size() == 1
     wide = few and width <= 16384  # of longer sequences every program has enough keys to read alone
     long = rows * kv_heads <= 16 and not (wide or large)  # so few programs that each must ask for much at once
     light = layer.o.weight.shape.numel() <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
-    o = product(layer.o, RESIDUAL)
+    if isinstance(attn, LatentDecode):
+        splits = choose_latent_splits(rows, attn.heads)
+    up = down = o = product(layer.o, RESIDUAL)
     wide_gate = None
-    if isinstance(ffn, MlpWeights):
-        up, down = product(ffn.up, GATED if ffn.gated else STORE), product(ffn.down, RESIDUAL)
-        if alone and ffn.gated and ffn.up.bias is None and isinstance(ffn.up.weight, Tensor) and not adapted:
-            wide_gate = choose_wide_gate(rows, *ffn.up.weight.shape)
-    else:
-        up, down = product(ffn.router, STORE), o
+    if mlp is not None:
+        up, down = product(mlp.up, GATED if mlp.gated else STORE), product(mlp.down, RESIDUAL)
+        if alone and mlp.gated and mlp.up.bias is None and isinstance(mlp.up.weight, Tensor) and not adapted:
+            wide_gate = choose_wide_gate(rows, *mlp.up.weight.shape)
     plain_head = alone and w.head is not None and w.head_bias is None
     return StepTiling(
         product(layer.qkv, STORE),
@@ -136,17 +143,19 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         early=few and light and not large,
         wide_gate=wide_gate,
         wide_head=choose_wide_head(rows) if plain_head and not adapted else None,
+        router=None if experts is None else product(experts.router, STORE),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """A layer's products. The router's is a product like others."""
+    """A layer's products. up, down: of the MLP, or of the shared expert.   router: of experts."""
 
     qkv: Product
     o: Product
-    up: Product
+    up: Product | None
     down: Product | None
+    router: Product | None = None
 
 
 class DecodeProgram:
@@ -178,9 +187,9 @@ class DecodeProgram:
             self._head = Product(weights.head, weights.head_bias, ARGMAX, t.head, change=change)
         elif stream is None:
             raise ValueError("A stage without a head needs room for its stream.")
-        first = self._products[0]
-        products = [p for p in (first.qkv, first.o, first.up, first.down, self._head) if p is not None]
-        attn, hidden = weights.layers[0].attention, weights.hidden_size
+        first, attn, hidden = self._products[0], weights.layers[0].attention, weights.hidden_size
+        every = [self._head, *(x for p in self._products for x in (p.qkv, p.o, p.up, p.down, p.router))]
+        products = [p for p in every if p is not None]
         device = attn.cache.device
 
         def empty(*shape: int, dtype: torch.dtype = weights.dtype) -> Tensor:
@@ -189,7 +198,7 @@ class DecodeProgram:
         fp32, int32 = torch.float32, torch.int32
         tile_rows = max(16, 1 << (rows - 1).bit_length())
         part = max(p.tiling.split * tile_rows * p.weight.shape[0] if p.tiling.split > 1 else 1 for p in products)
-        tiles = max(p.tiles for p in products)
+        tiles = max(fall_tiles(hidden), *(p.tiles for p in products))
         if t.wide_head is not None and weights.head is not None:
             tiles = max(tiles, -(-weights.head.shape[0] // t.wide_head.outputs))
         self._stream = Stream(
@@ -198,15 +207,26 @@ class DecodeProgram:
             empty(part, dtype=fp32), torch.zeros(tiles, dtype=int32, device=device), empty(rows, tiles, dtype=fp32),
             empty(rows, tiles, dtype=int32), empty(rows, tiles, dtype=fp32),
         )  # fmt: skip
-        kv_heads, head_dim = attn.cache.shape[2], attn.cache.shape[4]
         self._x = empty(rows, hidden)  # normalised rows
         self._branch = empty(rows, hidden)  # what a branch computed, where it does not go to the stream at once
         self._qkv = empty(rows, first.qkv.outputs)
-        self._context = empty(rows, attn.heads * head_dim)
-        self._up = empty(rows, first.up.outputs)
-        self._part = empty(rows * attn.heads * t.splits, head_dim, dtype=fp32)
-        self._lse = empty(rows * attn.heads * t.splits, dtype=fp32)
-        self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
+        self._context = empty(rows, first.o.weight.shape[1])
+        inner = [x.outputs for p in self._products for x in (p.up, p.router) if x is not None]
+        self._inner = empty(rows * max(inner))
+        self._latent: LatentRows | None = None
+        if isinstance(attn, LatentDecode):
+            self._latent = LatentRows.of(attn, slots, positions, (), t.splits)
+        else:
+            kv_heads, head_dim = attn.cache.shape[2], attn.cache.shape[4]
+            self._part = empty(rows * attn.heads * t.splits, head_dim, dtype=fp32)
+            self._lse = empty(rows * attn.heads * t.splits, dtype=fp32)
+            self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
+        self._chosen: ChosenExperts | None = None
+        moe = next((layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)), None)
+        if moe is not None and rows == 1:
+            width = moe.top_k * moe.down.shape[2] + (0 if moe.shared is None else moe.shared.down.weight.shape[1])
+            experts = moe.router.weight.shape[0]
+            self._chosen = ChosenExperts.of(experts, moe.top_k, width, weights.dtype, device)
         self._final = empty(rows, hidden)
         self._nominees = empty(rows, 3, dtype=fp32)
 
@@ -223,7 +243,14 @@ class DecodeProgram:
 
         qkv, o = product(layer.qkv, STORE, t.qkv), back(layer.o, t.o)
         if isinstance(ffn, MoeWeights):
-            return _Products(qkv, o, product(ffn.router, STORE, t.up), None)
+            if t.router is None:
+                raise ValueError("The tiling has none for a router.")
+            router, up, down = product(ffn.router, STORE, t.router), None, None
+            if ffn.shared is not None:
+                parts, rows = ffn.shared, self.rows
+                up = product(parts.up, GATED, choose_product_tiling(rows, parts.up.weight, GATED), parts.act)
+                down = back(parts.down, choose_product_tiling(rows, parts.down.weight, RESIDUAL))
+            return _Products(qkv, o, up, down, router)
         up = product(ffn.up, GATED if ffn.gated else STORE, t.up, ffn.act)
         return _Products(qkv, o, up, back(ffn.down, t.down))
 
@@ -262,10 +289,14 @@ class DecodeProgram:
     def _walk(self, table: SlotTable) -> Tensor | Folded:
         """All layers; returns the rows behind the last norm."""
         w, t = self.weights, self._tiling
-        rows = DecodeRows(
-            self._slots, self._positions, table.tables, self._part, self._lse, self._arrived,
-            t.splits, t.tile, t.warps, t.stages, t.early, self._shared,
-        )  # fmt: skip
+        rows: DecodeRows | LatentRows
+        if self._latent is not None:
+            rows = replace(self._latent, tables=table.tables)
+        else:
+            rows = DecodeRows(
+                self._slots, self._positions, table.tables, self._part, self._lse, self._arrived,
+                t.splits, t.tile, t.warps, t.stages, t.early, self._shared,
+            )  # fmt: skip
         entries = [_entry(layer, p) for layer, p in zip(w.layers, self._products, strict=True)]
         if self._adapters is not None:
             self._adapters.look_up(self._slots)
@@ -276,14 +307,21 @@ class DecodeProgram:
         return x
 
     def _layer(
-        self, layer: LayerWeights, p: _Products, x: Tensor | Folded, rows: DecodeRows, after: NormWeights | None,
-        reader: Product | None,
+        self, layer: LayerWeights, p: _Products, x: Tensor | Folded, rows: DecodeRows | LatentRows,
+        after: NormWeights | None, reader: Product | None,
     ) -> Tensor | Folded:  # fmt: skip
         """after: the norm behind the layer, whose result the product `reader` takes; None: not a product alone."""
         norms, h, moe = layer.norms, self._stream.h, isinstance(layer.ffn, MoeWeights)
-        inner = None if moe else p.up  # what reads the norm before the MLP; experts take whole rows
+        inner = p.up  # what reads the norm before the MLP; experts of several rows take whole ones
+        if moe:
+            inner = None if self._chosen is None or self._adapters is not None else p.router
         qkv = self._multiply(p.qkv, x, self._qkv)
-        decode_attention(qkv, self._context, layer.attention, rows, pdl=self._pdl)
+        if isinstance(layer.attention, LatentDecode):
+            if not isinstance(rows, LatentRows):
+                raise RuntimeError("All layers have latent attention, or none.")
+            decode_latent(qkv, self._context, layer.attention, rows, pdl=self._pdl)
+        elif isinstance(rows, DecodeRows):
+            decode_attention(qkv, self._context, layer.attention, rows, pdl=self._pdl)
         match layer.layout:
             case Layout.PRE:
                 x = self._add(p.o, self._context, None, norms[1], inner)
@@ -301,7 +339,7 @@ class DecodeProgram:
             case Layout.PARALLEL:
                 x = self._join(None, None, norms[1])
         # both branches read the stream as it was
-        x = self._multiply(p.up, x, self._up) if not moe else x
+        x = self._rise(p, x) if not moe else x
         self._add(p.o, self._context, None, None, None)
         return self._ffn(layer, p, x, None, after, reader, multiplied=not moe)
 
@@ -314,17 +352,61 @@ class DecodeProgram:
         if isinstance(ffn, MlpWeights):
             if p.down is None:
                 raise RuntimeError("An MLP without its second product.")
-            y = x if multiplied and isinstance(x, Tensor) else self._multiply(p.up, x, self._up)
+            y = x if multiplied and isinstance(x, Tensor) else self._rise(p, x)
             return self._add(p.down, y, branch, after, reader, out=out)
+        if p.router is None:
+            raise RuntimeError("Experts without a router.")
+        if self._chosen is not None:
+            return self._experts_of_one(layer, ffn, p.router, self._chosen, x, branch, after, reader, out)
         if isinstance(x, Folded):
             raise RuntimeError("Experts take rows that are normalised.")
-        logits = self._multiply(p.up, x, self._up)
+        logits = self._multiply(p.router, x, self._room(p.router))
         y, weights, home = routed_mlp(
             x, logits, ffn.gate_up, ffn.down, ffn.top_k, ffn.renormalize, ffn.act, pdl=self._pdl
         )
+        if p.down is not None:
+            if branch is None and out is None:
+                self._add(p.down, self._rise(p, x), None, None, None)
+            else:  # the norm is of both together
+                total = sum_chosen(y, weights, home)
+                z = self._multiply(replace(p.down, mode=STORE, scale=1.0), self._rise(p, x), self._branch)
+                return self._collect(total + z, branch, after, layer.scale, out)
         if self._alone:
             return self._join(y, branch, after, Chosen(weights, home), layer.scale, out)
         return self._collect(sum_chosen(y, weights, home), branch, after, layer.scale, out)
+
+    def _experts_of_one(
+        self, layer: LayerWeights, ffn: MoeWeights, router: Product, room: ChosenExperts, x: Tensor | Folded,
+        branch: NormWeights | None, after: NormWeights | None, reader: Product | None, out: Tensor | None,
+    ) -> Tensor | Folded:  # fmt: skip
+        """The feed-forward part of one row with experts: what `_ffn` does."""
+        s, pdl, weight, shared = self._stream, self._pdl, router.weight, ffn.shared
+        if router.change is not None or not isinstance(weight, Tensor):
+            choose_by_logits(self._multiply(router, x, self._room(router)), room, ffn.renormalize, pdl)
+        else:
+            choose_experts(x, weight, room, ffn.renormalize, pdl)
+        up, down = (None, None) if shared is None else (shared.up.weight, shared.down.weight)
+        if not (up is None or isinstance(up, Tensor)) or not (down is None or isinstance(down, Tensor)):
+            raise RuntimeError("A shared expert is stored as plain numbers.")
+        rise(x, ffn.gate_up, up, ffn.act, room, pdl)
+        if not self._alone or branch is not None:
+            fall(ffn.down, down, room, s, self._branch, pdl=pdl)
+            return self._collect(self._branch, branch, after, layer.scale, out)
+        if after is None or not self._folds(after, reader):
+            fall(ffn.down, down, room, s, scale=layer.scale, pdl=pdl)
+            return s.h if after is None else self._join(None, None, after, out=out)
+        fall(ffn.down, down, room, s, scale=layer.scale, next_weight=after.weight, pdl=pdl)
+        return Folded(s.scaled, s.squares, fall_tiles(s.width), after.eps)
+
+    def _rise(self, p: _Products, x: Tensor | Folded) -> Tensor:
+        """The first product of an MLP, or of the shared expert."""
+        if p.up is None:
+            raise RuntimeError("An MLP without its first product.")
+        return self._multiply(p.up, x, self._room(p.up))
+
+    def _room(self, p: Product) -> Tensor:
+        """[rows, outputs] for what is between two products."""
+        return self._inner[: self.rows * p.outputs].view(self.rows, p.outputs)
 
     def _enter(self, table: SlotTable, after: NormWeights | None, reader: Product | None) -> Tensor | Folded:
         """The embeddings of the rows' tokens as the stream, or what stands there, behind the first norm."""

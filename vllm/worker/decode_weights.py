@@ -17,6 +17,7 @@ from vllm.model_executor.layers.activation import ACTIVATIONS
 from vllm.model_executor.layers.expert_method import UnquantizedExpertMethod
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
+from vllm.model_executor.models.families.deepseek import LatentAttn, LatentBlock
 from vllm.model_executor.models.spec import (
     Attn,
     Block,
@@ -34,6 +35,7 @@ from vllm.ops.lora import LowRank
 from vllm.ops.triton.attention import fp8_limit
 from vllm.ops.triton.decode_attention import DecodeAttention
 from vllm.ops.triton.decode_join import NormWeights
+from vllm.ops.triton.decode_latent import MOST_ROWS, LatentDecode
 from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE, Weight, supports
 from vllm.ops.triton.decode_lora import MOST_RANK
 from vllm.ops.triton.decode_step import Entrance
@@ -68,7 +70,9 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """router: [experts, hidden]; gate_up, down: as `ops.moe.expert_mlp` takes them."""
+    """router: [experts, hidden]; gate_up, down: as `ops.moe.expert_mlp` takes them.   shared: of every token, beside
+    the chosen ones.
+    """
 
     router: Linear
     gate_up: Tensor
@@ -76,11 +80,15 @@ class MoeWeights:
     top_k: int
     renormalize: bool
     act: str
+    shared: MlpWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. norms: as many as its layout has.   scale: of what a branch adds to the stream."""
+    """One layer. norms: as many as its layout has.   scale: of what a branch adds to the stream.
+
+    qkv: all that attention reads; of latent attention queries and the latent.
+    """
 
     qkv: Linear
     o: Linear
@@ -88,7 +96,7 @@ class LayerWeights:
     norms: tuple[NormWeights, ...]
     layout: Layout
     scale: float
-    attention: DecodeAttention
+    attention: DecodeAttention | LatentDecode
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -123,9 +131,20 @@ class ProgramWeights:
     head_lora: LowRank | None = None
 
     @property
+    def has_latents(self) -> bool:
+        """Whether attention is over latents."""
+        return any(isinstance(layer.attention, LatentDecode) for layer in self.layers)
+
+    def covers(self, rows: int, adapted: bool) -> bool:
+        """Whether steps of so many rows are fused. adapted: rows may have adapters."""
+        return (rows <= MOST_ROWS or not self.has_latents) and (self.takes_adapters or not adapted)
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether the step knows what adapters add: to weights that are not packed, of ranks up to a limit."""
         parts = [part for layer in self.layers for part in layer.linears]
+        if self.has_latents or any(isinstance(x.ffn, MoeWeights) and x.ffn.shared is not None for x in self.layers):
+            return False
         return all(
             part.lora is not None and part.lora.b.shape[2] <= MOST_RANK and isinstance(part.weight, Tensor)
             for part in parts
@@ -160,14 +179,40 @@ def _attn_computed(attn: Attn) -> Attn:
 def _ffn_computed(ffn: Mlp | Moe) -> Mlp | Moe:
     if type(ffn) is Mlp:
         return Mlp(ffn.act, ffn.hidden, gated=ffn.gated, bias=ffn.bias)
-    return Moe(ffn.act, ffn.hidden, ffn.experts, ffn.top_k, renormalize=ffn.renormalize)  # type: ignore[union-attr]
+    assert isinstance(ffn, Moe)
+    shared = None
+    if type(ffn.shared) is Mlp and ffn.shared.gated and ffn.shared.act == ffn.act:
+        shared = Mlp(ffn.shared.act, ffn.shared.hidden)
+    return Moe(ffn.act, ffn.hidden, ffn.experts, ffn.top_k, renormalize=ffn.renormalize, shared=shared)
 
 
-def _block_computed(block: BlockSpec) -> Block | None:
+def _latent_computed(block: LatentBlock) -> LatentBlock:
+    attn = block.attn
+    return LatentBlock(
+        LatentAttn(
+            attn.heads,
+            None,
+            attn.rank,
+            attn.nope_dim,
+            attn.rope_dim,
+            attn.v_dim,
+            Rope(attn.rope.dim, attn.rope.theta, interleaved=attn.rope.interleaved, scaling=attn.rope.scaling),
+            attn.scale,
+            Norm("rms", attn.norm.eps),
+        ),
+        _ffn_computed(block.ffn),
+        _norm_computed(block.norm),
+        block.residual_scale,
+    )
+
+
+def _block_computed(block: BlockSpec) -> Block | LatentBlock | None:
     """What the step computes of a layer: the spec rebuilt from the fields that are read, all others at their default.
 
     None for a layer of another kind.
     """
+    if type(block) is LatentBlock and type(block.ffn) in (Mlp, Moe) and type(block.attn) is LatentAttn:
+        return _latent_computed(block)
     if type(block) is not Block or type(block.attn) is not Attn or type(block.ffn) not in (Mlp, Moe):
         return None
     if block.attn.rope is not None and type(block.attn.rope) is not Rope:
@@ -208,23 +253,37 @@ def computed(spec: Decoder) -> Decoder | None:
     )
 
 
-def _sizes(block: Block) -> tuple[Any, ...]:
+def _attention_sizes(block: Block | LatentBlock) -> tuple[Any, ...]:
     """What all layers must have in common: buffers and tilings are made for the first, and serve all."""
-    attn, ffn = block.attn, block.ffn
-    shape = (ffn.gated,) if isinstance(ffn, Mlp) else (ffn.experts, ffn.top_k)
-    return attn.heads, attn.kv_heads, attn.head_dim, type(ffn), ffn.hidden, *shape
+    attn = block.attn
+    if isinstance(attn, LatentAttn):
+        return attn.heads, attn.rank, attn.nope_dim, attn.rope_dim, attn.v_dim
+    return attn.heads, attn.kv_heads, attn.head_dim
+
+
+def _ffn_sizes(ffn: Mlp | Moe) -> tuple[Any, ...]:
+    """What all layers of one kind, or all experts, must have in common."""
+    if isinstance(ffn, Mlp):
+        return Mlp, ffn.hidden, ffn.gated
+    return Moe, ffn.hidden, ffn.experts, ffn.top_k, 0 if ffn.shared is None else ffn.shared.hidden
 
 
 def covers(spec: Decoder) -> bool:
     """Whether the fused step computes what a decoder of this spec does."""
-    blocks = [block for block in spec.blocks if isinstance(block, Block)]
+    blocks = [block for block in spec.blocks if isinstance(block, Block | LatentBlock)]
     if not blocks or computed(spec) != spec:
         return False
-    if len({_sizes(block) for block in blocks}) > 1 or spec.logit_scale <= 0.0:  # the largest would become the least
+    if len({_attention_sizes(block) for block in blocks}) > 1:
+        return False
+    kinds = {_ffn_sizes(block.ffn) for block in blocks}
+    if len({kind[0] for kind in kinds}) < len(kinds) or spec.logit_scale <= 0.0:  # the largest would become the least
         return False
     attn = blocks[0].attn
-    heads_fit = attn.head_dim % 8 == 0 and attn.head_dim <= 256 and attn.heads // attn.kv_heads <= 16
-    return heads_fit and all(block.ffn.act in ACTIVATIONS for block in blocks)
+    if isinstance(attn, Attn):
+        fits = attn.head_dim % 8 == 0 and attn.head_dim <= 256 and attn.heads // attn.kv_heads <= 16
+    else:
+        fits = attn.rope_dim % 2 == 0 and attn.rope_dim == attn.rope.dim
+    return fits and all(block.ffn.act in ACTIVATIONS for block in blocks)
 
 
 def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None:
@@ -238,6 +297,11 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
     if spec.norm is None or not covers(spec) or not stored:
         return None
     if (first and not model.embed.plain) or (last and not model.head.plain):
+        return None
+    plain = all(type(block) is Block for block in spec.blocks)
+    if not plain and (tp.world > 1 or any(cache.dtype != model.dtype for cache in kv_caches)):
+        return None
+    if tp.world > 1 and any(isinstance(b.ffn, Moe) and b.ffn.shared is not None for b in spec.blocks):  # type: ignore[attr-defined]
         return None
     layers = [_layer(block, kv_caches) for _, block in model.own_blocks]
     read = tuple(layer for layer in layers if layer is not None)
@@ -285,12 +349,35 @@ def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None
 
 def _layer(block: Any, kv_caches: list[Tensor]) -> LayerWeights | None:
     attn, spec = block.attn, block.attn.spec
-    qkv, o, ffn = _plain(attn.qkv, STORE), _plain(attn.o, RESIDUAL), _ffn(block.ffn)
+    latent = isinstance(spec, LatentAttn)
+    qkv, o, ffn = _plain(attn.into if latent else attn.qkv, STORE), _plain(attn.o, RESIDUAL), _ffn(block.ffn)
     if qkv is None or o is None or ffn is None:
         return None
-    head_norm = spec.qk_norm
     norms = tuple(_norm_weights(norm, block.spec.norm) for norm in block.norms)
-    attention = DecodeAttention(
+    attention = _latent_attention(attn, kv_caches) if latent else _attention(attn, kv_caches)
+    return LayerWeights(qkv, o, ffn, norms, block.layout, block.scale, attention)
+
+
+def _latent_attention(attn: Any, kv_caches: list[Tensor]) -> LatentDecode:
+    spec = attn.spec
+    return LatentDecode(
+        heads=spec.heads,
+        nope_dim=spec.nope_dim,
+        scale=spec.scale,
+        cache=kv_caches[attn.place.tensor],
+        kv_b=attn.kv_b.weight.data.view(-1, spec.nope_dim + spec.v_dim, spec.rank),
+        norm_weight=attn.kv_norm.weight.data,
+        eps=attn.kv_norm.variance_epsilon,
+        cos_sin=attn.cos_sin,
+        interleaved=spec.rope.interleaved,
+        group=attn.place.group,
+    )
+
+
+def _attention(attn: Any, kv_caches: list[Tensor]) -> DecodeAttention:
+    spec = attn.spec
+    head_norm = spec.qk_norm
+    return DecodeAttention(
         heads=attn.heads,
         scale=attn.params.scale,
         cache=kv_caches[attn.place.tensor],
@@ -306,7 +393,6 @@ def _layer(block: Any, kv_caches: list[Tensor]) -> LayerWeights | None:
         k_scale=attn.params.k_scale,
         v_scale=attn.params.v_scale,
     )
-    return LayerWeights(qkv, o, ffn, norms, block.layout, block.scale, attention)
 
 
 def _ffn(ffn: Any) -> MlpWeights | MoeWeights | None:
@@ -322,7 +408,13 @@ def _ffn(ffn: Any) -> MlpWeights | MoeWeights | None:
     if gate_up.dtype not in DTYPES or not (gate_up.is_contiguous() and down.is_contiguous()):
         return None
     linear = Linear(router.weight.data, None, _low_rank(router))
-    return MoeWeights(linear, gate_up, down, spec.top_k, spec.renormalize, experts.shape.act)
+    shared = None
+    if ffn.shared is not None:
+        found = _ffn(ffn.shared)
+        if not isinstance(found, MlpWeights) or not all(isinstance(x.weight, Tensor) for x in (found.up, found.down)):
+            return None
+        shared = found
+    return MoeWeights(linear, gate_up, down, spec.top_k, spec.renormalize, experts.shape.act, shared)
 
 
 def _plain(linear: Any, mode: int) -> Linear | None:

@@ -86,7 +86,7 @@ class StageGraphs(StaticSteps[_Key]):
         if stream is None:
             raise RuntimeError("A stage that is all of the pipeline has no stream.")
         weights = self._weights
-        if weights is not None and key.query == 1 and (weights.takes_adapters or not key.adapted):
+        if weights is not None and key.query == 1 and weights.covers(size, key.adapted):
             by_slot = self._adapters_by_slot() if key.adapted else None
             program = DecodeProgram(
                 weights, size, key.span, slots, positions, shared=plan, stream=stream, adapters=by_slot

@@ -260,50 +260,6 @@ def _grouped_kernel(
 
 
 @triton.jit
-def _row_kernel(
-    x, w, out, tiles, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (N / BN, chosen experts): one token's product with each of its experts, as `decode_linear` does for one row.
-
-    GATED: x is the token, and what is stored is act(gate) * up; otherwise x has a row for each expert.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    chosen = tl.program_id(1)
-    expert = tl.load(tiles + chosen).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    in_n = n < N
-    rows = w + (expert * (N * (2 if GATED else 1)) + n)[:, None] * K
-    source = x if GATED else x + chosen * K
-    acc = tl.zeros([BN, BK], tl.float32)
-    up = acc
-    for start in tl.range(0, K, BK, loop_unroll_factor=UNROLL):
-        at = start + k
-        if WHOLE:
-            a = tl.load(rows + at[None, :], eviction_policy="evict_first")
-            xv = tl.load(source + at).to(tl.float32)
-            if GATED:
-                b = tl.load(rows + N * K + at[None, :], eviction_policy="evict_first")
-        else:
-            keep = in_n[:, None] & (at < K)[None, :]
-            a = tl.load(rows + at[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
-            xv = tl.load(source + at, mask=at < K, other=0.0).to(tl.float32)
-            if GATED:
-                b = tl.load(rows + N * K + at[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
-        acc += a.to(tl.float32) * xv[None, :]
-        if GATED:
-            up += b.to(tl.float32) * xv[None, :]
-    dtype = out.dtype.element_ty
-    y = tl.sum(acc, 1).to(dtype)
-    if GATED:
-        y = gated(y, tl.sum(up, 1).to(dtype), 0.0, KIND, False)
-    tl.store(out + chosen * N + n, y, mask=in_n)
-
-
-@triton.jit
 def _sum_kernel(outputs, weights, home, out, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (tokens, blocks): a token's outputs times their weights, added up in the order of its choices, in fp32."""
     token = tl.program_id(0).to(tl.int64)
@@ -470,18 +426,6 @@ def _apply(
     return outputs
 
 
-def _one_row(x: Tensor, w: Tensor, s: Sorted, out: Tensor, kind: int, pdl: bool) -> None:
-    """The product of one token with each of its experts; kind: as of `_grouped`."""
-    (chosen, n), k = out.shape, w.shape[2]
-    rows, depth, warps, unroll = (2, 1024, 4, 2) if kind >= 0 else (16, 1024, 8, 1)
-    while k % depth and depth > 256:
-        rows, depth = rows * 2, depth // 2
-    _row_kernel[(triton.cdiv(n, rows), chosen)](
-        x, w, out, s.tiles, N=n, K=k, BN=rows, BK=depth, UNROLL=unroll, GATED=kind >= 0, KIND=max(kind, 0),
-        WHOLE=n % rows == 0 and k % depth == 0, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-
-
 def sum_chosen(outputs: Tensor, weights: Tensor, home: Tensor) -> Tensor:
     """Each token's outputs times their weights, added up. outputs, home: as `routed_mlp` gives them."""
     (tokens, top_k), hidden = weights.shape, outputs.shape[1]
@@ -503,11 +447,6 @@ def routed_mlp(
     """
     cut = _choose_tiling(len(x) * top_k, len(gate_up), down.shape[2], x.dtype)
     weights, s = route_and_sort(router_logits, top_k, renormalize, cut.rows, pdl)
-    if len(x) == 1:
-        h, outputs = x.new_empty(top_k, down.shape[2]), x.new_empty(top_k, down.shape[1])
-        _one_row(x, gate_up, s, h, KINDS[act], pdl)
-        _one_row(h, down, s, outputs, -1, pdl)
-        return outputs, weights, s.home
     return _apply(x, s, cut, gate_up, down, top_k, act, NO_EXTRAS, pdl), weights, s.home
 
 

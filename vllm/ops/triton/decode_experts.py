@@ -1,0 +1,287 @@
+"""Triton kernels of a mixture of experts in a decode step of one row: three launches from the stream and back to it.
+
+  choose   the router's product, and by the last program to arrive the choice
+  rise     gate and up of every chosen expert, and of the shared one, with the activation
+  fall     down of all of them, weighted and added up in the order of the choices: one product whose inputs lie behind
+           each other, with the ways to end of any other (`decode_linear`)
+
+As in `decode_linear`, an RMS norm before the experts may be folded in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from vllm.ops.triton.activation import KINDS, gated
+from vllm.ops.triton.decode_linear import RESIDUAL, STORE, Folded, Stream
+from vllm.ops.triton.decode_parts import finish_row
+
+_ROUTED = 4  # logits of a program of `choose`
+_RISE = 2, 1024, 4, 2  # outputs, inputs at a time, warps, unrolled turns
+_FALL = 4, 2048, 8  # outputs, inputs at a time, warps
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenExperts:
+    """Room for what the kernels pass to each other, all static. For experts of width `inter`:
+
+    logits: [experts] fp32.   arrived: [1] int32, zero.   experts: [top_k] int32.   weights: [top_k] fp32.
+    activated: [top_k * inter + width of the shared expert].
+    """
+
+    logits: Tensor
+    arrived: Tensor
+    experts: Tensor
+    weights: Tensor
+    activated: Tensor
+
+    @classmethod
+    def of(cls, experts: int, top_k: int, width: int, dtype: torch.dtype, device: torch.device) -> ChosenExperts:
+        """With new memory. width: of `activated`."""
+        return cls(
+            torch.empty(experts, dtype=torch.float32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.empty(top_k, dtype=torch.int32, device=device),
+            torch.empty(top_k, dtype=torch.float32, device=device),
+            torch.empty(width, dtype=dtype, device=device),
+        )
+
+
+@triton.jit
+def _inverse_rms(squares, tiles, eps, WIDTH: tl.constexpr, SQUARES: tl.constexpr):
+    """1 / rms of a row whose squares were summed in `tiles` parts, SQUARES or fewer."""
+    j = tl.arange(0, SQUARES)
+    return tl.rsqrt(tl.sum(tl.load(squares + j, mask=j < tiles, other=0.0), 0) / WIDTH + eps)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _choose_kernel(
+    x, w, squares, tiles, eps, logits, arrived, experts, weights, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, NORM: tl.constexpr,
+    SQUARES: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (E / BE,): logits of the row x [K] with w [E, K], rounded as x is; then softmax over all, and the largest,
+    of equal ones the lowest. GIVEN: grid (1,), x are the logits.
+    """
+    pid = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+    e = tl.arange(0, EP)
+    if GIVEN:
+        if PDL:
+            gdc_wait()
+        value = tl.load(x + e, mask=e < E, other=-float("inf")).to(tl.float32)
+    else:
+        here = pid * BE + tl.arange(0, BE)
+        k = tl.arange(0, KP)
+        keep = (here < E)[:, None] & (k < K)[None, :]
+        rows = tl.load(w + here[:, None] * K + k[None, :], mask=keep, other=0.0)
+        if PDL:
+            gdc_wait()
+        y = tl.sum(rows.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :], 1)
+        if NORM:
+            y = y * _inverse_rms(squares, tiles, eps, K, SQUARES)
+        tl.store(logits + here, y.to(x.dtype.element_ty).to(tl.float32), mask=here < E)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived, 1, sem="acq_rel")
+        if before != tl.num_programs(0) - 1:
+            return
+        tl.store(arrived, 0)
+        value = tl.load(logits + e, mask=e < E, other=-float("inf"), cache_modifier=".cg")
+    p = tl.exp(value - tl.max(value, 0))
+    p = p / tl.sum(p, 0)
+    order = tl.where(e < E, tl.where(p == p, p, -1.0), -2.0)  # NaN is chosen last, and so are experts that exist
+    # an expert's rank is the number of those before it; p and its order are two layouts of one vector
+    other = tl.reshape(order, (1, EP))
+    mine = tl.reshape(order, (EP, 1))
+    f = tl.reshape(e, (1, EP))
+    g = tl.reshape(e, (EP, 1))
+    rank = tl.sum(((other > mine) | ((other == mine) & (f < g))).to(tl.int32), 1)
+    if RENORMALIZE:
+        p = p / tl.sum(tl.where(rank < TOP_K, p, 0.0), 0)
+    tl.store(experts + rank, e, mask=rank < TOP_K)
+    tl.store(weights + rank, p, mask=rank < TOP_K)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _rise_kernel(
+    x, w, shared, squares, tiles, eps, experts, out, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr, KIND: tl.constexpr,
+    NORM: tl.constexpr, SQUARES: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / BN, TOP_K + SHARED / N): act(gate) * up of the row x [K]. w: [experts, 2 * N, K]; shared: [2 * SHARED,
+    K], of which a program has outputs like an expert's. WHOLE: tiles divide N, K and SHARED.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chosen = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    to = chosen * N + n
+    in_n = n < N
+    apart = N
+    if chosen < TOP_K:
+        first = w + tl.load(experts + chosen).to(tl.int64) * (2 * N * K)
+    else:
+        first = shared + (chosen - TOP_K) * (N * K)
+        apart = SHARED
+        in_n = in_n & (to < TOP_K * N + SHARED)
+    rows = first + n[:, None].to(tl.int64) * K
+    k = tl.arange(0, BK)
+    acc = tl.zeros([BN, BK], tl.float32)
+    up = acc
+    for start in tl.range(0, K, BK, loop_unroll_factor=UNROLL):
+        at = start + k
+        if WHOLE:
+            a = tl.load(rows + at[None, :], eviction_policy="evict_first")
+            b = tl.load(rows + apart * K + at[None, :], eviction_policy="evict_first")
+            xv = tl.load(x + at)
+        else:
+            keep = in_n[:, None] & (at < K)[None, :]
+            a = tl.load(rows + at[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
+            b = tl.load(rows + apart * K + at[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
+            xv = tl.load(x + at, mask=at < K, other=0.0)
+        acc += a.to(tl.float32) * xv.to(tl.float32)[None, :]
+        up += b.to(tl.float32) * xv.to(tl.float32)[None, :]
+    y = tl.sum(acc, 1)
+    u = tl.sum(up, 1)
+    if NORM:
+        factor = _inverse_rms(squares, tiles, eps, K, SQUARES)
+        y *= factor
+        u *= factor
+    dtype = out.dtype.element_ty
+    tl.store(out + to, gated(y.to(dtype), u.to(dtype), 0.0, KIND, False), mask=in_n)
+
+
+@triton.jit
+def _fall_kernel(
+    x, w, shared, experts, weights, out, h, next_weight, scaled, squares_out, scale: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    MODE: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / BN,). x: [TOP_K * K + SHARED], what `_rise_kernel` left; w: [experts, N, K]; shared: [N, SHARED]."""
+    pid = tl.program_id(0)
+    n = pid * BN + tl.arange(0, BN)
+    in_n = n < N
+    k = tl.arange(0, BK)
+    acc = tl.zeros([BN, BK], tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for start in tl.range(0, TOP_K * K, BK):
+        at = start + k
+        live = at < TOP_K * K
+        choice = tl.minimum(at // K, TOP_K - 1)
+        inside = at - choice * K
+        if K % 8 == 0:  # eight neighbours are one expert's, which the compiler does not see
+            inside = tl.max_contiguous(tl.multiple_of(inside, 8), 8)
+        expert = tl.load(experts + choice).to(tl.int64)
+        if K % 8 == 0:
+            expert = tl.max_constancy(expert, 8)
+        weight = tl.load(weights + choice)
+        a = tl.load(
+            w + (expert * (N * K) + inside)[None, :] + n[:, None] * K, mask=in_n[:, None] & live[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        xv = tl.load(x + at, mask=live, other=0.0).to(tl.float32) * weight
+        acc += a.to(tl.float32) * xv[None, :]
+    for start in tl.range(0, SHARED, BK):
+        at = start + k
+        live = at < SHARED
+        a = tl.load(
+            shared + n[:, None] * SHARED + at[None, :], mask=in_n[:, None] & live[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        acc += a.to(tl.float32) * tl.load(x + TOP_K * K + at, mask=live, other=0.0).to(tl.float32)[None, :]
+    y = tl.sum(acc, 1)
+    finish_row(
+        y, y, n, in_n, pid, out, out, squares_out, 1, 0.0, h, next_weight, scaled, squares_out, out, out, out, scale, N,
+        N, BN, MODE, -1, False, NEXT, False, 2,
+    )  # fmt: skip
+
+
+def choose_experts(
+    x: Tensor | Folded, router: Tensor, room: ChosenExperts, renormalize: bool, pdl: bool = False
+) -> None:
+    """The experts of one row and their weights. x: [1, hidden]; router: [experts, hidden]."""
+    rows, squares, tiles, eps, norm = _unfolded(x)
+    experts, inputs = router.shape
+    _choose_kernel[(triton.cdiv(experts, _ROUTED),)](
+        rows, router, squares, tiles, eps, room.logits, room.arrived, room.experts, room.weights,
+        E=experts, EP=triton.next_power_of_2(experts), K=inputs, KP=triton.next_power_of_2(inputs), BE=_ROUTED,
+        TOP_K=len(room.experts), RENORMALIZE=renormalize, NORM=norm, SQUARES=_padded(tiles), GIVEN=False, PDL=pdl,
+        num_warps=8, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def choose_by_logits(logits: Tensor, room: ChosenExperts, renormalize: bool, pdl: bool = False) -> None:
+    """The same where the router's product was computed before. logits: [1, experts]."""
+    experts = logits.shape[1]
+    _choose_kernel[(1,)](
+        logits, logits, logits, 1, 0.0, room.logits, room.arrived, room.experts, room.weights,
+        E=experts, EP=triton.next_power_of_2(experts), K=1, KP=1, BE=_ROUTED, TOP_K=len(room.experts),
+        RENORMALIZE=renormalize, NORM=False, SQUARES=2, GIVEN=True, PDL=pdl, num_warps=8,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def rise(
+    x: Tensor | Folded, gate_up: Tensor, shared: Tensor | None, act: str, room: ChosenExperts, pdl: bool = False
+) -> None:
+    """The first products of the chosen experts and the shared one. gate_up: [experts, 2 * inter, hidden]; shared:
+    [2 * width, hidden].
+    """
+    rows, squares, tiles, eps, norm = _unfolded(x)
+    top_k, inter, inputs = len(room.experts), gate_up.shape[1] // 2, gate_up.shape[2]
+    width = 0 if shared is None else shared.shape[0] // 2
+    outputs, depth, warps, unroll = _RISE
+    while inputs % depth and depth > 256:
+        outputs, depth = outputs * 2, depth // 2
+    _rise_kernel[(triton.cdiv(inter, outputs), top_k + triton.cdiv(width, inter))](
+        rows, gate_up, gate_up if shared is None else shared, squares, tiles, eps, room.experts, room.activated,
+        N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, UNROLL=unroll, KIND=KINDS[act], NORM=norm,
+        SQUARES=_padded(tiles), WHOLE=inter % outputs == 0 and inputs % depth == 0 and width % inter == 0, PDL=pdl,
+        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def fall(
+    down: Tensor, shared: Tensor | None, room: ChosenExperts, s: Stream, out: Tensor | None = None, scale: float = 1.0,
+    next_weight: Tensor | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """The second products, times `scale` to the stream, or without it to `out` [1, hidden]. next_weight: as of
+    `run_product`; then the squares have `fall_tiles` parts.   down: [experts, hidden, inter]; shared: [hidden, width].
+    """
+    outputs, depth, warps = _FALL
+    hidden, inter, top_k = down.shape[1], down.shape[2], len(room.experts)
+    width = 0 if shared is None else shared.shape[1]
+    to, none = s.h if out is None else out, s.h
+    _fall_kernel[(fall_tiles(hidden),)](
+        room.activated, down, down if shared is None else shared, room.experts, room.weights, to, s.h,
+        none if next_weight is None else next_weight, s.scaled, s.squares, scale, N=hidden, K=inter, TOP_K=top_k,
+        SHARED=width, BN=outputs, BK=min(depth, triton.next_power_of_2(top_k * inter)),
+        MODE=RESIDUAL if out is None else STORE, NEXT=next_weight is not None, PDL=pdl, num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def fall_tiles(hidden: int) -> int:
+    """Programs of `fall`, each of which leaves a part of the squares."""
+    return -(-hidden // _FALL[0])
+
+
+def _unfolded(x: Tensor | Folded) -> tuple[Tensor, Tensor, int, float, bool]:
+    """(rows, their squares, parts of these, eps, whether there is a norm)."""
+    if isinstance(x, Folded):
+        return x.scaled, x.squares, x.tiles, x.eps, True
+    return x, x, 1, 0.0, False
+
+
+def _padded(tiles: int) -> int:
+    return int(triton.next_power_of_2(max(tiles, 2)))
