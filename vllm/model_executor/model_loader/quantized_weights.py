@@ -83,9 +83,11 @@ class QuantizedCheckpoint:
             found = self._stacks.setdefault(resolved[0], _Module(stack, file, resolved[1]))
             found.tensors[end] = tensor
             return True
+        if self._take_stack(name, tensor, file):
+            return True
         suffix = next((suffix for suffix in self._suffixes if name.endswith(suffix)), None)
         if suffix is None:
-            return name.endswith(self._ignored) or self._take_stack(name, tensor, file)
+            return name.endswith(self._ignored)
         module, leaf = name.removesuffix(suffix), suffix[1:]
         resolved = self._family.resolve(f"{module}.weight")
         if resolved is None:
@@ -100,6 +102,8 @@ class QuantizedCheckpoint:
         if not self._keeps(container) and is_plain({leaf: tensor}):
             return False
         found = self._found.setdefault(container, _Module(module, file, resolved[1]))
+        if resolved[1] is WeightLayout.TRANSPOSED and is_plain({leaf: tensor}):
+            tensor = tensor.t()  # formats store [out, in] whatever plain checkpoints do
         if leaf in found.tensors:
             raise ValueError(f"{file}: the tensor {name!r} occurs twice.")
         found.tensors[leaf] = tensor
@@ -161,18 +165,35 @@ class QuantizedCheckpoint:
         return reader is not None and reader.reads_plain
 
     def _take_stack(self, name: str, tensor: Tensor, file: Path) -> bool:
-        """Keep the plain weights of all experts in one tensor, [experts, out, in], where each is to be quantized."""
+        """Keep the plain weights of all experts in one tensor where each is to be quantized."""
         resolved = self._family.resolve(name)
-        if resolved is None or tensor.dim() != 3 or not is_plain({"weight": tensor}):
+        if resolved is None or not is_plain({"weight": tensor}):
+            return False
+        path, _, leaf = resolved[0].rpartition(".")
+        parts = ("gate", "up") if leaf == "gate_up" else (leaf,) if leaf in ("gate", "up", "down") else ()
+        if not parts or not path.endswith(".experts"):
             return False
         if self._is_elsewhere(resolved[0]):
             return True
-        path, _, leaf = resolved[0].rpartition(".")
-        parts = {"gate_up": ("gate", "up"), "down": ("down",)}.get(leaf, ())
-        if not parts or not self._keeps(f"{path}.0.{parts[0]}"):
+        if not self._keeps(f"{path}.0.{parts[0]}"):
             return False
-        if resolved[1] is WeightLayout.TRANSPOSED:
+        layout, rows = resolved[1], tensor.shape[0]
+        experts = self._spec.blocks[int(path.split(".")[1])].ffn.experts  # type: ignore[attr-defined]
+        if layout in (WeightLayout.STACKED, WeightLayout.STACKED_TRANSPOSED):
+            if tensor.dim() != 2 or rows % experts:
+                raise ValueError(
+                    f"{file}: {name} has the shape {list(tensor.shape)}, which {experts} experts cannot share."
+                )
+            by_expert = tensor.unflatten(0, (experts, -1))
+            tensor = by_expert if layout is WeightLayout.STACKED else by_expert.transpose(1, 2)
+        elif tensor.dim() != 3 or rows != experts:
+            raise ValueError(
+                f"{file}: {name} has the shape {list(tensor.shape)}, expected a matrix of {experts} experts each."
+            )
+        elif layout is WeightLayout.TRANSPOSED:
             tensor = tensor.transpose(1, 2)
+        else:
+            tensor = canonical(tensor, layout, 0, 0)
         for expert, matrix in enumerate(tensor):
             for part, piece in zip(parts, matrix.chunk(len(parts)), strict=True):
                 module = _Module(name, file, WeightLayout.PLAIN, {"weight": piece})
