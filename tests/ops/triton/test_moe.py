@@ -63,7 +63,7 @@ def test_damaged_logits_choose_experts_that_exist():
     assert ((experts >= 0) & (experts < 5)).all()
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 3), (5, 2, 8), (700, 3, 5)])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 3), (5, 2, 8), (700, 3, 5), (301, 6, 70)])
 def test_pairs_are_sorted_by_expert_and_then_by_token(tokens, top_k, experts):
     chosen = torch.randint(0, experts, (tokens, top_k))
     chosen[chosen == 1] = 0  # an expert that nobody chose
@@ -78,6 +78,15 @@ def test_pairs_are_sorted_by_expert_and_then_by_token(tokens, top_k, experts):
         assert {int(flat[s.order[r]]) for r in rows} == {expert}
         covered += rows
     assert covered == list(range(len(flat)))
+
+
+def test_pairs_of_other_ranks_have_no_row():
+    chosen = torch.randint(0, 9, (300, 4))  # 8 is another rank's
+    s, flat = kernels.sort_pairs(chosen, 8, 16), chosen.flatten()
+    mine = int((flat < 8).sum())
+    assert s.order[:mine].tolist() == flat.argsort(stable=True)[:mine].tolist()
+    used = int(s.tiles[-1])
+    assert int((s.tiles[:-1].view(3, -1)[2, :used]).max()) == mine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter multiplies bfloat16 wrongly

@@ -122,15 +122,21 @@ def test_pieces_do_not_depend_on_the_company(monkeypatch):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def check_scan(counts, drafts, first_column, groups, gated):
+def test_scans_of_channels_that_are_all_of_one_group():
+    check_scan([1, 5, 2], None, True, 2, False, 64)
+
+
+def check_scan(counts, drafts, first_column, groups, gated, channels=40):
     numbers = 5
     step, group = batch(counts, drafts, first_column)
     tokens = sum(counts)
     wider = torch.randn(tokens, 150)
-    u, dt, gate = torch.randn(tokens, 40), torch.randn(tokens, 40) * 4, wider[:, 75:115] if gated else None
+    u, dt, gate = torch.randn(tokens, channels), torch.randn(tokens, channels) * 4, wider[:, 75:115] if gated else None
     mixed, half = torch.randn(tokens, 2 * numbers * groups), numbers * groups
-    a, d, bias = -torch.rand(40, numbers) * 3, torch.randn(40), torch.randn(40)
-    want, got, loop = (torch.randn(PAGES, 40 * numbers + 9)[:, 3:-6].unflatten(1, (40, numbers)) for _ in range(3))
+    a, d, bias = -torch.rand(channels, numbers) * 3, torch.randn(channels), torch.randn(channels)
+    want, got, loop = (
+        torch.randn(PAGES, channels * numbers + 9)[:, 3:-6].unflatten(1, (channels, numbers)) for _ in range(3)
+    )
     want.copy_(loop)
     got.copy_(loop)
     outs = [f(u, dt, bias, a, mixed[:, :half], mixed[:, half:], d, gate, s, step, group) for f, s in (

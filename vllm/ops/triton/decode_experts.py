@@ -23,8 +23,8 @@ from vllm.ops.triton.decode_linear import RESIDUAL, STORE, Folded, Stream
 from vllm.ops.triton.decode_parts import finish_row
 
 _ROUTED = 4  # logits of a program of `choose`
-_RISE = 2, 1024, 4, 2  # outputs, inputs at a time, warps, unrolled turns
-_FALL = 4, 2048, 8  # outputs, inputs at a time, warps
+_RISE = 4, 1024, 8  # outputs, inputs at a time, warps
+_FALL = 8, 2048, 8  # outputs, inputs at a time, warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,59 +96,74 @@ def _choose_kernel(
         value = tl.load(logits + e, mask=e < E, other=-float("inf"), cache_modifier=".cg")
     p = tl.exp(value - tl.max(value, 0))
     p = p / tl.sum(p, 0)
-    order = tl.where(e < E, tl.where(p == p, p, -1.0), -2.0)  # NaN is chosen last, and so are experts that exist
-    # an expert's rank is the number of those before it; p and its order are two layouts of one vector
-    other = tl.reshape(order, (1, EP))
-    mine = tl.reshape(order, (EP, 1))
-    f = tl.reshape(e, (1, EP))
-    g = tl.reshape(e, (EP, 1))
-    rank = tl.sum(((other > mine) | ((other == mine) & (f < g))).to(tl.int32), 1)
+    # an expert's rank is the number of those before it; NaN comes last, but before experts that do not exist
+    order = tl.where(e < E, tl.where(value > -3.0e38, value, -3.0e38), -float("inf"))
+    other = tl.reshape(order, (EP, 1))
+    mine = tl.reshape(order, (1, EP))
+    f = tl.reshape(e, (EP, 1))
+    g = tl.reshape(e, (1, EP))
+    rank = tl.sum(((other > mine) | ((other == mine) & (f < g))).to(tl.int32), 0)
     if RENORMALIZE:
         p = p / tl.sum(tl.where(rank < TOP_K, p, 0.0), 0)
     tl.store(experts + rank, e, mask=rank < TOP_K)
     tl.store(weights + rank, p, mask=rank < TOP_K)
 
 
+@triton.jit
+def _pair(rows, apart, k, in_n, K: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns k of rows of gate and of up, which stand so far apart."""
+    if WHOLE:
+        a = tl.load(rows + k[None, :], eviction_policy="evict_first")
+        b = tl.load(rows + apart + k[None, :], eviction_policy="evict_first")
+    else:
+        keep = in_n[:, None] & (k < K)[None, :]
+        a = tl.load(rows + k[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
+        b = tl.load(rows + apart + k[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
+    return a, b
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _rise_kernel(
     x, w, shared, squares, tiles, eps, experts, out, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNROLL: tl.constexpr, KIND: tl.constexpr,
+    SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
     NORM: tl.constexpr, SQUARES: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BN, TOP_K + SHARED / N): act(gate) * up of the row x [K]. w: [experts, 2 * N, K]; shared: [2 * SHARED,
+    """Grid (N / BN, SHARED / N + TOP_K): act(gate) * up of the row x [K]. w: [experts, 2 * N, K]; shared: [2 * SHARED,
     K], of which a program has outputs like an expert's. WHOLE: tiles divide N, K and SHARED.
+
+    The shared expert comes first: its weights are loaded while the others are being chosen. What follows begins when
+    they have been chosen, and may rely on that.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    chosen = tl.program_id(1)
+    ALIKE: tl.constexpr = (SHARED + N - 1) // N
+    chosen = tl.program_id(1) - ALIKE
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    to = chosen * N + n
-    in_n = n < N
-    apart = N
-    if chosen < TOP_K:
-        first = w + tl.load(experts + chosen).to(tl.int64) * (2 * N * K)
-    else:
-        first = shared + (chosen - TOP_K) * (N * K)
-        apart = SHARED
-        in_n = in_n & (to < TOP_K * N + SHARED)
-    rows = first + n[:, None].to(tl.int64) * K
     k = tl.arange(0, BK)
-    acc = tl.zeros([BN, BK], tl.float32)
-    up = acc
-    for start in tl.range(0, K, BK, loop_unroll_factor=UNROLL):
-        at = start + k
-        if WHOLE:
-            a = tl.load(rows + at[None, :], eviction_policy="evict_first")
-            b = tl.load(rows + apart * K + at[None, :], eviction_policy="evict_first")
-            xv = tl.load(x + at)
-        else:
-            keep = in_n[:, None] & (at < K)[None, :]
-            a = tl.load(rows + at[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
-            b = tl.load(rows + apart * K + at[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
-            xv = tl.load(x + at, mask=at < K, other=0.0)
-        acc += a.to(tl.float32) * xv.to(tl.float32)[None, :]
-        up += b.to(tl.float32) * xv.to(tl.float32)[None, :]
+    in_n = n < N
+    to = chosen * N + n
+    apart = N
+    first = w
+    if chosen < 0:
+        to = TOP_K * N + (chosen + ALIKE) * N + n
+        in_n = in_n & (to < TOP_K * N + SHARED)
+        first = shared + (chosen + ALIKE) * (N * K)
+        apart = SHARED
+    else:
+        if PDL:
+            gdc_wait()
+        first = w + tl.load(experts + chosen).to(tl.int64) * (2 * N * K)
+    rows = first + n[:, None].to(tl.int64) * K
+    a, b = _pair(rows, apart * K, k, in_n, K, WHOLE)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    acc = a.to(tl.float32) * xv
+    up = b.to(tl.float32) * xv
+    for start in tl.range(BK, K, BK):
+        a, b = _pair(rows, apart * K, start + k, in_n, K, WHOLE)
+        xv = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
+        acc += a.to(tl.float32) * xv
+        up += b.to(tl.float32) * xv
     y = tl.sum(acc, 1)
     u = tl.sum(up, 1)
     if NORM:
@@ -157,6 +172,24 @@ def _rise_kernel(
         u *= factor
     dtype = out.dtype.element_ty
     tl.store(out + to, gated(y.to(dtype), u.to(dtype), 0.0, KIND, False), mask=in_n)
+
+
+@triton.jit
+def _falling(w, experts, weights, n, in_n, at, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr):
+    """Columns `at` of the chosen experts' matrices beside each other, and each column's weight."""
+    live = at < TOP_K * K
+    choice = tl.minimum(at // K, TOP_K - 1)
+    inside = at - choice * K
+    expert = tl.load(experts + choice).to(tl.int64)
+    if K % 8 == 0:  # eight neighbours are one expert's, which the compiler does not see
+        inside = tl.max_contiguous(tl.multiple_of(inside, 8), 8)
+        expert = tl.max_constancy(expert, 8)
+    weight = tl.load(weights + choice)
+    a = tl.load(
+        w + (expert * (N * K) + inside)[None, :] + n[:, None] * K, mask=in_n[:, None] & live[None, :], other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    return a, weight
 
 
 @triton.jit
@@ -170,26 +203,18 @@ def _fall_kernel(
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
     k = tl.arange(0, BK)
-    acc = tl.zeros([BN, BK], tl.float32)
     if PDL:
         gdc_launch_dependents()
+    # `rise` let this begin when the experts were known
+    a, weight = _falling(w, experts, weights, n, in_n, k, N, K, TOP_K)
+    if PDL:
         gdc_wait()
-    for start in tl.range(0, TOP_K * K, BK):
+    xv = tl.load(x + k, mask=k < TOP_K * K, other=0.0).to(tl.float32) * weight
+    acc = a.to(tl.float32) * xv[None, :]
+    for start in tl.range(BK, TOP_K * K, BK):
         at = start + k
-        live = at < TOP_K * K
-        choice = tl.minimum(at // K, TOP_K - 1)
-        inside = at - choice * K
-        if K % 8 == 0:  # eight neighbours are one expert's, which the compiler does not see
-            inside = tl.max_contiguous(tl.multiple_of(inside, 8), 8)
-        expert = tl.load(experts + choice).to(tl.int64)
-        if K % 8 == 0:
-            expert = tl.max_constancy(expert, 8)
-        weight = tl.load(weights + choice)
-        a = tl.load(
-            w + (expert * (N * K) + inside)[None, :] + n[:, None] * K, mask=in_n[:, None] & live[None, :], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        xv = tl.load(x + at, mask=live, other=0.0).to(tl.float32) * weight
+        a, weight = _falling(w, experts, weights, n, in_n, at, N, K, TOP_K)
+        xv = tl.load(x + at, mask=at < TOP_K * K, other=0.0).to(tl.float32) * weight
         acc += a.to(tl.float32) * xv[None, :]
     for start in tl.range(0, SHARED, BK):
         at = start + k
@@ -240,12 +265,12 @@ def rise(
     rows, squares, tiles, eps, norm = _unfolded(x)
     top_k, inter, inputs = len(room.experts), gate_up.shape[1] // 2, gate_up.shape[2]
     width = 0 if shared is None else shared.shape[0] // 2
-    outputs, depth, warps, unroll = _RISE
+    outputs, depth, warps = _RISE
     while inputs % depth and depth > 256:
         outputs, depth = outputs * 2, depth // 2
     _rise_kernel[(triton.cdiv(inter, outputs), top_k + triton.cdiv(width, inter))](
         rows, gate_up, gate_up if shared is None else shared, squares, tiles, eps, room.experts, room.activated,
-        N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, UNROLL=unroll, KIND=KINDS[act], NORM=norm,
+        N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, KIND=KINDS[act], NORM=norm,
         SQUARES=_padded(tiles), WHOLE=inter % outputs == 0 and inputs % depth == 0 and width % inter == 0, PDL=pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

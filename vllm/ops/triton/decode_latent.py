@@ -22,12 +22,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.decode_parts import processors
-from vllm.ops.triton.latent_attention import latent_tile
 
 MOST_ROWS = 16  # each reads K_h and V_h for itself
 _COLUMNS = 64  # of the latent that a program of `absorb` computes
 _VALUES = 16  # numbers of a head that a program of `expand` computes
-_TILE, _STAGES, _WARPS = 32, 2, 4  # of `attend`: latents at a time
+_TILE, _STAGES, _WARPS = 64, 2, 8  # of `attend`: latents at a time
 _TOGETHER = 8  # splits that are merged at a time
 
 
@@ -167,25 +166,30 @@ def _attend_kernel(
     e = tl.arange(0, PP)
     in_h = h < HEADS
     heads = row * HEADS + h
-    keep = in_h[:, None] & (d < RANK)[None, :]
-    inner = tl.load(inner_ptr + heads[:, None] * RANK + d[None, :], mask=keep, other=0.0)
+    inner = tl.load(inner_ptr + heads[:, None] * RANK + d[None, :], mask=in_h[:, None] & (d < RANK)[None, :], other=0.0)
     q_rope = tl.load(turned + heads[:, None] * ROPE + e[None, :], mask=in_h[:, None] & (e < ROPE)[None, :], other=0.0)
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, RP], tl.float32)
-    bare = lo + (hi - lo) // TILE * TILE
-    for key in tl.range(lo, bare, TILE, num_stages=STAGES):
-        m, z, acc = latent_tile(
-            m, z, acc, inner, q_rope, cache, table, key, hi, scale, stride_block, RANK, RP, ROPE, PP, BS, TILE, False,
-            PRECISION,
-        )  # fmt: skip
-    if bare < hi:
-        m, z, acc = latent_tile(
-            m, z, acc, inner, q_rope, cache, table, bare, hi, scale, stride_block, RANK, RP, ROPE, PP, BS, TILE, True,
-            PRECISION,
-        )  # fmt: skip
+    acc = tl.zeros([RP, BM], tl.float32)
+    t = tl.arange(0, TILE)
+    for key in tl.range(lo, hi, TILE, num_stages=STAGES):
+        # latents are the left operand, of which there are enough rows; stale memory may hold NaN, and 0 * NaN is NaN
+        live = key + t < hi
+        block = tl.load(table + (key + t) // BS, mask=live, other=0).to(tl.int64)
+        at = (cache + block * stride_block + ((key + t) % BS) * (RANK + ROPE))[:, None]
+        c = tl.load(at + d[None, :], mask=live[:, None] & (d < RANK)[None, :], other=0.0)
+        k = tl.load(at + RANK + e[None, :], mask=live[:, None] & (e < ROPE)[None, :], other=0.0)
+        s = tl.dot(c, tl.trans(inner), input_precision=PRECISION)
+        s = tl.dot(k, tl.trans(q_rope), s, input_precision=PRECISION) * scale
+        s = tl.where(live[:, None], s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 0))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[None, :])
+        z = z * alpha + tl.sum(p, 0)
+        acc = tl.dot(tl.trans(c), p.to(c.dtype), acc * alpha[None, :], input_precision=PRECISION)
+        m = m_new
     place = heads * splits + split
-    tl.store(part + place[:, None] * RANK + d[None, :], acc, mask=keep)
+    tl.store(part + place[None, :] * RANK + d[:, None], acc, mask=in_h[None, :] & (d < RANK)[:, None])
     tl.store(peaks + place * 2, m, mask=in_h)
     tl.store(peaks + place * 2 + 1, z, mask=in_h)
 
@@ -298,7 +302,7 @@ def decode_latent(x: Tensor, out: Tensor, a: LatentDecode, s: LatentRows, pdl: b
         a.cache.stride(0), table.stride(0), splits,
         HEADS=a.heads, RANK=a.rank, RP=max(16, padded), ROPE=rope_dim, PP=max(16, triton.next_power_of_2(rope_dim)),
         BS=block_size, BM=head_rows, TILE=_TILE, STAGES=_STAGES, PRECISION="ieee" if exact else "tf32", PDL=pdl,
-        num_warps=_WARPS if head_rows <= 32 else 8, **extra,
+        num_warps=_WARPS, **extra,
     )  # fmt: skip
     values = min(_VALUES, triton.next_power_of_2(a.v_dim))
     _expand_kernel[(a.heads * triton.cdiv(a.v_dim, values), rows)](

@@ -118,7 +118,7 @@ def rotate_and_write_latent(
 
 
 @triton.jit
-def latent_tile(
+def _latent_tile(
     m, z, acc, inner, q_rope, cache, table, start, last, scale, stride_block,
     RANK: tl.constexpr, RP: tl.constexpr, ROPE: tl.constexpr, PP: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -199,12 +199,12 @@ def _absorbed_kernel(
     table = table_ptr + r.to(tl.int64) * stride_table
     bare = lo + tl.maximum(hi - lo, 0) // TILE * TILE
     for key in tl.range(lo, bare, TILE, num_stages=STAGES):
-        m, z, acc = latent_tile(
+        m, z, acc = _latent_tile(
             m, z, acc, inner, q_rope, cache, table, key, hi, scale, stride_block, RANK, RP, ROPE, PP, BS, TILE, False,
             PRECISION,
         )  # fmt: skip
     if bare < hi:
-        m, z, acc = latent_tile(
+        m, z, acc = _latent_tile(
             m, z, acc, inner, q_rope, cache, table, bare, hi, scale, stride_block, RANK, RP, ROPE, PP, BS, TILE, True,
             PRECISION,
         )  # fmt: skip

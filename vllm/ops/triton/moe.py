@@ -21,6 +21,7 @@ from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_parts import processors
 
 _SORT_BLOCK = 1024
+_PIECE = 128  # pairs that one program sorts where there are more than a block
 _SUM_BLOCK = 1024
 _ROUTED = 2048  # rows times experts that one program routes and sorts
 _GROUP = 16  # tiles of rows that go through the weights together, so that both stay in the cache
@@ -149,6 +150,63 @@ def _place_kernel(
         tl.store(tiles + 3 * most, tile + own)
 
 
+@triton.jit(do_not_specialize=["pairs"])
+def _count_pieces_kernel(experts, counts, pairs, E: tl.constexpr, EP: tl.constexpr, PIECE: tl.constexpr):
+    """Grid (pieces,): counts [pieces, E] of those in this piece that chose each expert."""
+    p = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    e = tl.arange(0, EP)
+    chosen = tl.load(experts + p, mask=p < pairs, other=-1)
+    hits = (chosen[:, None] == e[None, :]).to(tl.int32)
+    tl.store(counts + tl.program_id(0) * E + e, tl.sum(hits, 0), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _sum_pieces_kernel(counts, totals, pieces, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (experts,): in place of each piece's count the sum of those before it; the sum of all to totals [E]."""
+    e = tl.program_id(0)
+    total = 0
+    for first in range(0, pieces, BLOCK):
+        p = first + tl.arange(0, BLOCK)
+        own = tl.load(counts + p * E + e, mask=p < pieces, other=0)
+        tl.store(counts + p * E + e, total + tl.cumsum(own, 0) - own, mask=p < pieces)
+        total += tl.sum(own, 0)
+    tl.store(totals + e, total)
+
+
+@triton.jit(do_not_specialize=["pairs", "pieces", "most"])
+def _place_pieces_kernel(
+    experts, counts, totals, order, home, tiles, pairs, pieces, most, E: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Grid (the larger of pieces and experts,): what `_place_kernel` does, of a piece its pairs and of an expert its
+    tiles.
+    """
+    pid = tl.program_id(0)
+    e = tl.arange(0, EP)
+    total = tl.load(totals + e, mask=e < E, other=0)
+    start = tl.cumsum(total, 0) - total
+    if pid < pieces:
+        p = pid * PIECE + tl.arange(0, PIECE)
+        chosen = tl.load(experts + p, mask=p < pairs, other=-1)
+        hit = chosen[:, None] == e[None, :]
+        first = start + tl.load(counts + pid * E + e, mask=e < E, other=0)
+        at = tl.sum(tl.where(hit, tl.cumsum(hit.to(tl.int32), 0) - 1 + first[None, :], 0), 1)
+        mine = (chosen >= 0) & (chosen < E)
+        tl.store(order + at, p, mask=mine)
+        tl.store(home + p, at, mask=mine)
+    if pid < E:
+        own = (total + BM - 1) // BM
+        tile = tl.sum(tl.where(e < pid, own, 0), 0)
+        begin = tl.sum(tl.where(e == pid, start, 0), 0)
+        count = tl.sum(tl.where(e == pid, total, 0), 0)
+        for i in range(0, (count + BM - 1) // BM):
+            tl.store(tiles + tile + i, pid)
+            tl.store(tiles + most + tile + i, begin + i * BM)
+            tl.store(tiles + 2 * most + tile + i, begin + count)
+        if pid == E - 1:
+            tl.store(tiles + 3 * most, tl.sum(own, 0))
+
+
 @triton.jit(do_not_specialize=["stride", "rows", "most"])
 def _route_and_sort_kernel(
     logits, weights, home, order, tiles, stride, rows, most, E: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr,
@@ -245,7 +303,10 @@ def _grouped_kernel(
             b = tl.load(w_rows + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
         if GATED:
-            c = tl.load(w_rows + N * K + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
+            if K % BK == 0:
+                c = tl.load(w_rows + N * K + k[:, None], mask=in_n[None, :], other=0.0)
+            else:
+                c = tl.load(w_rows + N * K + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
             up = tl.dot(a, c, up, input_precision="ieee")
     dtype = out.dtype.element_ty
     if BIAS:
@@ -321,10 +382,21 @@ def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> Sorted:
     counts, order, home, tiles = (
         torch.empty(n, dtype=torch.int32, device=experts.device) for n in (num_experts, pairs, pairs, 3 * most + 1)
     )
+    wide = triton.next_power_of_2(num_experts)
+    if pairs > _SORT_BLOCK:
+        pieces = triton.cdiv(pairs, _PIECE)
+        each = torch.empty(pieces, num_experts, dtype=torch.int32, device=experts.device)
+        sizes = {"E": num_experts, "EP": wide, "PIECE": _PIECE, "num_warps": 4 if wide <= 64 else 8}
+        _count_pieces_kernel[(pieces,)](experts, each, pairs, **sizes)
+        _sum_pieces_kernel[(num_experts,)](each, counts, pieces, E=num_experts, BLOCK=512, num_warps=4)
+        _place_pieces_kernel[(max(pieces, num_experts),)](
+            experts, each, counts, order, home, tiles, pairs, pieces, most, BM=tile_rows, **sizes
+        )
+        return Sorted(order, home, tiles, most)
     block = _SORT_BLOCK if pairs > 128 else 128  # few variants, which are compiled ahead
     _count_kernel[(num_experts,)](experts, counts, pairs, BLOCK=block, num_warps=4)
     _place_kernel[(num_experts,)](
-        experts, counts, order, home, tiles, pairs, most, E=num_experts, EP=triton.next_power_of_2(num_experts),
+        experts, counts, order, home, tiles, pairs, most, E=num_experts, EP=wide,
         BM=tile_rows, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return Sorted(order, home, tiles, most)

@@ -87,6 +87,7 @@ def causal_conv(
     return out
 
 
+LOG2E = tl.constexpr(1.4426950408889634)
 _PIECE = 128  # tokens that follow each other in one program where a request has more: the others run beside them
 
 _STRIDES = [
@@ -127,10 +128,10 @@ def _step_size(dt, ch, live, offset):
 
 
 @triton.jit
-def _selected(x, n, numbers, which, both, GROUPS: tl.constexpr):
-    """A token's b or c for each channel, [channels or 1, NP] fp32."""
-    if GROUPS == 1:
-        found = tl.load(x + n, mask=numbers, other=0.0)[None, :]
+def _selected(x, group, n, numbers, which, both, N: tl.constexpr, ALIKE: tl.constexpr):
+    """A token's b or c for each channel, [channels or 1, NP] fp32. ALIKE: the program's channels are of one group."""
+    if ALIKE:
+        found = tl.load(x + group * N + n, mask=numbers, other=0.0)[None, :]
     else:
         found = tl.load(x + which, mask=both, other=0.0)
     return found.to(tl.float32)
@@ -155,16 +156,18 @@ def _sum_kernel(
     live, numbers = ch < CHANNELS, n < N
     here = ch[:, None] * N + n[None, :]
     both = live[:, None] & numbers[None, :]
+    ALIKE: tl.constexpr = (CHANNELS // GROUPS) % BD == 0
+    group = tl.program_id(1) * BD // (CHANNELS // GROUPS)
     which = (ch // (CHANNELS // GROUPS))[:, None] * N + n[None, :]
-    decay = tl.load(a + here, mask=both, other=0.0)
+    decay = tl.load(a + here, mask=both, other=0.0) * LOG2E
     offset = tl.load(dt_bias + ch, mask=live, other=0.0)
     h = tl.zeros([BD, NP], tl.float32)
     time = tl.zeros([BD], tl.float32)
     for t in range(first, first + PIECE):
         v = tl.load(u + t * stride_u + ch, mask=live, other=0.0).to(tl.float32)
         delta = _step_size(dt + t * stride_dt, ch, live, offset)
-        into = _selected(b + t * stride_b, n, numbers, which, both, GROUPS)
-        h = tl.exp(delta[:, None] * decay) * h + (delta * v)[:, None] * into
+        into = _selected(b + t * stride_b, group, n, numbers, which, both, N, ALIKE)
+        h = tl.exp2(delta[:, None] * decay) * h + (delta * v)[:, None] * into
         time += delta
     tl.store(sums + piece.to(tl.int64) * (CHANNELS * N) + here, h, mask=both)
     tl.store(times + piece * CHANNELS + ch, time, mask=live)
@@ -185,7 +188,7 @@ def _carry_kernel(
     live = ch < CHANNELS
     here = ch[:, None] * N + n[None, :]
     both = live[:, None] & (n < N)[None, :]
-    decay = tl.load(a + here, mask=both, other=0.0)
+    decay = tl.load(a + here, mask=both, other=0.0) * LOG2E
     h = tl.load(states + tl.load(first + r * stride_first).to(tl.int64) * stride_page + here, mask=both, other=0.0)
     own = (begin // PIECE + r).to(tl.int64)
     count = (end - begin + PIECE - 1) // PIECE
@@ -193,7 +196,7 @@ def _carry_kernel(
         added = tl.load(sums + piece * (CHANNELS * N) + here, mask=both, other=0.0)
         time = tl.load(times + piece * CHANNELS + ch, mask=live, other=0.0)
         tl.store(sums + piece * (CHANNELS * N) + here, h, mask=both)
-        h = tl.exp(time[:, None] * decay) * h + added
+        h = tl.exp2(time[:, None] * decay) * h + added
     tl.store(sums + (own + count - 1) * (CHANNELS * N) + here, h, mask=both)
 
 
@@ -222,8 +225,10 @@ def _scan_kernel(
     live, numbers = ch < CHANNELS, n < N
     here = ch[:, None] * N + n[None, :]
     both = live[:, None] & numbers[None, :]
-    which = (ch // (CHANNELS // GROUPS))[:, None] * N + n[None, :]  # of each group's numbers, if there are several
-    decay = tl.load(a + here, mask=both, other=0.0)
+    ALIKE: tl.constexpr = (CHANNELS // GROUPS) % BD == 0
+    group = tl.program_id(1) * BD // (CHANNELS // GROUPS)
+    which = (ch // (CHANNELS // GROUPS))[:, None] * N + n[None, :]  # of each group's numbers
+    decay = tl.load(a + here, mask=both, other=0.0) * LOG2E
     offset = tl.load(dt_bias + ch, mask=live, other=0.0)
     skip = tl.load(d + ch, mask=live, other=0.0)
     page = tl.load(first + r * stride_first).to(tl.int64)
@@ -238,9 +243,9 @@ def _scan_kernel(
     for t in range(start, stop):
         v = tl.load(u + t * stride_u + ch, mask=live, other=0.0).to(tl.float32)
         delta = _step_size(dt + t * stride_dt, ch, live, offset)
-        into = _selected(b + t * stride_b, n, numbers, which, both, GROUPS)
-        outof = _selected(c + t * stride_c, n, numbers, which, both, GROUPS)
-        h = tl.exp(delta[:, None] * decay) * h + (delta * v)[:, None] * into
+        into = _selected(b + t * stride_b, group, n, numbers, which, both, N, ALIKE)
+        outof = _selected(c + t * stride_c, group, n, numbers, which, both, N, ALIKE)
+        h = tl.exp2(delta[:, None] * decay) * h + (delta * v)[:, None] * into
         y = tl.sum(h * outof, 1) + skip * v
         if GATE:
             g = tl.load(gate + t * stride_gate + ch, mask=live, other=0.0).to(tl.float32)
