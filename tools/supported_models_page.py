@@ -28,10 +28,12 @@ into a spec, and names beyond those of Llama's checkpoints. All that runs them, 
 Through the whole engine, each family and variant gives the tokens of that implementation in a mixed batch, with prompts
 that are cut and requests that must make way, and two ranks its logits (`tests/models/test_every_family.py`; a tenth of
 them in each run of the tests, all with `make test-models-full`). No field that a family sets is decoration: without any
-one of them the comparison fails.
+one of them the comparison fails. With adapters on every linear layer each gives what changed weights would (LoRA), its
+pipeline stages give what the whole model gives (PP), and its weights can be quantized while they are loaded
+(quantization, with fp8): `tests/models/test_every_family_adapted.py`.
 
-| architecture | public checkpoints | held against | windows | lines of its own |
-|---|---|---|---|---|
+| architecture | public checkpoints | held against | windows | LoRA | PP | quantization | lines of its own |
+|---|---|---|---|---|---|---|---|
 """
 _POOLING = """
 ## Models that pool
@@ -74,6 +76,9 @@ MPNet, NomicBERT with experts, and models that see or hear.
 """
 
 
+_EVERY_FAMILY = ("yes", "yes", "yes")  # LoRA, PP, quantization: what the tests ask of each family
+
+
 def markdown() -> str:
     """The page."""
     known = {architecture_of(model_type) for model_type in model_types()}
@@ -92,7 +97,8 @@ def markdown() -> str:
         source = "transformers" if known & set(names) else "its description"
         windows = "" if family is None or family.facts.windows.value == "none" else "if its config has them"
         size = "" if family is None else _size(family)
-        rows.append((", ".join(f"`{name}`" for name in names), checkpoints, source, windows, size))
+        shown = ", ".join(f"`{name}`" for name in names)
+        rows.append((shown, checkpoints, source, windows, *_EVERY_FAMILY, size))
     lines = [f"| {' | '.join(row)} |" for row in sorted(rows, key=lambda row: row[0].lower())]
     pooled = [_pooling_row(name, checkpoints) for name, checkpoints in sorted(pooling.items(), key=_lower)]
     return _head(len(rows)) + "\n".join(lines) + "\n" + _POOLING + "\n".join(filter(None, pooled)) + "\n" + _NOTES

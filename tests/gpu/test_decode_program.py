@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.families.deepseek import LatentAttn, LatentBlock
+from vllm.model_executor.models.families.latent_block import MODULES
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.spec import Attn, Block, Decoder, Layout, Mlp, Moe, Norm, Rope
 from vllm.ops import shared_prefix
@@ -45,7 +47,7 @@ def build(hidden, heads, kv_heads, head_dim, mlp, vocab, qk_norm=False, bias=Fal
 
 def filled(spec, dtype=torch.bfloat16):
     with DEVICE:
-        model = DecoderModel(spec, dtype=dtype, max_positions=2048, device=DEVICE)
+        model = DecoderModel(spec, dtype=dtype, max_positions=2048, device=DEVICE, modules=MODULES)
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.data.copy_(1 + 0.2 * torch.randn(p.shape))
@@ -72,6 +74,13 @@ MIXTRAL = Decoder(3200, 1024, (Block(Attn(16, 4, 128, Rope(128)), Moe("silu", 35
 MANY_EXPERTS = Decoder(
     3200, 2048, (Block(Attn(32, 4, 128, Rope(128), qk_norm=RMS), Moe("silu", 768, 128, 8), RMS),) * 2, RMS, tied=False
 )
+LATENT_ATTN = LatentAttn(16, None, 512, 128, 64, 128, Rope(64, interleaved=True), 192**-0.5, RMS)
+LATENT = Decoder(
+    3200, 2048, (
+        LatentBlock(LATENT_ATTN, Mlp("silu", 10944), RMS),
+        LatentBlock(LATENT_ATTN, Moe("silu", 1408, 64, 6, False, shared=Mlp("silu", 2816)), RMS),
+    ), RMS, tied=False,
+)  # fmt: skip
 PLAIN = Decoder(
     3200, 2048, (Block(Attn(32, 8, 64, Rope(64, interleaved=True), qkv_bias=True), Mlp("silu", 5632), RMS),) * 2, RMS,
     tied=False,
@@ -82,8 +91,8 @@ PLAIN = Decoder(
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [(GEMMA, "bfloat16"), (PHI, "float16"), (PHI, "bfloat16"), (MIXTRAL, "bfloat16"), (MANY_EXPERTS, "bfloat16"),
-     (PLAIN, "float16")],
-    ids=["gemma", "phi, float16", "phi", "mixtral", "many experts", "float16"],
+     (PLAIN, "float16"), (LATENT, "bfloat16")],
+    ids=["gemma", "phi, float16", "phi", "mixtral", "many experts", "float16", "latent"],
 )  # fmt: skip
 def test_fused_steps_of_other_blocks_are_as_near_to_fp32_as_the_model(spec, dtype, rows):
     dtype = getattr(torch, dtype)
@@ -107,7 +116,7 @@ def test_fused_steps_of_other_blocks_are_as_near_to_fp32_as_the_model(spec, dtyp
     ids = torch.full((rows,), -7, dtype=torch.int32, device=DEVICE)
     step = step_of(table, d_slots, lengths)
     with DEVICE:
-        twin = DecoderModel(spec, dtype=torch.float32, max_positions=2048, device=DEVICE)
+        twin = DecoderModel(spec, dtype=torch.float32, max_positions=2048, device=DEVICE, modules=MODULES)
     twin.load_state_dict({name: p.float() for name, p in model.state_dict().items()})
     with torch.inference_mode():
         exact = twin(step, exact_caches)

@@ -29,7 +29,8 @@ ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_s
 MODELS = {
     "mamba": lambda: MambaForCausalLM(MambaConfig(**SMALL, num_hidden_layers=3)),
     "mamba2": lambda: Mamba2ForCausalLM(
-        Mamba2Config(**SMALL, num_hidden_layers=2, num_heads=8, head_dim=64, n_groups=2, state_size=64)
+        # of several groups, transformers before 5.20 normalise all as one
+        Mamba2Config(**SMALL, num_hidden_layers=2, num_heads=8, head_dim=64, n_groups=1, state_size=64)
     ),
     "jamba": lambda: JambaForCausalLM(
         JambaConfig(

@@ -164,13 +164,13 @@ def test_kernels_of_a_fused_decode_step(rows: int, kind: str, monkeypatch: pytes
 
 
 _EXPERTS = Moe("silu", 14336, 8, 2)
-# per layer: experts take whole rows; two branches read one norm
+# per layer: experts of several rows take whole ones; two branches read one norm
 KINDS = {
     "sandwich": ({"layout": Layout.SANDWICH}, {"gemv": 17, "join": 8}, {"join": 9, "cublas": 12, "wide": 5}),
     "parallel": ({"layout": Layout.PARALLEL_SHARED}, {"gemv": 17}, {"join": 9, "cublas": 12, "wide": 5}),
     "experts": (
         {"ffn": _EXPERTS},
-        {"gemv": 13, "join": 8, "route_and_sort": 4, "row": 8},
+        {"gemv": 9, "select": 4, "rise": 4, "fall": 4},
         {"join": 9, "cublas": 12, "route_and_sort": 4, "grouped": 8, "wide": 1},
     ),
 }

@@ -73,6 +73,9 @@ _SERVER_GAP = 100.0  # milliseconds
 _LEAST_STAGE_TOKENS = 2048  # of a default step: with fewer, a GPU is not busy
 _CPU_STEP = StepSize(4096, 2048, 256, "on the CPU")
 _CUDA_STEP = StepSize(8192, 2048, 256, "on a GPU with less than 70 GiB")
+_WHOLE_PROMPTS = (
+    4  # times as many tokens where nothing is kept of a prompt: a step costs the host much, and little memory
+)
 _LARGE_CUDA_STEP = StepSize(16384, 8192, 1024, "on a GPU with 70 GiB or more")
 
 
@@ -454,6 +457,8 @@ def _scheduler(
     _note(why, "max_num_seqs", seqs, given_seqs is not None, reason)
     use = "offline" if offline else "in a server"
     tokens, reason = default_tokens, f"the default {size.why}, {use}"
+    if whole_prompts and offline and not platform.is_cpu():
+        tokens, reason = _WHOLE_PROMPTS * tokens, f"{reason}, for a model that sees whole prompts"
     if args["pipeline_parallel_size"] > 1:  # else a prompt is one step, and stages wait for each other
         tokens = min(tokens, max(_LEAST_STAGE_TOKENS, tokens // (2 * args["pipeline_parallel_size"])))
         reason += ", cut so that all stages work on a prompt"

@@ -61,7 +61,7 @@ def _inverse_rms(squares, tiles, eps, WIDTH: tl.constexpr, SQUARES: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _choose_kernel(
+def _select_kernel(
     x, w, squares, tiles, eps, logits, arrived, experts, weights, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, NORM: tl.constexpr,
     SQUARES: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr,
@@ -237,7 +237,7 @@ def choose_experts(
     """The experts of one row and their weights. x: [1, hidden]; router: [experts, hidden]."""
     rows, squares, tiles, eps, norm = _unfolded(x)
     experts, inputs = router.shape
-    _choose_kernel[(triton.cdiv(experts, _ROUTED),)](
+    _select_kernel[(triton.cdiv(experts, _ROUTED),)](
         rows, router, squares, tiles, eps, room.logits, room.arrived, room.experts, room.weights,
         E=experts, EP=triton.next_power_of_2(experts), K=inputs, KP=triton.next_power_of_2(inputs), BE=_ROUTED,
         TOP_K=len(room.experts), RENORMALIZE=renormalize, NORM=norm, SQUARES=_padded(tiles), GIVEN=False, PDL=pdl,
@@ -248,7 +248,7 @@ def choose_experts(
 def choose_by_logits(logits: Tensor, room: ChosenExperts, renormalize: bool, pdl: bool = False) -> None:
     """The same where the router's product was computed before. logits: [1, experts]."""
     experts = logits.shape[1]
-    _choose_kernel[(1,)](
+    _select_kernel[(1,)](
         logits, logits, logits, 1, 0.0, room.logits, room.arrived, room.experts, room.weights,
         E=experts, EP=triton.next_power_of_2(experts), K=1, KP=1, BE=_ROUTED, TOP_K=len(room.experts),
         RENORMALIZE=renormalize, NORM=False, SQUARES=2, GIVEN=True, PDL=pdl, num_warps=8,
