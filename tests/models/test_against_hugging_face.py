@@ -558,3 +558,15 @@ def test_the_text_model_inside_a_larger_one(tmp_path: Path) -> None:
     (logits,) = PagedDriver(load(tmp_path)).run([prompt], [7])
     with torch.inference_mode():
         assert relative_error(logits, reference(prompt[None]).logits[0]) < 1e-5
+
+
+def test_rotation_by_several_positions_is_the_usual_one_of_text(tmp_path: Path) -> None:
+    reference = save_random_hf_model(CASES["qwen2"](), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = torch.randint(0, 131, (23,))
+    assert (
+        relative_error(PagedDriver(load(tmp_path)).run([prompt], [5])[0], logits_of(reference, prompt, "qwen2")) < 1e-5
+    )

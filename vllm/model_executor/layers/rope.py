@@ -85,6 +85,8 @@ def scaling_from_params(kind: str, params: dict[str, Any], max_positions: int | 
         return None
     if kind == "linear":
         return LinearScaling(float(params["factor"]))
+    if kind == "mrope":  # of text, all parts of the rotation have the same position
+        return None
     if original is None or max_positions is None:
         raise ValueError(f'Rope scaling "{kind}" needs max_position_embeddings in the model\'s config.')
     if kind == "dynamic":
