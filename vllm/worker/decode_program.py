@@ -25,7 +25,15 @@ from vllm.ops.lora import LowRank, add_lora
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.attention import choose_splits
 from vllm.ops.triton.decode_attention import DecodeRows, decode_attention
-from vllm.ops.triton.decode_experts import ChosenExperts, choose_by_logits, choose_experts, fall, fall_tiles, rise
+from vllm.ops.triton.decode_experts import (
+    MOST_EXPERTS,
+    ChosenExperts,
+    choose_by_logits,
+    choose_experts,
+    fall,
+    fall_tiles,
+    rise,
+)
 from vllm.ops.triton.decode_join import Chosen, NormWeights, join_rows
 from vllm.ops.triton.decode_latent import LatentDecode, LatentRows, choose_latent_splits, decode_latent
 from vllm.ops.triton.decode_linear import (
@@ -223,7 +231,7 @@ class DecodeProgram:
             self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
         self._chosen: ChosenExperts | None = None
         moe = next((layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)), None)
-        if moe is not None and rows == 1:
+        if moe is not None and rows == 1 and moe.router.weight.shape[0] <= MOST_EXPERTS:
             width = moe.top_k * moe.down.shape[2] + (0 if moe.shared is None else moe.shared.down.weight.shape[1])
             experts = moe.router.weight.shape[0]
             self._chosen = ChosenExperts.of(experts, moe.top_k, width, weights.dtype, device)

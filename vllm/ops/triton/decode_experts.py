@@ -22,6 +22,7 @@ from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_linear import RESIDUAL, STORE, Folded, Stream
 from vllm.ops.triton.decode_parts import finish_row
 
+MOST_EXPERTS = 256  # each is held against each other
 _ROUTED = 4  # logits of a program of `choose`
 _RISE = 4, 1024, 8  # outputs, inputs at a time, warps
 _FALL = 8, 2048, 8  # outputs, inputs at a time, warps
@@ -131,10 +132,11 @@ def _rise_kernel(
     """Grid (N / BN, SHARED / N + TOP_K): act(gate) * up of the row x [K]. w: [experts, 2 * N, K]; shared: [2 * SHARED,
     K], of which a program has outputs like an expert's. WHOLE: tiles divide N, K and SHARED.
 
-    The shared expert comes first: its weights are loaded while the others are being chosen. What follows begins when
-    they have been chosen, and may rely on that.
+    The shared expert comes first: its weights are loaded while the others are being chosen.
     """
     ALIKE: tl.constexpr = (SHARED + N - 1) // N
+    if PDL:
+        gdc_launch_dependents()
     chosen = tl.program_id(1) - ALIKE
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -155,7 +157,6 @@ def _rise_kernel(
     a, b = _pair(rows, apart * K, k, in_n, K, WHOLE)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     acc = a.to(tl.float32) * xv
     up = b.to(tl.float32) * xv
@@ -205,10 +206,8 @@ def _fall_kernel(
     k = tl.arange(0, BK)
     if PDL:
         gdc_launch_dependents()
-    # `rise` let this begin when the experts were known
-    a, weight = _falling(w, experts, weights, n, in_n, k, N, K, TOP_K)
-    if PDL:
         gdc_wait()
+    a, weight = _falling(w, experts, weights, n, in_n, k, N, K, TOP_K)
     xv = tl.load(x + k, mask=k < TOP_K * K, other=0.0).to(tl.float32) * weight
     acc = a.to(tl.float32) * xv[None, :]
     for start in tl.range(BK, TOP_K * K, BK):

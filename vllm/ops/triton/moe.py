@@ -383,7 +383,7 @@ def sort_pairs(experts: Tensor, num_experts: int, tile_rows: int) -> Sorted:
         torch.empty(n, dtype=torch.int32, device=experts.device) for n in (num_experts, pairs, pairs, 3 * most + 1)
     )
     wide = triton.next_power_of_2(num_experts)
-    if pairs > _SORT_BLOCK:
+    if pairs > _SORT_BLOCK and wide <= 256:  # pieces times experts must fit into a processor
         pieces = triton.cdiv(pairs, _PIECE)
         each = torch.empty(pieces, num_experts, dtype=torch.int32, device=experts.device)
         sizes = {"E": num_experts, "EP": wide, "PIECE": _PIECE, "num_warps": 4 if wide <= 64 else 8}
