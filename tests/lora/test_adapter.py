@@ -239,6 +239,9 @@ CONFIG_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"r": 16}, "has the rank 8, but adapter_config.json says 16"),
     ({"layer_replication": [[0, 1]]}, "replicated layers"),
     ({"target_parameters": ["experts.w"]}, "no layers"),
+    ({"target_parameters": ["self_attn.q_proj.w"]}, "q_proj.w, a parameter that is no layer"),
+    ({"target_parameters": [5]}, "target_parameters must be a list"),
+    ({"context_length": 2**50}, "context_length must be an integer"),
 ]
 
 
@@ -380,6 +383,7 @@ CONFIG_LIES: list[dict[str, Any]] = [
     {"peft_type": "PROMPT_TUNING"}, {"peft_type": ["LORA"]}, {"use_dora": True}, {"modules_to_save": ["lm_head"]},
     {"bias": "all"}, {"rank_pattern": {"(a*)*b": 8}}, {"rank_pattern": {"q_proj": 4096}}, {"rank_pattern": [[]]},
     {"alpha_pattern": {"q_proj": {}}}, {"init_lora_weights": "pissa"}, {"context_length": -5}, {"use_qalora": 1},
+    {"target_parameters": ["experts.down_proj"]}, {"target_parameters": "experts"}, {"context_length": 10**9},
 ]  # fmt: skip
 
 

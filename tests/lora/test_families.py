@@ -210,7 +210,9 @@ def test_two_ranks_give_the_logits_of_merged_weights(case: str, sharded: bool, t
     compare(reference, tmp_path, RANKS, "all-linear", world=2, sharded=sharded)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    "name", [name if name in QUANTIZED else pytest.param(name, marks=pytest.mark.soak) for name in FORMATS]
+)
 def test_a_quantized_base_with_adapters_equals_its_numbers_with_them_merged(name: str, tmp_path: Path) -> None:
     write, settings = FORMATS[name]
     (tmp_path / "base").mkdir()
