@@ -68,6 +68,26 @@ def test_others_run_while_a_prefix_is_loaded() -> None:
     assert sim.output["b"] == expected_output(prompt, 3)
 
 
+def test_a_prefix_that_loads_is_waited_for_beside_a_crowd() -> None:
+    sim = simulation(blocks=40, max_num_seqs=4)
+    prompt = [i % 50 for i in range(41)]
+    sim.add("a", prompt, 3)
+    sim.run()
+    turn_over(sim)
+    for i in range(3):
+        sim.add(f"crowd {i}", [60 + i] * 5, 12, account="many")
+    for _ in range(3):
+        sim.step()
+    sim.add("b", prompt, 3)
+    plan = sim.scheduler.schedule()
+    assert plan is not None and sum(t.kind is TransferKind.LOAD for t in plan.transfers) == 10
+    assert not plan.new and min(plan.slots) >= 0
+    sim.device.submit(plan)
+    sim.run()
+    assert sim.output["b"] == expected_output(prompt, 3)
+    check_nothing_held(sim)
+
+
 def test_blocks_being_saved_are_not_given_to_others() -> None:
     sim = simulation(blocks=24, depth=2)
     saving: list[set[int]] = []
@@ -145,7 +165,7 @@ def test_answers_are_right_whatever_is_saved_and_loaded(
     for i in range(25):
         prompt = rng.choice(prompts)[: rng.randrange(1, 51)]
         want[str(i)] = expected_output(prompt, 8)
-        sim.add(str(i), prompt, 8)
+        sim.add(str(i), prompt, 8, account=rng.choice([None, "many"]))
         for _ in range(rng.randrange(5)):
             sim.step()
             sim.scheduler.check_invariants()

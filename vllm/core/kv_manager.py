@@ -94,10 +94,13 @@ class KVManager:
     def fetch(self, request: Request, reserve: int, moves: Moves, transfers: list[Transfer]) -> bool:
         """Load what the lower tier has of the request's prefix behind what is cached here; whether it must wait for it.
 
-        Tried once for each start, and only with room for it beside `reserve` blocks.
+        Tried once for each start, and only with room for it beside `reserve` blocks. Asked again while the same plan is
+        made, it says the same.
         """
-        if self.tier is None or self._of_more or not self.looks_up(request) or request.fetched:
+        if self.tier is None or self._of_more or not self.looks_up(request):
             return False
+        if request.fetched:
+            return request.id in moves.waiting
         request.fetched = True
         self.settle()
         here: list[int] = []
