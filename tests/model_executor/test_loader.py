@@ -158,6 +158,12 @@ def test_unexpected_tensor_is_named(folder: Path, name: str) -> None:
         load(folder)
 
 
+def test_a_name_that_the_family_knows_and_the_model_lacks_is_said_in_both_languages(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(77)}))
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj.bias' is 'blocks.0.ffn.up.bias' by the"):
+        load(folder)
+
+
 def test_wrong_shape_names_tensor_got_and_expected(folder: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     edit(folder, lambda tensors: tensors.update({name: torch.zeros(48, 78)}))

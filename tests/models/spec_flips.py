@@ -245,9 +245,10 @@ def spec_classes() -> set[type]:
 def _changed(spec: Any, kind: type, field: str, value: Any, blocks: tuple[int, ...], top: bool = True) -> Any:
     """`spec` with the field changed in every `kind` inside it; in a decoder, of the given blocks only."""
     if isinstance(spec, kind) and type(spec) is kind:
-        spec = replace(spec, **{field: value})
+        turned = {}
         if kind is Attn and field == "head_dim" and spec.rope is not None:
-            spec = replace(spec, rope=replace(spec.rope, dim=value))
+            turned = {"rope": replace(spec.rope, dim=value)}
+        spec = replace(spec, **{field: value}, **turned)
     if not dataclasses.is_dataclass(spec):
         return spec
     changes = {}

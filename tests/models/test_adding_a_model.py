@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.family import renames
+from vllm.model_executor.models.spec import Attn, BlockSpec, Decoder, Rope
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adding_a_model.md").read_text()
 FILES = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -126,6 +129,29 @@ def test_a_block_with_a_state(tmp_path: Path) -> None:
                 x = x + torch.stack(means) @ out.T
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
             assert relative_error(logits, reference.lm_head(reference.model.norm(x))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "table", [{"tok.{q}": "embed.{q}"}, {"tok.weight": "embed.{p}"}, {"h.{i}.norm.{p}": "norm.{p}"}, {"a.{}": "b.{}"}]
+)
+def test_fields_of_a_name_are_known_and_stand_on_both_sides(table: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"expected the same fields in both, out of {i}, {e}, {p}"):
+        renames(table)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 5, 12])
+def test_a_rotation_of_more_than_a_head_or_of_half_a_pair_is_refused(dim: int) -> None:
+    assert Attn(4, 2, 10, Rope(6)).rope == Rope(6)
+    with pytest.raises(ValueError, match=f"turns {dim} dimensions of each head, expected an even .* to the 10"):
+        Attn(4, 2, 10, Rope(dim))
+
+
+def test_a_block_without_a_module_is_named() -> None:
+    class Grebe(BlockSpec):
+        pass
+
+    with pytest.raises(ValueError, match=r"blocks of the class Grebe\..*MODULES = {Grebe: "):
+        DecoderModel(Decoder(8, 8, (Grebe(),), None, True), dtype=torch.float32, max_positions=8)
 
 
 def test_a_family_travels_to_other_processes_by_name(package: Path) -> None:

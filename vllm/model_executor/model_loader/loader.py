@@ -270,6 +270,7 @@ def fill_from_checkpoint(
         None if quantization is None else QuantizedCheckpoint(model, quantization, family, spec, model.is_elsewhere)
     )
     unexpected: list[str] = []
+    absent: list[tuple[str, str]] = []  # those of them that the family has a name for, and that name
     scales = CheckpointScales()
     head = None if model.pool is None else model.pool.spec
     rows_of = "embed.weight" if spec.tied else "head.weight"  # which a pooling head's may be taken from
@@ -289,6 +290,8 @@ def fill_from_checkpoint(
         if found is None or shape is None:
             if not family.is_harmless(name):
                 unexpected.append(name)
+                if found is not None:
+                    absent.append((name, found[0]))
             continue
         target, layout = found
         try:
@@ -310,6 +313,8 @@ def fill_from_checkpoint(
             problems.append(f"missing {_some(missing)}")
         if unexpected:
             problems.append(f"unexpected {_some(unexpected)}")
+        if absent:
+            problems.append("{!r} is {!r} by the family's names, which this model does not have".format(*absent[0]))
         raise ValueError(
             f"The checkpoint does not fit the model of its config.json: {'; '.join(problems)}. "
             "Do config.json and the weights belong together, and is the download complete?"

@@ -122,6 +122,11 @@ class DecoderModel(nn.Module):
         self.kv_groups = group_layers(kv)
         places = kv_places(self.kv_groups, kv, layers)
         table = {**MODULES, **(modules or {})}
+        for kind in sorted({type(block) for block in spec.blocks} - table.keys(), key=lambda kind: kind.__name__):
+            raise ValueError(
+                f"No module is known for blocks of the class {kind.__name__}. The file that the family's `modules` "
+                f"names must have it in its table: MODULES = {{{kind.__name__}: ...}}."
+            )
         self.blocks = nn.ModuleList(
             table[type(block)](block, spec.hidden_size, places.get(i), ctx, f"blocks.{i}")
             if i in layers

@@ -33,6 +33,15 @@ class Rename:
     target: str
     layout: WeightLayout = WeightLayout.PLAIN
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field that is unknown, or that stands on one side only."""
+        fields = set(_fields(self.source))
+        if fields != set(_fields(self.target)) or not fields <= _FIELDS.keys():
+            raise ValueError(
+                f"Rename {self.source!r} -> {self.target!r}: expected the same fields in both, out of "
+                f"{', '.join('{' + field + '}' for field in _FIELDS)}."
+            )
+
     @cached_property
     def _source_pattern(self) -> re.Pattern[str]:
         return _pattern(self.source)
@@ -50,6 +59,10 @@ class Rename:
         """The checkpoint's name of a canonical one, None if this rename does not produce it."""
         found = self._target_pattern.fullmatch(canonical)
         return None if found is None else self.source.format(**found.groupdict())
+
+
+def _fields(template: str) -> list[str]:
+    return re.findall(r"\{(\w*)\}", template)
 
 
 @functools.cache

@@ -118,6 +118,13 @@ class Attn:
     temperature: Temperature | None = None
     sparse: BlockSparse | None = None
 
+    def __post_init__(self) -> None:
+        if self.rope is not None and not (2 <= self.rope.dim <= self.head_dim and self.rope.dim % 2 == 0):
+            raise ValueError(
+                f"The rotary embedding turns {self.rope.dim} dimensions of each head, expected an even number from 2 "
+                f"to the {self.head_dim} that a head has."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
