@@ -261,18 +261,3 @@ def test_what_is_prepared_in_idle_moments_is_what_requests_then_get(model):
     assert {len(tokens) for tokens in drawn.values()} == {24}
     assert {key: entry.graph for key, entry in worker._graphs._graphs.items()} == before, "nothing was captured again"
     assert not engine.prepare()
-
-
-def test_steps_take_nothing_more_from_the_device_than_was_reserved(model):
-    """What PyTorch lacks it asks the driver for, which then waits for all that is under way."""
-    folder, _ = model
-    engine = core(folder, num_gpu_blocks_override=None, enforce_eager=True, max_num_batched_tokens=2048)
-    together(engine)  # libraries load and keep what they need
-    before = torch.cuda.memory_reserved()
-    generator = torch.Generator().manual_seed(4)
-    for count in (40, 90, 200):
-        texts = torch.randint(2, 1000, (count, 100), generator=generator).tolist()
-        engine.add_requests([request(f"{count}-{i}", text, 4) for i, text in enumerate(texts)])
-        finish(engine)
-    assert torch.cuda.memory_reserved() - before <= 1 << 21, "but for a segment of small tensors"
-    engine.shutdown()

@@ -146,9 +146,8 @@ def _free_host_memory() -> int:
 
 def cuda_available(
     device: torch.device, utilization: float, profile: Callable[[], None], captured: float = 0.0
-) -> tuple[int, int, str]:
-    """Bytes that the cache may take so that the device never holds more than `utilization` of its memory, those of the
-    largest step, and a table.
+) -> tuple[int, str]:
+    """Bytes that the cache may take so that the device never holds more than `utilization` of its memory, and a table.
 
     profile: runs the largest step once.   captured: the largest captured step, as a share of that one; graphs keep
     their memory, 0 if there will be none. What other processes hold counts as used. Call it when weights are loaded.
@@ -172,16 +171,7 @@ def cuda_available(
         f"activations {activations / GIB:.2f}, graphs {graphs / GIB:.2f}, everything else (context, other processes) "
         f"{(used - weights) / GIB:.2f}, KV cache {available / GIB:.2f} GiB."
     )
-    return available, activations, table
-
-
-def reserve(device: torch.device, size: int) -> None:
-    """Let PyTorch take so many bytes from the device now, in one piece, and keep them for steps.
-
-    It takes what it lacks when a step needs more than any before, and the driver then waits for all that is queued: of
-    steps under way at the same time, here or on other stages of a pipeline, none goes on meanwhile.
-    """
-    torch.empty(size, dtype=torch.uint8, device=device)
+    return available, table
 
 
 def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blocks: int) -> None:

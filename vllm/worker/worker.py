@@ -124,7 +124,6 @@ class Worker:
         self._graphs: DecodeGraphs | StageGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._profiler: WorkerProfiler | None = None
-        self._activations = 0  # bytes that the largest step takes, where it was measured
 
     def _snapshots(self) -> int:
         """Recurrent states kept for prefixes beyond those of running requests."""
@@ -197,7 +196,7 @@ class Worker:
             return kv_memory.count_blocks(self.layout, request, available, _CPU_HINT, bounded=bounded)
         share = self.config.cache_config.gpu_memory_utilization
         try:
-            available, self._activations, table = kv_memory.cuda_available(
+            available, table = kv_memory.cuda_available(
                 self.device, share, self._run_largest_step, self._largest_captured_step()
             )
         except torch.OutOfMemoryError as error:
@@ -243,10 +242,7 @@ class Worker:
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
         num_states = self.layout.policy.num_states(self.config.scheduler_config.max_num_seqs)
-        caches = self._allocate(num_blocks, num_states)
-        if self._activations:
-            kv_memory.reserve(self.device, self._activations)
-        self.runner = self._make_runner(caches)
+        self.runner = self._make_runner(self._allocate(num_blocks, num_states))
         graphs = self.config.compilation_config.cudagraph_capture_sizes
         if self.device.type == "cuda" and graphs:
             self._use_graphs(self.runner)
