@@ -123,6 +123,7 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Attn, "norm_after_rope"): (True,),
     (Attn, "temperature"): (Temperature(2, 0.9),),
     (Attn, "sparse"): (BlockSparse(2, 2, 3),),
+    (LatentBlock, "attn"): (replace(_LATENT, scale=1.0),),
     (LatentBlock, "ffn"): (Moe("silu", 64, 4, 2), Mlp("relu", 64, gated=False, bias=True)),
     (LatentBlock, "norm"): (Norm("layer", bias=True),),
     (LatentBlock, "residual_scale"): (0.3,),
@@ -130,6 +131,7 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (LatentAttn, "q_rank"): (32,),
     (LatentAttn, "rank"): (64, 96),
     (LatentAttn, "nope_dim"): (64,),
+    (LatentAttn, "rope_dim"): (64,),
     (LatentAttn, "v_dim"): (64,),
     (LatentAttn, "rope"): (Rope(32), Rope(32, 10.0, interleaved=True)),
     (LatentAttn, "scale"): (1.0,),
@@ -207,7 +209,15 @@ SAME = {
     (LongRopeScaling, "short_factors", (2.0,) * 32),  # positions beyond the original ones take the long ones
 }
 _GROUPED = {"score", "scale", "choice_bias", "groups", "top_groups", "group_best"}
-_EVERYWHERE = {"heads", "kv_heads", "head_dim", "rank", "nope_dim", "v_dim"}  # which all layers have in common
+_EVERYWHERE = {
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "rank",
+    "nope_dim",
+    "rope_dim",
+    "v_dim",
+}  # which all layers have in common
 
 
 class Flip(NamedTuple):
@@ -239,6 +249,7 @@ def spec_classes() -> set[type]:
                 found.add(kind)
 
     visit(Decoder)
+    visit(LatentBlock)
     return found
 
 
@@ -246,7 +257,7 @@ def _changed(spec: Any, kind: type, field: str, value: Any, blocks: tuple[int, .
     """`spec` with the field changed in every `kind` inside it; in a decoder, of the given blocks only."""
     if isinstance(spec, kind) and type(spec) is kind:
         turned = {}
-        if kind is Attn and field == "head_dim" and spec.rope is not None:
+        if (kind, field) in ((Attn, "head_dim"), (LatentAttn, "rope_dim")) and spec.rope is not None:
             turned = {"rope": replace(spec.rope, dim=value)}
         spec = replace(spec, **{field: value}, **turned)
     if not dataclasses.is_dataclass(spec):

@@ -119,4 +119,4 @@ def test_weights_are_quantized_while_they_are_loaded(case: str, tmp_path: Path) 
     found = PagedDriver(model, requests=3).run(texts, CHUNKS)
     # some tokens may take another expert now, or see what those have become
     errors = torch.cat([(a - b).norm(dim=-1) / b.norm(dim=-1) for a, b in zip(found, expected, strict=True)])
-    assert 1e-4 < errors.median() < 0.3
+    assert errors.max() > 1e-4 and errors.median() < 0.3
