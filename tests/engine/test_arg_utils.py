@@ -365,7 +365,7 @@ LATER: list[dict[str, Any]] = [
     {"kv_transfer_config": {"kv_role": "kv_both"}}, {"kv_events_config": {"a": 1}},
     {"mm_processor_kwargs": {"a": 1}}, {"media_io_kwargs": {"a": {}}}, {"allowed_local_media_path": "/x"},
     {"load_format": "runai_streamer"}, {"load_format": "fastsafetensors"},
-    {"cpu_offload_gb": 1}, {"enable_prompt_embeds": True}, {"data_parallel_backend": "ray"},
+    {"cpu_offload_gb": 1}, {"enable_prompt_embeds": True},
     {"task": "transcription"}, {"runner": "draft"},
     {"preemption_mode": "swap"}, {"enable_sleep_mode": True}, {"otlp_traces_endpoint": "http://x"},
     {"collect_detailed_traces": "all"},

@@ -126,6 +126,7 @@ def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(native_builds, 
 # of every step feature, a value that is there; a new one needs an entry
 FEATURES = {
     "adapters": lambda step, width: (None, None),
+    "rotary": lambda step, width: step.positions,
     "token_types": lambda step, width: torch.zeros_like(step.token_ids),
     "virtual": lambda step, width: (torch.empty(0, dtype=torch.int64), torch.empty(0, width)),
 }

@@ -316,11 +316,17 @@ class EngineCore:
         ahead = self._plan(scheduler.schedule_ahead) if self._pipelined and self._is_full else None
         self._submitted -= 1
         result = executor.collect()
+        failure: Exception | None = None
         if ahead is not None:
-            self._start(*ahead)
+            try:
+                self._start(*ahead)
+            except Exception as error:
+                failure = error
         outputs = scheduler.apply(result)
         if self._grammars:
             outputs = self._ended(outputs if self.overlaps else self._jump(outputs))
+        if failure is not None:
+            return outputs + self._failed(failure)
         if self._late is not None:
             try:
                 self._complete(*self._late)

@@ -119,10 +119,11 @@ class Attn:
     sparse: BlockSparse | None = None
 
     def __post_init__(self) -> None:
-        if self.rope is not None and not (2 <= self.rope.dim <= self.head_dim and self.rope.dim % 2 == 0):
+        # an odd number turns one more, as in Hugging Face: they come in pairs
+        if self.rope is not None and not 1 <= self.rope.dim <= self.head_dim - self.rope.dim % 2:
             raise ValueError(
-                f"The rotary embedding turns {self.rope.dim} dimensions of each head, expected an even number from 2 "
-                f"to the {self.head_dim} that a head has."
+                f"The rotary embedding turns {self.rope.dim} dimensions of each head, in pairs, expected 1 to the "
+                f"{self.head_dim} that a head has."
             )
 
 
