@@ -1,12 +1,18 @@
 """On a GPU, in captured steps: models with recurrent states, one of them of the tests alone, against a loop and against
-Hugging Face on the CPU, whose ways on a GPU depend on what is installed; and a lower tier in pinned memory.
+Hugging Face on the CPU, whose ways on a GPU depend on what is installed; drafts, masks that come late, pooled requests
+and cross attention; and a lower tier in pinned memory.
 """
 
 import gc
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     LlamaConfig,
@@ -17,11 +23,17 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from tests.tenants import checkpoint
+from tests.executor.configs import Masked
+from tests.tenants import checkpoint, test_cross
+from tests.tenants.drafter import DeviceDrafter
 from tests.tenants.drive import greedy, run
+from tests.tenants.test_drafts import requests as of_every_kind
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.core import EngineCore
+from vllm.executor import create_executor
 from vllm.model_executor.models import ModelRegistry
+from vllm.pooling_params import PoolingParams
+from vllm.step.messages import CoreRequest
 
 COUNT = 24
 SMALL = {"vocab_size": 1000, "hidden_size": 256, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}
@@ -47,14 +59,16 @@ WAYS = {
 }
 
 
-def core(folder, **args):
+def settings(folder, **args):
     options = {
         "dtype": "float32", "max_model_len": 512, "gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 400,
         "max_num_seqs": 16,
     }  # fmt: skip
-    return EngineCore(
-        EngineArgs(model=str(folder), skip_tokenizer_init=True, **{**options, **args}).create_engine_config()
-    )
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, **{**options, **args}).create_engine_config()
+
+
+def core(folder, **args):
+    return EngineCore(settings(folder, **args))
 
 
 def end(engine):
@@ -78,7 +92,9 @@ def check(logits_of, prompt, tokens):
 
 
 def captured(engine):
-    return any(entry.graph is not None for entry in engine.executor.worker._graphs._graphs.values())
+    """How the captured steps end, and how many tokens a row has in them."""
+    graphs = engine.executor.worker._graphs._graphs
+    return {(key.ending, key.query) for key, entry in graphs.items() if entry.graph is not None}
 
 
 @pytest.fixture(scope="module")
@@ -142,4 +158,113 @@ def test_a_prefix_comes_back_from_pinned_memory(chunk, tmp_path):
     again = run(engine, [*(greedy(str(i), p, COUNT) for i, p in enumerate(wanted)), greedy("new", [7] * 20, 30)])
     assert again.cached == {"0": 144, "1": 192, "new": 0}
     assert all(again.tokens[str(i)] == first.tokens[str(i)] for i in range(2))
+    end(engine)
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """Every second layer has a window."""
+    torch.manual_seed(2)
+    config = Gemma2Config(
+        **SMALL, **ATTENTION, num_hidden_layers=4, head_dim=64, query_pre_attn_scalar=64, sliding_window=24,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("gemma2")
+    Gemma2ForCausalLM(config).eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("states", [False, True], ids=["windows", "states"])
+def test_drafts_of_the_device_change_no_token(windows, weir, states, depth):
+    """In a batch with seeds, penalties, logprobs and tokens that end a request."""
+    folder, vocab, args = (weir[0], checkpoint.VOCAB, {"max_model_len": 128}) if states else (windows, 1000, {})
+    plain = core(folder, **args)
+    truth = run(plain, of_every_kind())
+    end(plain)
+    if depth == 2:
+        args = {**args, "max_model_len": 64, "num_gpu_blocks_override": 14}
+    config = settings(folder, **args)
+    config = replace(config, scheduler_config=replace(config.scheduler_config, num_drafts=3))
+    drafter = DeviceDrafter(create_executor(config), truth.tokens, vocab, 3, depth)
+    engine = EngineCore(config, drafter)
+    for _ in range(4):  # until steps are captured
+        found = run(engine, of_every_kind())
+        assert found.tokens == truth.tokens
+        assert {name: len(entries) for name, entries in found.logprobs.items()} == {
+            name: len(entries) for name, entries in truth.logprobs.items()
+        }
+    assert drafter.drafted > 200 and (drafter.inexact > 40) == (depth > 1)
+    for _ in range(3):  # greedy ones alone: nothing else ends their steps
+        texts = [request for request in of_every_kind() if request.request_id == "greedy"]
+        assert run(engine, texts).tokens["greedy"] == truth.tokens["greedy"]
+    # pages of state for each draft are read and written by steps that are launched one by one
+    assert states or any(query > 1 for _, query in captured(engine))
+    end(engine)
+
+
+def test_masks_that_come_late_on_half_of_the_rows(weir):
+    folder, oracle = weir
+    args = {"max_model_len": 128}
+    texts = [greedy(str(i), p, COUNT) for i, p in enumerate(prompts(30, 13, 22, 9, vocab=checkpoint.VOCAB))]
+    said = []
+    for late in (False, True):
+        config = settings(folder, **args)
+        engine = EngineCore(config, Masked(create_executor(config), checkpoint.VOCAB, late))
+        found = [run(engine, texts).tokens for _ in range(4)]
+        assert found[0] == found[1] == found[2] == found[3]
+        assert ("masked", 1) in captured(engine)
+        said.append(found[0])
+        end(engine)
+    assert said[0] == said[1]
+    masked = [name for name, tokens in said[0].items() if all(token % 3 == 0 for token in tokens)]
+    assert len(masked) == 2
+    for request in texts:
+        if request.request_id not in masked:
+            check(oracle.logits, request.prompt_token_ids, said[0][request.request_id])
+
+
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_pooled_requests_beside_generating_ones(weir, chunk):
+    folder, oracle = weir
+    engine = core(
+        folder, max_model_len=128, max_num_batched_tokens=chunk, worker_cls="tests.tenants.workers.MeanWorker"
+    )
+    texts = prompts(30, 13, 22, 70, 41, 1, vocab=checkpoint.VOCAB)
+    requests = [
+        greedy(str(i), text, COUNT) if i % 2 else CoreRequest(str(i), text, PoolingParams(), seed=0)
+        for i, text in enumerate(texts)
+    ]
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    for _ in range(3):
+        found = run(engine, requests)
+        pooled = {out.request_id: out.pooled for out in found.outputs if out.pooled is not None}
+        assert sorted(pooled) == ["0", "2", "4"]
+        for i, text in enumerate(texts):
+            if i % 2:
+                check(oracle.logits, text, found.tokens[str(i)])
+                continue
+            vector = torch.from_numpy(np.frombuffer(pooled[str(i)].data, np.float32).copy())
+            torch.testing.assert_close(embedding @ vector, oracle.logits(text).mean(0), rtol=1e-3, atol=1e-3)
+    assert captured(engine)
+    end(engine)
+
+
+quay = test_cross.folder  # a fixture
+
+
+@pytest.mark.parametrize("way", ["batched", "chunked", "preempted"])
+def test_cross_attention_reads_what_the_encoder_said(quay, way):
+    args = {"chunked": {"max_num_batched_tokens": 16}, "preempted": {"num_gpu_blocks_override": 20}}.get(way, {})
+    engine = core(quay, **{"max_model_len": 64, "max_num_seqs": 6, **args})
+    texts = prompts(20, 5, 31, 1, vocab=test_cross.VOCAB)
+    wanted = {
+        f"{i}/{n}": greedy(f"{i}/{n}", text, test_cross.COUNT, encoder_tokens=n, encoder_key=bytes([n]))
+        for i, text in enumerate(texts)
+        for n in (0, 3, test_cross.LONGEST)
+    }
+    for _ in range(2):
+        found = run(engine, list(wanted.values()))
+        for name, request in wanted.items():
+            assert found.tokens[name] == test_cross.said(quay, request.prompt_token_ids, request.encoder_tokens), name
     end(engine)
