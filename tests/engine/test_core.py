@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,10 @@ from vllm.exceptions import EngineDeadError
 from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
 from vllm.step.messages import CoreRequest
 from vllm.step.result import StepResult
+from vllm.structured_output.compiler import Compiled
+from vllm.structured_output.grammar import GrammarError
+from vllm.structured_output.requests import GrammarRequests
+from vllm.structured_output.spec import GrammarSpec
 
 
 class Device:
@@ -223,3 +229,71 @@ def test_settings_of_the_scheduler_reach_it():
     assert [type(policy).__name__ for policy in core.scheduler._policies] == ["DelayPolicy"]
     core, _ = new_core(max_num_partial_prefills=2)
     assert [type(policy).__name__ for policy in core.scheduler._policies] == ["PartialPrefillPolicy"]
+
+
+def with_grammars(core: EngineCore) -> dict[str, Future]:
+    """Let requests have grammars that allow every token, each compiled when its future is given a result."""
+    compiling: dict[str, Future] = {}
+    compiler = SimpleNamespace(
+        compile=lambda spec: compiling.setdefault(spec.text, Future()),
+        give_up=lambda spec: compiling.pop(spec.text),
+        vocabulary=SimpleNamespace(words=8, end_ids=(5, 6)),
+        close=lambda: None,
+    )
+    core._grammars = GrammarRequests(compiler)
+    return compiling
+
+
+def guided(name: str, text: str, **fields) -> CoreRequest:
+    params = SamplingParams(max_tokens=3, min_tokens=2)
+    return CoreRequest(name, [1, 2, 3], params, seed=0, grammar=GrammarSpec("regex", text, "none"), **fields)
+
+
+class FreeGrammar:
+    """A grammar and its back end that allow everything."""
+
+    def start(self):
+        return SimpleNamespace(take=lambda token: True, accept=lambda token: True)
+
+    def fill_all(self, matchers, bits):
+        bits[:] = 0xFFFFFFFF
+        return SimpleNamespace(may_end=[], dead=[], errors={})
+
+
+def test_a_grammar_that_compiles_holds_a_request_up_where_it_stands():
+    core, _ = new_core(max_num_seqs=1)
+    compiling = with_grammars(core)
+    assert not core.add_requests([guided("a", "x"), request("b"), request("c"), guided("d", "y")])
+    (again,) = core.add_requests([guided("a", "x")])
+    assert "already exists" in again.error and core.stats().num_waiting == 4
+    free = FreeGrammar()
+    while core.scheduler.requests["b"].num_output_tokens < 2:
+        core.step()
+    compiling["x"].set_result(Compiled(free, free))
+    order = []
+    while core.scheduler.requests.keys() != {"d"}:
+        order += [output.request_id for output in core.step() if output.finish_reason == "length"]
+    assert order == ["b", "a", "c"], "it came before c"
+    assert core.scheduler.all_blocked and not core.step()
+    (end,) = core.abort(["d"])
+    assert end.finish_reason == "abort" and "y" not in compiling
+    assert not core.has_unfinished() and core.idle_report()["grammars"] == 0
+
+
+def test_a_grammar_says_where_its_request_ends_and_why_there_is_none():
+    core, _ = new_core()
+    compiling = with_grammars(core)
+    core.add_requests([guided("good", "x"), guided("bad", "y"), guided("lost", "z")])
+    free = FreeGrammar()
+    compiling["x"].set_result(Compiled(free, free))
+    compiling["y"].set_exception(GrammarError("no such thing"))
+    compiling["z"].set_exception(OSError("the helper is gone"))
+    ends = {end.request_id: end for end in core.step()}
+    assert ends.keys() == {"bad", "lost"}
+    assert ends["bad"].refused and "no such thing" in ends["bad"].error
+    assert not ends["lost"].refused and "the helper is gone" in ends["lost"].error
+    good = core.scheduler.requests["good"]
+    assert good.stop_token_ids == {5, 6} and good.eos_token_id == 5
+    assert good.params.min_tokens == 0 and good.min_len == 3
+    assert run(core) == {"good": (3, "length")}
+    assert core.idle_report()["grammars"] == 0

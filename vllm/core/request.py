@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from copy import copy
 from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING
 
 from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 from vllm.step.block_hash import token_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from vllm.step.messages import CoreRequest
     from vllm.step.result import TokenLogprobs
@@ -134,6 +136,18 @@ class Request:
         self.first_scheduled_time = 0.0
         self.lends = message.lends
         self.rests_since = 0.0
+
+    def end_at(self, token_ids: Collection[int]) -> None:
+        """Before its first step: these end it, the first of them as its end-of-sequence token."""
+        self.stop_token_ids = frozenset(token_ids)
+        self.eos_token_id = next(iter(token_ids), None)
+
+    def forget_min_tokens(self) -> None:
+        """Before its first step: it may end after any token, since somebody else sees to that."""
+        self.params = params = copy(self.params)
+        assert isinstance(params, SamplingParams)
+        params.min_tokens = 0
+        self.min_len = self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:

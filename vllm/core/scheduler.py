@@ -251,17 +251,23 @@ class Scheduler:
         return len(self._waiting) + len(self._blocked)
 
     @property
+    def all_blocked(self) -> bool:
+        """Whether nothing can be computed before something outside the core is there."""
+        return len(self._blocked) == len(self.requests)
+
+    @property
     def planned(self) -> list[Request]:
         """The requests of the newest plan, one per row."""
         return self._in_flight[-1][1].requests
 
-    def refuse(self, request_ids: Iterable[str], error: str) -> list[CoreOutput]:
-        """End requests that are themselves at fault; unknown ids are ignored. Tokens still in flight for them will be
-        dropped.
+    def refuse(self, request_ids: Iterable[str], error: str, at_fault: bool = True) -> list[CoreOutput]:
+        """End requests that cannot go on; unknown ids are ignored. Tokens still in flight for them will be dropped.
+
+        at_fault: they are themselves.
         """
         doomed = [r for r in (self.requests.get(i) for i in request_ids) if r is not None]
         self._finish(doomed)
-        return [CoreOutput(r.id, [], finish_reason="error", error=error, refused=True) for r in doomed]
+        return [CoreOutput(r.id, [], finish_reason="error", error=error, refused=at_fault) for r in doomed]
 
     # -- planning ------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ logger = init_logger(__name__)
 
 # Nothing can be planned and nothing is in flight, for example because a policy lets prompts gather: look again then.
 IDLE_SECONDS = 0.001
+COMPILING = "grammar"  # what a request waits for whose grammar is being compiled
 # Nothing runs, and a grammar is being compiled: wait for it, but not so long that an abort goes unheard.
 IDLE_GRAMMAR_SECONDS = 0.005
 # Tokens that must follow are taken together where a step takes longer per row: they cost so much themselves.
@@ -108,8 +109,7 @@ class EngineCore:
         self._calls += 1
         rejected = []
         for request in requests:
-            if request.grammar is None or self._grammars.add(request, request.grammar):
-                rejected += self._queue(request)
+            rejected += self._queue(request)
         return rejected
 
     def _queue(self, request: CoreRequest) -> list[CoreOutput]:
@@ -118,8 +118,11 @@ class EngineCore:
                 self.adapters.check(request.lora_id, request.lora_path)
             self.scheduler.add(request)
         except ValueError as error:
-            self._grammars.forget([request.request_id])
             return [CoreOutput(request.request_id, [], finish_reason="error", error=str(error))]
+        if request.grammar is not None:
+            added = self.scheduler.requests[request.request_id]
+            if not self._grammars.add(added, request.grammar):
+                self.scheduler.block(added.id, COMPILING)
         if request.lora_id and self.adapters is not None:
             self.adapters.want(request, self.scheduler)
         return []
@@ -134,11 +137,12 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
         """End requests now and free what they hold; unknown ids are ignored."""
         request_ids = list(request_ids)
-        held = self._grammars.forget(request_ids) if self._grammars else []
-        return [CoreOutput(i, [], finish_reason="abort") for i in held] + self.scheduler.abort(request_ids)
+        if self._grammars:
+            self._grammars.forget(request_ids)
+        return self.scheduler.abort(request_ids)
 
     def has_unfinished(self) -> bool:
-        return bool(self._left_over) or self.scheduler.has_unfinished() or self._grammars.num_waiting > 0
+        return bool(self._left_over) or self.scheduler.has_unfinished()
 
     def has_work(self) -> bool:
         """Whether `step` should be called: for a request of this core's, or of others' which need experts from here."""
@@ -146,7 +150,7 @@ class EngineCore:
 
     def has_waiting(self) -> bool:
         """Whether a request waits for its first step, or for its next after a preemption."""
-        return self.scheduler.num_waiting > 0 or self._grammars.num_waiting > 0
+        return self.scheduler.num_waiting > 0
 
     @property
     def executor(self) -> Executor:
@@ -270,13 +274,13 @@ class EngineCore:
         return outputs
 
     def _admit_compiled(self) -> list[CoreOutput]:
-        """Queue the requests whose grammars are ready; returns the ends of those that have none."""
-        idle = not (self._submitted or self.scheduler.has_unfinished())
+        """Let the requests go whose grammars are ready; returns the ends of those that have none."""
+        idle = not self._submitted and self.scheduler.all_blocked
         found = self._grammars.ready(IDLE_GRAMMAR_SECONDS if idle else 0.0)
-        ends = [CoreOutput(i, [], finish_reason="error", error=e, refused=True) for i, e in found.refused.items()]
-        ends += [CoreOutput(i, [], finish_reason="error", error=e) for i, e in found.late.items()]
-        for request in found.begin:
-            ends += self._queue(request)
+        ends = [end for i, error in found.refused.items() for end in self.scheduler.refuse([i], error)]
+        ends += [end for i, error in found.late.items() for end in self.scheduler.refuse([i], error, at_fault=False)]
+        for request_id in found.begin:
+            self.scheduler.unblock(request_id, COMPILING)
         return ends
 
     def _ended(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
@@ -290,8 +294,8 @@ class EngineCore:
         return outputs
 
     def _fail_all(self, text: str) -> list[CoreOutput]:
-        held = self._grammars.forget_all()
-        return [CoreOutput(i, [], finish_reason="error", error=text) for i in held] + self.scheduler.fail_all(text)
+        self._grammars.forget_all()
+        return self.scheduler.fail_all(text)
 
     def _failed(self, error: Exception) -> list[CoreOutput]:
         """What a failed step ends: nothing yet if its requests can be tried again alone, else everything."""
@@ -306,7 +310,7 @@ class EngineCore:
         if self.adapters is not None and self.adapters.busy:
             failed = self.adapters.advance(scheduler)
             if failed:
-                return failed
+                return self._ended(failed)
         self._fill()
         if self._submitted == 0:
             if self.has_work():
@@ -385,7 +389,6 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         stats = self.scheduler.stats()
-        stats.num_waiting += self._grammars.num_waiting
         if self.adapters is not None:
             stats.running_adapters = sorted(self.adapters.slots.running)
             stats.waiting_adapters = self.adapters.waiting()
@@ -396,7 +399,7 @@ class EngineCore:
         self.scheduler.check_invariants()
         return {
             "requests": len(self.scheduler.requests),
-            "waiting": self.scheduler.num_waiting + self._grammars.num_waiting,
+            "waiting": self.scheduler.num_waiting,
             "grammars": len(self._grammars),
             "running": len(self.scheduler.running),
             "in_flight": self._submitted + self.scheduler.num_in_flight,
@@ -457,13 +460,13 @@ class EngineCore:
         """Begin to read a LoRA adapter; `adapter_state` tells what became of it."""
         adapters = self._known_adapters()
         adapters.add(adapter_id, folder)
-        self._left_over.extend(adapters.advance(self.scheduler))
+        self._left_over.extend(self._ended(adapters.advance(self.scheduler)))
 
     def adapter_state(self, adapter_id: int) -> str:
         """ "ready", "loading", "unknown", or why the adapter cannot be used (told once)."""
         adapters = self._known_adapters()
         if adapters.busy:
-            self._left_over.extend(adapters.advance(self.scheduler))
+            self._left_over.extend(self._ended(adapters.advance(self.scheduler)))
         return adapters.state(adapter_id)
 
     def remove_lora(self, adapter_id: int) -> bool:

@@ -7,9 +7,8 @@ when a step is forgotten, since tokens are only ever added.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -22,7 +21,7 @@ from vllm.structured_output.vocabulary import WORD_BITS
 
 if TYPE_CHECKING:
     from vllm.core.request import Request
-    from vllm.step.messages import CoreOutput, CoreRequest
+    from vllm.step.messages import CoreOutput
     from vllm.structured_output.spec import GrammarSpec
 
 # The stop reason of a request whose text was complete, and could not go on, before it had min_tokens.
@@ -56,7 +55,7 @@ class Ready(NamedTuple):
     `refused` ones are at fault themselves.
     """
 
-    begin: list[CoreRequest]
+    begin: list[str]
     refused: dict[str, str]
     late: dict[str, str]
 
@@ -72,7 +71,8 @@ class Masks(NamedTuple):
 class _Waiting(NamedTuple):
     """A request whose grammar is being compiled."""
 
-    message: CoreRequest
+    request: Request
+    spec: GrammarSpec
     future: Future[Compiled]
     deadline: float
 
@@ -90,16 +90,16 @@ class _State:
         "position", "problem", "reasoning", "seen", "take",
     )  # fmt: skip
 
-    def __init__(self, compiled: Compiled, message: CoreRequest, reasoning: bool) -> None:
+    def __init__(self, compiled: Compiled, request: Request, reasoning: bool) -> None:
         self.backend: Backend = compiled.backend
         self.matcher: Matcher = compiled.grammar.start()
         self.take = self.matcher.take
-        self.ends = message.stop_token_ids
+        self.ends: Collection[int] = request.stop_token_ids
         self.ends_late = False
-        assert isinstance(message.params, SamplingParams)  # a pooled request has no output to be constrained
-        self.min_tokens = message.params.min_tokens
-        self.jumps = _jumps(message.params)
-        self.begin = self.position = len(message.prompt_token_ids)
+        assert isinstance(request.params, SamplingParams)  # a pooled request has no output to be constrained
+        self.min_tokens = request.params.min_tokens
+        self.jumps = _jumps(request.params)
+        self.begin = self.position = request.num_prompt_tokens
         self.seen = 0
         self.reasoning = reasoning
         self.mask: tuple[np.ndarray, int] | None = None
@@ -143,13 +143,13 @@ class GrammarRequests:
         for future in [self.compiler.compile(spec) for spec in dict.fromkeys(specs)]:
             future.result()
 
-    def add(self, message: CoreRequest, spec: GrammarSpec) -> bool:
-        """Take in a request; whether it may begin at once. If not, `ready` will tell."""
+    def add(self, request: Request, spec: GrammarSpec) -> bool:
+        """Take in a request that has not begun; whether it may at once. If not, `ready` will tell."""
         future = self.compiler.compile(spec)
         if future.done() and future.exception() is None:
-            self._begin(message, future.result())
+            self._begin(request, future.result())
             return True
-        self._waiting[message.request_id] = _Waiting(message, future, self._clock() + WAIT_SECONDS)
+        self._waiting[request.id] = _Waiting(request, spec, future, self._clock() + WAIT_SECONDS)
         return False
 
     def ready(self, patience: float = 0.0) -> Ready:
@@ -157,7 +157,7 @@ class GrammarRequests:
         found = Ready([], {}, {})
         if patience:
             wait([waiting.future for waiting in self._waiting.values()], patience, FIRST_COMPLETED)
-        for request_id, (message, future, deadline) in list(self._waiting.items()):
+        for request_id, (request, _, future, deadline) in list(self._waiting.items()):
             if not future.done():
                 if self._clock() > deadline:
                     found.late[request_id] = f"Its grammar was not compiled within {WAIT_SECONDS:g} s; try again later."
@@ -166,8 +166,8 @@ class GrammarRequests:
             del self._waiting[request_id]
             error = future.exception()
             if error is None:
-                self._begin(message, future.result())
-                found.begin.append(message)
+                self._begin(request, future.result())
+                found.begin.append(request_id)
             elif isinstance(error, GrammarError):
                 found.refused[request_id] = refusal(error)
             else:
@@ -190,45 +190,39 @@ class GrammarRequests:
     def _reasoning_end(self) -> ReasoningEnd | None:
         return None if self._make_reasoning_end is None else self._make_reasoning_end()
 
-    def _begin(self, message: CoreRequest, compiled: Compiled) -> None:
+    def _begin(self, request: Request, compiled: Compiled) -> None:
         """From here on the grammar says where the request may end, and the sampler nothing any more."""
         end = self._reasoning_end
-        reasoning = end is not None and not end.in_prompt(message.prompt_token_ids)
-        state = self._states[message.request_id] = _State(compiled, message, reasoning)
+        reasoning = end is not None and not end.in_prompt(request.tokens)
+        state = self._states[request.id] = _State(compiled, request, reasoning)
         if not state.ends:
-            state.ends = message.stop_token_ids = self.compiler.vocabulary.end_ids
-            message.eos_token_id = next(iter(state.ends), None)
+            state.ends = self.compiler.vocabulary.end_ids
             state.ends_late = True
+            request.end_at(state.ends)
         if state.min_tokens:
-            message.params = params = copy(message.params)
-            assert isinstance(params, SamplingParams)
-            params.min_tokens = 0
+            request.forget_min_tokens()
 
     def stopped_early(self, request_id: str) -> bool:
         """Whether a request that has stopped had to, since its text was complete before it had min_tokens."""
         state = self._states.get(request_id)
         return state is not None and state.complete_early
 
-    def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """These have ended; unknown ids are ignored. Returns those that still waited."""
-        for request_id in (request_ids := list(request_ids)):
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These have ended; unknown ids are ignored."""
+        for request_id in request_ids:
             self._states.pop(request_id, None)
+            self._leave(request_id)
         if not self._states:
             self._filled = [], _NO_MASKS
-        return [i for i in request_ids if self._leave(i)]
 
-    def _leave(self, request_id: str) -> bool:
-        """A request waits no longer; False if it did not."""
+    def _leave(self, request_id: str) -> None:
+        """A request waits no longer, if it did."""
         left = self._waiting.pop(request_id, None)
-        if left is None:
-            return False
-        spec = left.message.grammar
-        if spec is not None and not any(other.future is left.future for other in self._waiting.values()):
-            self.compiler.give_up(spec)
-        return True
+        if left is not None and not any(other.future is left.future for other in self._waiting.values()):
+            self.compiler.give_up(left.spec)
 
-    def forget_all(self) -> list[str]:
-        return self.forget([*self._states, *self._waiting])
+    def forget_all(self) -> None:
+        self.forget([*self._states, *self._waiting])
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 
