@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class EnvVar:
 
     `default` is a value, or a function that computes it (when it depends on other variables).
     `unused` says why setting the variable changes nothing here; empty for variables with an effect.
+    `idle`, given the resolved configuration, says why setting it changes nothing in it, or "".
     """
 
     name: str
@@ -96,6 +98,7 @@ class EnvVar:
     default: Any
     help: str
     unused: str = ""
+    idle: Callable[[Any], str] | None = None
 
     def __call__(self) -> Any:
         text = os.environ.get(self.name)
@@ -212,6 +215,16 @@ _NO_RAY = "steps do not pass through Ray, which places and watches the workers"
 _NO_MEDIA = "models take text only"
 _ONE_HOST = "all processes run on this host"
 
+
+def _no_launcher(config: Any) -> str:
+    backend = config.parallel_config.distributed_executor_backend
+    return "" if backend == "external_launcher" else "distributed_executor_backend is not external_launcher"
+
+
+def _no_tensorizer(config: Any) -> str:
+    return "" if config.load_config.load_format == "tensorizer" else "load_format is not tensorizer"
+
+
 _TABLE = (
     # --- Read by installers and build tools ---
     EnvVar("VLLM_TARGET_DEVICE", _text, "cuda", "Device the package is built for.", _AT_INSTALL),
@@ -271,6 +284,7 @@ _TABLE = (
         _not_negative,
         0,
         "Rank of this process on its node, for distributed_executor_backend='external_launcher'.",
+        idle=_no_launcher,
     ),
     EnvVar("VLLM_USE_RAY_SPMD_WORKER", _flag, False, "Ray workers execute as separate processes.", _NO_RAY),
     EnvVar("VLLM_USE_RAY_COMPILED_DAG", _flag, False, "Use Ray's compiled graphs.", _NO_RAY),
@@ -309,9 +323,9 @@ _TABLE = (
     EnvVar("VLLM_USE_V1", _flag, True, "Engine generation of other versions.", "there is one engine"),
     # --- Models and limits ---
     EnvVar("VLLM_USE_MODELSCOPE", _flag, False, "Download models from ModelScope instead of the Hugging Face Hub."),
-    EnvVar("S3_ACCESS_KEY_ID", _text, None, "S3 access key of load_format='tensorizer'."),
-    EnvVar("S3_SECRET_ACCESS_KEY", _text, None, "S3 secret of load_format='tensorizer'."),
-    EnvVar("S3_ENDPOINT_URL", _text, None, "S3 endpoint of load_format='tensorizer'."),
+    EnvVar("S3_ACCESS_KEY_ID", _text, None, "S3 access key of load_format='tensorizer'.", idle=_no_tensorizer),
+    EnvVar("S3_SECRET_ACCESS_KEY", _text, None, "S3 secret of load_format='tensorizer'.", idle=_no_tensorizer),
+    EnvVar("S3_ENDPOINT_URL", _text, None, "S3 endpoint of load_format='tensorizer'.", idle=_no_tensorizer),
     EnvVar("VLLM_ALLOW_LONG_MAX_MODEL_LEN", _flag, False, "Allow max_model_len above the model's own limit."),
     EnvVar("VLLM_MAX_N_SEQUENCES", _positive, 16384, "Largest `n` and `best_of` of one request."),
     EnvVar("VLLM_PLUGINS", _comma_separated, None, "Plugins to load, separated by commas; unset: all, empty: none."),
@@ -354,6 +368,7 @@ _TABLE = (
 environment_variables: dict[str, EnvVar] = {variable.name: variable for variable in _TABLE}
 
 
+_OURS = re.compile("VLLM_(?!BUILD_NATIVE$|TEST_)")  # but for those of the installation and of tests
 # Variables that launchers and build systems set for other programs.
 _SET_FOR_OTHERS = frozenset({"CUDA_HOME", "LD_LIBRARY_PATH", "VERBOSE", "CMAKE_BUILD_TYPE"})
 
@@ -361,6 +376,17 @@ _SET_FOR_OTHERS = frozenset({"CUDA_HOME", "LD_LIBRARY_PATH", "VERBOSE", "CMAKE_B
 def set_without_effect() -> dict[str, str]:
     """Variables of this package that are set although they change nothing, each with the reason (for one log line)."""
     return {v.name: v.unused for v in _TABLE if v.unused and v.is_set and v.name not in _SET_FOR_OTHERS}
+
+
+def set_idly(config: Any) -> dict[str, str]:
+    """Variables that are set although they change nothing in this (resolved) configuration, each with the reason."""
+    found = {v.name: v.idle(config) for v in _TABLE if v.idle is not None and v.is_set}
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def unknown() -> list[str]:
+    """Variables that are named like those of this package and are none, such as misspelled ones."""
+    return sorted(name for name in os.environ if _OURS.match(name) and name not in environment_variables)
 
 
 def is_set(name: str) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.config.families import document
 from vllm import AsyncEngineArgs, EngineArgs
-from vllm.config import UnsupportedSettingError, VllmConfig
+from vllm.config import CompilationConfig, UnsupportedSettingError, VllmConfig
 from vllm.config.document import markdown
 from vllm.config.settings import all_settings
 from vllm.usage.usage_lib import UsageContext
@@ -128,13 +128,14 @@ GUIDE_FLAGS: list[tuple[str, str, Any]] = [
     ("--engine-use-ray", "engine_use_ray", True),
     ("--disable-log-requests", "disable_log_requests", True),
     # and of the versions after it
-    ("-O3", "compilation_config", {"level": 3}),
-    ("-O 3", "compilation_config", {"level": 3}),
-    ("--compilation-config 3", "compilation_config", {"level": 3}),
-    ("-O.backend x -O1", "compilation_config", {"backend": "x", "level": 1}),
-    ('-O {"level":3}', "compilation_config", {"level": 3}),
-    ("-O.level 2", "compilation_config", {"level": 2}),
-    ('--compilation-config {"level":1,"cache_dir":"x"}', "compilation_config", {"level": 1, "cache_dir": "x"}),
+    ("-O3", "compilation_config", CompilationConfig.of(3)),
+    ("-O 3", "compilation_config", CompilationConfig.of(3)),
+    ("--compilation-config 3", "compilation_config", CompilationConfig.of(3)),
+    ("-O.backend x -O1", "compilation_config", CompilationConfig.of({"backend": "x", "level": 1})),
+    ('-O {"level":3}', "compilation_config", CompilationConfig.of(3)),
+    ("-O.level 2", "compilation_config", CompilationConfig.of(2)),
+    ('--compilation-config {"level":1,"cache_dir":"x"}', "compilation_config",
+     CompilationConfig.of({"level": 1, "cache_dir": "x"})),
     ("--speculative-config.model x --speculative-config.num_speculative_tokens 3", "speculative_config",
      {"model": "x", "num_speculative_tokens": 3}),
     ("--hf-overrides.rope_scaling.factor 2", "hf_overrides", {"rope_scaling": {"factor": 2}}),
@@ -182,7 +183,8 @@ DEFAULTS = {
     "qlora_adapter_name_or_path": None, "show_hidden_metrics_for_version": None, "otlp_traces_endpoint": None,
     "collect_detailed_traces": None, "disable_async_output_proc": False, "scheduling_policy": "fcfs",
     "scheduler_cls": "vllm.core.scheduler.Scheduler", "override_neuron_config": {}, "override_pooler_config": None,
-    "compilation_config": {}, "worker_cls": "auto", "worker_extension_cls": "", "kv_transfer_config": None,
+    "compilation_config": CompilationConfig(), "worker_cls": "auto", "worker_extension_cls": "",
+    "kv_transfer_config": None,
     "generation_config": "auto", "override_generation_config": {}, "enable_sleep_mode": False, "model_impl": "auto",
     "calculate_kv_scales": False, "additional_config": {}, "enable_reasoning": None, "reasoning_parser": "",
     "use_tqdm_on_load": True, "quantization_param_path": None, "worker_use_ray": False,
@@ -261,6 +263,20 @@ def test_no_flag_changes_nothing() -> None:
     assert EngineArgs.from_cli_args(EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([])) == EngineArgs()
 
 
+def test_a_compilation_config_is_an_object_however_it_is_given() -> None:
+    """As programs that read parsed flags expect; keys that steer a compiler are there as they were given."""
+    words = ["-O.level", "2", "-O.custom_ops+", "-quant_fp8", "-O.cudagraph_capture_sizes", "[1,2,8]"]
+    keys = {"level": 2, "custom_ops": ["-quant_fp8"], "cudagraph_capture_sizes": [1, 2, 8]}
+    parsed = parser().parse_args(words).compilation_config
+    assert parsed == EngineArgs(compilation_config=keys).compilation_config == CompilationConfig.of(keys)
+    assert (parsed.level, parsed.custom_ops, parsed.backend) == (2, ["-quant_fp8"], None)
+    assert parsed.cudagraph_capture_sizes == [1, 2, 8]
+    assert parser().parse_args([]).compilation_config == CompilationConfig()
+    assert EngineArgs(compilation_config=3).compilation_config.level == 3
+    with pytest.raises(AttributeError, match="levle"):
+        _ = parsed.levle
+
+
 def test_async_flags_can_stand_alone() -> None:
     alone = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(), async_args_only=True)
     assert vars(alone.parse_args(["--disable-log-requests"])) == {
@@ -296,6 +312,8 @@ def test_arguments_travel_as_keywords_and_as_json(model: str) -> None:
     assert dataclasses.replace(args, max_num_seqs=4).max_num_seqs == 4
     assert args != EngineArgs(model)
     assert "max_num_seqs=3" in repr(args)
+    compiled = EngineArgs(model, compilation_config={"level": 1, "backend": "x"})
+    assert EngineArgs.from_json(compiled.to_json()) == compiled == EngineArgs(**vars(compiled))
 
 
 def test_defaults_are_not_shared() -> None:
@@ -411,7 +429,9 @@ OBSOLETE: list[dict[str, Any]] = [
     {"gpu_memory_utilization": 0.5}, {"enforce_eager": True}, {"max_seq_len_to_capture": 99}, {"cuda_graph_sizes": [4]},
     {"cudagraph_capture_sizes": [4]}, {"max_cudagraph_capture_size": 4}, {"disable_async_output_proc": True},
     {"async_scheduling": True}, {"trust_remote_code": True}, {"revision": "main"}, {"additional_config": {"a": 1}},
-    {"distributed_timeout_seconds": 5}, {"disable_custom_all_reduce": True},
+    {"distributed_timeout_seconds": 5}, {"disable_custom_all_reduce": True}, {"tokenizer_revision": "main"},
+    {"download_dir": "x"}, {"ignore_patterns": ["x"]}, {"hf_token": "x"}, {"disable_sliding_window": True},
+    {"compilation_config": 2},
 ]  # fmt: skip
 
 
@@ -422,6 +442,24 @@ def test_a_setting_without_effect_is_said_to_be_in_one_log_line(
     EngineArgs(model, device="cpu", **kwargs).create_engine_config()
     (name,) = kwargs
     assert len([line for line in logged if name in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LOCAL_RANK", "changes nothing here: distributed_executor_backend is not external_launcher"),
+        ("S3_ENDPOINT_URL", "changes nothing here: load_format is not tensorizer"),
+        ("VLLM_USE_RAY_COMPILED_DAG", "changes nothing: steps do not pass through Ray"),
+        ("VLLM_CPU_KVCACHE_SPCE", "is not known and changes nothing. Did you mean 'VLLM_CPU_KVCACHE_SPACE'"),
+    ],
+)
+def test_a_variable_without_effect_is_said_to_be_in_one_log_line(
+    model: str, name: str, words: str, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    EngineArgs(model, device="cpu").create_engine_config()
+    (line,) = [line for line in logged if name in line]
+    assert words in line
 
 
 def test_the_default_arguments_log_no_useless_setting(model: str, logged: list[str]) -> None:

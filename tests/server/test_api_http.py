@@ -50,6 +50,17 @@ def test_requests_behind_an_offer_are_answered_too(server: Server) -> None:
         assert server.pieces([data[:cut], data[cut:]]).count(b"HTTP/1.1 200 OK") == 5
 
 
+@pytest.mark.parametrize("host", [b"", b"a", b"a_b.example:80", b"127.0.0.1:8000", b"[::1]:8000", b"[fe80::1%25eth0]"])
+def test_a_host_has_any_name(server: Server, host: bytes) -> None:
+    assert parts_of(server.raw(b"GET /version HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n" % host))[0] == 200
+
+
+@pytest.mark.parametrize("host", [b"a b", b"a/../b", b"a:80:80", b"a@b", b"[::1", b"a:b", b"\xc3\xa4", b"a\tb"])
+def test_a_host_that_is_none_is_refused(server: Server, host: bytes) -> None:
+    answer = parts_of(server.raw(b"GET /version HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n" % host))
+    assert answer[0] == 400
+
+
 def test_head_is_get_without_the_body(server: Server) -> None:
     """Probes of load balancers ask so."""
     for path in ("/health", "/ping", "/version", "/v1/models", "/metrics", "/"):
@@ -78,6 +89,8 @@ def test_the_document_of_the_routes_says_what_they_answer(server: Server) -> Non
         assert set(paths[path]["post"]["responses"]) == {"400"}
         assert server.post(path, {}).status == 400
     assert "503" in paths["/ping"]["get"]["responses"]
+    for path, methods in paths.items():
+        assert all("422" not in route["responses"] for route in methods.values()), path
 
 
 def test_echo_shows_all_tokens_that_logprobs_are_told_of(server: Server) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import vllm
 from tests.server.http_server import MODEL, Server
 from tests.tiny_models import save_llama
 from vllm.entrypoints.openai.api_server import check_files, make_context
@@ -322,6 +323,18 @@ def test_a_server_that_cannot_begin_ends_also_after_the_model_was_loaded(model_f
     )
     assert done.returncode == 1
     assert re.search(r"ERROR .*\(no_such_name\)", done.stdout + done.stderr)
+
+
+def test_a_damaged_model_is_one_line_and_a_status(tmp_path: Path) -> None:
+    """Also where it is the core that finds the damage."""
+    for file in (Path(vllm.__file__).parent / "assets" / "demo").iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[:100_000] if file.suffix == ".safetensors" else content)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    assert re.search(r"ERROR .*is not a complete safetensors file", done.stdout + done.stderr)
 
 
 def test_a_refused_flag_is_one_line_and_a_status(tmp_path: Path) -> None:

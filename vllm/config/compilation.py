@@ -25,11 +25,20 @@ _OWN_KEYS = frozenset({"level", "use_cudagraph", "cudagraph_capture_sizes"})
 
 @dataclass(frozen=True)
 class _Compilation(Kind):
-    """A level, a JSON object or a `CompilationConfig`; always a dictionary once it is checked."""
+    """A level, a JSON object or a `CompilationConfig`, which users find; a dictionary once it is checked."""
 
     @property
     def words(self) -> str:
         return "JSON object or a level from 0 to 3"
+
+    def held(self, value: Any) -> Any:
+        try:
+            return CompilationConfig.of(value or {})
+        except ValueError:
+            return value  # which the check refuses
+
+    def cli(self) -> dict[str, Any]:
+        return {"type": lambda text: self.held(self.parse(text))}
 
     def _check(self, name: str, value: Any) -> dict[str, Any]:
         if isinstance(value, CompilationConfig):
@@ -47,8 +56,10 @@ class _Compilation(Kind):
 class CompilationConfig:
     """CUDA graphs: whether they are used, and for which batch sizes.
 
-    `cudagraph_capture_sizes` is empty where there are no graphs; else the batch sizes, ascending. Users may make one
-    with the keys of a compilation_config and give it to the engine; those that steer a compiler change nothing.
+    `cudagraph_capture_sizes` is empty where there are no graphs; else the batch sizes, ascending (a list, as given,
+    before the configuration is resolved). Users may make one
+    with the keys of a compilation_config and give it to the engine; those that steer a compiler change nothing, and
+    are attributes as they were given (None otherwise).
     """
 
     given: dict[str, Any] = setting(
@@ -85,8 +96,20 @@ class CompilationConfig:
     @classmethod
     def from_cli(cls, cli_value: str) -> CompilationConfig:
         """What `--compilation-config` or `-O` was given: a level or a JSON object."""
-        given = read_compilation_config(_Compilation().parse(cli_value))
-        return cls(given=given, level=given.get("level", 0))
+        return cls.of(_Compilation().parse(cli_value))
+
+    @classmethod
+    def of(cls, given: int | Mapping[str, Any] | CompilationConfig) -> CompilationConfig:
+        """The config that a level or the keys of a compilation_config stand for. Raises ValueError."""
+        if isinstance(given, CompilationConfig):
+            return given
+        keys = read_compilation_config(given)
+        return cls(given=keys, **{key: value for key, value in keys.items() if key in _OWN_KEYS and value is not None})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _COMPILER_KEYS:
+            return self.given.get(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def keys(self) -> dict[str, Any]:
         """This config as the dictionary that makes an equal one."""

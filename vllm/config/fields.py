@@ -27,6 +27,7 @@ class Setting:
     later:     a feature that does not exist yet: any value but the default is refused; a mapping refuses some values.
     needs:     the switch without which the setting has no effect (said in the log).
     obsolete:  why the setting changes nothing any more (said in the log).
+    secret:    no log shows its value.
     idle:      given the resolved configuration, why the setting changes nothing in it, or "" (said in the log).
     """
 
@@ -40,6 +41,7 @@ class Setting:
     needs: str = ""
     obsolete: str = ""
     idle: Callable[[Any], str] | None = None
+    secret: bool = False
 
     def new_default(self) -> Any:
         """The default; containers are fresh ones."""
@@ -64,6 +66,7 @@ def setting(
     needs: str = "",
     obsolete: str = "",
     idle: Callable[[Any], str] | None = None,
+    secret: bool = False,
 ) -> Any:
     """A field of a config class that users may set.
 
@@ -71,7 +74,7 @@ def setting(
     config never holds `default`.
     """
     parts = {"name": name, "default": default, "kind": kind, "help": help, "flags": flags, "later": later,
-             "needs": needs, "obsolete": obsolete, "idle": idle}  # fmt: skip
+             "needs": needs, "obsolete": obsolete, "idle": idle, "secret": secret}  # fmt: skip
     own = default if resolved is _SAME else resolved
     if isinstance(own, dict | list):
         return dataclasses.field(default_factory=lambda: type(own)(own), metadata={_KEY: parts})

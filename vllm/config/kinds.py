@@ -87,6 +87,10 @@ class Kind:
         """The value that `text` spells on the command line; raises argparse.ArgumentTypeError."""
         return None if self.optional and text in ("", "None", "none", "null") else self._parse(text)
 
+    def held(self, value: Any) -> Any:
+        """`value` as users find it in EngineArgs and in parsed flags: what they gave, but for kinds with a class."""
+        return value
+
     def cli(self) -> dict[str, Any]:
         """Keyword arguments for `add_argument`."""
         return {"type": self.parse}

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.config.fields import setting
 from vllm.config.kinds import Choice, Flag, JsonOr, Text, TextList
+from vllm.config.model_source import downloads_nothing
 
 _LOCATION = re.compile(r"(cpu|cuda)(:\d+)?")
 _LATER = (
@@ -47,10 +48,13 @@ class LoadConfig:
         later={name: f"The load format '{name}'" for name in _LATER},
     )
     download_dir: str | None = setting(
-        None, Text(optional=True), "Folder for downloads. Default: the cache of Hugging Face."
+        None, Text(optional=True), "Folder for downloads. Default: the cache of Hugging Face.", idle=downloads_nothing
     )
     ignore_patterns: str | list[str] | None = setting(
-        None, TextList(optional=True), "Files of the repository that are not downloaded. Default: original/**/*."
+        None,
+        TextList(optional=True),
+        "Files of the repository that are not downloaded. Default: original/**/*.",
+        idle=downloads_nothing,
     )
     use_tqdm_on_load: bool = setting(True, Flag(), "Show progress on a terminal while weights are loaded.")
     model_loader_extra_config: dict[str, Any] = setting(

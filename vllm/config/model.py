@@ -13,6 +13,7 @@ from vllm.config.fields import UnsupportedSettingError, on_cpu, setting
 from vllm.config.generation import diff_sampling_params
 from vllm.config.hf import HFConfig
 from vllm.config.kinds import Choice, Flag, Integer, Json, JsonOr, Kind, Number, Text, TextList
+from vllm.config.model_source import downloads_nothing, is_local
 from vllm.config.pooler import PoolingSettings
 from vllm.config.quantization import Quantization
 from vllm.logger import init_logger
@@ -65,8 +66,15 @@ _NO_GRAPHS = on_cpu("there are no CUDA graphs on the CPU")
 
 
 def _is_local(config: Any) -> str:
-    model = config.model_config
-    return "the model is a folder of this machine" if Path(model.model).expanduser().exists() else ""
+    return "the model is a folder of this machine" if is_local(config.model_config.model) else ""
+
+
+def _is_tokenizer_local(config: Any) -> str:
+    return "the tokenizer is a folder of this machine" if is_local(config.model_config.tokenizer) else ""
+
+
+def _has_no_window(config: Any) -> str:
+    return "" if config.model_config.hf.sliding_window else "the model has no sliding window"
 
 
 def _brings_no_code(config: Any) -> str:
@@ -175,7 +183,10 @@ class ModelConfig(metaclass=_Resolving):
         None, Text(optional=True), "Branch, tag or commit of the model's Python code.", needs="trust_remote_code"
     )
     tokenizer_revision: str | None = setting(
-        None, Text(optional=True), "Branch, tag or commit of the tokenizer. Default: the default branch."
+        None,
+        Text(optional=True),
+        "Branch, tag or commit of the tokenizer. Default: the default branch.",
+        idle=_is_tokenizer_local,
     )
     hf_token: bool | str | None = setting(
         None,
@@ -187,6 +198,8 @@ class ModelConfig(metaclass=_Resolving):
             bare=True,
         ),
         "Token for the Hugging Face Hub. Default: the one that was stored by logging in.",
+        idle=downloads_nothing,
+        secret=True,
     )
     hf_overrides: dict[str, Any] | Callable[[Any], Any] = setting(
         {}, JsonOr(optional=True), "Fields that replace those of config.json (nested); in Python also a function."
@@ -216,7 +229,7 @@ class ModelConfig(metaclass=_Resolving):
     )
     max_logprobs: int = setting(20, Integer(low=-1), "The most logprobs per token that a request may ask for; -1: all.")
     disable_sliding_window: bool = setting(
-        False, Flag(), "Do without a sliding window: max_model_len is at most the window."
+        False, Flag(), "Do without a sliding window: max_model_len is at most the window.", idle=_has_no_window
     )
     disable_async_output_proc: bool = setting(
         False,

@@ -13,7 +13,7 @@ from vllm import envs
 from vllm.gguf.folder import folder_of, gguf_files
 from vllm.logger import init_logger
 
-__all__ = ["PACKAGED_MODELS", "copy_small_files", "resolve"]
+__all__ = ["PACKAGED_MODELS", "copy_small_files", "downloads_nothing", "is_local", "resolve"]
 
 logger = init_logger(__name__)
 
@@ -81,6 +81,18 @@ def resolve(
         patterns = [*small, *(pattern for alternative in weights for pattern in alternative)]
         return _from_modelscope(name, revision, download_dir, patterns, ignored)
     return _from_hub(name, revision, download_dir, small, weights, ignored, hf_token, what)
+
+
+def is_local(name: str) -> bool:
+    """Whether a model is on this machine already: a folder, a file, or a packaged one."""
+    return name in PACKAGED_MODELS or _exists(Path(name).expanduser())
+
+
+def downloads_nothing(config: Any) -> str:
+    """For `idle` of settings of downloads: why there are none."""
+    model = config.model_config
+    names = (model.model, model.tokenizer, model.hf_config_path or model.model)
+    return "nothing is downloaded, the model is on this machine" if all(map(is_local, names)) else ""
 
 
 def copy_small_files(source: Path, target: Path) -> None:

@@ -494,7 +494,7 @@ def _compilation(
     args: dict[str, Any], model: ModelConfig, scheduler: SchedulerConfig, device: str, why: dict[str, str]
 ) -> CompilationConfig:
     given = read_compilation_config(args["compilation_config"])
-    unused = compiler_keys(given)
+    unused = [*(["level"] if given.get("level") else []), *compiler_keys(given)]
     if unused:
         logger.info("compilation_config: nothing is compiled, so %s change nothing.", ", ".join(unused))
     own_attention = model.attention_backend in (None, "TRITON_ATTN")

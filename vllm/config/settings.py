@@ -84,6 +84,9 @@ def log_useless_settings(args: Mapping[str, Any]) -> None:
     """One log line for each setting or environment variable that was set but changes nothing."""
     for name, reason in envs.set_without_effect().items():
         logger.info("The environment variable %s changes nothing: %s.", name, reason)
+    for name in envs.unknown():
+        near = near_names(name, envs.environment_variables)
+        logger.warning("The environment variable %s is not known and changes nothing.%s", name, near)
     for setting in all_settings():
         if _or_default(setting, args) == setting.default:
             continue
@@ -94,13 +97,16 @@ def log_useless_settings(args: Mapping[str, Any]) -> None:
 
 
 def log_idle_settings(args: Mapping[str, Any], config: Any) -> None:
-    """One log line for each setting that was set and changes nothing in this (resolved) configuration."""
+    """One log line for each setting or variable that was set and changes nothing in this (resolved) configuration."""
+    for name, reason in envs.set_idly(config).items():
+        logger.info("The environment variable %s changes nothing here: %s.", name, reason)
     for setting in all_settings():
         if setting.idle is None or _or_default(setting, args) == setting.default:
             continue
         reason = setting.idle(config)
         if reason:
-            logger.warning("%s=%r changes nothing here: %s.", setting.name, args[setting.name], reason)
+            value = "=..." if setting.secret else f"={args[setting.name]!r}"
+            logger.warning("%s%s changes nothing here: %s.", setting.name, value, reason)
 
 
 def _or_default(setting: Setting, args: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.config import LoadConfig, ModelConfig, UnsupportedSettingError, VllmConfig
+from vllm.config import CompilationConfig, LoadConfig, ModelConfig, UnsupportedSettingError, VllmConfig
 from vllm.config.fields import Setting, build, settings_of
 from vllm.config.kinds import Flag
 from vllm.config.observability import RequestLogSettings
@@ -64,8 +64,10 @@ class EngineArgs(_Fields):
             if name in values:
                 raise TypeError(f"{type(self).__name__} got two values for the argument {name!r}.")
             values[name] = value
+        kinds = {setting.name: setting.kind for setting in all_settings()}
         for name, field in fields.items():
-            setattr(self, name, values[name] if name in values else _default(field))
+            value = values[name] if name in values else _default(field)
+            setattr(self, name, kinds[name].held(value) if name in kinds else value)
 
     # ---- command line --------------------------------------------------------------------------------------------
 
@@ -114,12 +116,12 @@ class EngineArgs(_Fields):
         Raises ValueError for values that only exist in this process (functions, classes).
         """
         try:
-            return json.dumps(vars(self))
+            return json.dumps(vars(self), default=_plain)
         except (TypeError, ValueError, RecursionError):
             pass
         for name, value in vars(self).items():
             try:
-                json.dumps(value)
+                json.dumps(value, default=_plain)
             except (TypeError, ValueError, RecursionError):
                 raise ValueError(
                     f"{name} is a {type(value).__name__}, which cannot be sent to another process as JSON. "
@@ -134,6 +136,13 @@ class EngineArgs(_Fields):
         if not isinstance(fields, Mapping):
             raise ValueError(f"{cls.__name__} as JSON must be an object, got a {type(fields).__name__}.")
         return cls(**fields)
+
+
+def _plain(value: Any) -> Any:
+    """What stands for `value` in JSON."""
+    if isinstance(value, CompilationConfig):
+        return value.keys()
+    raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
 def _fields_of(cls: type[EngineArgs]) -> dict[str, dataclasses.Field[Any]]:
@@ -198,5 +207,10 @@ def _add_flag(group: Any, setting: Setting) -> None:
     if isinstance(setting.kind, Flag):
         options["action"] = BooleanWithValue if setting.kind.value_follows else argparse.BooleanOptionalAction
     group.add_argument(
-        *setting.flags, name, dest=setting.name, default=setting.new_default(), help=help_text, **options
+        *setting.flags,
+        name,
+        dest=setting.name,
+        default=setting.kind.held(setting.new_default()),
+        help=help_text,
+        **options,
     )

@@ -298,7 +298,10 @@ def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_co
         server.send(wire.Ready(core.describe()))
         server.serve()
     except Exception as error:
-        logger.exception("The engine core failed")
+        if core is None and isinstance(error, ValueError):  # of the settings or files, which the message is about
+            logger.debug("The engine core failed", exc_info=True)
+        else:
+            logger.exception("The engine core failed")
         with contextlib.suppress(OSError):
             connection.sendall(wire.frame(wire.Fatal(f"{type(error).__name__}: {error}")))
         return 1

@@ -30,6 +30,8 @@ OPEN_PATHS = frozenset({b"/health", b"/ping", b"/version"})
 # Names of fields that the server does not know, for the client that has sent them.
 UNKNOWN_FIELDS_HEADER = b"x-unknown-fields"
 
+# A name or an IPv4 address, or an IPv6 address in brackets, and a port (RFC 3986, 3.2.2); it may be empty.
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.%]+\])(?::[0-9]*)?")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
 
 
@@ -234,6 +236,8 @@ def _wrong_host(scope: Scope, headers: list[tuple[bytes, bytes]]) -> str | None:
     hosts = sum(name == b"host" for name, _ in headers)
     if hosts > 1 or (version == "1.1" and not hosts):
         return f"A request has exactly one Host header, got {hosts}."
+    if any(name == b"host" and not _HOST.fullmatch(value) for name, value in headers):
+        return "The Host header is no host, or host:port."
     return None
 
 

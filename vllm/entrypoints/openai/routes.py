@@ -101,6 +101,10 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": HTTPStatus(status).phrase, **body} for status in statuses}
 
 
+NAMED_ERRORS: dict[int | str, dict[str, Any]] = {  # of routes whose path has a name in it, which no other answer has
+    **_errors(401, 404),
+    "default": {**_errors(400)[400], "description": "Any other error"},
+}
 BODY_ERRORS = _errors(400, 401, 404, 408, 413, 415, 503)
 UNWELL: dict[int | str, dict[str, Any]] = {503: {"description": "No progress, or shutting down"}}
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
@@ -251,24 +255,24 @@ async def create_response(request: Request) -> Response:
     return await answer(request, lambda: responses.complete(context, work))
 
 
-@router.get("/v1/responses/{response_id}", responses=_errors(404))
+@router.get("/v1/responses/{response_id}", responses=NAMED_ERRORS)
 async def retrieve_response(request: Request, response_id: str) -> Response:
     return JSONResponse(context_of(request).responses.get(response_id).body)
 
 
-@router.delete("/v1/responses/{response_id}", responses=_errors(404))
+@router.delete("/v1/responses/{response_id}", responses=NAMED_ERRORS)
 async def delete_response(request: Request, response_id: str) -> Response:
     context_of(request).responses.delete(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=_errors(404))
+@router.get("/v1/responses/{response_id}/input_items", responses=NAMED_ERRORS)
 async def list_input_items(request: Request, response_id: str) -> Response:
     items = context_of(request).responses.get(response_id).input_items
     return JSONResponse({"object": "list", "data": items, "first_id": None, "last_id": None, "has_more": False})
 
 
-@router.post("/v1/responses/{response_id}/cancel", responses=_errors(404))
+@router.post("/v1/responses/{response_id}/cancel", responses=NAMED_ERRORS)
 async def cancel_response(request: Request, response_id: str) -> Response:
     return JSONResponse(context_of(request).responses.cancel(response_id).body)
 
@@ -308,7 +312,7 @@ def model_cards(context: ServerContext) -> list[dict[str, Any]]:
     return cards + [_prompt_adapter_card(context, adapter) for adapter in context.prompt_adapters.values()]
 
 
-@router.get("/v1/models/{name:path}", responses=_errors(404))
+@router.get("/v1/models/{name:path}", responses=NAMED_ERRORS)
 async def retrieve_model(request: Request, name: str) -> Response:
     context = context_of(request)
     adapter = context.adapter(name)
