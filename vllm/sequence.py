@@ -1,10 +1,10 @@
-"""Log probabilities of tokens and the times of a request, as users receive them."""
+"""Log probabilities of tokens and the times of a request, as users receive them; what models and stages hand on."""
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,3 +82,33 @@ class IntermediateTensors:
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+
+@dataclass
+class PoolingSequenceGroupOutput:
+    """What was pooled of one prompt."""
+
+    data: Any
+
+
+@dataclass
+class EmbeddingSequenceGroupOutput:
+    """The same, by its older name."""
+
+    embeddings: Any
+
+    @property
+    def data(self) -> Any:
+        return self.embeddings
+
+
+class PoolerOutput(list[Any]):
+    """What a pooler makes of prompts: a tensor for each. `outputs` has them as older poolers return them."""
+
+    def __init__(self, outputs: Iterable[Any] = ()) -> None:
+        kinds = PoolingSequenceGroupOutput | EmbeddingSequenceGroupOutput
+        super().__init__(output.data if isinstance(output, kinds) else output for output in outputs)
+
+    @property
+    def outputs(self) -> list[PoolingSequenceGroupOutput]:
+        return [PoolingSequenceGroupOutput(data) for data in self]

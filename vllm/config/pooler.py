@@ -39,6 +39,8 @@ class PoolerConfig:
     normalize: to length 1.   softmax: over what the head gives; False: as it comes.
     step_tag_id: for STEP, the token that ends a step.
     returned_token_ids: of a reward model that is a language model: the tokens whose logits count.
+    seq_pooling_type, tok_pooling_type: newer names of pooling_type, for one vector and for one per token.
+    use_activation: the newer name of normalize and softmax together.
     """
 
     pooling_type: str | None = None
@@ -46,6 +48,9 @@ class PoolerConfig:
     softmax: bool | None = None
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
+    seq_pooling_type: str | None = None
+    tok_pooling_type: str | None = None
+    use_activation: bool | None = None
 
     @classmethod
     def of(cls, given: Any, name: str) -> PoolerConfig:
@@ -67,6 +72,12 @@ class PoolerConfig:
             value = getattr(self, field)
             return VLLMValidationError(f"{name}: {field} must be {expected}, got {value!r}.", parameter=name)
 
+        for newer, olders in _NEWER.items():
+            for older in olders if getattr(self, newer) is not None else ():
+                if getattr(self, older) not in (None, getattr(self, newer)):
+                    raise wrong(newer, f"that of {older}, {getattr(self, older)!r}")
+                setattr(self, older, getattr(self, newer))
+            setattr(self, newer, None)
         if self.pooling_type is not None:
             if not isinstance(self.pooling_type, str) or self.pooling_type.upper() not in POOLING_TYPES:
                 raise wrong("pooling_type", f"one of {', '.join(POOLING_TYPES)}")
@@ -79,6 +90,12 @@ class PoolerConfig:
         ids = self.returned_token_ids
         if ids is not None and (not isinstance(ids, list | tuple) or not all(map(_is_id, ids))):
             raise wrong("returned_token_ids", "a list of token ids")
+
+
+_NEWER = {  # name -> what it sets
+    "seq_pooling_type": ("pooling_type",), "tok_pooling_type": ("pooling_type",),
+    "use_activation": ("normalize", "softmax"),
+}  # fmt: skip
 
 
 def _is_id(value: Any) -> bool:
@@ -105,6 +122,10 @@ class PoolingSettings:
     labels: int = 0
     dense: tuple[str, ...] = ()
     lower_case: bool = False
+
+    def as_config(self) -> PoolerConfig:
+        """The same, as a model's class reads it to build a pooler of its own."""
+        return PoolerConfig(self.type, self.normalize, self.activation == "softmax", self.step_tag)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -220,13 +241,14 @@ class PoolingChoice:
 def resolve_pooling(args: Mapping[str, Any], hf: HFConfig, folder: Path, tokenizer_folder: Path) -> PoolingChoice:
     """Whether and how a model pools. Raises ValueError where the wishes and the model do not go together."""
     wanted = _wanted_task(args)
-    native = hf.facts.pooling
+    own = _pools_by_itself(hf)
+    native = None if own else hf.facts.pooling
     name = "pooler_config" if args["pooler_config"] is not None else "override_pooler_config"
     override = PoolerConfig() if args[name] is None else PoolerConfig.of(args[name], name)
     files = read_sentence_files(folder) if native is not None or wanted in (None, EMBED) else None
     pools = files is not None and files.type is not None
     if wanted is None:
-        wanted = native.task if native is not None else EMBED if pools else "generate"
+        wanted = native.task if native is not None else EMBED if pools or own else "generate"
     if wanted == "generate":
         if native is not None:
             raise VLLMValidationError(
@@ -244,6 +266,13 @@ def resolve_pooling(args: Mapping[str, Any], hf: HFConfig, folder: Path, tokeniz
     if tokens:
         hf = HFConfig.from_dict({**hf.raw, HEAD_TOKENS: list(tokens)}, hf.path)
     return PoolingChoice(hf, _settings(wanted, base, override, files, hf), convert, files.max_length)
+
+
+def _pools_by_itself(hf: HFConfig) -> bool:
+    """Whether a class has been registered for the architecture that pools and makes no logits."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    return ModelRegistry.is_own_pooler(hf.architectures)
 
 
 def _named(hf: HFConfig) -> str:

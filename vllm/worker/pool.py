@@ -279,3 +279,65 @@ def _means(states: Tensor, lengths: Sequence[int]) -> Tensor:
     if states.device.type != "cpu":
         counts = counts.pin_memory().to(states.device, non_blocking=True)
     return torch.segment_reduce(states, "mean", lengths=counts, axis=0, unsafe=True)
+
+
+class OwnPooler(Pooler):
+    """Of a model whose class pools by itself: it gets the states of all tokens, once a prompt is complete.
+
+    pool: (states [tokens, hidden] of prompts one behind the other, each one's token ids, each one's parameters) -> a
+    tensor for each, [outputs] or [rows, outputs].
+    """
+
+    def __init__(
+        self,
+        pool: Callable[[Tensor, Sequence[Tensor], Sequence[PoolingParams]], Sequence[Tensor]],
+        *,
+        takes_types: bool = False,
+    ) -> None:
+        super().__init__(PoolingKind.MEAN, takes_types=takes_types)  # which every token counts for, too
+        self._own = pool
+        self._ids: dict[int, np.ndarray] = {}
+
+    def enter(self, new: Sequence[SlotInit]) -> None:
+        super().enter(new)
+        for init in new:
+            self._ids[init.slot] = np.array(init.token_ids, np.int64)
+
+    def leave(self, slots: Sequence[int]) -> None:
+        super().leave(slots)
+        for slot in slots:
+            self._ids.pop(slot, None)
+
+    def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRun]:
+        complete = []
+        for chunk in chunks:
+            request = self._request(chunk.slot)
+            request.seen = chunk.end
+            request.pieces.append(hidden[chunk.first : chunk.first + chunk.rows])
+            if chunk.end == chunk.total:
+                complete.append(chunk)
+        if not complete:
+            return []
+        states, ids, params, counts = [], [], [], []
+        for chunk in complete:
+            request = self._request(chunk.slot)
+            states += request.pieces
+            request.pieces = []
+            lengths = [chunk.total] if request.parts is None else request.parts[:, 0].tolist()
+            ids += torch.from_numpy(self._ids[chunk.slot]).split(lengths)
+            params += [request.params] * len(lengths)
+            counts.append(len(lengths))
+        found = [torch.as_tensor(part).float() for part in self._own(torch.cat(states), ids, params)]
+        if len(found) != len(ids):
+            raise ValueError(f"The model's pooler gave {len(found)} results for {len(ids)} prompts.")
+        runs, first = [], 0
+        for chunk, count in zip(complete, counts, strict=True):
+            parts = found[first : first + count]
+            first += count
+            if self._request(chunk.slot).parts is not None:
+                runs.append(PooledRun([chunk.plan_row], torch.stack(parts), [count]))
+            elif parts[0].dim() > 1:
+                runs.append(PooledRun([chunk.plan_row], parts[0], [len(parts[0])]))
+            else:
+                runs.append(PooledRun([chunk.plan_row], parts[0].reshape(1, -1)))
+        return runs

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.live_weights import unpacked
 from vllm.model_executor.models.blocks import experts_of, serve_experts
 from vllm.model_executor.models.kv_groups import layout_of
-from vllm.model_executor.models.traits import Model, PoolingModel, Traits, check_traits
+from vllm.model_executor.models.traits import Model, OwnPoolingModel, PoolingModel, Traits, check_traits
 from vllm.ops import attention_backends
 from vllm.ops.linear import linear
 from vllm.platforms import cuda_early
@@ -42,7 +42,7 @@ from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
 from vllm.worker.kv_memory import CacheMemory, CacheRequest
 from vllm.worker.model_runner import ModelRunner
-from vllm.worker.pool import Pooler, PoolingKind
+from vllm.worker.pool import OwnPooler, Pooler, PoolingKind
 from vllm.worker.profiler import WorkerProfiler
 from vllm.worker.stage_runner import StageRunner
 from vllm.worker.step_handle import Handle
@@ -322,6 +322,9 @@ class Worker:
         settings = self.config.model_config.pooling
         if settings is None:
             return None
+        types = "token_types" in self.model.traits.takes
+        if "pooler" in self.model.traits.heads:
+            return OwnPooler(cast(OwnPoolingModel, self.model).pool, takes_types=types)
         if settings.labels and "pooled" not in self.model.traits.heads:
             raise ValueError(
                 "This model has no head for classes: it is a class of your own, or runs through transformers. It can "
@@ -333,7 +336,7 @@ class Worker:
             activation=settings.activation,
             head=cast(PoolingModel, self.model).pooled if "pooled" in self.model.traits.heads else None,
             step_tag=settings.step_tag,
-            takes_types="token_types" in self.model.traits.takes,
+            takes_types=types,
         )
 
     def _use_graphs(self, runner: ModelRunner | StageRunner) -> None:

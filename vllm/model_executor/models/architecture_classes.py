@@ -34,8 +34,10 @@ from vllm.model_executor.model_loader.live_weights import unpacked
 from vllm.model_executor.model_loader.rank_state import RankState
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.architecture_modules import PACKAGE, module_of
+from vllm.model_executor.models.out_of_tree import pool_with
 from vllm.model_executor.models.registry import built_in_family
 from vllm.model_executor.sampling_metadata import SamplingMetadata
+from vllm.pooling_params import PoolingParams
 from vllm.step.inputs import RowView, StepInputs
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class ArchitectureModel(nn.Module):
     """A model of a built-in family, under the methods that programs override and call.
 
     model: the modules; `model.embed` and `model.blocks` are the embedding and the layers.
-    lm_head, logits_processor: what makes logits.   config: transformers' config object.
+    lm_head, logits_processor: what makes logits; not of a family that pools.   config: transformers' config object.
 
     Constructors: (config, cache_config=None, quant_config=None, ...) or (*, vllm_config, prefix=""). What a derived
     class changes in the config before it calls this one's is heeded.
@@ -97,7 +99,8 @@ class ArchitectureModel(nn.Module):
         self.model = self._new.model
         tp = current_tensor_parallel()
         self.model.open_weights = lambda: loader.live_weights(self._new, vllm_config, device, tp, 0, hf)
-        self.lm_head, self.logits_processor = self.model.head, self.model.logits_processor
+        if not self.model.pools:
+            self.lm_head, self.logits_processor = self.model.head, self.model.logits_processor
         self.sampler = Sampler()
         self.filled_bytes, self.is_filled = 0, False
         self._bound: tuple[StepInputs, Sequence[Tensor]] | None = None
@@ -208,7 +211,9 @@ class DerivedModel(nn.Module):
         super().__init__()
         self.model, self._forward_names, self._logits_names = model, forward_names, logits_names
         self.cache_scales = model.model.cache_scales
-        self.traits = replace(model.model.traits, replayable=False, decoder=None, splits=False, handles=frozenset())
+        given = model.model.traits
+        heads = (*given.heads, "pooler") if callable(getattr(model, "pooler", None)) else given.heads
+        self.traits = replace(given, heads=heads, replayable=False, decoder=None, splits=False, handles=frozenset())
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]."""
@@ -235,6 +240,14 @@ class DerivedModel(nn.Module):
         if logits is None:
             raise ValueError(f"{type(self.model).__name__}.compute_logits returned None.")
         return logits.float()
+
+    def pooled(self, states: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, outputs], both fp32: what the family's head makes of pooled states."""
+        return self.model.model.pooled(states)
+
+    def pool(self, hidden: Tensor, token_ids: Sequence[Tensor], params: Sequence[PoolingParams]) -> Sequence[Tensor]:
+        """hidden: [tokens, hidden] of complete prompts one behind the other -> what the class makes of each."""
+        return pool_with(self.model, hidden, token_ids, params)
 
 
 def fill_derived(model: ArchitectureModel, weights: Weights, device: torch.device, seed: int) -> int:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+from vllm.model_executor.models.interfaces_base import VllmModelForPooling, default_pooling_type, is_pooling_model
+
+__all__ = [
+    "HasInnerState", "IsAttentionFree", "SupportsCrossEncoding", "SupportsLoRA", "SupportsMultiModal", "SupportsPP",
+    "VllmModelForPooling", "default_pooling_type", "has_inner_state", "is_attention_free", "is_pooling_model",
+    "supports_cross_encoding", "supports_lora", "supports_multimodal", "supports_pp",
+]  # fmt: skip
+
 
 @runtime_checkable
 class SupportsLoRA(Protocol):
@@ -34,6 +42,13 @@ class SupportsPP(Protocol):
 
 
 @runtime_checkable
+class SupportsCrossEncoding(Protocol):
+    """The model scores two texts in one prompt."""
+
+    supports_cross_encoding: ClassVar[Literal[True]] = True
+
+
+@runtime_checkable
 class HasInnerState(Protocol):
     """The model keeps recurrent state."""
 
@@ -60,6 +75,11 @@ def supports_multimodal(model: object) -> bool:
 def supports_pp(model: object) -> bool:
     """Whether a model or class declares SupportsPP."""
     return isinstance(model, SupportsPP)
+
+
+def supports_cross_encoding(model: object) -> bool:
+    """Whether a model or class declares SupportsCrossEncoding."""
+    return isinstance(model, SupportsCrossEncoding)
 
 
 def has_inner_state(model: object) -> bool:

@@ -8,6 +8,9 @@
 Both have compute_logits(hidden_states, sampling_metadata) and load_weights(weights). Each method is called with those
 of the known arguments that its signature names, so mixtures of the two work too. `sample` is not called: sampling is
 the engine's, so that every request keeps its own parameters and seed.
+
+A class that pools has `pooler(hidden_states, pooling_metadata)` in place of compute_logits, a method or a module
+(`layers/pooler.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +27,19 @@ from torch import Tensor, nn
 
 from vllm.attention.layer import Attention
 from vllm.config.hf import HFConfig
+from vllm.config.pooler import PoolerConfig, read_sentence_files
 from vllm.distributed import TensorParallel, use_tensor_parallel
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.filler import ProcessesWeights
+from vllm.model_executor.models.interfaces_base import DEFAULT_POOLING_TYPE
 from vllm.model_executor.models.kv_groups import group_layers, kv_places
 from vllm.model_executor.models.traits import Traits
+from vllm.model_executor.pooling_metadata import PoolingMetadata
 from vllm.model_executor.sampling_metadata import SamplingMetadata
+from vllm.pooling_params import PoolingParams
+from vllm.sequence import PoolerOutput
 from vllm.step.inputs import RowView, StepInputs
 from vllm.step.kv_need import attention_need
 
@@ -54,7 +62,8 @@ class OutOfTreeModel(nn.Module):
         name = type(model).__name__
         if not self.layers:
             raise ValueError(f"{name} has no vllm.attention.Attention layer, so the engine has no cache to give it.")
-        for method in ("forward", "compute_logits", "load_weights"):
+        heads = tuple(head for method, head in _HEADS.items() if callable(getattr(model, method, None)))
+        for method in ("forward", "load_weights", *(() if heads else ("compute_logits",))):
             if not hasattr(model, method):
                 raise ValueError(f'{name} has no method {method}(). See "Adding a New Model" in the guide.')
         windows = [self._window(layer, hf) for layer in self.layers]
@@ -62,12 +71,12 @@ class OutOfTreeModel(nn.Module):
             attention_need(layer.num_kv_heads, layer.head_size, window)
             for layer, window in zip(self.layers, windows, strict=True)
         )
-        self.traits = Traits(hf.hidden_size, dtype, hf.vocab_size, kv, range(len(kv)))
+        self.traits = Traits(hf.hidden_size, dtype, hf.vocab_size, kv, range(len(kv)), heads)
         places = kv_places(group_layers(kv), kv)
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
             layer.place, layer.params = places[index], replace(layer.params, window=window)
         self._forward_names = _parameter_names(model.forward)
-        self._logits_names = _parameter_names(model.compute_logits)  # type: ignore[arg-type]
+        self._logits_names = _parameter_names(model.compute_logits) if "logits" in heads else frozenset()  # type: ignore[arg-type]
 
     def _window(self, layer: Attention, hf: HFConfig) -> int | None:
         """The layer's own window, else the config's if that covers every layer; None if no sequence can outgrow it."""
@@ -117,6 +126,27 @@ class OutOfTreeModel(nn.Module):
             logits: Tensor = self.model.compute_logits(hidden, *arguments)  # type: ignore[operator]
         return logits.float()
 
+    def pool(self, hidden: Tensor, token_ids: Sequence[Tensor], params: Sequence[PoolingParams]) -> Sequence[Tensor]:
+        """hidden: [tokens, hidden] of complete prompts one behind the other -> what the class makes of each."""
+        with use_tensor_parallel(self.tp):
+            return pool_with(self.model, hidden, token_ids, params)
+
+
+_HEADS = {"compute_logits": "logits", "pooler": "pooler"}  # method -> what a model with it can be asked for
+
+
+def pool_with(
+    model: nn.Module, hidden: Tensor, token_ids: Sequence[Tensor], params: Sequence[PoolingParams]
+) -> list[Tensor]:
+    """What a class's `pooler` makes of each prompt. hidden: [tokens, hidden] of all of them."""
+    with torch.inference_mode():
+        found = model.pooler(hidden, PoolingMetadata.of(token_ids, params, hidden.device))  # type: ignore[operator]
+    results = list(PoolerOutput(getattr(found, "outputs", found)))
+    missing = next((i for i, result in enumerate(results) if result is None), None)
+    if missing is not None:
+        raise ValueError(f"{type(model).__name__}.pooler gave nothing for prompt {missing} of {len(results)}.")
+    return [torch.as_tensor(result) for result in results]
+
 
 def load_out_of_tree(
     model_cls: type[nn.Module], vllm_config: VllmConfig, device: torch.device, tp: TensorParallel, weights: Weights
@@ -129,6 +159,7 @@ def load_out_of_tree(
         fill_derived,
     )
 
+    vllm_config = _with_pooler_config(vllm_config, model_cls)
     config = vllm_config.model_config
     dtype = dtype_of(config.dtype)
     with use_tensor_parallel(tp), building(vllm_config, device), torch.device(device), _default_dtype(dtype):
@@ -153,6 +184,23 @@ def load_out_of_tree(
         if isinstance(module, ProcessesWeights):
             module.process_after_load()
     return wrapped, size
+
+
+def _with_pooler_config(vllm_config: VllmConfig, model_cls: type[nn.Module]) -> VllmConfig:
+    """With `model_config.pooler_config` as it was resolved, which classes that pool read. Where nobody says otherwise
+    the class does (`interfaces_base.default_pooling_type`).
+    """
+    config = vllm_config.model_config
+    if config.pooling is None:
+        return vllm_config
+    made = config.pooling.as_config()
+    given = config.pooler_config if config.pooler_config is not None else config.override_pooler_config
+    said = given is not None and PoolerConfig.of(given, "pooler_config").pooling_type is not None
+    files = read_sentence_files(config.path)
+    default = getattr(model_cls, DEFAULT_POOLING_TYPE, None)
+    if default is not None and not said and (files is None or files.type is None):
+        made.pooling_type = default
+    return replace(vllm_config, model_config=replace(config, pooler_config=made))
 
 
 def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:

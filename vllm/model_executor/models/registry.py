@@ -296,9 +296,22 @@ class Registry:
     def is_pooling_model(self, architectures: str | Iterable[str]) -> bool:
         """Whether the model turns a whole input into one answer."""
         found = self.resolve(architectures)
-        return _has(found, "pooler") if isinstance(found, type) else found.pool is not None
+        if isinstance(found, type):
+            return _has(found, "pooler") or bool(vars_of(found).get("is_pooling_model"))
+        return found.pool is not None
 
     is_embedding_model = is_pooling_model
+
+    def is_own_pooler(self, architectures: Iterable[str]) -> bool:
+        """Whether a class registered for one of `architectures` pools and makes no logits. Nothing is imported for it:
+        False for a class that is only known by name.
+        """
+        entry = next((self._registered[name] for name in architectures if name in self._registered), None)
+        if not isinstance(entry, type):
+            return False
+        return bool(vars_of(entry).get("is_pooling_model")) or (
+            _has(entry, "pooler") and not _has(entry, "compute_logits")
+        )
 
     def is_multimodal_model(self, architectures: str | Iterable[str]) -> bool:
         """Whether the model takes images, audio or video."""

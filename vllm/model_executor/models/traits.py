@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.kv_groups import KVPlace
     from vllm.model_executor.models.spec import Decoder
     from vllm.ops.attention import AttentionParams
+    from vllm.pooling_params import PoolingParams
     from vllm.step.inputs import RowView, StepInputs
     from vllm.step.kv_need import KVNeed
 
@@ -25,7 +26,7 @@ class Traits:
     kv: per layer what it keeps for a request, None for a layer that keeps nothing; () for a model without a cache.
     layers: the model's layers that this rank has.
     heads: what can be computed from hidden states, by name; "logits" for a model that generates, "pooled" for one that
-        has a head for pooled states.
+        has a head for pooled states, "pooler" for one whose class pools by itself.
     takes: step features, by name, that `forward` reads beyond tokens and positions.
     handles: step features, by name, that `forward` and `logits` honour where they are there.
     query_heads: per layer this rank's, 0 without attention; () if not known, and then prefixes are not read together.
@@ -118,6 +119,13 @@ class PoolingModel(Model, Protocol):
         """[rows, hidden] -> [rows, outputs], both fp32: what the head makes of pooled states."""
 
 
+class OwnPoolingModel(Model, Protocol):
+    """A model whose heads have "pooler"."""
+
+    def pool(self, hidden: Tensor, token_ids: Sequence[Tensor], params: Sequence[PoolingParams]) -> Sequence[Tensor]:
+        """hidden: [tokens, hidden] of complete prompts one behind the other -> a result for each."""
+
+
 def check_traits(
     traits: Traits,
     *,
@@ -140,7 +148,8 @@ def check_traits(
         )
     if not pools and "logits" not in traits.heads:
         raise ValueError(
-            f"{name} computes no logits, so it cannot generate text. Its heads: {', '.join(traits.heads)}."
+            f"{name} computes no logits, so it cannot generate text. Its heads: {', '.join(traits.heads)}. Models that "
+            "pool need task='embed' (or classify, reward), where that cannot be found out."
         )
     if traits.takes - features:
         raise ValueError(f"{name} needs {', '.join(sorted(traits.takes - features))}, which is not supported.")

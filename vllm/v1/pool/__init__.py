@@ -1,0 +1,1 @@
+"""The newer path of what poolers learn."""
