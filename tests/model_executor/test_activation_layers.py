@@ -40,7 +40,7 @@ GATED: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
     "fatrelu": (layers.FatreluAndMul(0.3), lambda x: torch.where(halves(x)[0] > 0.3, halves(x)[0], 0.0) * halves(x)[1]),
     "oai": (layers.SwigluOAIAndMul(alpha=1.5, limit=0.7), oai),
     "sparse": (layers.GeluAndMulSparse(0.7, "tanh"), sparse),
-    "by name": (layers.get_act_and_mul_fn("gelu_pytorch_tanh"), lambda x: F.gelu(halves(x)[0], approximate="tanh") * halves(x)[1]),
+    "by name": (layers.get_act_and_mul_fn("relu"), lambda x: halves(x)[0].clamp(min=0) * halves(x)[1]),
 }  # fmt: skip
 PLAIN: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
     "relu2": (layers.ReLUSquaredActivation(), lambda x: x.clamp(min=0) ** 2),

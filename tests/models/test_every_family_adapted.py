@@ -118,7 +118,7 @@ def test_weights_are_quantized_while_they_are_loaded(case: str, tmp_path: Path) 
     assert len(stored) >= 2 * len(model.spec.blocks)
     found = PagedDriver(model, requests=3).run(texts, CHUNKS)
     # some tokens may take another expert now, or see what those have become
-    real = [b[0].isfinite() & (b[0] > torch.finfo(b.dtype).min) for b in expected]  # not the logits of padding tokens
+    real = [b[0] > -1e4 for b in expected]  # not the logits of padding tokens
     triples = zip(found, expected, real, strict=True)
     errors = torch.cat([(a - b)[:, kept].norm(dim=-1) / b[:, kept].norm(dim=-1) for a, b, kept in triples])
     assert errors.max() > 1e-4 and errors.median() < 0.3
