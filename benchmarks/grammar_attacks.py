@@ -87,6 +87,9 @@ def main() -> None:
         for name, asked in [*((b, constraints(b)) for b in BACKENDS), ("tools", tools())]:
             if name not in args.only:
                 continue
+            if name in BACKENDS:  # its library is loaded when it is first asked for
+                body = {"prompt": "a", "max_tokens": 4, "guided_decoding_backend": name, "guided_regex": "a"}
+                post(port, COMPLETIONS, json.dumps(body).encode())
             statuses, taken, gap, health = put(port, watched, asked)
             slowest = next(((s, what) for s, status, what in taken if status == 200), (0.0, ""))
             print(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     CUDA_VISIBLE_DEVICES: str | None
     VLLM_ENGINE_ITERATION_TIMEOUT_S: int
     VLLM_HEALTH_TIMEOUT_S: int
+    VLLM_GRAMMAR_COMPILE_TIMEOUT_S: float
     VLLM_API_KEY: str | None
     S3_ACCESS_KEY_ID: str | None
     S3_SECRET_ACCESS_KEY: str | None
@@ -128,6 +129,16 @@ def _integer(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"environment variable {name} must be an integer, got {text!r}") from None
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"environment variable {name} must be a number of seconds above 0, got {text!r}")
+    return value
 
 
 def _size(name: str, text: str) -> float:
@@ -272,6 +283,12 @@ _TABLE = (
     ),
     EnvVar("VLLM_ENGINE_ITERATION_TIMEOUT_S", _positive, 60, "Seconds without progress after which a step has failed."),
     EnvVar("VLLM_HEALTH_TIMEOUT_S", _positive, 10, "Seconds without progress after which /health answers 503."),
+    EnvVar(
+        "VLLM_GRAMMAR_COMPILE_TIMEOUT_S",
+        _seconds,
+        1.5,
+        "Seconds that compiling a schema, regular expression or grammar may take; what takes longer is refused.",
+    ),
     EnvVar(
         "VLLM_RPC_GET_DATA_TIMEOUT_MS",
         _positive,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -21,6 +24,7 @@ from vllm.structured_output.compiler import Compiled, GrammarCache, GrammarCompi
 from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
+from vllm.structured_output.worker import MEMORY_BYTES, Answer, _by_a_copy
 
 DEMO = Path(vllm.__file__).parent / "assets" / "demo"
 
@@ -32,7 +36,7 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture
 def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(lambda: vocabulary, seconds=4.0)
+    made = GrammarCompiler(lambda: vocabulary, seconds=3.0)
     yield made
     made.close()
 
@@ -105,8 +109,9 @@ def test_what_failed_is_tried_again(compiler: GrammarCompiler, monkeypatch: pyte
 
 @pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
 def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, backend: str) -> None:
-    """In the process of its own, which then is a new one; other back ends go on meanwhile."""
+    """Alone: the process goes on without having to start again, and other back ends do meanwhile."""
     compiler.compile(spec_of(backend, regex="a")).result()
+    process = compiler._processes[backend]._helper._process
     slow: Future[Any] = compiler.compile(spec_of(backend, regex="(x{0,1000}y){0,1000}"))
     others = [compiler.compile(spec_of(backend, regex=f"{mark}(x{{0,1000}}y){{0,1000}}")) for mark in "abc"]
     assert compiler.compile(spec("[0-9]+")).result().grammar
@@ -114,9 +119,58 @@ def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, b
     for mark, other in zip("bc", others[1:], strict=True):
         compiler.give_up(spec_of(backend, regex=f"{mark}(x{{0,1000}}y){{0,1000}}"))
         assert other.cancelled()
-    with pytest.raises(GrammarError, match="longer than the 4 s|crashed"):
+    with pytest.raises(GrammarError, match="longer than the 3 s|crashed"):
         slow.result()
     assert compiler.compile(spec_of(backend, regex="ab?")).result().grammar
+    assert compiler._processes[backend]._helper._process is process
+
+
+class Failing:
+    """A library that does something else than compile."""
+
+    def build(self, item: GrammarSpec) -> bytes:
+        if item.text == "refuse":
+            raise GrammarError("not this one")
+        if item.text == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if item.text == "hang":
+            time.sleep(600)
+        if item.text == "grow":
+            bytearray(MEMORY_BYTES + (1 << 30))
+        if item.text == "nest":
+            return self.build(item)
+        return b"x" * 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("answer", None),
+        ("refuse", "not this one"),
+        ("crash", "crashed"),
+        ("hang", "longer than the 0.2 s that VLLM_GRAMMAR_COMPILE_TIMEOUT_S allows"),
+        ("grow", "more than 4 GiB of memory"),
+        ("nest", "nested too deeply"),
+    ],
+)
+def test_what_becomes_of_a_copy_is_told_and_nothing_of_it_is_left(text: str, error: str | None) -> None:
+    before = psutil.Process().children()
+    body = _by_a_copy(Failing(), spec(text), 0.2 if text == "hang" else 30.0)  # type: ignore[arg-type]
+    answer = msgspec.msgpack.decode(body, type=Answer)
+    if error is None:
+        assert answer == Answer(b"x" * 5_000_000)
+    else:
+        assert error in str(answer.error)
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf"])
+def test_the_deadline_must_be_a_number_of_seconds(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("VLLM_GRAMMAR_COMPILE_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match="VLLM_GRAMMAR_COMPILE_TIMEOUT_S must be a number of seconds above 0"):
+        GrammarCompiler(lambda: vocabulary)
 
 
 def test_a_process_that_dies_fails_the_compilation_alone(compiler: GrammarCompiler) -> None:
@@ -126,6 +180,16 @@ def test_a_process_that_dies_fails_the_compilation_alone(compiler: GrammarCompil
     os.kill(process.pid, 9)
     process.wait()
     assert compiler.compile(spec_of("outlines", regex="abc")).result().grammar
+
+
+def test_the_process_of_a_chosen_back_end_starts_before_the_first_request(compiler: GrammarCompiler) -> None:
+    compiler.warm("outlines").result()
+    process = compiler._processes["outlines"]._helper._process
+    assert process is not None and process.poll() is None
+    assert compiler.compile(spec_of("outlines", regex="abc")).result().grammar
+    assert compiler._processes["outlines"]._helper._process is process
+    with pytest.raises(Exception, match="nobody"):
+        compiler.warm("nobody").result()
 
 
 def test_closing_ends_the_processes(vocabulary: Vocabulary) -> None:

@@ -513,6 +513,8 @@ def grammar_requests(config: VllmConfig) -> GrammarRequests:
         return load_tokenizer(model.tokenizer_path, model.tokenizer_mode, model.trust_remote_code)
 
     compiler = GrammarCompiler(lambda: vocabulary_of(tokenizer(), model.logits_width))
+    if decoding.backend_name != "auto":
+        compiler.warm(decoding.backend_name)
     name = decoding.reasoning_backend
     if not name or decoding.enable_in_reasoning:
         return GrammarRequests(compiler)

@@ -81,14 +81,19 @@ def run_child(
     return result
 
 
+def die_with(parent: int) -> bool:
+    """Have the kernel end this process when the one that started it ends; False if that has happened already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
 def end_with_parent(connection: socket.socket, parent: int, end: Callable[[], object]) -> None:
     """Make sure that this process does not outlive its parent, whatever either of them is doing.
 
     The kernel's own signal ends it even when it is stopped; `end` is called as soon as the parent's end of `connection`
     is closed, by a thread of its own, also while the model loads or a step takes long. It must not return.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if not die_with(parent):
         end()
 
     def watch() -> None:

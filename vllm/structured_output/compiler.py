@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.structured_output.backends import make_backend
 from vllm.structured_output.grammar import Backend, Grammar, GrammarError
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import Vocabulary
-from vllm.structured_output.worker import CompileProcess
+from vllm.structured_output.worker import CompileProcess, too_long
 
 logger = init_logger(__name__)
 
-COMPILE_SECONDS = 10.0
 CACHE_BYTES = 256 << 20
 THREADS = 2
 
@@ -69,19 +69,19 @@ class GrammarCache:
 class GrammarCompiler:
     """Owns the back ends of one vocabulary, which is made (in the background too) when the first grammar is asked for.
 
-    `seconds`: how long a compilation may take; `cache_bytes`: what compiled grammars may hold; `threads`: for each back
-    end. Requests keep theirs as long as they run.
+    `seconds`: how long a compilation may take, None for what the environment says; `cache_bytes`: what compiled
+    grammars may hold; `threads`: for each back end. Requests keep theirs as long as they run.
     """
 
     def __init__(
         self,
         make_vocabulary: Callable[[], Vocabulary],
-        seconds: float = COMPILE_SECONDS,
+        seconds: float | None = None,
         cache_bytes: int = CACHE_BYTES,
         threads: int = THREADS,
     ) -> None:
         self._make_vocabulary = make_vocabulary
-        self._seconds = seconds
+        self._seconds: float = envs.VLLM_GRAMMAR_COMPILE_TIMEOUT_S if seconds is None else seconds
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._vocabulary: Vocabulary | None = None
@@ -102,12 +102,15 @@ class GrammarCompiler:
                 return done
             found = self._under_way.get(spec)
             if found is None:
-                pool = self._pools.get(spec.backend)
-                if pool is None:
-                    pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"grammar-{spec.backend}")
-                    self._pools[spec.backend] = pool
-                found = self._under_way[spec] = pool.submit(self._compile, spec)
+                found = self._under_way[spec] = self._pool(spec.backend).submit(self._compile, spec)
             return found
+
+    def warm(self, name: str) -> Future[None]:
+        """Load a back end's library in the background, and start its process if it has one: seconds that the first
+        request would wait. If that fails, the first request is told why.
+        """
+        with self._lock:
+            return self._pool(name).submit(self._warm, name)
 
     def give_up(self, spec: GrammarSpec) -> None:
         """Nobody waits for this any more: it is not compiled, unless it has begun."""
@@ -123,6 +126,16 @@ class GrammarCompiler:
                 pool.shutdown(wait=False, cancel_futures=True)
         for process in list(self._processes.values()):
             process.close()
+
+    def _pool(self, name: str) -> ThreadPoolExecutor:
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = ThreadPoolExecutor(self._threads, thread_name_prefix=f"grammar-{name}")
+        return pool
+
+    def _warm(self, name: str) -> None:
+        if self._backend(name).isolated:
+            self._process(name).make_run()
 
     def _compile(self, spec: GrammarSpec) -> Compiled:
         try:
@@ -145,14 +158,13 @@ class GrammarCompiler:
 
     def _compiled(self, spec: GrammarSpec) -> Compiled:
         backend = self._backend(spec.backend)
-        # The process has a deadline of its own, which leaves out how long it takes to start.
+        # What may take long happens in the process: beginning here, and the process's own start, are not counted.
         data = self._process(spec.backend).build(spec, self._seconds) if backend.isolated else backend.build(spec)
         started = time.monotonic()
         grammar = backend.load(spec, data)
         _check_beginning(grammar, self.vocabulary.words)
-        seconds = time.monotonic() - started
-        if seconds > self._seconds:
-            raise GrammarError(f"compiling took {seconds:.1f} s; at most {self._seconds:g} s are allowed")
+        if time.monotonic() - started > self._seconds:
+            raise GrammarError(too_long(self._seconds))
         return Compiled(grammar, backend)
 
     @property

@@ -72,6 +72,9 @@ class Backend(Protocol):
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 
+    def prepare(self) -> None:
+        """Make what every `build` needs; called once, in the process where they run."""
+
     def build(self, spec: GrammarSpec) -> bytes:
         """Compile. Raises GrammarError."""
 

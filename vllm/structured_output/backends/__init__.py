@@ -1,4 +1,4 @@
-"""The back ends by name; a library is imported when the first request needs it."""
+"""The back ends by name; a library is imported when the first request needs it, or is chosen for the engine."""
 
 from __future__ import annotations
 

@@ -109,6 +109,9 @@ class Guidance:
         wrapper = llguidance.TokenizerWrapper(_Wrapper(vocabulary, self._end))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.width)
 
+    def prepare(self) -> None:
+        """Nothing is needed."""
+
     def build(self, spec: GrammarSpec) -> bytes:
         return b""
 

@@ -115,6 +115,9 @@ class Lmfe:
             vocabulary.width,
         )
 
+    def prepare(self) -> None:
+        """Nothing is needed beyond the vocabulary's tree."""
+
     def build(self, spec: GrammarSpec) -> bytes:
         """Find out whether the library can read it in time; what it makes of it cannot be sent."""
         self.load(spec, b"").start().accept(self._end)

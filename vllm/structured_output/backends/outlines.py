@@ -81,13 +81,16 @@ class Outlines:
         self._vocabulary = vocabulary
         self._words: Words | None = None  # made in the process that compiles
 
+    def prepare(self) -> None:
+        ids: dict[bytes, list[int]] = {}
+        for i, token in enumerate(self._vocabulary.tokens):
+            if token is not None:
+                ids.setdefault(token, []).append(i)
+        self._words = Words(self._end, ids)
+
     def build(self, spec: GrammarSpec) -> bytes:
         if self._words is None:
-            ids: dict[bytes, list[int]] = {}
-            for i, token in enumerate(self._vocabulary.tokens):
-                if token is not None:
-                    ids.setdefault(token, []).append(i)
-            self._words = Words(self._end, ids)
+            self.prepare()
         try:
             _, (data,) = Index(_pattern(spec), self._words).__reduce__()
         except (ValueError, TypeError, RuntimeError) as error:

@@ -133,6 +133,10 @@ class Xgrammar:
             )
         return self._infos[is_json]
 
+    def prepare(self) -> None:
+        for is_json in (False, True):
+            self._info(is_json)
+
     def build(self, spec: GrammarSpec) -> bytes:
         is_json = spec.kind == JSON
         if is_json not in self._compilers:
