@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.models.harness import PagedDriver, load, on_ranks, relative_error, save_random_hf_model
-from tests.models.test_against_hugging_face import CASES, SDPA
+from tests.models.test_against_hugging_face import CASES, SDPA, logits_of
 from tests.quantization.harness import plain_model, quantize_folder
 from tests.quantization.test_formats import CASES as FORMATS
 from vllm.config.hf import HFConfig
@@ -120,7 +120,7 @@ def merged(adapted: Any, index: int) -> Iterator[Any]:
 
 
 def save_adapters(
-    reference: Any, folder: Path, ranks: tuple[int, ...], prompt_of: dict[int, Tensor], targets: Any
+    reference: Any, folder: Path, ranks: tuple[int, ...], prompt_of: dict[int, Tensor], targets: Any, case: str = ""
 ) -> list[Tensor]:
     """One adapter for each rank in folder/a<index>; what the merged weights say about its prompt.
 
@@ -130,7 +130,7 @@ def save_adapters(
     expected = []
     for index in (*range(len(ranks)), -1):
         with merged(adapted, index) as model:
-            expected.append(model(prompt_of[index][None]).logits[0])
+            expected.append(logits_of(model.base_model.model, prompt_of[index], case))
     return expected
 
 
@@ -162,12 +162,16 @@ def compare(
     world: int = 1,
     limit: float = 1e-5,
     sharded: bool = False,
+    case: str = "",
 ) -> None:
-    """Adapters of `reference`, written to `folder`, on our model of folder/base: mixed in chunks, and one alone."""
+    """Adapters of `reference`, written to `folder`, on our model of folder/base: mixed in chunks, and one alone.
+
+    case: as of `logits_of`.
+    """
     lengths = (23, 1, 38, 12, 30, 7, 19, 26, 9)
     order = [*range(len(ranks)), -1]
     prompts = [torch.randint(0, 131, (length,)) for length in lengths[: len(order)]]
-    expected = save_adapters(reference, folder, ranks, dict(zip(order, prompts, strict=True)), targets)
+    expected = save_adapters(reference, folder, ranks, dict(zip(order, prompts, strict=True)), targets, case)
     adapters = [read(folder / "base", folder / f"a{index}") for index in range(len(ranks))]
 
     def work(tp: TensorParallel | None) -> list[Tensor]:
@@ -194,9 +198,8 @@ def base_of(case: str, folder: Path, **changes: int) -> Any:
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.soak) for case in CASES]
 )
 def test_each_row_of_a_mixed_batch_has_the_logits_of_its_merged_weights(case: str, tmp_path: Path) -> None:
-    compare(
-        base_of(case, tmp_path), tmp_path, RANKS, TARGETS.get(case) or TARGETS.get(case.partition("-")[0], "all-linear")
-    )
+    targets = TARGETS.get(case) or TARGETS.get(case.partition("-")[0], "all-linear")
+    compare(base_of(case, tmp_path), tmp_path, RANKS, targets, case=case)
 
 
 def test_eight_adapters_in_one_batch(tmp_path: Path) -> None:

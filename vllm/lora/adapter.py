@@ -35,6 +35,8 @@ _WRAPPED = ".base_layer"  # of a module several parameters of which are adapted
 _STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # parameters of experts
 _EXPERTS = "experts"  # the module whose parameters are meant where a name has none
 _LONGEST_NUMBER = 6  # digits of a layer's number
+_OF_TRAINING = (".lora_velora_embed", ".lora_monteclora_sampler.")  # in names of tensors that only training reads
+_COPIED = ("embed.weight", "head.weight", "head.bias")  # of the base model, canonical names
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,11 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
         if len(name) > MAX_NAME:
             raise ValueError(f"{weights_file}: {name[:100]!r}... is longer than any name of a tensor of an adapter.")
         _update(digest, name, tensor)
-        copy = None if "lora_" in name else resolve(_without_prefix(name).replace(".base_layer.", "."))
-        if copy is not None and copy[0] in ("embed.weight", "head.weight"):
-            copies[copy[0].removesuffix(".weight")] = tuple(tensor.shape)
+        if any(part in name for part in _OF_TRAINING):
+            continue
+        copy = None if "lora_" in name else resolve(_without_prefix(name).replace(f"{_WRAPPED}.", "."))
+        if copy is not None and copy[0] in _COPIED and (copy[0] != "head.bias" or _WRAPPED in name):
+            copies[copy[0].rpartition(".")[0]] = tuple(tensor.shape)
             continue
         path, letter = _split(weights_file, name)
         if letter in pairs.setdefault(path, {}):

@@ -26,11 +26,14 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modules_to_save": ("retrained modules", (None, [], ())),
     "layer_replication": ("replicated layers", (None, [])),
     "trainable_token_indices": ("retrained tokens", (None, [], {})),
-    "alora_invocation_tokens": ("activated LoRA", (None, [])),
-    "use_qalora": ("QA-LoRA", (None, False)),
+    "alora_invocation_tokens": ("adapters that begin at an invocation (aLoRA)", (None, [])),
+    "use_qalora": ("adapters of grouped inputs (QA-LoRA)", (None, False)),
+    "use_bdlora": ("block-diagonal adapters (BD-LoRA)", (None, False)),
+    "kasa_config": ("adapters of truncated weights (KaSA)", (None,)),
+    "arrow_config": ("routed adapters (Arrow)", (None,)),
 }
 # How an adapter was initialised matters only where peft has changed the base model's weights with it.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva_base")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)

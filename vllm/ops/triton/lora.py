@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.ops import lora as ops
 from vllm.ops.lora import LowRank
 from vllm.ops.triton.activation import KINDS, gated
+from vllm.ops.triton.decode_parts import processors
 from vllm.step.inputs import RowView
 
 _ROWS = 16
@@ -27,7 +28,6 @@ _MANY_ROWS = 128  # of more, each block of `_MANY` rows looks for all of its ada
 _MANY = 64
 _WIDE_OUTPUTS = 64
 _MANY_SPLITS, _WIDE = 4, 8192  # splits of many rows, twice as many of more inputs than that
-_PROGRAMS = 132
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def _shrink(x: Tensor, a: Tensor, rows: RowView) -> Tensor:
     block_m, block_r, each = _ROWS, min(_RANKS, _padded(ranks)), len(a)
     if many:
         most = _MANY_SPLITS * (1 if inputs <= _WIDE else 2)
-        splits = max(1, min(most, 2 * _PROGRAMS * _MANY // count))  # two programs on each processor
+        splits = max(1, min(most, 2 * processors() * _MANY // count))  # two programs on each processor
         block_m, each = _MANY, 1
     split = triton.cdiv(triton.cdiv(inputs, splits), _INPUTS) * _INPUTS
     splits = triton.cdiv(inputs, split)
@@ -259,7 +259,7 @@ def _expand_many(
     """out = y + what adapters add to its parts; with a kind, act(gate) * up of that, of `dim` outputs each."""
     blocks, widest = triton.cdiv(len(y), _MANY), dim or max(size for _, size in parts)
     pieces = triton.cdiv(widest, _WIDE_OUTPUTS)
-    group = triton.cdiv(pieces, min(pieces, max(1, 2 * _PROGRAMS // blocks))) * _WIDE_OUTPUTS
+    group = triton.cdiv(pieces, min(pieces, max(1, 2 * processors() // blocks))) * _WIDE_OUTPUTS
     whole = all(first % _WIDE_OUTPUTS == size % _WIDE_OUTPUTS == 0 for first, size in parts)
     _wide_kernel[(blocks, triton.cdiv(widest, group), len(parts) if kind is None else 1)](
         y, out, partial, b, rows.adapters, _part_table(parts, y.device), len(y), y.stride(0), out.stride(0),
