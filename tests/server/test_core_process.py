@@ -346,12 +346,12 @@ def test_tokens_travel_together_while_the_front_end_is_behind():
         server._report([CoreOutput("b", [12], "stop", 12)])  # an end waits for nothing
         ends = [CoreOutput("b", [11, 12], "stop", 12)]
         assert received() == [[CoreOutput("b", [9])], [CoreOutput("b", [10])], ends]
-        server._singly = {"a"}
+        server._first.singly = {"a"}
         server._report([CoreOutput("a", [5])])
         server._report([CoreOutput("a", [6])])
         server._report([CoreOutput("a", [7], "length")])
         assert received() == [[CoreOutput("a", [5])], [CoreOutput("a", [6])], [CoreOutput("a", [7], "length")]]
-        assert not server._singly
+        assert not server._first.singly
         server._report([])
         server._send_held()
         assert received() == []
@@ -371,10 +371,10 @@ def test_held_tokens_wait_for_no_prompt(prompt):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         server = CoreServer(theirs, core)
-        server._held = {"x": CoreOutput("x", [1])}
+        server._first.held = {"x": CoreOutput("x", [1])}
 
         def step() -> list[CoreOutput]:
-            held.extend(server._held)
+            held.extend(server._first.held)
             server._stopping = True
             return [CoreOutput("a", [2])]
 

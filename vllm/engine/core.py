@@ -141,6 +141,10 @@ class EngineCore:
             self._grammars.forget(request_ids)
         return self.scheduler.abort(request_ids)
 
+    def request_ids(self) -> list[str]:
+        """The requests that have not ended."""
+        return list(self.scheduler.requests)
+
     def has_unfinished(self) -> bool:
         return bool(self._left_over) or self.scheduler.has_unfinished()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from vllm import envs
 from vllm.engine import wire
 from vllm.exceptions import EngineDeadError
-from vllm.ipc.child import start_child
+from vllm.ipc.child import start_child, wide_pair
 from vllm.ipc.frames import FrameReader, frame, receive_frames
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_BUFFER_BYTES = 1 << 22  # of a socket
 _TURN_SECONDS = 0.005  # of the event loop, for what the core sends
 
 OutputHandler = Callable[[list[CoreOutput], CoreStats], None]
@@ -63,28 +64,22 @@ class AsyncCoreClient(Protocol):
     def kill(self) -> None: ...
 
 
-class CoreProcess:
-    """Starts and watches the core process. Death of either side is end of file for the other.
+class CorePeer:
+    """One end of a connection to a core, over which it is used: that of the process which started it, or of another
+    front end, which got a socket of `CoreProcess.further` and may leave while the core goes on.
 
     `check_health` reports a core unhealthy that sends no pulse, or has been busy for `health_seconds` without finishing
-    a step; `stall` says when to give it up: either has lasted for `stall_seconds`. `module` is what the process runs.
+    a step; `stall` says when to give it up: either has lasted for `stall_seconds`.
     """
 
     PULSE_GRACE_SECONDS = 1.5
 
     def __init__(
-        self,
-        config: dict[str, Any],
-        stall_seconds: float,
-        module: str = "vllm.engine.core_process",
-        health_seconds: float | None = None,
+        self, connection: socket.socket | None, stall_seconds: float, health_seconds: float | None = None
     ) -> None:
-        self._config = config
+        self._connection = connection
         self._stall_seconds = stall_seconds
         self._health_seconds = stall_seconds if health_seconds is None else min(health_seconds, stall_seconds)
-        self._module = module
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
         self._frames = FrameReader()
         self._waiting: deque[bytes] = deque()
         self._catching_up = False
@@ -98,25 +93,12 @@ class CoreProcess:
         self._death: str | None = None
         self._last_words = ""
         self._stopping = False
-        self._group_ended = False
         self.info: dict[str, Any] = {}
 
     def launch(self) -> None:
-        """Spawn the core and wait until it is ready. Raises RuntimeError with the core's own words if it fails."""
-        self._process, ours = self._start()
-        self._connection = ours
-        document = json.dumps({**self._config, "registered_models": ModelRegistry.registered()}).encode()
-        try:
-            with contextlib.suppress(BrokenPipeError):  # then it has ended already, and says why
-                ours.sendall(frame(document))
-            self._await_ready(ours)
-        except BaseException:
-            ours.close()
-            self._reap(self._process, 1.0)
-            raise
-
-    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        return start_child(self._module, leads_session=True, buffer_bytes=1 << 22)
+        """Wait until the core is ready. Raises RuntimeError with the core's own words if it fails."""
+        assert self._connection is not None
+        self._await_ready(self._connection)
 
     def _await_ready(self, connection: socket.socket) -> None:
         reason = "The engine core process ended unexpectedly."
@@ -158,13 +140,9 @@ class CoreProcess:
         return await future
 
     def check_health(self) -> None:
-        """Raise EngineDeadError unless the core process lives and makes progress."""
+        """Raise EngineDeadError unless the core lives and makes progress."""
         if self._death is not None:
             raise EngineDeadError(self._death)
-        if self._process is None or self._process.poll() is not None:
-            raise EngineDeadError(
-                f"The engine core process ended with status {self._process and self._process.returncode}."
-            )
         problem = self._problem(self.PULSE_GRACE_SECONDS, self._health_seconds)
         if problem is not None:
             raise EngineDeadError(problem)
@@ -189,40 +167,15 @@ class CoreProcess:
         self._last_pulse = time.monotonic()
 
     async def stop(self) -> None:
-        """End the core process: ask, then insist. Returns when it is gone."""
-        self._stopping = True
-        if self._transport is not None:
-            with contextlib.suppress(OSError, EngineDeadError):
-                self._send(wire.Stop())
-        process = self._process
-        if process is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._reap, process, 5.0)
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        """Leave the core."""
+        self.kill()
 
     def kill(self) -> None:
-        """End the core process and its workers at once, from any thread. May be called twice."""
+        """Leave the core at once, from any thread. May be called twice."""
         self._stopping = True
-        self._kill_group()
-        if self._process is not None:
-            self._process.wait()
-
-    def _kill_group(self) -> None:
-        if self._process is not None and not self._group_ended:
-            self._group_ended = True  # later its number may be somebody else's
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def _reap(self, process: subprocess.Popen[bytes], patience: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=patience)
-        self._kill_group()  # its ranks share its session, so that one signal reaches all of them
-        process.wait()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # the event loop closes what it listens to
 
     def _send(self, message: wire.ToCore) -> None:
         if self._death is not None or self._transport is None:
@@ -305,7 +258,6 @@ class CoreProcess:
         """The connection is gone, and so is the core, however that came about."""
         self._take_waiting(float("inf"))
         self._death = self._last_words or "The engine core process ended unexpectedly."
-        self._kill_group()  # its ranks, if it left any
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(self._death))
@@ -314,10 +266,105 @@ class CoreProcess:
             self._on_death(self._death)
 
 
+class CoreProcess(CorePeer):
+    """Starts and watches the core process. Death of either side is end of file for the other.
+
+    `module` is what the process runs. further: sockets for `CorePeer`s, each for one other front end.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        stall_seconds: float,
+        module: str = "vllm.engine.core_process",
+        health_seconds: float | None = None,
+        further: int = 0,
+    ) -> None:
+        """further: how many other front ends there will be."""
+        super().__init__(None, stall_seconds, health_seconds)
+        self._config = config
+        self._module = module
+        self._num_further = further
+        self._process: subprocess.Popen[bytes] | None = None
+        self._group_ended = False
+        self.further: list[socket.socket] = []
+
+    def launch(self) -> None:
+        """Spawn the core and wait until it is ready. Raises RuntimeError with the core's own words if it fails."""
+        self._process, ours = self._start()
+        self._connection = ours
+        document = json.dumps({**self._config, "registered_models": ModelRegistry.registered()}).encode()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # then it has ended already, and says why
+                ours.sendall(frame(document))
+            self._await_ready(ours)
+        except BaseException:
+            ours.close()
+            self._reap(self._process, 1.0)
+            raise
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        pairs = [wide_pair(_BUFFER_BYTES) for _ in range(self._num_further)]
+        self.further = [ours for ours, _ in pairs]
+        theirs = [end for _, end in pairs]
+        return start_child(self._module, leads_session=True, buffer_bytes=_BUFFER_BYTES, further=theirs)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError unless the core process lives and makes progress."""
+        if self._death is None and (self._process is None or self._process.poll() is not None):
+            raise EngineDeadError(
+                f"The engine core process ended with status {self._process and self._process.returncode}."
+            )
+        super().check_health()
+
+    def on_end(self) -> None:
+        """The connection is gone, and so is the core, however that came about."""
+        self._kill_group()  # its ranks, if it left any
+        super().on_end()
+
+    async def stop(self) -> None:
+        """End the core process: ask, then insist. Returns when it is gone."""
+        self._stopping = True
+        with contextlib.suppress(OSError, EngineDeadError):
+            if self._transport is not None:
+                self._send(wire.Stop())
+            elif self._connection is not None:  # nobody has listened yet
+                self._connection.sendall(wire.frame(wire.Stop()))
+        process = self._process
+        if process is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._reap, process, 5.0)
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def kill(self) -> None:
+        """End the core process and its workers at once, from any thread. May be called twice."""
+        self._stopping = True
+        self._kill_group()
+        if self._process is not None:
+            self._process.wait()
+
+    def _kill_group(self) -> None:
+        if self._process is not None and not self._group_ended:
+            self._group_ended = True  # later its number may be somebody else's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def _reap(self, process: subprocess.Popen[bytes], patience: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+        self._kill_group()  # its ranks share its session, so that one signal reaches all of them
+        process.wait()
+
+
 class _Connection(asyncio.Protocol):
     """Hands what comes from the core to its client in the callback that brings it, with no task in between."""
 
-    def __init__(self, client: CoreProcess) -> None:
+    def __init__(self, client: CorePeer) -> None:
         self._client = client
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -1,8 +1,9 @@
-"""The engine core as a process of its own: `python -m vllm.engine.core_process FD PARENT`, started by
+"""The engine core as a process of its own: `python -m vllm.engine.core_process FD PARENT [FD ...]`, started by
 `core_client.CoreProcess`.
 
 The first frame it reads is the resolved configuration as JSON; then it answers `Ready` and serves until told to stop
-or until the front end is gone. It leads a session of its own, so that one signal reaches it and all its ranks.
+or until the front end that started it is gone. Others may be served beside that, each over a socket of its own, and
+leave when they like. It leads a session of its own, so that one signal reaches it and all its ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import termios
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -43,6 +44,10 @@ logger = init_logger(__name__)
 PULSE_SECONDS = 0.2
 IDLE_CHECK_SECONDS = 1.0
 PREPARE_SECONDS = 0.005  # without a request, before the next piece of what later steps would wait for
+# A front end beside the first that takes nothing out of its socket for so long, while it is full, is given up.
+SEND_SECONDS = 1.0
+MOST_UNREAD = 1 << 20  # bytes in its socket, with which it is told nothing more
+NOTHING = (0, 0, 0)  # missed by a front end
 # Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
 TAKE_SECONDS = 0.02
 # What a front end may call by name; nothing else is reachable from the socket.
@@ -70,29 +75,108 @@ class Heart:
         return 0.0 if since is None else max(0.0, time.monotonic() - since - allowance)
 
 
-class CoreServer:
-    """Reads requests from the socket, drives the core, writes what each step brought."""
+class Peer:
+    """One front end: its socket, and what it was not told yet.
 
-    def __init__(self, connection: socket.socket, core: EngineCore) -> None:
-        self._connection = connection
-        self._core = core
-        self._faults = Faults.from_env()
-        self._frames = FrameReader()
-        self._readable = select.poll()
-        self._readable.register(connection, select.POLLIN)
-        self._held: dict[str, CoreOutput] = {}  # outputs that were not sent yet, by request
+    prefix: what the core's names for its requests begin with; "" if there are no other front ends.
+    held: outputs that were not sent yet, by request.   singly: requests that want each token by itself
+    (`stream_interval`).   missed: prompt tokens, generated tokens and steps since its last statistics, of which others
+    were told.   gone: nothing more can be sent.
+    """
+
+    def __init__(self, connection: socket.socket, prefix: str = "", patience: float | None = None) -> None:
+        """patience: seconds after which one that takes nothing out of its socket is given up; None: never."""
+        self.connection, self.prefix = connection, prefix
+        self.frames = FrameReader()
+        self.held: dict[str, CoreOutput] = {}
+        self.singly: set[str] = set()
+        self.missed = NOTHING
+        self.gone = False
+        self._patience = patience
         self._unread = array("i", [0])
-        self._singly: set[str] = set()  # requests that want each token by itself (`stream_interval`)
-        self._steps = 0  # since the last statistics
-        self._send_lock = threading.Lock()
-        self._heart = Heart()
-        self._stopping = False
+        self._lock = threading.Lock()
+        connection.settimeout(patience)
 
     def send(self, message: wire.FromCore) -> None:
         """Write one frame; the pulse thread and the loop take turns."""
         data = wire.frame(message)
-        with self._send_lock:
-            self._connection.sendall(data)
+        with self._lock:
+            if self.gone:
+                return
+            try:
+                self.connection.sendall(data)
+            except OSError:
+                if self._patience is None:
+                    raise
+                self.gone = True  # what it has got may be half a frame
+
+    def unread(self) -> int:
+        """Bytes that it has not taken out of the socket."""
+        fcntl.ioctl(self.connection, termios.TIOCOUTQ, self._unread)
+        return self._unread[0]
+
+    def has_room(self) -> bool:
+        """Whether sending more will not hold up everybody else."""
+        if self._patience is None:
+            return True
+        with self._lock:
+            return not self.gone and self.unread() < MOST_UNREAD
+
+    def close(self) -> None:
+        """Nothing more is sent, by anybody."""
+        with self._lock:
+            self.gone = True
+            self.connection.close()
+
+    def stats(self, stats: CoreStats) -> CoreStats:
+        """These, with what it has missed."""
+        prompt, generated, steps = self.missed
+        self.missed = NOTHING
+        stats.prompt_tokens += prompt
+        stats.generation_tokens += generated
+        stats.steps = max(1, stats.steps + steps)
+        return stats
+
+    def miss(self, stats: CoreStats) -> None:
+        """Somebody else is told of this."""
+        prompt, generated, steps = self.missed
+        self.missed = (prompt + stats.prompt_tokens, generated + stats.generation_tokens, steps + stats.steps)
+
+    def name_in_core(self, request: CoreRequest) -> None:
+        """Give a request of this front end a name that no other's has."""
+        prefix = self.prefix
+        request.request_id = prefix + request.request_id
+        if request.fork_of is not None:
+            request.fork_of = prefix + request.fork_of
+        if request.account is not None:
+            request.account = prefix + request.account
+
+
+class CoreServer:
+    """Reads requests from its front ends, drives the core, writes what each step brought."""
+
+    def __init__(self, connection: socket.socket, core: EngineCore, further: Sequence[socket.socket] = ()) -> None:
+        """connection: to the front end that started this process, which ends with it.   further: to others, whose
+        requests end with them.
+        """
+        self._core = core
+        self._faults = Faults.from_env()
+        self._first = Peer(connection, "0/" if further else "")
+        peers = [self._first, *(Peer(c, f"{i}/", SEND_SECONDS) for i, c in enumerate(further, start=1))]
+        self._peers = {peer.connection.fileno(): peer for peer in peers}
+        self._by_prefix = {peer.prefix: peer for peer in peers}
+        self._readable = select.poll()
+        for number in self._peers:
+            self._readable.register(number, select.POLLIN)
+        self._steps = 0  # since the last statistics
+        self._heart = Heart()
+        self._stopping = False
+
+    def send(self, message: wire.FromCore) -> None:
+        """Tell all front ends."""
+        for peer in list(self._peers.values()):
+            if peer.has_room():
+                peer.send(message)
 
     def start_pulse(self) -> None:
         threading.Thread(target=self._pulse_forever, name="core-pulse", daemon=True).start()
@@ -105,6 +189,7 @@ class CoreServer:
             self._heart.beat(busy)
             if not busy:
                 self._send_held()
+                self._tell_bystanders()
             self._take_in(0.0 if busy else PREPARE_SECONDS if prepares else IDLE_CHECK_SECONDS)
             if self._stopping:
                 return
@@ -121,91 +206,153 @@ class CoreServer:
                 prepares = core.prepare()
 
     def _report(self, outputs: list[CoreOutput]) -> None:
+        """Tell each front end what a step brought for its requests."""
+        self._steps += 1
+        if len(self._peers) == 1:
+            self._report_to(self._first, outputs)
+            return
+        for peer, theirs in self._divided(outputs):
+            if theirs or not outputs:
+                self._report_to(peer, theirs)
+
+    def _divided(self, outputs: list[CoreOutput]) -> list[tuple[Peer, list[CoreOutput]]]:
+        """The outputs of each front end that is there, under its own names."""
+        found: dict[str, list[CoreOutput]] = {peer.prefix: [] for peer in self._peers.values()}
+        for output in outputs:
+            number, slash, output.request_id = output.request_id.partition("/")
+            found.get(number + slash, []).append(output)
+        return [(self._by_prefix[prefix], theirs) for prefix, theirs in found.items()]
+
+    def _report_to(self, peer: Peer, outputs: list[CoreOutput]) -> None:
         """Send what a step brought: now, if the front end has taken everything that was sent before, or a request has
         begun or ended; else together with what the next steps bring.
 
         To wake the front end and its clients costs the core about 0.1 ms, a third of it in the call and the rest in the
         step after it, whose caches they have used. Who is behind is woken once for all.
         """
-        held, urgent = self._held, not outputs
-        if self._singly:
-            urgent = urgent or not self._singly.isdisjoint(output.request_id for output in outputs)
-            self._singly.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
+        held, urgent = peer.held, not outputs
+        if peer.singly:
+            urgent = urgent or not peer.singly.isdisjoint(output.request_id for output in outputs)
+            peer.singly.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
         for output in outputs:
             urgent = urgent or output.num_cached_tokens is not None or output.finish_reason is not None
             before = held.setdefault(output.request_id, output)
             if before is not output:
                 before.extend(output)
-        self._steps += 1
-        if urgent or self._reader_is_free():
-            self._send_held(self._stats())
+        if (urgent or peer.unread() == 0) and peer.has_room():
+            self._send_held_to(peer, self._stats(peer))
 
-    def _reader_is_free(self) -> bool:
-        """Whether the front end has taken everything out of the socket."""
-        fcntl.ioctl(self._connection, termios.TIOCOUTQ, self._unread)
-        return self._unread[0] == 0
+    def _send_held(self) -> None:
+        for peer in list(self._peers.values()):
+            self._send_held_to(peer)
 
-    def _send_held(self, stats: CoreStats | None = None) -> None:
+    def _tell_bystanders(self) -> None:
+        """Tell front ends without requests of what has been done for others, before all is quiet."""
+        for peer in list(self._peers.values()):
+            if peer.missed != NOTHING and peer.has_room():
+                peer.send(wire.StepOutputs([], self._stats(peer)))
+
+    def _send_held_to(self, peer: Peer, stats: CoreStats | None = None) -> None:
         """Send the outputs that were held back; without any, the news that a part of a prompt was computed."""
-        if self._held or (stats is not None and stats.prompt_tokens):
+        if (peer.held or (stats is not None and stats.prompt_tokens)) and peer.has_room():
             if self._faults and self._faults.due("ipc.drop") is not None:
                 os._exit(1)
-            self._send_outputs(list(self._held.values()), stats or self._stats())
-            self._held.clear()
+            self._send_outputs(peer, list(peer.held.values()), stats or self._stats(peer))
+            peer.held.clear()
 
-    def _send_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
+    def _send_outputs(self, peer: Peer, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """Send a step, usually as one message; with many prompt logprobs, first what concerns all the others."""
         pieces = list(prompt_pieces(outputs))
         if not pieces:
-            self.send(wire.StepOutputs(outputs, stats))
+            peer.send(wire.StepOutputs(outputs, stats))
             return
         large = {piece.request_id for piece in pieces}
-        self.send(wire.StepOutputs([output for output in outputs if output.request_id not in large], stats))
+        peer.send(wire.StepOutputs([output for output in outputs if output.request_id not in large], stats))
         counted = msgspec.structs.replace(stats, prompt_tokens=0, generation_tokens=0)
         for piece in pieces:
-            self.send(wire.StepOutputs([piece], counted))
-        self.send(wire.StepOutputs([output for output in outputs if output.request_id in large], counted))
+            peer.send(wire.StepOutputs([piece], counted))
+        peer.send(wire.StepOutputs([output for output in outputs if output.request_id in large], counted))
 
-    def _stats(self) -> CoreStats:
+    def _stats(self, peer: Peer) -> CoreStats:
+        """What this front end is told of the core. Each hears of all work once."""
         stats = self._core.stats()
-        stats.steps, self._steps = max(1, self._steps), 0
-        return stats
+        stats.steps, self._steps = self._steps, 0
+        for other in self._peers.values():
+            if other is not peer:
+                other.miss(stats)
+        return peer.stats(stats)
 
     def _take_in(self, patience: float) -> None:
-        """Handle what the front end has sent, or much of it; wait for it for at most `patience` seconds.
+        """Handle what the front ends have sent, or much of it; wait for it for at most `patience` seconds.
 
         It waits in `poll`, which asks for what can be read: a thread that waits in `recv` is also woken, for nothing,
         each time the front end takes something out of the socket.
         """
-        waited = not self._readable.poll(1000 * patience)
-        if waited and patience:
+        for peer in [peer for peer in self._peers.values() if peer.gone]:
+            self._leave(peer)
+        ready = self._readable.poll(1000 * patience)
+        if not ready and patience:
             self._core.check_health()  # a rank may die while nobody asks for anything
         deadline = time.monotonic() + TAKE_SECONDS
-        while not (waited or self._stopping):
-            bodies = read_frames(self._connection, self._frames)
-            if bodies is None:  # the front end is gone, however it went
-                _end_all_processes()
-            for body in bodies:
-                self._handle(_decoded(body))
-            waited = time.monotonic() > deadline or not self._readable.poll(0)
+        while ready and not self._stopping:
+            for number, _ in ready:
+                self._read(self._peers[number])
+            if time.monotonic() > deadline:
+                return
+            ready = self._readable.poll(0)
 
-    def _handle(self, message: wire.ToCore | wire.StepOutputs) -> None:
+    def _read(self, peer: Peer) -> None:
+        """Handle what a front end has sent, or its end."""
+        try:
+            bodies = read_frames(peer.connection, peer.frames)
+            messages = None if bodies is None else [_decoded(body) for body in bodies]
+        except (ValueError, msgspec.DecodeError, OSError):
+            if peer is self._first:
+                raise
+            logger.exception("What a front end has sent makes no sense")
+            messages = None
+        if messages is None:  # it is gone, however it went
+            if peer is self._first:
+                _end_all_processes()
+            self._leave(peer)
+            return
+        for message in messages:
+            if not peer.gone:
+                self._handle(peer, message)
+
+    def _leave(self, peer: Peer) -> None:
+        """A front end is gone, and nobody wants what its requests would bring."""
+        number = peer.connection.fileno()
+        self._readable.unregister(number)
+        del self._peers[number]
+        peer.close()
+        self._core.abort([name for name in self._core.request_ids() if name.startswith(peer.prefix)])
+
+    def _handle(self, peer: Peer, message: wire.ToCore | wire.StepOutputs) -> None:
+        prefix = peer.prefix
         if isinstance(message, wire.AddRequests):
-            self._singly.update(r.request_id for r in message.requests if _wants_tokens_singly(r))
+            peer.singly.update(r.request_id for r in message.requests if _wants_tokens_singly(r))
+            if prefix:
+                for request in message.requests:
+                    peer.name_in_core(request)
             rejected = self._core.add_requests(message.requests)
             if rejected:
-                self.send(wire.StepOutputs(rejected, self._stats()))
+                for output in rejected:
+                    output.request_id = output.request_id.removeprefix(prefix)
+                peer.send(wire.StepOutputs(rejected, self._stats(peer)))
         elif isinstance(message, wire.StepOutputs):
             self._core.add_requests([])
-            self.send(wire.StepOutputs(message.outputs, self._stats()))
+            peer.send(wire.StepOutputs(message.outputs, self._stats(peer)))
         elif isinstance(message, wire.Abort):
-            self._singly.difference_update(message.request_ids)
-            self._core.abort(message.request_ids)
-            self.send(wire.StepOutputs([], self._stats()))
+            peer.singly.difference_update(message.request_ids)
+            self._core.abort([prefix + request_id for request_id in message.request_ids])
+            peer.send(wire.StepOutputs([], self._stats(peer)))
         elif isinstance(message, wire.Call):
-            self.send(self._call(message))
-        else:
+            peer.send(self._call(message))
+        elif peer is self._first:
             self._stopping = True
+        else:
+            self._leave(peer)
 
     def _call(self, call: wire.Call) -> wire.CallResult:
         if call.method not in CALLABLE:
@@ -281,17 +428,19 @@ def make_core(document: dict[str, Any]) -> EngineCore:
 
 
 def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_core) -> int:
-    """Entry of the core process; returns its exit status. `argv`: the socket's descriptor, the front end's pid."""
+    """Entry of the core process; returns its exit status. `argv`: the socket's descriptor, the front end's pid, and
+    descriptors of sockets to further front ends.
+    """
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which then tells us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(argv[0]))
+    connection, *further = (socket.socket(fileno=int(number)) for number in (argv[0], *argv[2:]))
     document = _first_frame(connection)
     end_with_parent(connection, int(argv[1]), _end_all_processes)
     core = None
     try:
         core = make(document)
-        server = CoreServer(connection, core)
+        server = CoreServer(connection, core, further)
         server.start_pulse()
         gc.collect()
         gc.freeze()  # what loading has made stays: collections need not look at it again and again
@@ -302,8 +451,9 @@ def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_co
             logger.debug("The engine core failed", exc_info=True)
         else:
             logger.exception("The engine core failed")
-        with contextlib.suppress(OSError):
-            connection.sendall(wire.frame(wire.Fatal(f"{type(error).__name__}: {error}")))
+        for end in (connection, *further):
+            with contextlib.suppress(OSError):
+                end.sendall(wire.frame(wire.Fatal(f"{type(error).__name__}: {error}")))
         return 1
     finally:
         if core is not None:

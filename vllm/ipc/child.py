@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -11,12 +12,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import vllm
 
 _PR_SET_PDEATHSIG = 1
+
+
+def wide_pair(buffer_bytes: int | None = None) -> tuple[socket.socket, socket.socket]:
+    """Two ends of a socket, that hold so many bytes."""
+    pair = socket.socketpair()
+    if buffer_bytes is not None:
+        for end in pair:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    return pair
 
 
 def start_child(
@@ -25,21 +35,20 @@ def start_child(
     leads_session: bool = False,
     buffer_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
+    further: Sequence[socket.socket] = (),
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `python -m module FD PARENT` with one end of a socket pair; the process, and the other end.
+    """Run `python -m module FD PARENT [FD ...]` with one end of a socket pair; the process, and the other end.
 
     leads_session: one signal to its group then reaches it and all processes it starts.   buffer_bytes: of the sockets.
-    environment: its variables, but for where modules are found; None for ours.
+    environment: its variables, but for where modules are found; None for ours.   further: sockets that it gets, too,
+    and which are its own from here on.
 
     It is started by a thread that outlives it: the kernel ends a process with the *thread* it came from
     (`end_with_parent`).
     """
-    ours, theirs = socket.socketpair()
-    if buffer_bytes is not None:
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    ours, theirs = wide_pair(buffer_bytes)
     try:
-        return run_child(module, theirs, leads_session=leads_session, environment=environment), ours
+        return run_child(module, theirs, leads_session=leads_session, environment=environment, further=further), ours
     except BaseException:
         ours.close()
         raise
@@ -51,6 +60,7 @@ def run_child(
     *,
     leads_session: bool = False,
     environment: Mapping[str, str] | None = None,
+    further: Sequence[socket.socket] = (),
 ) -> subprocess.Popen[bytes]:
     """As `start_child`, with a socket that is there already; it is the child's from here on."""
     # The same modules as here, in the same order: the package itself, and the user's own models.
@@ -60,10 +70,11 @@ def run_child(
 
     def keep() -> None:
         try:
-            with theirs:
+            with contextlib.ExitStack() as ends:
+                first, *others = [ends.enter_context(end).fileno() for end in (theirs, *further)]
                 process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=[theirs.fileno()],
+                    [sys.executable, "-m", module, str(first), str(os.getpid()), *map(str, others)],
+                    pass_fds=[first, *others],
                     env=variables,
                     stdin=subprocess.DEVNULL,
                     start_new_session=leads_session,
