@@ -127,6 +127,7 @@ def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(native_builds, 
 FEATURES = {
     "adapters": lambda step, width: (None, None),
     "rotary": lambda step, width: step.positions,
+    "taps": lambda step, width: {0: torch.empty(len(step.token_ids), width)},
     "token_types": lambda step, width: torch.zeros_like(step.token_ids),
     "virtual": lambda step, width: (torch.empty(0, dtype=torch.int64), torch.empty(0, width)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,12 +74,15 @@ class StepFeatures(msgspec.Struct, frozen=True):
     virtual: (which tokens have embeddings of their own, [n] int64; those embeddings, [n, width]).
     token_types: [tokens] int64, which text of a pair each token belongs to, where a request has two.
     rotary: [tokens] int64, the row of the rotary tables for each token, where it is not its position.
+    taps: by layer, [tokens, hidden] into which its output for every token is written, for whoever reads more of a model
+    than its last states; of those in the model's `Traits.taps`.
     """
 
     adapters: tuple[RowView | None, RowView | None] | None = None
     token_types: Tensor | None = None
     virtual: tuple[Tensor, Tensor] | None = None
     rotary: Tensor | None = None
+    taps: Mapping[int, Tensor] | None = None
 
     def names(self) -> frozenset[str]:
         """The features that the step brings."""

@@ -213,7 +213,9 @@ class DerivedModel(nn.Module):
         self.cache_scales = model.model.cache_scales
         given = model.model.traits
         heads = (*given.heads, "pooler") if callable(getattr(model, "pooler", None)) else given.heads
-        self.traits = replace(given, heads=heads, replayable=False, decoder=None, splits=False, handles=frozenset())
+        self.traits = replace(
+            given, heads=heads, replayable=False, decoder=None, splits=False, handles=frozenset(), taps=()
+        )
 
     def forward(self, step: StepInputs, kv_caches: Sequence[Tensor]) -> Tensor:
         """Hidden states of the tokens in `step.logits_rows`, [rows, hidden]."""

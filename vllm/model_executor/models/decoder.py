@@ -50,6 +50,7 @@ class FusedBlocks(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+_NO_TAPS: Mapping[int, Tensor] = {}
 _SILENT = -1e30  # a logit that is never drawn, and still a number
 
 
@@ -146,7 +147,8 @@ class DecoderModel(nn.Module):
             # graphs of mixed steps do not know what padding means to a state
             replayable=all(need is None or need.kind is not KVKind.RECURRENT for need in kv),
             decoder=spec,
-            handles=frozenset({"adapters", "rotary"} | ({"virtual"} if width == spec.hidden_size else set())),
+            taps=tuple(layers[: -1 if self.is_last else None]),
+            handles=frozenset({"adapters", "rotary", "taps"} | ({"virtual"} if width == spec.hidden_size else set())),
             chunkable=not whole,
             prefix=0 if whole else 1,
             splits=True,
@@ -271,9 +273,11 @@ class DecoderModel(nn.Module):
         if fused is not None and (step.features is None or step.features.names() <= fused.handles):
             x, residual = fused(x, step, kv_caches, rows)
         else:
-            last = len(self.blocks) - 1
+            last, taps = len(self.blocks) - 1, self._taps(step)
             for i in self.layers:
                 x, residual = self.blocks[i](x, residual, step, kv_caches, rows if i == last else None)
+                if i in taps:
+                    taps[i].copy_(x if residual is None else x + residual)
         if not self.is_last:
             return x if residual is None else x + residual
         if not len(x):
@@ -283,6 +287,16 @@ class DecoderModel(nn.Module):
         elif residual is not None:
             x = x + residual
         return x if rows is not None else step.wanted(x)
+
+    def _taps(self, step: StepInputs) -> Mapping[int, Tensor]:
+        """Where the output of some layers is to go. Raises ValueError for one that cannot be handed out."""
+        taps = None if step.features is None else step.features.taps
+        if taps is None:
+            return _NO_TAPS
+        unknown = sorted(set(taps) - set(self.traits.taps))
+        if unknown:
+            raise ValueError(f"The output of layers {unknown} is not to be had, only that of {list(self.traits.taps)}.")
+        return taps
 
     def _embedded(self, step: StepInputs) -> Tensor:
         """What the first block takes in: [tokens, hidden]."""

@@ -32,7 +32,8 @@ class Traits:
     query_heads: per layer this rank's, 0 without attention; () if not known, and then prefixes are not read together.
     chunkable: a prompt may be computed in pieces.
     prefix: a cached prefix may end at every so many tokens; 1: at any block, 0: nowhere.
-    taps: layers whose output `forward` can hand out beside the last one's.
+    taps: layers whose output, the sum of the stream behind them, `forward` hands out for every token where a step has
+        `StepFeatures.taps`.
     replayable: steps of equal sizes launch equal kernels, so that a padded mixed step may be captured and replayed.
     capturable: a decode step of so many requests launches the same kernels every time, so that it may be captured.
     decoder: what the model computes, if it is built from that, block by block, in a `DecoderModel`'s modules: other
