@@ -8,9 +8,10 @@ import torch
 from msgspec import NODEFAULT
 from msgspec.structs import fields, replace
 
-from tests.worker.toy import BLOCK, VOCAB, Driver, Toy
+from tests.worker.toy import BLOCK, VOCAB, Ahead, Driver, Toy
 from vllm.step.plan import RowMasks, StepPlan, Transfer, TransferKind
 from vllm.worker import model_runner, slot_table
+from vllm.worker.device import rounded_rows
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -42,6 +43,50 @@ def test_prompts_in_chunks_beside_decoding_requests() -> None:
             tokens[name] += [token] if token >= 0 else []
     assert tokens["a"] == model.greedy(first, len(tokens["a"])) and len(tokens["a"]) > 10
     assert tokens["b"] == model.greedy(second, len(tokens["b"])) and len(tokens["b"]) > 10
+
+
+def test_products_are_of_few_sizes() -> None:
+    sizes = [rounded_rows(rows) for rows in range(1025)]
+    assert all(rows <= size <= rows + max(7, rows / 8) for rows, size in enumerate(sizes))
+    assert sizes == sorted(sizes) and sizes[1024] == 1024 and len(set(sizes)) < 55
+
+
+class Rounding(Ahead):
+    """The host's memory, taken for a device whose products come in few sizes."""
+
+    def product_rows(self, rows: int) -> int:
+        return rounded_rows(rows)
+
+
+@pytest.mark.parametrize("chunk", [3, 40])
+def test_rows_beyond_those_that_sample_change_nothing(chunk: int) -> None:
+    """Where a step has more tokens than it samples, its last products are of one of few sizes."""
+    model, plain = Toy(), Driver(Toy())
+    driver = Driver(model, context=Rounding())
+    sizes: list[tuple[int, int, int]] = []
+    forward, logits = model.forward, model.logits
+
+    def seen(step, caches):
+        hidden = forward(step, caches)
+        sizes.append((len(step.positions), len(hidden), 0))
+        return hidden
+
+    def head(hidden):
+        sizes[-1] = *sizes[-1][:2], sizes[-1][2] or len(hidden)  # those of a prompt's logprobs follow
+        return logits(hidden)
+
+    model.forward, model.logits = seen, head  # type: ignore[method-assign]
+    tokens: list[list[dict[str, int]]] = [[], []]
+    for which, one in enumerate((driver, plain)):
+        for i, prompt in enumerate(prompts(8, seed=3)):
+            one.add(str(i), prompt, logprobs=2 if i == 5 else None, prompt_logprobs=1 if i == 6 else None)
+            tokens[which].append(one.step({name: 1 + (i + int(name)) % chunk for name in one.slot}))
+        for _ in range(12):
+            tokens[which].append(one.step(dict.fromkeys(one.slot, chunk)))
+    assert tokens[0] == tokens[1]
+    assert all(count in (rounded_rows(count), rows) for rows, count, _ in sizes)
+    assert all(count in (rounded_rows(count), wanted) for _, wanted, count in sizes)
+    assert any(wanted != rows for rows, wanted, _ in sizes)
 
 
 def test_next_step_is_planned_before_the_last_ones_token_is_known() -> None:

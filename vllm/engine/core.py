@@ -199,12 +199,17 @@ class EngineCore:
             return False
 
     def begin(self) -> None:
-        """Submit a first step of what is waiting, where steps run beside the host; `step` takes in its result."""
+        """Submit a first step of what is waiting, where steps run beside the host, of a pipeline one for each stage.
+        `step` takes in the results.
+        """
         if self._submitted or self._left_over or not self.overlaps:
             return
         self.check_alive()
         try:
-            self._submit()
+            if self._pipelined:
+                self._fill()
+            else:
+                self._submit()
         except Exception as error:
             self._left_over.extend(self._failed(error))
 

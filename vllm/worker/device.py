@@ -42,6 +42,13 @@ class DeviceContext(Protocol):
     def host_bytes(self, count: int) -> Tensor:
         """uint8 [count] in host memory, from where copies to the device need not be waited for."""
 
+    def product_rows(self, rows: int) -> int:
+        """`rows`, or a few more: of how many a product should be that needs so many.
+
+        cuBLAS has about one kernel for every eight rows and loads each at its first use, which waits for all that is
+        queued. Those of these numbers are loaded at start-up.
+        """
+
     def mark(self) -> Any:
         """A point in the device's queue of work."""
 
@@ -95,6 +102,16 @@ class RecordingContext(DeviceContext, Protocol):
         """Record what `run` queues, whose kernels have been used before. Nothing is computed."""
 
 
+def rounded_rows(rows: int) -> int:
+    """At most an eighth more, and one of few numbers: powers of 2 up to 8, multiples of 8 up to 128, of 16 up to 256,
+    of 32 beyond.
+    """
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length() if rows else 0
+    step = min(32, max(8, 1 << ((rows - 1).bit_length() - 4)))
+    return -(-rows // step) * step
+
+
 class _Here:
     """Tensors in host memory: nothing to wait for."""
 
@@ -124,6 +141,9 @@ class CpuContext:
 
     def host_bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8)
+
+    def product_rows(self, rows: int) -> int:
+        return rows
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -219,6 +239,9 @@ class CudaContext:
 
     def host_bytes(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+    def product_rows(self, rows: int) -> int:
+        return rounded_rows(rows)
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from torch import Tensor
 
 from vllm.ops.attention import HostBatch, Planned, plan_batch
@@ -232,6 +233,16 @@ class InputBuilder:
             tuple(mappings), sample_rows, max_query, max_len, prompt_rows, pooled_rows, logits_rows is sample_rows,
             **special,
         )  # fmt: skip
+
+    def filled(self, laid: Laid) -> Laid:
+        """`laid` with further wanted rows behind its own, where the device's products are better of a few more."""
+        rows, tokens = laid.logits_rows, len(laid.positions)
+        more = min(self._context.product_rows(len(rows)), tokens) - len(rows)
+        if more <= 0 or laid.every:
+            return laid
+        others: np.ndarray = np.ones(tokens, bool)
+        others[rows] = False
+        return replace(laid, logits_rows=np.concatenate([rows, others.nonzero()[0][:more]]))
 
     def _special(
         self, plan: StepPlan, mappings: list[np.ndarray], token_slots: np.ndarray, positions: np.ndarray

@@ -159,6 +159,7 @@ class ModelRunner:
             if found is not None:
                 step, hidden = found
                 return self.finish(plan, self.builder.batch(plan, laid, step), hidden, start)
+        laid = self.builder.filled(laid)
         features = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
         if self._pooler is not None and (types := self._pooler.token_types(plan, laid.positions)) is not None:
             (token_types,) = self.context.upload([types])
@@ -313,7 +314,10 @@ class ModelRunner:
         count = len(batch.sample_slots)
         if not count:
             return None
-        return self._head(hidden[:count], batch.sample_slots)
+        slots, rows = batch.sample_slots, min(self.context.product_rows(count), len(hidden))
+        if rows > count and self.adapters is not None:
+            slots = np.concatenate([slots, np.full(rows - count, slots[-1])])
+        return self._head(hidden[:rows], slots)[:count]
 
     def _head(self, hidden: Tensor, slots: np.ndarray) -> Tensor:
         """Logits of rows that belong to the requests in `slots`."""

@@ -213,18 +213,19 @@ class Worker:
     def _load_libraries(self) -> None:
         """Compute the plain products of steps once, here while other processes compile our kernels.
 
-        cuBLAS and PyTorch load theirs at first use, which waits for all that is queued on the device. cuBLAS has about
-        one for every eight rows, and a step multiplies as many as it samples, in its last layer and to make logits.
+        cuBLAS and PyTorch load theirs at first use, which waits for all that is queued on the device: those of all its
+        tokens, and of the rows that it samples, in its last layer and to make logits.
         """
         tokens, requests = self._largest_batch()
-        sampled = [*range(8, min(513, requests), 8), *range(544, requests, 32), requests]
+        sampled = sorted({self.context.product_rows(rows) for rows in range(1, requests + 1)})
+        parts = [tokens >> n for n in range(8) if tokens >> n > sampled[-1]]
         weights = {p.shape: p for p in self.model.parameters() if p.dim() == 2 and p.is_floating_point()}
         logits = self.model.traits.vocab_size // self.tp.world  # of this rank, or more where shares are padded
         with torch.inference_mode(), contextlib.suppress(RuntimeError):  # which the steps themselves will explain
             for shape, weight in weights.items():
-                x = torch.empty(max(tokens, requests), shape[1], dtype=weight.dtype, device=self.device)
-                if shape[0] < logits:
-                    F.linear(x, weight)
+                x = torch.empty(max(tokens, sampled[-1]), shape[1], dtype=weight.dtype, device=self.device)
+                for rows in parts if shape[0] < logits else ():
+                    F.linear(x[:rows], weight)
                 for rows in sampled:
                     out = linear(x[:rows], weight, None, torch.float32 if shape[0] >= logits else None)
                 if shape[0] >= logits:
