@@ -72,7 +72,7 @@ here. Qwen 1 runs up to its `seq_length`, without what it does beyond. A Jais wh
 length is refused; the error names the setting that runs it unscaled.
 
 Not supported, with an error that says so: models that mix Mamba 2 with attention, ChatGLM 1, MiniCPM-S (fatrelu),
-MPNet, NomicBERT with experts, and models that see or hear.
+NomicBERT with experts, and models that see or hear.
 """
 
 

@@ -121,6 +121,7 @@ def test_the_first_are_computed_while_others_are_looked_at(
     with LLM(str(tmp_path), dtype="float32", **LIMITS) as llm:
         want, usual = vectors(llm, asked), [len(request.parts) for request in sent]
         monkeypatch.setattr(llm_engine, "_LOOKED_AT", 9)
+        monkeypatch.setattr(llm_engine, "_LOOKED_AT_FIRST", 4)
         monkeypatch.setattr(InprocClient, "overlaps", True)
         sent.clear()
         assert torch.equal(vectors(llm, asked), want)

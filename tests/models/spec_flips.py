@@ -35,6 +35,7 @@ from vllm.model_executor.models.spec import (
     Mlp,
     Moe,
     Norm,
+    RelativeBias,
     Rope,
     Temperature,
 )
@@ -70,6 +71,7 @@ BASES = {
     "llama3": _decoder(replace(_ATTN, rope=Rope(64, scaling=_LLAMA))),
     "yarn": _decoder(replace(_ATTN, rope=Rope(64, scaling=_YARN))),
     "longrope": _decoder(replace(_ATTN, rope=Rope(64, scaling=_LONG))),
+    "relative": _decoder(replace(_ATTN, causal=False, relative=RelativeBias(8, 16))),
     "latent": replace(_decoder(), blocks=(LatentBlock(_LATENT, _MLP, _NORM),) * 2),
     "latent experts": replace(
         _decoder(),
@@ -123,6 +125,9 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Attn, "norm_after_rope"): (True,),
     (Attn, "temperature"): (Temperature(2, 0.9),),
     (Attn, "sparse"): (BlockSparse(2, 2, 3),),
+    (Attn, "relative"): (None, RelativeBias(16, 64)),
+    (RelativeBias, "buckets"): (16,),
+    (RelativeBias, "distance"): (64,),
     (LatentBlock, "attn"): (replace(_LATENT, scale=1.0),),
     (LatentBlock, "ffn"): (Moe("silu", 64, 4, 2), Mlp("relu", 64, gated=False, bias=True)),
     (LatentBlock, "norm"): (Norm("layer", bias=True),),
@@ -221,12 +226,18 @@ _EVERYWHERE = {
 
 
 class Flip(NamedTuple):
-    """A decoder that differs from its base in one field; `seen`: whether its results must differ."""
+    """A decoder that differs from its base in one field; `seen`: whether its results must differ. A base that is
+    `whole` sees whole prompts, where a token by itself shows nothing.
+    """
 
     name: str
     base: Decoder
     spec: Decoder
     seen: bool
+
+    @property
+    def whole(self) -> bool:
+        return any(block.needs_whole_prompt() for block in self.base.blocks)
 
 
 def spec_classes() -> set[type]:
@@ -290,6 +301,7 @@ def flips() -> Iterator[Flip]:
     for (kind, field), values in VALUES.items():
         for name, base in BASES.items():
             usual = "head norms" if field in ("qk_norm_over", "norm_after_rope") else "plain"
+            usual = "relative" if field == "relative" else usual
             if not _contains(base, kind) or (name != usual and kind in (Decoder, Block, Attn, Mlp, Rope)):
                 continue
             if kind is Moe and (name == "grouped experts") != (field in _GROUPED):

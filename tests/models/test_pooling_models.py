@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from tests.models.harness import PagedDriver, relative_error
+from tests.models.harness import PagedDriver, on_ranks, relative_error
 from tests.models.test_against_hugging_face import GEMMA2, GQA, SIZES, without_each
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
@@ -23,6 +23,7 @@ from vllm.model_executor.models.registry import family_of
 
 BERT = {**SIZES, "pad_token_id": 0}
 ROBERTA = {**SIZES, "max_position_embeddings": 62, "pad_token_id": 3, "type_vocab_size": 1}
+MPNET = {**SIZES, "max_position_embeddings": 200, "pad_token_id": 1, "layer_norm_eps": 1e-5}
 DISTIL = {"vocab_size": 131, "dim": 48, "n_layers": 3, "n_heads": 6, "hidden_dim": 77, "max_position_embeddings": 64}
 NO_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 MODERN = {**SIZES, **NO_IDS, "num_hidden_layers": 5, "local_attention": 10}
@@ -37,6 +38,8 @@ ENCODERS: dict[str, Any] = {
     "xlm-roberta": lambda: hf.XLMRobertaConfig(**{**ROBERTA, "pad_token_id": 1, "type_vocab_size": 2}),
     "camembert": lambda: hf.CamembertConfig(**ROBERTA),
     "distilbert": lambda: hf.DistilBertConfig(**DISTIL),
+    "mpnet": lambda: hf.MPNetConfig(**MPNET),
+    "mpnet-relu": lambda: hf.MPNetConfig(**MPNET, hidden_act="relu"),
     "modernbert": lambda: hf.ModernBertConfig(**MODERN),
     "modernbert-biased": lambda: hf.ModernBertConfig(
         **{**MODERN, "local_attention": 6}, norm_bias=True, attention_bias=True, mlp_bias=True
@@ -51,6 +54,7 @@ DECODERS: dict[str, Any] = {
     "qwen3": lambda: hf.Qwen3Config(**GQA, head_dim=10),
     "gemma2": lambda: hf.Gemma2Config(**GEMMA2),
 }
+LONG = [(7 * i) % 129 + 2 for i in range(180)]  # past the distance that MPNet's bias tells apart
 PROMPTS = [[5, 9, 120, 33], [77], list(range(20, 57)), [8] * 11, [101, 4, 64, 2, 90, 17, 55]]
 
 
@@ -99,6 +103,24 @@ def test_hidden_states_of_all_tokens(case: str, tmp_path: Path) -> None:
             assert_near(found, states(model, ids))
 
 
+def test_scores_by_distance_hold_beyond_the_farthest_and_on_two_ranks(tmp_path: Path) -> None:
+    want = states(save(hf.MPNetConfig(**{**MPNET, "intermediate_size": 78}), tmp_path), LONG)
+    with start(tmp_path, max_model_len=198, override_pooler_config={"pooling_type": "ALL", "normalize": False}) as llm:
+        assert_near(encode(llm, [LONG])[0], want)
+    config = HFConfig.load(tmp_path)
+    family = family_of("MPNetModel")
+    assert family is not None
+
+    def on_rank(tp: TensorParallel) -> Tensor:
+        spec, cpu = family.decoder(config), torch.device("cpu")
+        model = build_decoder(spec, torch.float32, 198, cpu, tp)
+        fill_from_checkpoint(model, family, spec, find_checkpoint(tmp_path, "auto").tensors(), cpu)
+        return PagedDriver(_States(model), max_len=200).run([torch.tensor(LONG)], [200])[0]
+
+    for found in on_ranks(2, on_rank):
+        assert_near(found, want)
+
+
 class _States:
     """A model as the driver wants one, which gives hidden states for logits."""
 
@@ -143,6 +165,7 @@ CLASSIFIERS: dict[str, Any] = {
     "roberta": lambda: hf.RobertaConfig(**ROBERTA, **LABELS),
     "xlm-roberta-one": lambda: hf.XLMRobertaConfig(**ROBERTA, num_labels=1),
     "distilbert": lambda: hf.DistilBertConfig(**DISTIL, **LABELS),
+    "mpnet": lambda: hf.MPNetConfig(**MPNET, **LABELS),
     "modernbert-cls": lambda: hf.ModernBertConfig(**MODERN, **LABELS),
     "modernbert-mean": lambda: hf.ModernBertConfig(
         **MODERN, **LABELS, classifier_pooling="mean", classifier_bias=True, classifier_activation="relu"

@@ -236,9 +236,12 @@ def test_a_stage_without_a_head_needs_room_for_its_stream():
 
 @pytest.mark.parametrize("flip", list(flips()), ids=lambda flip: flip.name)
 def test_a_field_that_is_not_at_its_default_is_heeded_or_refused(flip: Flip):
+    found = fused(flip.spec)
+    if flip.whole:
+        assert found is None
+        return
     wanted = general(flip.spec)
     assert differs(wanted, general(flip.base)) == flip.seen, "the value must show, or the test shows nothing"
-    found = fused(flip.spec)
     if found is not None:
         for ours, want in zip(found, wanted, strict=True):
             assert error(ours, want) < LIMIT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,21 @@ class InputProcessor:
 
     def process_batch(self, requests: Sequence[RequestInput]) -> list[ProcessedRequest]:
         """Several requests, tokenized together. One bad request fails all of them, with nothing changed."""
+        return self._build_all(requests, *self._read(requests), _Shared())
+
+    def process_batches(self, batches: Sequence[Sequence[RequestInput]]) -> Iterator[list[ProcessedRequest]]:
+        """`process_batch` of each; while the caller has one, the next is tokenized in a thread of its own."""
+        shared = _Shared()
+        with ThreadPoolExecutor(1, "tokenizer") as thread:
+            read = self._read(batches[0]) if batches else ([], [])
+            for i, requests in enumerate(batches):
+                coming = thread.submit(self._read, batches[i + 1]) if i + 1 < len(batches) else None
+                yield self._build_all(requests, *read, shared)
+                if coming is not None:
+                    read = coming.result()
+
+    def _read(self, requests: Sequence[RequestInput]) -> tuple[list[Parsed], list[list[int]]]:
+        """The prompts of requests, and their token ids. May run in any thread."""
         parsed, options = [], set()
         for request in requests:
             same = id(request.params), id(request.lora_request), id(request.prompt_adapter_request), request.priority
@@ -117,8 +133,15 @@ class InputProcessor:
                 self._check_options(request)
                 options.add(same)
             parsed.append(self._parsed(request.prompt))
-        tokenized = self._tokenize(requests, parsed)
-        shared = _Shared()
+        return parsed, self._tokenize(requests, parsed)
+
+    def _build_all(
+        self,
+        requests: Sequence[RequestInput],
+        parsed: Sequence[Parsed],
+        tokenized: Sequence[list[int]],
+        shared: _Shared,
+    ) -> list[ProcessedRequest]:
         with self.all_or_none():
             return [
                 self._build(request, prompt, ids, shared)
@@ -250,17 +273,18 @@ class InputProcessor:
         if len(token_ids) > limit:
             raise _too_long(str(len(token_ids)), limit)
         known = prompt.bounds if token_ids is prompt.token_ids else None
-        hint = "" if prompt.token_ids is not None else " (the tokenizer has more tokens than the model)"
-        self.check_token_ids(token_ids, known, hint)
+        self.check_token_ids(token_ids, known, made=prompt.token_ids is None)
 
-    def check_token_ids(self, token_ids: list[int], bounds: tuple[int, int] | None = None, hint: str = "") -> None:
+    def check_token_ids(
+        self, token_ids: list[int], bounds: tuple[int, int] | None = None, *, made: bool = False
+    ) -> None:
         """Raise VLLMValidationError if the model does not have all of these tokens, of which there is one at least.
 
-        bounds: the smallest and the largest id, where they are known.   hint: ends the message.
+        bounds: the smallest and the largest id, where they are known.   made: by the tokenizer, which has none below 0.
         """
-        low, high = bounds or (min(token_ids), max(token_ids))
+        low, high = bounds or (0 if made else min(token_ids), max(token_ids))
         if low < 0 or high >= self._model.logits_width:
-            wrong = show(low if low < 0 else high)
+            wrong, hint = show(low if low < 0 else high), " (the tokenizer has more tokens than the model)" * made
             raise VLLMValidationError(f"Token id {wrong} is out of vocabulary{hint}", parameter="prompt_token_ids")
 
     def _kept(self, truncate: int) -> int:

@@ -59,6 +59,7 @@ logger = init_logger(__name__)
 _Output = TypeVar("_Output")
 _POLL_SECONDS = 0.001
 _LOOKED_AT = 512  # prompts, between two looks at what the device does
+_LOOKED_AT_FIRST = 128  # with which the device begins
 
 
 class LLMEngine:
@@ -210,15 +211,18 @@ class LLMEngine:
         host it begins with the first while others are looked at.
         """
         limits = self.vllm_config.scheduler_config
-        size = _LOOKED_AT if self._client.overlaps else max(1, len(requests))
+        ends = [*range(_LOOKED_AT_FIRST, len(requests), _LOOKED_AT)] if self._client.overlaps else []
+        batches = [requests[start:end] for start, end in zip([0, *ends], [*ends, len(requests)], strict=True)]
         left: list[ProcessedRequest] = []
-        for first in range(0, len(requests), size):
-            left += self.input_processor.process_batch(requests[first : first + size])
+        for i, messages in enumerate(self.input_processor.process_batches(batches)):
+            left += messages
             groups = list(packs(left, limits.max_num_batched_tokens, limits.max_num_seqs))
-            is_last = first + size >= len(requests)
-            left = [] if is_last else list(groups.pop())
+            is_last = i == len(batches) - 1
+            left = list(groups.pop()) if i > 0 and not is_last else []
             self._to_core([self.output_processor.add_pack(group) for group in groups])
-            if groups and not is_last:
+            if i == 0 and not is_last:
+                self._client.begin()
+            elif groups and not is_last:
                 self._early += self._step()
 
     def _to_core(self, children: list[CoreRequest]) -> None:

@@ -34,6 +34,8 @@ class AttentionParams:
 
     sinks: [heads], a further score of each head in the softmax, whose value is zero.
     chunk: queries see keys of their own `chunk` tokens only, which begin at multiples of it.
+    relative: [heads, 2 * n + 1] fp32, added to the scores of keys by their distance from the query, -n to n; what is
+        farther counts as n. Only where tokens see later ones (`encoder_attention`).
     """
 
     scale: float
@@ -45,6 +47,7 @@ class AttentionParams:
     sinks: Tensor | None = None
     chunk: int | None = None
     sparse: SparseBlocks | None = None
+    relative: Tensor | None = None
 
     @property
     def is_unusual(self) -> str | None:

@@ -32,6 +32,9 @@ def plain(q, k, v, params, lengths):
             scores = q[rows, h].double() @ k[rows, g].double().T * params.scale
             if params.softcap is not None:
                 scores = params.softcap * torch.tanh(scores / params.softcap)
+            if params.relative is not None:
+                i, n_far = torch.arange(n), params.relative.shape[1] // 2
+                scores = scores + params.relative[h].double()[(i - i[:, None]).clamp(-n_far, n_far) + n_far]
             if params.window is not None:
                 i = torch.arange(n)
                 scores = scores.masked_fill((i[:, None] - i).abs() >= params.window, float("-inf"))
@@ -43,21 +46,24 @@ def plain(q, k, v, params, lengths):
 
 @pytest.mark.parametrize("implementation", [kernels.attend_whole, ops.attend_whole.reference])
 @pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "head_dim", "window", "softcap"),
+    ("lengths", "heads", "kv_heads", "head_dim", "window", "softcap", "farthest"),
     [
-        ([5, 1, 33, 64, 7], 3, 3, 16, None, None),
-        ([130, 2, 70], 2, 2, 24, 9, None),
-        ([80, 80, 80, 3], 4, 2, 40, None, 5.0),
-        ([300], 1, 1, 64, 65, None),
+        ([5, 1, 33, 64, 7], 3, 3, 16, None, None, None),
+        ([130, 2, 70], 2, 2, 24, 9, None, None),
+        ([80, 80, 80, 3], 4, 2, 40, None, 5.0, None),
+        ([300], 1, 1, 64, 65, None, None),
+        ([70, 1, 150, 12, 12], 3, 3, 16, None, None, 40),
+        ([90, 40], 4, 2, 40, None, 5.0, 20),
     ],
 )
 def test_every_token_sees_its_prompt_and_nothing_else(
-    implementation, lengths, heads, kv_heads, head_dim, window, softcap
+    implementation, lengths, heads, kv_heads, head_dim, window, softcap, farthest
 ):
     torch.manual_seed(0)
     qkv = torch.randn(sum(lengths), heads + 2 * kv_heads, head_dim)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)  # as a fused product leaves them
-    params = AttentionParams(head_dim**-0.5, window, softcap)
+    relative = None if farthest is None else 2 * torch.randn(heads, 2 * farthest + 1)
+    params = AttentionParams(head_dim**-0.5, window, softcap, relative=relative)
     found = implementation(q, k, v, params, make_step(lengths))
     torch.testing.assert_close(found, plain(q, k, v, params, lengths).float(), atol=2e-5, rtol=1e-4)
 

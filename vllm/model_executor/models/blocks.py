@@ -6,6 +6,7 @@ addition before them, rotation together with the cache write.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,7 +35,18 @@ from vllm.model_executor.layers.linear_method import Fp32OutputMethod, Quantizat
 from vllm.model_executor.layers.rope_table import rope_table
 from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec
 from vllm.model_executor.models.kv_groups import KVPlace
-from vllm.model_executor.models.spec import Attn, Block, BlockSpec, HeadNorm, Layout, Mlp, Moe, Norm, Rope
+from vllm.model_executor.models.spec import (
+    Attn,
+    Block,
+    BlockSpec,
+    HeadNorm,
+    Layout,
+    Mlp,
+    Moe,
+    Norm,
+    RelativeBias,
+    Rope,
+)
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, SparseBlocks, attend, write_kv
 from vllm.ops.encoder_attention import attend_whole
@@ -61,12 +73,46 @@ class BuildContext:
     quant_config: QuantizationConfig | None = None
     deals_experts: bool = False
     _tables: dict[Rope, Tensor] = field(default_factory=dict)
+    _relative: dict[tuple[RelativeBias, int], RelativeTable] = field(default_factory=dict)
 
     def table(self, rope: Rope) -> Tensor:
         """The rotary table of `rope`; layers with equal specs share one."""
         if rope not in self._tables:
             self._tables[rope] = rope_table(rope, self.max_positions).to(self.device)
         return self._tables[rope]
+
+    def relative(self, spec: RelativeBias, heads: int) -> RelativeTable:
+        """The one table of a bias by distance, which all layers share."""
+        key = (spec, heads)
+        if key not in self._relative:
+            self._relative[key] = RelativeTable(spec, heads, self)
+        return self._relative[key]
+
+
+class RelativeTable(nn.Module):
+    """A learned score of each of a rank's heads for each bucket of distances: `weight`, [buckets, heads]."""
+
+    buckets: Tensor
+
+    def __init__(self, spec: RelativeBias, heads: int, ctx: BuildContext) -> None:
+        super().__init__()
+        cut = ShardSpec(1, (Part(heads, heads),))
+        self.weight = ShardedParameter.empty((spec.buckets, heads), cut, ctx.tp.rank, ctx.tp.world, ctx.dtype)
+        self.register_buffer("buckets", distance_buckets(spec).to(ctx.device), persistent=False)
+
+    def forward(self) -> Tensor:
+        """As `AttentionParams.relative`."""
+        return self.weight[self.buckets].T.contiguous().float()
+
+
+def distance_buckets(spec: RelativeBias) -> Tensor:
+    """The bucket of each distance of a key from its query, from -n to n, beyond which nothing changes: [2 * n + 1]."""
+    half = spec.buckets // 2
+    exact = half // 2
+    away = torch.arange(spec.distance + 1, device="cpu")
+    grown = (away.clamp(min=1) / exact).log() / math.log(spec.distance / exact) * (half - exact)
+    bucket = torch.where(away < exact, away, (exact + grown.long()).clamp(max=half - 1))
+    return torch.cat([bucket.flip(0)[:-1], bucket[:1], bucket[1:] + half])
 
 
 def build_norm(spec: Norm, size: int, dtype: torch.dtype) -> RMSNorm | LayerNorm:
@@ -151,6 +197,9 @@ class SelfAttention(nn.Module):
             raise ValueError(f"{prefix}: attention has a place in the cache if it is causal, and only then.")
         if spec.alibi is not None and not spec.causal:
             raise ValueError(f"{prefix}: ALiBi is not supported where tokens see later ones.")
+        if spec.relative is not None and spec.causal:
+            raise ValueError(f"{prefix}: a bias by distance is only supported where tokens see later ones.")
+        self.relative = None if spec.relative is None else ctx.relative(spec.relative, spec.heads)
         self.spec, self.place = spec, place
         self.qkv = QKVParallelLinear(
             hidden_size,
@@ -222,7 +271,8 @@ class SelfAttention(nn.Module):
         """
         qkv = self.qkv.project(x, step.view(picked=False))
         if self.place is None:
-            out = pick(attend_whole(*self._heads(qkv, step), self.params, step).flatten(1), rows)
+            params = self.params if self.relative is None else replace(self.params, relative=self.relative())
+            out = pick(attend_whole(*self._heads(qkv, step), params, step).flatten(1), rows)
             return self.o.project(out, step.view(picked=rows is not None))
         cache, group = kv_caches[self.place.tensor], step.groups[self.place.group]
         rope, p, own = self.spec.rope, self.params, None

@@ -128,6 +128,9 @@ _ENCODERS: dict[str, tuple[str, str, str]] = {
     "DistilBertForSequenceClassification": (
         "encoders", "DISTILBERT_CLASSIFIER", "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
     ),
+    "MPNetModel": ("encoders", "MPNET", "sentence-transformers/all-mpnet-base-v2"),
+    "MPNetForMaskedLM": ("encoders", "MPNET", "microsoft/mpnet-base"),
+    "MPNetForSequenceClassification": ("encoders", "MPNET_CLASSIFIER", ""),
     "ModernBertModel": ("encoders", "MODERNBERT", "nomic-ai/modernbert-embed-base, Alibaba-NLP/gte-modernbert-base"),
     "ModernBertForMaskedLM": ("encoders", "MODERNBERT", "answerdotai/ModernBERT-base"),
     "ModernBertForSequenceClassification": (

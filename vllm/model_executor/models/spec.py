@@ -23,6 +23,7 @@ __all__ = [
     "Moe",
     "Norm",
     "PoolHead",
+    "RelativeBias",
     "Rope",
     "Temperature",
 ]
@@ -65,6 +66,16 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """Each head has a learned score for the distance of two tokens, by its bucket (T5): half of them for keys that come
+    later; a quarter are one distance each, the others grow up to `distance`, and farther keys share the last.
+    """
+
+    buckets: int
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
 class Temperature:
     """Queries at position p are multiplied by 1 + scale * ln(1 + floor((p + 1) / floor))."""
 
@@ -95,6 +106,7 @@ class Attn:
     sinks: each head has a learned score of its own in the softmax, of a key whose value is zero.
     chunk: queries see the keys of their own `chunk` tokens only, which begin at multiples of it.
     sparse: some blocks of keys are seen only.
+    relative: a bias of scores by distance, of which all layers share one table.
     norm_after_rope: `qk_norm` comes behind the rotation.   temperature: queries grow with their position.
     """
 
@@ -117,6 +129,7 @@ class Attn:
     norm_after_rope: bool = False
     temperature: Temperature | None = None
     sparse: BlockSparse | None = None
+    relative: RelativeBias | None = None
 
     def __post_init__(self) -> None:
         # an odd number turns one more, as in Hugging Face: they come in pairs

@@ -19,13 +19,14 @@ _SHORT = 64  # queries; steps whose prompts have at most so many use smaller til
 
 @triton.jit
 def _tile(
-    m, z, acc, q, k_ptr, v_ptr, stride_k, stride_v, row, column, q_pos, length, d, inner, outer,
-    D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    m, z, acc, q, k_ptr, v_ptr, relative_ptr, stride_k, stride_v, row, column, q_pos, length, d, inner, outer,
+    D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr, FARTHEST: tl.constexpr, SOFTCAP: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys `column` of the prompt that begins at `row`, into the running maximum, sum and result.
 
-    Scores are outer * q k, or outer * tanh(inner * q k), in base 2.   EDGE: some of the keys are behind the prompt.
+    Scores are outer * q k, or outer * tanh(inner * q k), in base 2; FARTHEST > 0: or outer * (q k + inner * b), where b
+    is the bias by distance.   EDGE: some of the keys are behind the prompt.
     """
     rows = (row + column).to(tl.int64)
     live = column < length
@@ -37,6 +38,9 @@ def _tile(
         k = tl.load(k_ptr + rows[:, None] * stride_k + d[None, :])
         v = tl.load(v_ptr + rows[:, None] * stride_v + d[None, :])
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if FARTHEST > 0:
+        distance = tl.minimum(tl.maximum(column[None, :] - q_pos[:, None], -FARTHEST), FARTHEST)
+        s += inner * tl.load(relative_ptr + distance + FARTHEST)
     if SOFTCAP:
         s = 2.0 * tl.sigmoid(2.0 * s * inner) - 1.0
     if EDGE:
@@ -54,9 +58,9 @@ def _tile(
 
 @triton.jit(do_not_specialize=["requests"])
 def _whole_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, starts_ptr, requests, inner, outer, stride_q, stride_k, stride_v, stride_o,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, relative_ptr, starts_ptr, requests, inner, outer, stride_q, stride_k, stride_v,
+    stride_o, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, WINDOW: tl.constexpr, FARTHEST: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, heads): `tokens // BM + requests` tiles are enough for any division of the tokens."""
     tile = tl.program_id(0)
@@ -82,6 +86,7 @@ def _whole_kernel(
     q = tl.load(q_ptr + rows[:, None] * stride_q + head * D + d[None, :], mask=held, other=0.0)
     k_head = k_ptr + (head // (HEADS // KV_HEADS)) * D
     v_head = v_ptr + (head // (HEADS // KV_HEADS)) * D
+    relative = relative_ptr + head * (2 * FARTHEST + 1)
     n = tl.arange(0, BN)
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
@@ -94,23 +99,27 @@ def _whole_kernel(
     bare = tl.minimum(length // BN * BN, (high + BN - 1) // BN * BN)
     for key in range(low, bare, BN):
         m, z, acc = _tile(
-            m, z, acc, q, k_head, v_head, stride_k, stride_v, start, key + n, q_pos, length, d, inner, outer,
-            D, DP, WINDOW, SOFTCAP, False, PRECISION,
+            m, z, acc, q, k_head, v_head, relative, stride_k, stride_v, start, key + n, q_pos, length, d, inner, outer,
+            D, DP, WINDOW, FARTHEST, SOFTCAP, False, PRECISION,
         )  # fmt: skip
     for key in range(tl.maximum(low, bare), high, BN):
         m, z, acc = _tile(
-            m, z, acc, q, k_head, v_head, stride_k, stride_v, start, key + n, q_pos, length, d, inner, outer,
-            D, DP, WINDOW, SOFTCAP, True, PRECISION,
+            m, z, acc, q, k_head, v_head, relative, stride_k, stride_v, start, key + n, q_pos, length, d, inner, outer,
+            D, DP, WINDOW, FARTHEST, SOFTCAP, True, PRECISION,
         )  # fmt: skip
     out = (acc / z[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * stride_o + head * D + d[None, :], out, mask=held)
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, step: StepInputs) -> Tensor:
-    """As the operation says; without a word from the host. Head sizes beyond 256 go to the reference."""
+    """As the operation says; without a word from the host. Head sizes beyond 256 go to the reference, and a bias by
+    distance together with a window or a cap.
+    """
     tokens, heads, head_dim = q.shape
     kv_heads, requests = k.shape[1], len(step.host_query_starts) - 1
-    if head_dim > 256 or params.alibi_slopes is not None:
+    relative = params.relative
+    mixed = relative is not None and not (params.window is None and params.softcap is None)
+    if head_dim > 256 or params.alibi_slopes is not None or mixed:
         found: Tensor = ops.attend_whole.reference(q, k, v, params, step)
         return found
     q, k, v = (x if x.stride(2) == 1 and x.stride(1) == head_dim else x.contiguous() for x in (q, k, v))
@@ -121,11 +130,14 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, step:
     padded = max(16, triton.next_power_of_2(head_dim))
     rows = 64 if exact or step.max_query_len <= _SHORT or padded > 128 else 128
     tile = 32 if exact or padded > 128 else 64
-    inner, outer = (0.0, params.scale * _LOG2E) if softcap is None else (params.scale / softcap, softcap * _LOG2E)
+    inner, outer = 1.0 / params.scale, params.scale * _LOG2E
+    if softcap is not None:
+        inner, outer = params.scale / softcap, softcap * _LOG2E
+    farthest, table = (0, out) if relative is None else (relative.shape[1] // 2, relative)
     _whole_kernel[(tokens // rows + requests, heads)](
-        q, k, v, out, step.query_starts, requests, inner, outer, q.stride(0), k.stride(0), v.stride(0), out.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, DP=padded, BM=rows, BN=tile, WINDOW=window or 0,
-        SOFTCAP=softcap is not None, PRECISION="ieee" if exact else "tf32",
+        q, k, v, out, table, step.query_starts, requests, inner, outer, q.stride(0), k.stride(0), v.stride(0),
+        out.stride(0), HEADS=heads, KV_HEADS=kv_heads, D=head_dim, DP=padded, BM=rows, BN=tile, WINDOW=window or 0,
+        FARTHEST=farthest, SOFTCAP=softcap is not None, PRECISION="ieee" if exact else "tf32",
         num_warps=4 if padded <= 64 or rows == 64 else 8, num_stages=3 if padded <= 128 else 2,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Encoders: BERT, RoBERTa, XLM-R, DistilBERT, ModernBERT, NomicBERT, GTE; as embedders and with heads for classes."""
+"""Encoders: BERT, RoBERTa, XLM-R, DistilBERT, MPNet, ModernBERT, NomicBERT, GTE; as embedders and as classifiers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from vllm.model_executor.models.spec import (
     Mlp,
     Norm,
     PoolHead,
+    RelativeBias,
     Rope,
     layer_norm,
 )
@@ -183,6 +184,49 @@ DISTILBERT_CLASSIFIER = Family(
     classifier_facts(DISTILBERT_FACTS, "CLS"),
     pool=distilbert_classifier,
 )
+
+
+# ---- MPNet -----------------------------------------------------------------------------------------------------------
+
+
+def mpnet(hf: HFConfig) -> Decoder:
+    """MPNet: RoBERTa without token types, whose layers share a bias by distance."""
+    norm = layer_norm(hf.get_float("layer_norm_eps", minimum=0))
+    mlp = Mlp(hf.get_str("hidden_act"), hf.get_int("intermediate_size"), gated=False, bias=True)
+    for name, constant in (("relative_attention_num_buckets", 32), ("pad_token_id", 1)):
+        if hf.get_int(name) != constant:
+            raise ValueError(f"{hf.file}: {name} is {hf.get_int(name)}, but {constant} is a constant of MPNet's code.")
+    relative = RelativeBias(32, 128)
+    block = Block(_attn(hf, qkv_bias=True, out_bias=True, relative=relative), mlp, norm, Layout.POST)
+    first = _first_position(hf)
+    positions = LearnedPositions(hf.get_int("max_position_embeddings") - first, first)
+    return _encoder(hf, norm, block, positions=positions, token_types=0)
+
+
+_MPNET_LAYER = "mpnet.encoder.layer.{i}."
+MPNET_NAMES = renames(
+    {
+        "mpnet.embeddings.word_embeddings.weight": "embed.weight",
+        "mpnet.embeddings.position_embeddings.weight": "positions",
+        "mpnet.embeddings.LayerNorm.{p}": "embed_norm.{p}",
+        "mpnet.encoder.relative_attention_bias.weight": "blocks.0.attn.relative.weight",
+        _MPNET_LAYER + "attention.attn.q.{p}": "blocks.{i}.attn.q.{p}",
+        _MPNET_LAYER + "attention.attn.k.{p}": "blocks.{i}.attn.k.{p}",
+        _MPNET_LAYER + "attention.attn.v.{p}": "blocks.{i}.attn.v.{p}",
+        _MPNET_LAYER + "attention.attn.o.{p}": "blocks.{i}.attn.o.{p}",
+        _MPNET_LAYER + "attention.LayerNorm.{p}": "blocks.{i}.norms.0.{p}",
+        _MPNET_LAYER + "intermediate.dense.{p}": "blocks.{i}.ffn.up.{p}",
+        _MPNET_LAYER + "output.dense.{p}": "blocks.{i}.ffn.down.{p}",
+        _MPNET_LAYER + "output.LayerNorm.{p}": "blocks.{i}.norms.1.{p}",
+    }
+)
+_MPNET_UNUSED = ("mpnet.embeddings.position_ids", "mpnet.pooler.dense.{p}", *_LM_HEADS)
+MPNET_FACTS = replace(ROBERTA_FACTS, pooling=MEAN)
+MPNET = Family(mpnet, MPNET_NAMES, "mpnet.", _MPNET_UNUSED, MPNET_FACTS, pool=_no_head)
+MPNET_CLASSIFIER = Family(
+    mpnet, ROBERTA_POOLER + MPNET_NAMES, "mpnet.", _MPNET_UNUSED, classifier_facts(MPNET_FACTS, "CLS"),
+    pool=bert_classifier,
+)  # fmt: skip
 
 
 # ---- ModernBERT ------------------------------------------------------------------------------------------------------
