@@ -125,7 +125,8 @@ def test_the_first_are_computed_while_others_are_looked_at(
         monkeypatch.setattr(InprocClient, "overlaps", True)
         sent.clear()
         assert torch.equal(vectors(llm, asked), want)
-        assert [len(request.parts) for request in sent] == usual
+        first, *others = [len(request.parts) for request in sent]
+        assert first <= 4 and first + sum(others) == sum(usual) and len(others) <= len(usual)
         with pytest.raises(ValueError, match="out of vocabulary"):
             llm.encode([*asked, {"prompt_token_ids": [10**6]}], use_tqdm=False)
         assert not llm.llm_engine.has_unfinished_requests()
