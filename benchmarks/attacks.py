@@ -82,6 +82,24 @@ FOUND = [
     Attack("n = 2,000", COMPLETIONS, lambda: {"prompt": "a", "max_tokens": 30, "n": 2000, "ignore_eos": True}),
     Attack("1,000 prompts", COMPLETIONS, lambda: {"prompt": ["a b c"] * 1000, "max_tokens": 30, "ignore_eos": True}),
     Attack(
+        "n = 128 with 20 log probabilities of 100 tokens",
+        COMPLETIONS,
+        lambda: {"prompt": "a", "n": 128, "max_tokens": 100, "logprobs": 20, "ignore_eos": True},
+    ),
+    Attack(
+        "32 prompts of 400 tokens echoed with 20 log probabilities",
+        COMPLETIONS,
+        lambda: {"prompt": [[5 + i, *range(5, 404)] for i in range(32)], "max_tokens": 1, "echo": True, "logprobs": 20},
+    ),
+    Attack(
+        "the same as a stream",
+        COMPLETIONS,
+        lambda: {
+            **{"prompt": [[5 + i, *range(5, 404)] for i in range(32)], "max_tokens": 1, "echo": True, "logprobs": 20},
+            "stream": True,
+        },
+    ),
+    Attack(
         "64 beams",
         COMPLETIONS,
         lambda: {"prompt": "a", "max_tokens": 30, "use_beam_search": True, "best_of": 64, "temperature": 0},

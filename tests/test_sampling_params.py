@@ -153,7 +153,6 @@ NOT_YET = {
     "prompt_logprob_token_ids": [[1]],
     "prompt_logprob_start": 0,
     "logprob_token_ids": [1],
-    "flat_logprobs": True,
     "stream_interval": 2,
     "skip_reading_prefix_cache": True,
     "thinking_token_budget": 5,

@@ -57,7 +57,7 @@ class CompletionOutput:
         self.text += newer.text
         self.token_ids = [*self.token_ids, *newer.token_ids]
         if newer.logprobs:
-            self.logprobs = [*(self.logprobs or ()), *newer.logprobs]
+            self.logprobs = self.logprobs + newer.logprobs if self.logprobs else newer.logprobs
         self.cumulative_logprob = newer.cumulative_logprob
         self.finish_reason = newer.finish_reason
         self.stop_reason = newer.stop_reason

@@ -253,7 +253,7 @@ FIELD_CHECKS: dict[str, Check] = {
     "prompt_logprob_token_ids": not_yet(None),
     "prompt_logprob_start": not_yet(None),
     "logprob_token_ids": not_yet(None),
-    "flat_logprobs": not_yet(False),
+    "flat_logprobs": flag,
     "stream_interval": _stream_interval,
     "skip_reading_prefix_cache": not_yet(None),
     "thinking_token_budget": not_yet(None),

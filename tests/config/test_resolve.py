@@ -16,6 +16,7 @@ from vllm.config.compilation import CompilationConfig, graph_sizes
 from vllm.config.dtype import resolve_dtype
 from vllm.config.max_model_len import resolve_max_model_len
 from vllm.config.quantization import Quantization, resolve_quantization
+from vllm.config.settings import without_secrets
 from vllm.platforms.interface import DeviceCapability, Platform
 from vllm.usage.usage_lib import UsageContext
 
@@ -627,3 +628,10 @@ def test_a_model_that_does_not_exist_here_is_not_supported_whatever_it_lacks(
 ) -> None:
     with pytest.raises(ValueError, match=f"{architecture}.* are not supported for now"):
         make(model={"architectures": [architecture], "vocab_size": 99, **fields})
+
+
+def test_no_secret_is_shown() -> None:
+    """Wherever it stands in a configuration, such as the settings of a loader."""
+    plain = {"a": {"hf_token": "x", "n": [1, {"s3_secret_access_key": "y"}]}, "hf_token": None, "tokens": "z"}
+    shown = {"a": {"hf_token": "...", "n": [1, {"s3_secret_access_key": "..."}]}, "hf_token": None, "tokens": "z"}
+    assert without_secrets(plain) == shown

@@ -9,9 +9,10 @@ import pytest
 
 from tests.engine import tokenizer_makers as make
 from vllm import SamplingParams
-from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.output_processor import OutputProcessor, Refusal, logprob_dict
 from vllm.engine.processed import ProcessedRequest, core_request
 from vllm.engine.tokenizer import FastTokenizer
+from vllm.logprobs import FlatLogprobs
 from vllm.metrics.registry import EngineMetrics
 from vllm.sampling_params import RequestOutputKind
 from vllm.step.messages import CoreOutput
@@ -119,6 +120,69 @@ def test_stop_string_ends_the_sequence_in_the_core_too(kind, include):
     assert last.cumulative_logprob == pytest.approx(-0.5 * shortest)
     assert sum(len(o.outputs[0].logprobs) for o in (outputs if kind is DELTA else outputs[-1:])) == shortest
     assert processor.process([CoreOutput("r", [7])]).outputs == []  # a token that was under way
+
+
+def positions_of(ids, top, seed):
+    """What the core says about each token: itself, then the `top` most likely ones, maybe itself among them."""
+    rng = random.Random(seed)
+    found = []
+    for token in ids:
+        likely = rng.sample(range(600), top)
+        if top and rng.random() < 0.5:
+            likely[rng.randrange(top)] = token
+        values = sorted((-rng.random() for _ in range(top)), reverse=True)
+        own = values[likely.index(token)] if token in likely else -3.0
+        found.append(
+            TokenLogprobs([token, *likely], [own, *values], likely.index(token) + 1 if token in likely else 99)
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL])
+@pytest.mark.parametrize("stop", [[], ["fox"]])
+@pytest.mark.parametrize("top", [0, 5])
+def test_flat_logprobs_say_what_lists_say(kind, stop, top):
+    """Of prompts and outputs, also where a stop string takes tokens back."""
+    of_prompt, of_output = positions_of([6, 7], top, 1), positions_of(IDS, top, 2)
+    seen = []
+    for is_flat in (False, True):
+        processor = new_processor()
+        wanted = {"logprobs": top, "prompt_logprobs": top, "flat_logprobs": is_flat}
+        processor.add(make_request(kind=kind, prompt=[5, 6, 7], stop=stop, **wanted))
+        outputs = processor.process([CoreOutput("r", [], prompt_logprobs=of_prompt)]).outputs
+        for i in range(0, len(IDS), 3):
+            last = "length" if i + 3 >= len(IDS) else None
+            message = CoreOutput("r", IDS[i : i + 3], last, logprobs=of_output[i : i + 3])
+            outputs += processor.process([message]).outputs
+        seen.append([(o.prompt_logprobs, o.outputs[0].logprobs, o.outputs[0].cumulative_logprob) for o in outputs])
+        assert all(isinstance(o.outputs[0].logprobs, FlatLogprobs) == is_flat for o in outputs)
+    assert seen[0] == seen[1]
+    whole = sum((part for _, part, _ in seen[0]), []) if kind is DELTA else seen[0][-1][1]
+    assert [next(iter(position)) for position in whole] == IDS[: len(whole)]
+    assert whole[0] == logprob_dict(of_output[0], TOKENIZER)
+
+
+def test_who_keeps_most_logprobs_fails_when_there_are_too_many():
+    """Nobody else does, and what was kept is free again."""
+    processor = new_processor()
+    processor.most_logprobs = 1000
+    sizes = {"small": 20, "large": 60, "stream": 60}
+    for key, top in sizes.items():
+        kind = DELTA if key == "stream" else FINAL
+        processor.add(make_request(key, kind=kind, logprobs=top, flat_logprobs=True, n=2))
+    refused = []
+    for _ in range(20):
+        for key, top in sizes.items():
+            message = CoreOutput(f"0_{key}", [IDS[0]], logprobs=positions_of([IDS[0]], top, 0))
+            found = processor.process([message])
+            refused += [(o.request_id, o.outputs[0].stop_reason, found.aborts) for o in found.outputs if o.finished]
+    ((key, text, aborts),) = refused
+    assert (key, aborts) == ("large", ["0_large", "1_large"])
+    assert isinstance(text, Refusal) and text.parameter == "logprobs"
+    assert "more than" in text and "log probabilities" in text
+    assert sorted(processor.request_ids) == ["small", "stream"]
+    processor.abort(["small", "stream"])
+    assert processor._held_logprobs == 0
 
 
 def test_stop_token_is_in_the_tokens_but_not_in_the_text():

@@ -51,6 +51,18 @@ def all_settings() -> tuple[Setting, ...]:
     return tuple(setting for config_class in CONFIG_CLASSES for setting in settings_of(config_class))
 
 
+def without_secrets(document: Any) -> Any:
+    """A configuration as plain data, without what nobody is shown: tokens and keys."""
+    secret = {s.field for s in all_settings() if s.secret} | {"s3_access_key_id", "s3_secret_access_key"}
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: "..." if key in secret and item else hidden(item) for key, item in value.items()}
+        return [hidden(item) for item in value] if isinstance(value, list) else value
+
+    return hidden(document)
+
+
 def near_names(name: str, known: Iterable[str]) -> str:
     """ " Did you mean 'x' or 'y'?", or nothing if no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from vllm.engine.processed import ProcessedRequest, packed_request, pooled_reque
 from vllm.engine.tokenizer import Tokenizer
 from vllm.faults import Faults
 from vllm.logger import init_logger
+from vllm.logprobs import FlatLogprobs
 from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -28,7 +29,9 @@ AnyOutput = RequestOutput | PoolingRequestOutput[Any]
 
 
 class Refusal(str):
-    """Why a request failed that is itself at fault."""
+    """Why a request failed that is itself at fault, by which `parameter` if that is known."""
+
+    parameter: str | None = "guided_decoding"  # the core refuses nothing else
 
 
 class Processed(NamedTuple):
@@ -44,7 +47,7 @@ class _Sequence:
 
     __slots__ = (
         "cumulative_logprob", "decodes_at_end", "detokenizer", "error", "finish_reason", "index", "last_token_time",
-        "logprobs", "new_logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
+        "logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
     )  # fmt: skip
 
     def __init__(self, index: int, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None):
@@ -52,13 +55,14 @@ class _Sequence:
         self.params = params
         self.tokenizer = tokenizer if params.detokenize else None
         self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.logprobs: Any = None  # a list, or FlatLogprobs
+        if params.logprobs is not None:
+            self.logprobs = FlatLogprobs(token_text(self.tokenizer)) if params.flat_logprobs else []
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.new_tokens = 0  # since the last delta
-        self.new_logprobs = 0
         self.last_token_time: float | None = None
         self.detokenizer: Detokenizer | None = None
         if self.tokenizer is not None:
@@ -105,9 +109,7 @@ class _Sequence:
             return False
         if surplus:
             del self.token_ids[-surplus:]
-            if self.logprobs is not None:
-                del self.logprobs[-surplus:]
-                self.cumulative_logprob = sum(d[t].logprob for d, t in zip(self.logprobs, self.token_ids, strict=True))
+            self._drop_logprobs(surplus)
         self.finish_reason = "stop"
         self.stop_reason = match.stop
         return True
@@ -116,7 +118,18 @@ class _Sequence:
         assert self.logprobs is not None
         for step in steps:
             self.cumulative_logprob += step.logprobs[0]
-            self.logprobs.append(logprob_dict(step, self.tokenizer))
+            add_logprobs(self.logprobs, step, self.tokenizer)
+
+    def _drop_logprobs(self, surplus: int) -> None:
+        """Forget those of the last tokens, which belong to the output no more."""
+        if self.logprobs is None:
+            return
+        kept = len(self.logprobs) - surplus
+        self.cumulative_logprob -= sum(next(iter(p.values())).logprob for p in self.logprobs[kept:] if p)
+        if isinstance(self.logprobs, FlatLogprobs):
+            self.logprobs.truncate(kept)
+        else:
+            del self.logprobs[kept:]
 
     def count_tokens(self, count: int, now: float, request: _Request, metrics: EngineMetrics) -> None:
         """Tell the metrics how long the newest tokens took: since the request came, for the first token of all its
@@ -136,7 +149,7 @@ class _Sequence:
             text="" if self.detokenizer is None else self.detokenizer.text,
             token_ids=list(self.token_ids),
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=list(self.logprobs) if self.logprobs is not None and shows_logprobs else None,
+            logprobs=self.logprobs[:] if self.logprobs is not None and shows_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.error if self.error is not None else self.stop_reason,
         )
@@ -145,10 +158,9 @@ class _Sequence:
         """What is new since the last delta."""
         token_ids = self.token_ids[self.new_tokens :]
         self.new_tokens = len(self.token_ids)
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = self.logprobs[self.new_logprobs :]
-            self.new_logprobs = len(self.logprobs)
+        logprobs = self.logprobs
+        if logprobs is not None:  # which nobody asks for a second time
+            self.logprobs = FlatLogprobs(token_text(self.tokenizer)) if self.params.flat_logprobs else []
         return CompletionOutput(
             index=self.index,
             text="" if self.detokenizer is None else self.detokenizer.take_delta(),
@@ -164,11 +176,11 @@ class _Request:
     """One request of a user, with all its sequences."""
 
     __slots__ = (
-        "beams", "changed", "core_ids", "is_plain", "kind", "message", "metrics", "num_cached_tokens",
+        "beams", "changed", "core_ids", "held", "is_plain", "kind", "message", "metrics", "num_cached_tokens",
         "prompt_logprobs", "sent_prompt_logprobs", "sequences", "shows_logprobs", "unfinished",
     )  # fmt: skip
 
-    def __init__(self, message: ProcessedRequest, beams: BeamSearch | None) -> None:
+    def __init__(self, message: ProcessedRequest, beams: BeamSearch | None, tokenizer: Tokenizer | None) -> None:
         params = message.params
         self.message = message
         self.beams = beams
@@ -180,9 +192,12 @@ class _Request:
         self.is_plain = False
         self.unfinished = len(message.children)
         self.changed: list[_Sequence] = []  # in this step
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
+        self.prompt_logprobs: Any = None  # the same
+        if params.prompt_logprobs is not None:
+            text = token_text(tokenizer if params.detokenize else None)
+            self.prompt_logprobs = FlatLogprobs(text) if params.flat_logprobs else []
+            self.prompt_logprobs.append(None)
+        self.held = 0  # log probabilities that are kept until its end
         self.sent_prompt_logprobs = False
         self.num_cached_tokens: int | None = None
         self.metrics = RequestMetrics(
@@ -227,7 +242,8 @@ class _Request:
             metrics.time_in_queue = output.first_scheduled_time - metrics.arrival_time
         if output.prompt_logprobs and self.prompt_logprobs is not None:
             shown = tokenizer if self.message.params.detokenize else None
-            self.prompt_logprobs += [logprob_dict(step, shown) for step in output.prompt_logprobs]
+            for step in output.prompt_logprobs:
+                add_logprobs(self.prompt_logprobs, step, shown)
 
     def output(self, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
         message = self.message
@@ -306,6 +322,10 @@ class OutputProcessor:
         metrics: EngineMetrics | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        # How many log probabilities may be kept for answers that are given as a whole; the request with the most of
+        # them fails when there are more. None: any number, which is right where the answers are the caller's own.
+        self.most_logprobs: int | None = None
+        self._held_logprobs = 0
         self._metrics = metrics
         self._faults = Faults.from_env()
         self._logits_width = logits_width
@@ -338,10 +358,10 @@ class OutputProcessor:
             self._pooled[message.request_id] = _PooledRequest(message)
             return [] if most is not None and most < 1 else self.more(message.request_id, most)
         if message.beams is None:
-            request = self._requests[message.request_id] = _Request(message, None)
+            request = self._requests[message.request_id] = _Request(message, None, self.tokenizer)
             return self.more(message.request_id, most)
         search = BeamSearch(message, self._logits_width, self._max_model_len)
-        request = self._requests[message.request_id] = _Request(message, search)
+        request = self._requests[message.request_id] = _Request(message, search, self.tokenizer)
         first = search.start()
         self._beams.update((child.request_id, request) for child in first)
         return first
@@ -449,6 +469,8 @@ class OutputProcessor:
                 request.note(core_output, now, self.tokenizer)
                 if sequence.take(core_output):
                     aborts.append(core_output.request_id)
+                if core_output.logprobs or core_output.prompt_logprobs:
+                    self._hold(request, core_output)
             except Exception as error:
                 changed.pop(request.message.request_id, None)
                 outputs.append(self._fail(request, error, now, aborts))
@@ -461,6 +483,10 @@ class OutputProcessor:
             if core_output.new_token_ids or sequence.finish_reason is not None:
                 request.changed.append(sequence)
                 changed[request.message.request_id] = request
+        while self.most_logprobs is not None and self._held_logprobs > self.most_logprobs and self._requests:
+            largest = max(self._requests.values(), key=lambda request: request.held)
+            changed.pop(largest.message.request_id, None)
+            outputs.append(self._refuse_logprobs(largest, now, aborts))
         for request in changed.values():
             try:
                 output = self._collect(request, now)
@@ -540,13 +566,36 @@ class OutputProcessor:
             message.lora_request, num_cached_tokens=request.num_cached_tokens,
         )  # fmt: skip
 
+    def _hold(self, request: _Request, output: CoreOutput) -> None:
+        """Count the log probabilities that an output brought, if they are kept for an answer."""
+        if request.kind is RequestOutputKind.DELTA:
+            positions = output.prompt_logprobs or []
+        else:
+            positions = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
+        more = sum(len(position.token_ids) for position in positions)
+        request.held += more
+        self._held_logprobs += more
+
+    def _refuse_logprobs(self, request: _Request, now: float, aborts: list[str]) -> RequestOutput:
+        """The last output of the request for which more log probabilities are kept than for any other."""
+        text = Refusal(
+            f"This answer has more than {request.held - 1} log probabilities, and no more can be kept for one that is "
+            "given as a whole. Ask for fewer: less logprobs, prompt_logprobs, n, max_tokens or prompts; or stream them."
+        )
+        text.parameter = "logprobs" if request.shows_logprobs else "prompt_logprobs"
+        logger.warning("Request %s is ended: %s", request.message.request_id, text)
+        return self._end_with(request, text, now, aborts)
+
     def _fail(self, request: _Request, error: Exception, now: float, aborts: list[str]) -> RequestOutput:
         """The last output of a request whose text could not be made; the fault stays its own."""
         logger.error("Request %s failed", request.message.request_id, exc_info=error)
+        return self._end_with(request, f"{type(error).__name__}: {error}", now, aborts)
+
+    def _end_with(self, request: _Request, text: str, now: float, aborts: list[str]) -> RequestOutput:
+        """The last output of a request that ends with an error."""
         aborts += self._forget(request)
         request.metrics.finished_time = now
         self._count_finished(request, [("error", len(s.token_ids)) for s in request.sequences], now)
-        text = f"{type(error).__name__}: {error}"
         completions = [
             CompletionOutput(i, "", [], None, None, finish_reason="error", stop_reason=text)
             for i in range(request.message.returned)
@@ -596,6 +645,8 @@ class OutputProcessor:
     def _forget(self, request: _Request) -> list[str]:
         """Drop a request. Returns the ids under which the core may still run parts of it."""
         self._requests.pop(request.message.request_id, None)
+        self._held_logprobs -= request.held
+        request.held = 0
         if request.beams is not None:
             running = list(request.beams.running_ids)
             for core_id in [i for i, owner in self._beams.items() if owner is request]:
@@ -653,10 +704,13 @@ class OutputProcessor:
                 request.message.prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
             )
             text = "".join([*map(stream.feed, shown), stream.finish()])
-        logprobs = None
+        logprobs: Any = None
         if not params.use_beam_search or params.logprobs is not None:
             tokenizer = self.tokenizer if params.detokenize else None
-            logprobs = [logprob_dict(_with_first(step, token), tokenizer) for token, step in beam.steps]
+            logprobs = FlatLogprobs(token_text(tokenizer)) if params.flat_logprobs else []
+            most = params.logprobs if params.use_beam_search else None  # a search compares many more
+            for token, step in beam.steps:
+                add_logprobs(logprobs, _with_first(step, token, most), tokenizer)
         return CompletionOutput(
             index=index,
             text=text,
@@ -668,10 +722,30 @@ class OutputProcessor:
         )
 
 
+def token_text(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
+    """What the text of a token is; None without a tokenizer."""
+    return _no_text if tokenizer is None else tokenizer.token_text
+
+
+def add_logprobs(found: list[Any] | FlatLogprobs, step: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+    """Append a position, in either form."""
+    if not isinstance(found, FlatLogprobs):
+        found.append(logprob_dict(step, tokenizer))
+        return
+    ids, values, ranks = step.token_ids, step.logprobs, range(1, len(step.token_ids))
+    try:
+        again = ids.index(ids[0], 1)  # the token itself is among the most likely
+    except ValueError:
+        found.append_fast(ids, values, [step.rank, *ranks])
+    else:
+        places = [*range(again), *range(again + 1, len(ids))]
+        found.append_fast([ids[i] for i in places], [values[i] for i in places], [step.rank, *places[1:]])
+
+
 def logprob_dict(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
     """One position as users receive it: the token itself first, with its true rank, then the most likely ones."""
     ids, values = step.token_ids, step.logprobs
-    text = _no_text if tokenizer is None else tokenizer.token_text
+    text = token_text(tokenizer)
     found = {ids[0]: Logprob(values[0], step.rank, text(ids[0]))}
     for rank in range(1, len(ids)):
         token_id = ids[rank]
@@ -684,8 +758,11 @@ def _no_text(token_id: int) -> str | None:
     return None
 
 
-def _with_first(step: TokenLogprobs, token: int) -> TokenLogprobs:
-    """The same position with `token`, one of its most likely, in the place of the sampled one."""
+def _with_first(step: TokenLogprobs, token: int, most: int | None) -> TokenLogprobs:
+    """The same position with `token`, one of its most likely, in the place of the sampled one; and at most so many
+    others.
+    """
     position = step.token_ids.index(token, 1) if token in step.token_ids[1:] else 0
-    ids = [token, *step.token_ids[1:]]
-    return TokenLogprobs(ids, [step.logprobs[position], *step.logprobs[1:]], position or step.rank)
+    end = None if most is None else most + 1
+    values = [step.logprobs[position], *step.logprobs[1:end]]
+    return TokenLogprobs([token, *step.token_ids[1:end]], values, position or step.rank)

@@ -137,11 +137,16 @@ class Lanes:
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(2, thread_name_prefix="short-work")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-work")
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="large-answers")
         self._long_waiting = 0
 
-    async def run(self, size: int, function: Callable[..., _T], *args: Any, must: bool = False) -> _T:
+    async def write(self, function: Callable[..., _T], *args: Any) -> _T:
+        """`function(*args)`, which writes a large answer, or a large part of one. Long texts do not hold it up."""
+        return await asyncio.get_running_loop().run_in_executor(self._answers, function, *args)
+
+    async def run(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
         """`function(*args)`, on the event loop if its `size` is small. Raises what it raises, and QueueOverflowError if
-        too much waits already, unless it `must` be done (the rest of what was begun).
+        too much waits already.
 
         size: how many characters there are to tokenize, or what takes as long.
         """
@@ -150,7 +155,7 @@ class Lanes:
         loop = asyncio.get_running_loop()
         if size <= LONG_CHARACTERS:
             return await loop.run_in_executor(self._short, function, *args)
-        if self._long_waiting >= MAX_LONG_WAITING and not must:
+        if self._long_waiting >= MAX_LONG_WAITING:
             raise QueueOverflowError(f"{MAX_LONG_WAITING} long texts wait to be worked on. Try again later.")
         self._long_waiting += 1
         work = loop.run_in_executor(self._long, function, *args)
@@ -162,5 +167,5 @@ class Lanes:
 
     def close(self) -> None:
         """Begin nothing more."""
-        for pool in (self._short, self._long):
+        for pool in (self._short, self._long, self._answers):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -97,7 +97,7 @@ class Traffic:
                 self._leave_account(output.request_id)
                 failed = failure_of(output)
             if isinstance(failed, Refusal):  # nothing was generated, and there is no answer to begin
-                stream.fail(VLLMValidationError(failed, parameter="guided_decoding"))
+                stream.fail(VLLMValidationError(failed, parameter=failed.parameter))
                 continue
             stream.put(output)
             if failed is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 
 # Log probabilities up to which an answer is built where it is; a thousand take about a millisecond.
@@ -14,14 +16,30 @@ INLINE_ENTRIES = 2000
 ITEMS_PER_PIECE = 64
 
 
-def count_entries(outputs: Iterable[RequestOutput | None]) -> int:
+def has_logprobs(output: RequestOutput) -> bool:
+    """Whether there are any to show; quick, since it is asked of each token of a stream."""
+    return output.prompt_logprobs is not None or (bool(output.outputs) and output.outputs[0].logprobs is not None)
+
+
+def count_entries(outputs: Iterable[RequestOutput]) -> int:
     """How many log probabilities there are to show."""
     count = 0
     for output in outputs:
-        if output is not None:
-            steps = [output.prompt_logprobs, *(choice.logprobs for choice in output.outputs)]
-            count += sum(len(some) * len(some[-1] or ()) for some in steps if some)
+        steps: list[Any] = [output.prompt_logprobs, *(choice.logprobs for choice in output.outputs)]
+        count += sum(len(s.token_ids) if isinstance(s, FlatLogprobs) else len(s) * len(s[-1] or ()) for s in steps if s)
     return count
+
+
+def encode_at_once(answer: dict[str, Any]) -> bytes:
+    """The answer as JSON. Lists in it may be iterators, of which little is there at a time."""
+    return b"".join(_pieces(answer))
+
+
+def listed(value: Any) -> Any:
+    """An answer with lists in place of its iterators."""
+    if isinstance(value, dict):
+        return {key: listed(item) for key, item in value.items()}
+    return [listed(item) for item in value] if isinstance(value, Iterator) else value
 
 
 async def encode(answer: dict[str, Any]) -> bytes:
@@ -36,18 +54,25 @@ async def encode(answer: dict[str, Any]) -> bytes:
 
 def _pieces(value: Any, name: str = "") -> Iterator[bytes]:
     """Lists in slices, objects key by key if there are lists in them, so that no piece is large."""
-    if isinstance(value, list) and name in ("choices", "data"):
+    if isinstance(value, list | Iterator) and name in ("choices", "data"):
         yield from _joined((_pieces(item) for item in value), b"[", b"]")
+    elif isinstance(value, Iterator):
+        lists = iter(lambda: list(islice(value, ITEMS_PER_PIECE)), [])
+        yield from _joined((_part(items) for items in lists), b"[", b"]")
     elif isinstance(value, list) and len(value) > ITEMS_PER_PIECE:
         yield from _joined((_slice(value, i) for i in range(0, len(value), ITEMS_PER_PIECE)), b"[", b"]")
-    elif isinstance(value, dict) and any(isinstance(item, (dict, list)) for item in value.values()):
+    elif isinstance(value, dict) and any(isinstance(item, dict | list | Iterator) for item in value.values()):
         yield from _joined((_entry(key, item) for key, item in value.items()), b"{", b"}")
     else:
         yield json.dumps(value).encode()
 
 
 def _slice(value: Sequence[Any], start: int) -> Iterator[bytes]:
-    yield json.dumps(value[start : start + ITEMS_PER_PIECE]).encode()[1:-1]
+    yield from _part(value[start : start + ITEMS_PER_PIECE])
+
+
+def _part(items: Sequence[Any]) -> Iterator[bytes]:
+    yield json.dumps(items).encode()[1:-1]
 
 
 def _entry(key: str, value: Any) -> Iterator[bytes]:

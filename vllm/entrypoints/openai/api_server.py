@@ -168,7 +168,7 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         adapters = ServedAdapters(engine, parse_lora_modules(args.lora_modules), args.lora_root)
     names = tuple(model.served_model_names) or (model.served_model_name,)
     taken = [*names, *(() if adapters is None else (adapter.lora_name for adapter in adapters.all()))]
-    return ServerContext(
+    context = ServerContext(
         adapters=adapters,
         prompt_adapters=served_prompt_adapters(engine, args.prompt_adapters, taken),
         engine=engine,
@@ -189,6 +189,9 @@ def make_context(args: argparse.Namespace, engine: AsyncLLMEngine) -> Any:
         max_log_len=args.max_log_len,
         show_cached_tokens=args.enable_prompt_tokens_details,
     )
+    longest = model.max_model_len * (1 + max(model.max_logprobs, 20))
+    engine.output_processor.most_logprobs = max(context.limits.max_kept_logprobs, 2 * longest)
+    return context
 
 
 async def _load_adapters(args: argparse.Namespace, engine: AsyncLLMEngine) -> None:

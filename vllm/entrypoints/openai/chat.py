@@ -11,7 +11,7 @@ from typing import Any
 from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import apply_chat_template, tokenize_chat
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, listed
 from vllm.entrypoints.openai.completions import usage_of
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
@@ -186,17 +186,36 @@ def _roles(context: ServerContext, request: ChatCompletionRequest) -> tuple[str,
 
 async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
     """The answer as one JSON object."""
+    final = await _final(work)
+    if count_entries([final]) > INLINE_ENTRIES:
+        return await context.engine.lanes.write(_listed, context, work, final)
+    return _listed(context, work, final)
+
+
+async def encoded(context: ServerContext, work: Chat) -> bytes | dict[str, Any]:
+    """The answer as JSON already if it is large: made and encoded choice by choice, beside the event loop."""
+    final = await _final(work)
+    if count_entries([final]) > INLINE_ENTRIES:
+        return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, final)))
+    return _listed(context, work, final)
+
+
+async def _final(work: Chat) -> RequestOutput:
     final: RequestOutput | None = None
     async for _, output in merge([work.prompt.generate()]):
         final = output
     if final is None:
         raise bad_request("The request was aborted.")
-    if count_entries([final]) > INLINE_ENTRIES:
-        return await context.in_long_lane(_answer, context, work, final)
-    return _answer(context, work, final)
+    return final
+
+
+def _listed(context: ServerContext, work: Chat, final: RequestOutput) -> dict[str, Any]:
+    found: dict[str, Any] = listed(_answer(context, work, final))
+    return found
 
 
 def _answer(context: ServerContext, work: Chat, final: RequestOutput) -> dict[str, Any]:
+    """The answer, whose lists are iterators."""
     prompt_tokens = len(final.prompt_token_ids or ())
     completion_tokens = sum(len(output.token_ids) for output in final.outputs)
     return {
@@ -204,7 +223,7 @@ def _answer(context: ServerContext, work: Chat, final: RequestOutput) -> dict[st
         "object": "chat.completion",
         "created": work.created,
         "model": work.model,
-        "choices": [_choice(work, output) for output in final.outputs],
+        "choices": (_choice(work, output) for output in final.outputs),
         "usage": usage_of(prompt_tokens, completion_tokens, context.cached_tokens([final])),
         "prompt_logprobs": prompt_logprobs(final.prompt_logprobs),
     }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, listed
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
-from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
+from vllm.entrypoints.openai.logprobs import Step, TokenText, completion_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.sampling import (
     check_sizes,
@@ -160,24 +161,44 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | No
 
 async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
     """The answer as one JSON object."""
+    finals = await _finals(work)
+    if count_entries(finals) > INLINE_ENTRIES:
+        return await context.engine.lanes.write(_listed, context, work, finals)
+    return _listed(context, work, finals)
+
+
+async def encoded(context: ServerContext, work: Completion) -> bytes | dict[str, Any]:
+    """The answer as JSON already if it is large: made and encoded choice by choice, beside the event loop."""
+    finals = await _finals(work)
+    if count_entries(finals) > INLINE_ENTRIES:
+        return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, finals)))
+    return _listed(context, work, finals)
+
+
+async def _finals(work: Completion) -> list[RequestOutput]:
     finals: list[RequestOutput | None] = [None] * len(work.prompts)
     async for i, result in merge([prompt.generate() for prompt in work.prompts]):
         finals[i] = result
-    if count_entries(finals) > INLINE_ENTRIES:
-        return await context.in_long_lane(_answer, context, work, finals)
-    return _answer(context, work, finals)
+    found = [final for final in finals if final is not None]
+    if len(found) < len(finals):
+        raise bad_request("The request was aborted.")
+    return found
 
 
-def _answer(context: ServerContext, work: Completion, finals: Sequence[RequestOutput | None]) -> dict[str, Any]:
-    choices = []
-    prompt_tokens = completion_tokens = 0
-    for i, final in enumerate(finals):
-        if final is None:
-            raise bad_request("The request was aborted.")
-        prompt_tokens += len(final.prompt_token_ids or ())
-        for output in final.outputs:
-            completion_tokens += len(output.token_ids)
-            choices.append(_choice(context, work, final, output, i * work.count + output.index))
+def _listed(context: ServerContext, work: Completion, finals: Sequence[RequestOutput]) -> dict[str, Any]:
+    found: dict[str, Any] = listed(_answer(context, work, finals))
+    return found
+
+
+def _answer(context: ServerContext, work: Completion, finals: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The answer, whose lists are iterators."""
+    prompt_tokens = sum(len(final.prompt_token_ids or ()) for final in finals)
+    completion_tokens = sum(len(output.token_ids) for final in finals for output in final.outputs)
+    choices = (
+        _choice(context, work, final, output, i * work.count + output.index)
+        for i, final in enumerate(finals)
+        for output in final.outputs
+    )
     return {
         "id": work.id,
         "object": "text_completion",
@@ -191,14 +212,15 @@ def _answer(context: ServerContext, work: Completion, finals: Sequence[RequestOu
 def _choice(
     context: ServerContext, work: Completion, final: RequestOutput, output: CompletionOutput, index: int
 ) -> dict[str, Any]:
-    text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
+    text, token_ids = output.text, list(output.token_ids)
+    steps: Iterable[Step | None] | None = output.logprobs
     if work.echo:
         prompt_text = prompt_text_of(context, final)
         if work.request.max_tokens == 0:
             text, token_ids, steps = "", [], []
         text = prompt_text + text
         token_ids = [*(final.prompt_token_ids or ()), *token_ids]
-        steps = None if steps is None else [*(final.prompt_logprobs or ()), *steps]  # type: ignore[list-item]
+        steps = None if steps is None else chain(final.prompt_logprobs or (), steps)
     logprobs = None
     if work.request.logprobs is not None and steps is not None:
         logprobs = completion_logprobs(token_ids, steps, work.request.logprobs, work.text_of)
@@ -241,7 +263,7 @@ class CompletionEvents(AnswerEvents):
         self._offsets: dict[int, int] = {}
         self._echoed: set[int] = set()
         # Prompt logprobs come once, with the first choice; the others echo them too.
-        self._of_prompt: dict[int, list[Any]] = {}
+        self._of_prompt: dict[int, Sequence[Any]] = {}
 
     def _before(self, choice: int) -> str:
         return f'{self._head}[{{"index": {choice}, "text": '
@@ -251,7 +273,7 @@ class CompletionEvents(AnswerEvents):
         text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
         prompt = choice // self._count
         if result.prompt_logprobs:
-            self._of_prompt[prompt] = list(result.prompt_logprobs)
+            self._of_prompt[prompt] = result.prompt_logprobs
         if work.echo and choice not in self._echoed:
             self._echoed.add(choice)
             if request.max_tokens == 0:
@@ -294,15 +316,20 @@ class WholeEvents:
     def __init__(self, context: ServerContext, work: Completion) -> None:
         self._context = context
         self._work = work
-        self._finals: list[RequestOutput | None] = [None] * len(work.prompts)
+        self._finals: dict[int, RequestOutput] = {}
 
     def feed(self, index: int, result: RequestOutput) -> bytes:
         self._finals[index] = result
         return b""
 
     def end(self) -> bytes:
-        answer = _answer(self._context, self._work, self._finals)
-        return b"data: " + json.dumps(answer).encode() + b"\n\n" + DONE
+        finals = [self._finals[i] for i in range(len(self._work.prompts))]
+        return whole_stream(json.dumps(_listed(self._context, self._work, finals)).encode())
 
     def failure(self, error: APIError) -> bytes:
         return failed(error)
+
+
+def whole_stream(answer: bytes) -> bytes:
+    """A stream whose only event is an encoded answer."""
+    return b"data: " + answer + b"\n\n" + DONE

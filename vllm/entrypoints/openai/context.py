@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.engine.texts import LONG_CHARACTERS, TooManyTokensError
+from vllm.engine.texts import TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
 from vllm.entrypoints.openai.message import ParsingSettings
@@ -195,10 +195,6 @@ class ServerContext:
     async def in_lane(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
         """Do work that is as large as tokenizing `size` characters, beside the event loop if that is much."""
         return await self.engine.lanes.run(size, function, *args)
-
-    async def in_long_lane(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Finish what was begun and takes long, such as writing a large answer."""
-        return await self.engine.lanes.run(LONG_CHARACTERS + 1, function, *args, must=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.engine.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class TokenText:
 
 def completion_logprobs(
     token_ids: Sequence[int],
-    steps: Sequence[Step | None],
+    steps: Iterable[Step | None],
     top: int,
     text_of: TokenText,
     offset: int = 0,
@@ -81,11 +81,11 @@ def _chat_entry(token_id: int, logprob: Logprob, text_of: TokenText) -> dict[str
     return {"token": text, "logprob": max(logprob.logprob, SMALLEST), "bytes": text_of.raw_bytes(token_id, text)}
 
 
-def prompt_logprobs(steps: Sequence[Step | None] | None) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(steps: Sequence[Step | None] | None) -> Iterator[dict[str, Any] | None] | None:
     """The `prompt_logprobs` extension: per position, token id -> logprob, rank and text; null for the first."""
     if steps is None:
         return None
-    return [
+    return (
         None
         if step is None
         else {
@@ -93,4 +93,4 @@ def prompt_logprobs(steps: Sequence[Step | None] | None) -> list[dict[str, Any] 
             for i, p in step.items()
         }
         for step in steps
-    ]
+    )

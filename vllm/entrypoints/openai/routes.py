@@ -16,9 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from vllm import envs
+from vllm.config.settings import without_secrets
 from vllm.entrypoints.openai import chat, completions, messages, pooling, responses
 from vllm.entrypoints.openai.adapters import ServedAdapters
-from vllm.entrypoints.openai.answers import encode
+from vllm.entrypoints.openai.answers import encode, encode_at_once
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
 from vllm.entrypoints.openai.direct import error_response
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found
@@ -33,7 +34,7 @@ from vllm.entrypoints.openai.protocol import (
     _Request,
     checked,
 )
-from vllm.entrypoints.openai.sse import EventStream
+from vllm.entrypoints.openai.sse import HEADERS, EventStream
 from vllm.entrypoints.openai.strict_json import parse_object
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
@@ -172,8 +173,12 @@ def _parse(model: type[_Model], body: bytes) -> _Model:
     return checked(model, data, len(body))
 
 
-async def answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
-    """Run `work`, but give up (and so abort in the engine) as soon as the client is gone."""
+async def answer(
+    request: Request, work: Callable[[], Awaitable[bytes | dict[str, Any]]], as_stream: bool | None = False
+) -> Response:
+    """Run `work`, but give up (and so abort in the engine) as soon as the client is gone. It makes the answer, maybe
+    encoded already; a client that wants a stream gets it as the only event of one.
+    """
     context = context_of(request)
     task = asyncio.ensure_future(work())
     watcher = asyncio.ensure_future(_gone(request))
@@ -184,12 +189,23 @@ async def answer(request: Request, work: Callable[[], Awaitable[dict[str, Any]]]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return Response(status_code=499)
-        return Response(await encode(task.result()), media_type="application/json")
+        found = task.result()
+        body = found if isinstance(found, bytes) else await encode(found)
+        if as_stream:
+            return WholeStream(completions.whole_stream(body))
+        return Response(body, media_type="application/json")
     except Exception as error:
         raise as_api_error(error) from error
     finally:
         context.load -= 1
         watcher.cancel()
+
+
+class WholeStream(Response):
+    """A stream that is there as a whole."""
+
+    def init_headers(self, headers: Any = None) -> None:
+        self.raw_headers = [*HEADERS, (b"content-length", str(len(self.body)).encode())]
 
 
 async def _gone(request: Request) -> None:
@@ -221,10 +237,9 @@ async def create_completion(request: Request) -> Response:
         work = await completions.prepare(context, body, request.headers.get("x-request-id"))
     except Exception as error:
         raise as_api_error(error) from error
-    if body.stream:
-        events = completions.WholeEvents if body.is_decided_at_end else completions.CompletionEvents
-        return await stream(request, EventStream(work.prompts, events(context, work)))
-    return await answer(request, lambda: completions.complete(context, work))
+    if body.stream and not body.is_decided_at_end:
+        return await stream(request, EventStream(work.prompts, completions.CompletionEvents(context, work)))
+    return await answer(request, lambda: completions.encoded(context, work), body.stream)
 
 
 @router.post("/v1/chat/completions", openapi_extra=_schema(ChatCompletionRequest), responses=GENERATING_ANSWERS)
@@ -237,7 +252,7 @@ async def create_chat_completion(request: Request) -> Response:
         raise as_api_error(error) from error
     if body.stream:
         return await stream(request, EventStream([work.prompt], chat.ChatEvents(context, work)))
-    return await answer(request, lambda: chat.complete(context, work))
+    return await answer(request, lambda: chat.encoded(context, work))
 
 
 @router.post("/v1/responses", openapi_extra=_schema(ResponsesRequest), responses=GENERATING_ANSWERS)
@@ -395,7 +410,7 @@ async def tokenized(context: ServerContext, body: TokenizeRequest) -> bytes:
     def encoded() -> bytes:
         strings = [context.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": strings}
-        return json.dumps(found).encode()
+        return encode_at_once(found)
 
     return await context.in_lane(4 * len(ids), encoded)
 
@@ -523,7 +538,7 @@ async def _control(request: Request, method: str) -> None:
 async def server_info(request: Request) -> Response:
     _for_developers()
     engine = context_of(request).engine
-    settings = json.loads(json.dumps(engine.vllm_config.to_dict(), default=str))
+    settings = without_secrets(json.loads(json.dumps(engine.vllm_config.to_dict(), default=str)))
     return JSONResponse({"vllm_config": settings, "uptime": time.time() - context_of(request).created})
 
 

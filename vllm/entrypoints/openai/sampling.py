@@ -34,6 +34,8 @@ class RequestLimits:
     max_list_length: int = 100_000  # logit_bias, allowed_token_ids, stop_token_ids
     # Each sequence has these lists for itself when it is computed: entries of all of them, times sequences.
     max_entries: int = 2_000_000
+    # Log probabilities that are kept, for all answers that are given as a whole; more if a prompt may be very long.
+    max_kept_logprobs: int = 8_000_000
 
 
 LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words")
@@ -111,6 +113,7 @@ def to_sampling_params(
         min_tokens=request.min_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        flat_logprobs=True,  # objects would take twenty times the memory, and every collection of garbage a look at all
         skip_special_tokens=request.skip_special_tokens,
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.responses import Response
 
 from vllm.engine.request_stream import RequestStream, is_failed
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, has_logprobs
 from vllm.entrypoints.openai.connection import ChunkWriter, chunk_writer
 from vllm.entrypoints.openai.context import BEGUN_PER_TURN, Prompt, as_api_error
 from vllm.entrypoints.openai.errors import APIError
@@ -57,6 +58,7 @@ class EventStream(Response):
         self._due: dict[int, None] = {}  # prompts whose streams have something, in order
         self._changed = asyncio.Event()
         self._writer: ChunkWriter | None = None
+        self._work: tuple[int, RequestOutput, asyncio.Future[bytes]] | None = None  # a large output, being written
         self._ready = b""  # events that were not sent yet
         self._complete = False  # and none will come after them
         self._begun = False  # the status was decided
@@ -185,17 +187,23 @@ class EventStream(Response):
     def _collect(self) -> bytes:
         """The events of everything that has come. Raises an error that is the first thing to come."""
         events = b""
-        if self._complete:
+        if self._complete or (self._work is not None and not self._work[2].done()):
             return events
         due, self._due = self._due, {}
         try:
-            for index in due:
-                stream = self._streams[index]
-                while (output := stream.take()) is not None:  # raises the error that follows the outputs, if any
-                    events += self._events.feed(index, output)
-                    if output.finished and not is_failed(output):
-                        events += self._end_of_prompt()
-                        break
+            if self._work is not None:
+                (index, output, work), self._work = self._work, None
+                events = work.result() + self._after(output)
+            while due and self._work is None:
+                index = next(iter(due))
+                taken = self._streams[index].take()  # raises the error that follows the outputs, if any
+                if taken is None:
+                    del due[index]
+                elif has_logprobs(taken) and count_entries([taken]) > INLINE_ENTRIES:
+                    self._begin(index, taken)
+                else:
+                    events += self._events.feed(index, taken) + self._after(taken)
+            self._due = {**due, **self._due}
         except Exception as error:
             self._complete = True
             if not self._begun and not events:
@@ -203,8 +211,17 @@ class EventStream(Response):
             events += self._events.failure(as_api_error(error))
         return events
 
-    def _end_of_prompt(self) -> bytes:
-        """One prompt is done: the events after the last one, if this is it."""
+    def _begin(self, index: int, output: RequestOutput) -> None:
+        """Write the events of a large output beside the event loop. What comes meanwhile waits."""
+        lanes = self._prompts[index].engine.lanes
+        work = asyncio.ensure_future(lanes.write(self._events.feed, index, output))
+        work.add_done_callback(lambda _: self._on_output(index))
+        self._work = index, output, work
+
+    def _after(self, output: RequestOutput) -> bytes:
+        """What follows the events of an output: if it is the last one of the last prompt, the end."""
+        if not output.finished or is_failed(output):
+            return b""
         self._unfinished -= 1
         self._complete = self._unfinished == 0
         return self._events.end() if self._complete else b""
