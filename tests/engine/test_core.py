@@ -255,7 +255,7 @@ class FreeGrammar:
     def start(self):
         return SimpleNamespace(take=lambda token: True, accept=lambda token: True)
 
-    def fill_all(self, matchers, bits):
+    def fill_all(self, matchers, tokens, bits):
         bits[:] = 0xFFFFFFFF
         return SimpleNamespace(may_end=[], dead=[], errors={})
 

@@ -17,7 +17,7 @@ from tests.structured_output.driver import spec_of
 from vllm.engine.tokenizer import load_tokenizer
 from vllm.exceptions import VLLMValidationError
 from vllm.structured_output.compiler import GrammarCompiler
-from vllm.structured_output.grammar import Grammar, GrammarError, Matcher
+from vllm.structured_output.grammar import NO_TOKEN, Grammar, GrammarError, Matcher
 from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
 
 BACKENDS = ("guidance", "xgrammar", "outlines", "lm-format-enforcer")
@@ -120,14 +120,27 @@ def test_many_rows_are_what_each_is_alone(backend: str, compiler: GrammarCompile
         for _ in range(i % 4):
             assert matcher.accept(min(allowed(matcher, vocabulary)[0]))
     complete = next(i for i, token in enumerate(vocabulary.tokens) if token == b"x")
+    wrong = next(i for i, token in enumerate(vocabulary.tokens) if token == b"z")
     for matcher in matchers[2::4]:
         assert matcher.accept(complete)
+    tokens = [NO_TOKEN] * 12
+    for i in (0, 4, 5):  # these are shown a token before their masks are computed
+        tokens[i] = min(allowed(matchers[i], vocabulary)[0])
+    tokens[7] = complete
+    assert complete in allowed(matchers[7], vocabulary)[0]
+    notices = backend in ("guidance", "xgrammar")  # the others need not, since no mask allows it
+    if notices:
+        tokens[8] = wrong
     bits: np.ndarray = np.full((12, vocabulary.words), 0xDEADBEEF, np.uint32)  # what was there before is overwritten
-    filled = made.backend.fill_all(matchers, bits)
-    assert not filled.errors
-    assert filled.may_end == [2, 6, 10]
-    assert set(filled.dead) <= {2, 6, 10}
+    filled = made.backend.fill_all(matchers, tokens, bits)
+    text = f"Token {wrong} was sampled although the grammar does not allow it."
+    assert {place: str(error) for place, error in filled.errors.items()} == ({8: text} if notices else {})
+    assert filled.may_end == [2, 6, 7, 10]
+    assert set(filled.dead) <= {2, 6, 7, 10}
     for i, matcher in enumerate(matchers):
+        if i in filled.errors:
+            assert not bits[i].any()
+            continue
         alone: np.ndarray = np.zeros(vocabulary.words, np.uint32)
         assert matcher.fill(alone) == (i in filled.may_end)
         assert np.array_equal(alone, bits[i])
@@ -170,7 +183,7 @@ def test_rows_that_nothing_may_follow_are_named(
         matcher, random_ = made.grammar.start(), random.Random(i)
         for _ in range(40):
             bits: np.ndarray = np.zeros((1, vocabulary.words), np.uint32)
-            filled = made.backend.fill_all([matcher], bits)
+            filled = made.backend.fill_all([matcher], [NO_TOKEN], bits)
             tokens = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
             if not tokens:
                 assert filled.may_end or filled.dead or filled.errors

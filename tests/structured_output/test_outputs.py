@@ -186,9 +186,9 @@ def test_a_request_without_a_possible_token_fails_alone(demo: LLM) -> None:
 def test_a_request_whose_masks_take_too_long_fails_alone(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_all = Guidance.fill_all
 
-    def slow(self: Guidance, matchers: Any, bits: Any) -> Any:
+    def slow(self: Guidance, matchers: Any, tokens: Any, bits: Any) -> Any:
         time.sleep(0.03 * sum(matcher.slow for matcher in matchers))
-        return fill_all(self, matchers, bits)
+        return fill_all(self, matchers, tokens, bits)
 
     def start(self: GuidanceGrammar) -> Any:
         matcher = begin(self)

@@ -11,6 +11,7 @@ import numpy as np
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
+NO_TOKEN = -1
 _FIRST_WORDS = 64
 
 
@@ -81,17 +82,26 @@ class Backend(Protocol):
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
         """The grammar itself. Raises GrammarError."""
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
-        """`fill` for several of this back end's matchers, each into its row of `bits`: [matchers, words] uint32, whose
-        rows are contiguous.
+    def fill_all(self, matchers: Sequence[Matcher], tokens: Sequence[int], bits: np.ndarray) -> Filled:
+        """`take` and then `fill` for several of this back end's matchers.
+
+        tokens: what each is shown, which its last mask allowed, or NO_TOKEN.   bits: [matchers, words] uint32, whose
+        rows are contiguous: the masks, each in its matcher's row.
         """
 
 
-def fill_one_by_one(matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
+def refused(token: int) -> GrammarError:
+    """What is wrong with a request whose newest token its grammar does not allow."""
+    return GrammarError(f"Token {token} was sampled although the grammar does not allow it.")
+
+
+def fill_one_by_one(matchers: Sequence[Matcher], tokens: Sequence[int], bits: np.ndarray) -> Filled:
     """`fill_all` for libraries that have no better way."""
     found = Filled([], [], {})
-    for i, (matcher, row) in enumerate(zip(matchers, bits, strict=True)):
+    for i, (matcher, token, row) in enumerate(zip(matchers, tokens, bits, strict=True)):
         try:
+            if token != NO_TOKEN and not matcher.take(token):
+                raise refused(token)
             if matcher.fill(row):
                 found.may_end.append(i)
             if not row.any():

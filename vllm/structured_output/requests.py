@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import Compiled, GrammarCompiler
-from vllm.structured_output.grammar import Backend, GrammarError, Matcher
+from vllm.structured_output.grammar import NO_TOKEN, Backend, GrammarError, Matcher, refused
 from vllm.structured_output.vocabulary import WORD_BITS
 
 if TYPE_CHECKING:
@@ -79,21 +79,21 @@ class _Waiting(NamedTuple):
 
 class _State:
     """One request. begin: of its output.   ends_late: it ends only if it can do nothing else.   jumps: a token that
-    must follow need not be sampled.   position: of the first token that the matcher has not seen.   seen: output tokens
-    that were searched for the end of the reasoning.   mask: of the token at `position`, once it is computed: a matrix
-    and its row.   excess: seconds that masks have taken beyond what they may.   problem: why the request cannot go on
-    there.   complete_early: its text is complete there, though it has fewer than min_tokens.
+    must follow need not be sampled.   position: of the first token that was not taken in.   pending: the one before
+    it, if the matcher has not seen it.   seen: output tokens that were searched for the end of the reasoning.
+    mask: of the token at `position`, once it is computed: a matrix and its row.   excess: seconds that masks have
+    taken beyond what they may.   problem: why the request cannot go on there.   complete_early: its text is
+    complete there, though it has fewer than min_tokens.
     """
 
     __slots__ = (
         "backend", "begin", "complete_early", "ends", "ends_late", "excess", "jumps", "mask", "matcher", "min_tokens",
-        "position", "problem", "reasoning", "seen", "take",
+        "pending", "position", "problem", "reasoning", "seen",
     )  # fmt: skip
 
     def __init__(self, compiled: Compiled, request: Request, reasoning: bool) -> None:
         self.backend: Backend = compiled.backend
         self.matcher: Matcher = compiled.grammar.start()
-        self.take = self.matcher.take
         self.ends: Collection[int] = request.stop_token_ids
         self.ends_late = False
         assert isinstance(request.params, SamplingParams)  # a pooled request has no output to be constrained
@@ -102,6 +102,7 @@ class _State:
         self.begin = self.position = request.num_prompt_tokens
         self.seen = 0
         self.reasoning = reasoning
+        self.pending = NO_TOKEN
         self.mask: tuple[np.ndarray, int] | None = None
         self.excess = 0.0
         self.problem: str | None = None
@@ -341,7 +342,9 @@ class GrammarRequests:
             rows = [self._compute(backend, [state], bits[i : i + 1]) for i, state in enumerate(states)]
             return [i for i, may_end in enumerate(rows) if may_end]
         begun = time.perf_counter()
-        filled = backend.fill_all([state.matcher for state in states], bits)
+        filled = backend.fill_all([state.matcher for state in states], [state.pending for state in states], bits)
+        for state in states:
+            state.pending = NO_TOKEN
         if time.perf_counter() - begun > MASK_SECONDS:
             self._slow = True
             if len(states) == 1:
@@ -359,12 +362,13 @@ class GrammarRequests:
         return filled.may_end
 
     def _follow(self, state: _State, tokens: Sequence[int]) -> bool:
-        """Show the matcher the request's new tokens; False if the grammar has not begun."""
-        if state.position >= len(tokens):
+        """Take in the request's new tokens; False if the grammar has not begun. The last one waits for `_compute`,
+        which shows it to the matcher and then computes the mask behind it.
+        """
+        count = len(tokens)
+        if state.position >= count:
             return not state.reasoning
-        take = state.take
         if state.reasoning:
-            take = state.matcher.accept  # nobody masked what stands behind the thoughts already
             assert self._reasoning_end is not None
             output = tokens[state.begin :]
             begin = self._reasoning_end.find(output, state.seen)
@@ -373,12 +377,21 @@ class GrammarRequests:
                 return False
             state.reasoning = False
             state.position = state.begin + begin
-        state.mask = None
-        for position in range(state.position, len(tokens)):
-            if not take(tokens[position]):
-                raise GrammarError(f"Token {tokens[position]} was sampled although the grammar does not allow it.")
-            state.position = position + 1
+            self._show(state, state.matcher.accept, tokens, count)  # nobody masked what stands behind the thoughts
+            return True
+        self._show(state, state.matcher.take, tokens, count - 1)
+        state.pending = tokens[count - 1]
+        state.position = count
         return True
+
+    @staticmethod
+    def _show(state: _State, take: Callable[[int], bool], tokens: Sequence[int], end: int) -> None:
+        """Show the matcher the tokens before `end`. Raises GrammarError."""
+        state.mask = None
+        for position in range(state.position, end):
+            if not take(tokens[position]):
+                raise refused(tokens[position])
+            state.position = position + 1
 
 
 def _jumps(params: SamplingParams) -> bool:

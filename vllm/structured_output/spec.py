@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.structured_output.params import GuidedDecodingParams, StructuredOutputsParams
 
 JSON, REGEX, CHOICE, GRAMMAR, STRUCTURAL_TAG = "json", "regex", "choice", "grammar", "structural_tag"
+ANY_OBJECT = '{"type":"object"}'  # the schema of `json_object`
 MAX_SCHEMA_CHARACTERS = 1 << 18
 MAX_PATTERN_CHARACTERS = 1 << 16
 MAX_SCHEMA_DEPTH = 64
@@ -77,7 +78,7 @@ def _kind_and_text(params: GuidedDecodingParams | StructuredOutputsParams, name:
     if params.json is not None:
         return JSON, _schema_text(params.json, name)
     if params.json_object:
-        return JSON, '{"type":"object"}'
+        return JSON, ANY_OBJECT
     if params.regex is not None:
         return REGEX, params.regex
     if params.choice is not None:

@@ -11,7 +11,17 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, address, end_of, take_ends
+from vllm.structured_output.grammar import (
+    NO_TOKEN,
+    Filled,
+    Grammar,
+    GrammarError,
+    Matcher,
+    address,
+    end_of,
+    refused,
+    take_ends,
+)
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec, ascii_digits
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -121,20 +131,24 @@ class Guidance:
             raise GrammarError(_readable(matcher.get_error()))
         return GuidanceGrammar(matcher, self._end, _BASE_BYTES + _BYTES_PER_CHARACTER * len(spec.text))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
+    def fill_all(self, matchers: Sequence[Matcher], tokens: Sequence[int], bits: np.ndarray) -> Filled:
         known: list[GuidanceMatcher] = list(matchers)  # type: ignore[arg-type]
         place, stride, size = address(bits), bits.strides[0], bits.shape[1] * bits.itemsize
         dead, errors = [], {}
-        for i, matcher in enumerate(known):
+        for i, matcher, token in zip(range(len(known)), known, tokens, strict=True):
             inner = matcher.inner
-            inner.unsafe_compute_mask_ptr(place, size)
+            if token != NO_TOKEN and not inner.consume_token(token):
+                errors[i] = refused(token)
+                bits[i] = 0
+            else:
+                inner.unsafe_compute_mask_ptr(place, size)
+                if inner.is_error():
+                    try:
+                        matcher.check(bits[i])
+                        dead.append(i)
+                    except GrammarError as error:
+                        errors[i] = error
             place += stride
-            if inner.is_error():
-                try:
-                    matcher.check(bits[i])
-                    dead.append(i)
-                except GrammarError as error:
-                    errors[i] = error
         return Filled(take_ends(bits, self._end), dead, errors)
 
 

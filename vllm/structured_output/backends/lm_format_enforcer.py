@@ -130,8 +130,8 @@ class Lmfe:
             raise GrammarError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
         return LmfeGrammar(parser, self._data, self._end, _BYTES_PER_CHARACTER * len(spec.text) + (1 << 14))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
-        return fill_one_by_one(matchers, bits)
+    def fill_all(self, matchers: Sequence[Matcher], tokens: Sequence[int], bits: np.ndarray) -> Filled:
+        return fill_one_by_one(matchers, tokens, bits)
 
 
 make = Lmfe

@@ -100,8 +100,8 @@ class Outlines:
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
         return OutlinesGrammar(Index.from_binary(data), self._end, _LOADED_PER_BYTE * len(data))
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
-        return fill_one_by_one(matchers, bits)
+    def fill_all(self, matchers: Sequence[Matcher], tokens: Sequence[int], bits: np.ndarray) -> Filled:
+        return fill_one_by_one(matchers, tokens, bits)
 
 
 make = Outlines

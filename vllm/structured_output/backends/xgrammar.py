@@ -11,7 +11,17 @@ import numpy as np
 import torch
 import xgrammar
 
-from vllm.structured_output.grammar import Filled, Grammar, GrammarError, Matcher, empty_rows, end_of, take_ends
+from vllm.structured_output.grammar import (
+    NO_TOKEN,
+    Filled,
+    Grammar,
+    GrammarError,
+    Matcher,
+    empty_rows,
+    end_of,
+    refused,
+    take_ends,
+)
 from vllm.structured_output.spec import CHOICE, GRAMMAR, JSON, REGEX, GrammarSpec
 from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 
@@ -70,8 +80,12 @@ class XgrammarMatcher:
             return False
         if not self.inner.accept_token(token):
             return False
-        self._tokens.append(token)
+        self.note(token)
         return True
+
+    def note(self, token: int) -> None:
+        """The library has taken in a token."""
+        self._tokens.append(token)
 
     def take(self, token: int) -> bool:
         return self.accept(token)
@@ -114,6 +128,7 @@ class Xgrammar:
             None if token is None or _SURROGATE.search(token) else token for token in vocabulary.tokens
         )
         self._width = vocabulary.width
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=1)
         self._surrogates = _Surrogates(self._tokens, vocabulary.words)
         # By whether they are for JSON. Compilers are made in the process that compiles.
         self._infos: dict[bool, xgrammar.TokenizerInfo] = {}
@@ -172,15 +187,33 @@ class Xgrammar:
         compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info(spec.kind == JSON))
         return XgrammarGrammar(compiled, self._end, self._words, self._surrogates)
 
-    def fill_all(self, matchers: Sequence[Matcher], bits: np.ndarray) -> Filled:
+    def fill_all(self, matchers: Sequence[Matcher], tokens: Sequence[int], bits: np.ndarray) -> Filled:
         known: list[XgrammarMatcher] = list(matchers)  # type: ignore[arg-type]
-        rows = _as_tensor(bits)
-        for i, matcher in enumerate(known):
-            matcher.inner.fill_next_token_bitmask(rows, i)
-            if matcher.is_open:
-                matcher.keep_characters(bits[i])
+        places = list(range(len(known)))
+        errors = self._take_all([shown for shown in zip(places, known, tokens, strict=True) if shown[2] != NO_TOKEN])
+        if errors:
+            bits[list(errors)] = 0
+            places = [i for i in places if i not in errors]
+        self._batch.batch_fill_next_token_bitmask([known[i].inner for i in places], _as_tensor(bits), places)
+        for i in places:
+            if known[i].is_open:
+                known[i].keep_characters(bits[i])
         may_end = take_ends(bits, self._end)
-        return Filled(may_end, empty_rows(bits), {})
+        return Filled(may_end, [row for row in empty_rows(bits) if row not in errors], errors)
+
+    @staticmethod
+    def _take_all(shown: list[tuple[int, XgrammarMatcher, int]]) -> dict[int, GrammarError]:
+        """Show each matcher its token. shown: with their places. Returns what is wrong, by place."""
+        taken = xgrammar.BatchGrammarMatcher.batch_accept_token(
+            [matcher.inner for _, matcher, _ in shown], [token for _, _, token in shown]
+        )
+        errors = {}
+        for (place, matcher, token), good in zip(shown, taken, strict=True):
+            if good:
+                matcher.note(token)
+            else:
+                errors[place] = refused(token)
+        return errors
 
 
 make = Xgrammar
