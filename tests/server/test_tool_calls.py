@@ -157,6 +157,7 @@ def test_usage_counts_all_tokens(tools: Server) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": None, "tool_choice": "auto"}, "When using `tool_choice`, `tools` must be set."),
     ({"tool_choice": "maybe"}, 'Only named tools, "none", "auto" or "required" are supported.'),
+    ({"tool_choice": {"type": "allowed_tools"}}, '"allowed_tools" is not supported: send these tools only'),
     ({"tool_choice": {}}, "Expected field `function` in `tool_choice`. Correct usage"),
     ({"tool_choice": {"type": "function", "function": {}}}, "Expected field `name` in `function` in `tool_choice`."),
     (

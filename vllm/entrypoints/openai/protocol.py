@@ -352,6 +352,12 @@ def _check_tool_choice(data: dict[str, Any]) -> None:
             "tool_choice",
         )
     usage = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
+    if choice.get("type") == "allowed_tools":
+        raise bad_request(
+            'A `tool_choice` of the type "allowed_tools" is not supported: send these tools only, with the mode as '
+            "`tool_choice`.",
+            "tool_choice",
+        )
     function = choice.get("function")
     if not isinstance(function, dict):
         raise bad_request(f"Expected field `function` in `tool_choice`. {usage}", "tool_choice")
