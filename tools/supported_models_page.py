@@ -49,8 +49,9 @@ token, `...ForSequenceClassification` classifies by it. With `task` any of them 
 |---|---|---|---|
 """
 _NOTES = """
-A config.json that asks for code of its repository (`auto_map`) is refused unless `--trust-remote-code` is given; the
-models above do not need that code, but some of their tokenizers do. Checkpoints may be quantized
+Python code of a repository (`auto_map` in config.json) is neither needed for the models above nor run; some of their
+tokenizers need it, and with it `--trust-remote-code`. Files of public repositories are held against what transformers
+makes of them, field by field as published, in `tests/models/test_published_configs.py`. Checkpoints may be quantized
 ([engine_arguments.md](engine_arguments.md), `quantization`).
 
 **Any other decoder of transformers** runs generically: its own modules, with this engine's paged attention, chunked

@@ -220,12 +220,31 @@ def test_auto_map_is_refused_at_any_depth_without_trust(tmp_path: Path, where: t
     inner: Any = {"auto_map": {"AutoConfig": "evil.Config"}}
     for name in reversed(where):
         inner = {name: [inner] if name == "list" else inner}
-    write(tmp_path, {**document("llama"), **inner})
+    theirs = {**document("llama"), "architectures": ["TheirForCausalLM"]}
+    write(tmp_path, {**(document("llama") if where else theirs), **inner})
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
     with pytest.raises(ValueError, match="Python code from the model's repository"):
         HFConfig.load(tmp_path)
     assert not (tmp_path / "canary").exists()
     assert HFConfig.load(tmp_path, trust_remote_code=True).num_layers == 5
+
+
+def test_auto_map_of_a_model_of_ours_is_left_out_and_its_code_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+    for name in ("llama", "chatglm"):
+        architecture = {"llama": "LlamaForCausalLM", "chatglm": "ChatGLMModel"}[name]
+        own = {"num_layers": 5, "hidden_size": 48, "num_attention_heads": 6, "padded_vocab_size": 99, "seq_length": 64}
+        raw = {**(document("llama") if name == "llama" else own), "model_type": name, "architectures": [architecture]}
+        write(tmp_path, {**raw, "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}})
+        config = HFConfig.load(tmp_path)
+        assert "auto_map" not in config.raw
+        assert config.to_transformers().model_type == name
+    write(tmp_path, {**raw, "auto_map": {"AutoConfig": "evil.Config"}})
+    with pytest.raises(ValueError, match="Python code from the model's repository"):
+        HFConfig.load(tmp_path, hf_overrides={"architectures": ["TheirForCausalLM"]})
+    with pytest.raises(ValueError, match="Python code from the model's repository"):
+        HFConfig.load(tmp_path, hf_overrides=lambda config: config)
+    assert not (tmp_path / "canary").exists()
 
 
 def test_auto_map_cannot_come_through_overrides(tmp_path: Path) -> None:

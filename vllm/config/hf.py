@@ -34,7 +34,7 @@ HEAD_TOKENS = "vllm_head_tokens"  # a field that no file may have
 
 _MISSING = object()
 _NAMES = {  # our word -> the names that model families use for it
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model", "dim"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
@@ -103,6 +103,20 @@ def refuse_model_code(document: Any, source: Path | str, *, trust_remote_code: b
             pending.extend(value)
 
 
+def _is_ours(raw: Mapping[str, Any], hf_overrides: HFOverrides | None) -> bool:
+    """Whether a family of ours runs the model, so that no code of its repository is needed. A function that is to
+    change transformers' config object may need it to make one.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    names = raw.get("architectures")
+    if callable(hf_overrides):
+        return False
+    if isinstance(hf_overrides, Mapping) and isinstance(hf_overrides.get("architectures"), list):
+        names = hf_overrides["architectures"]
+    return isinstance(names, list) and ModelRegistry.knows(name for name in names if isinstance(name, str))
+
+
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `changes` laid over it; dictionaries are merged, anything else is replaced."""
     merged = dict(base)
@@ -153,6 +167,9 @@ class HFConfig:
                 "Use the version of the model in Hugging Face format, which has a config.json."
             )
         raw = read_json_object(file)
+        if raw.get("auto_map") and not trust_remote_code and _is_ours(raw, hf_overrides):
+            logger.info("%s names Python code of the model's repository, which is neither needed nor run.", file)
+            raw = {name: value for name, value in raw.items() if name != "auto_map"}
         refuse_model_code(raw, file, trust_remote_code=trust_remote_code)
         if callable(hf_overrides):
             raw = _override_with_function(folder, hf_overrides, trust_remote_code)

@@ -52,10 +52,16 @@ def mpt(hf: HFConfig) -> Decoder:
 
 def falcon_kv_heads(hf: HFConfig) -> int:
     """Groups of the newer architecture, else one for all query heads or one for each."""
-    if hf.get_bool("new_decoder_architecture", default=False):
+    if _has_groups(hf):
         groups: int | None = hf.get_int("num_kv_heads", "n_head_kv", default=None)
         return hf.num_heads if groups is None else groups
     return 1 if hf.get_bool("multi_query", default=True) else hf.num_heads
+
+
+def _has_groups(hf: HFConfig) -> bool:
+    """Whether it is of the newer architecture, which the first configs do not say otherwise than by groups."""
+    known: bool | None = hf.get_bool("new_decoder_architecture", default=None)
+    return hf.get_int("n_head_kv", default=1) > 1 if known is None else known
 
 
 def falcon(hf: HFConfig) -> Decoder:
@@ -75,7 +81,7 @@ def falcon(hf: HFConfig) -> Decoder:
     )
     inner = hf.get_int("ffn_hidden_size", default=None) or 4 * hf.hidden_size
     mlp = Mlp(hf.get_str("activation"), inner, gated=False, bias=bias)
-    if hf.get_bool("new_decoder_architecture", default=False):
+    if _has_groups(hf):
         norms = hf.get_int("num_ln_in_parallel_attn", default=None) or 2
         layout = Layout.PARALLEL if norms == 2 else Layout.PARALLEL_SHARED
     else:
@@ -125,5 +131,9 @@ FALCON = Family(
     FALCON_NAMES + renames(_FUSED, WeightLayout.QKV_BY_GROUP),
     "transformer.",
     ("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),
-    Facts(Windows.NONE, kv_heads=falcon_kv_heads),
+    Facts(
+        Windows.NONE,
+        kv_heads=falcon_kv_heads,
+        defaults={"activation": "gelu", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},  # also of older types
+    ),
 )

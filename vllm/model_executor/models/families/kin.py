@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm.config.facts import Facts
+from vllm.config.facts import Facts, Windows
 from vllm.config.hf import HFConfig
 from vllm.model_executor.models.families.llama import (
     GEMMA2_NAMES,
@@ -27,7 +27,7 @@ def _rms(hf: HFConfig, offset: float = 0.0) -> Norm:
 
 def stablelm(hf: HFConfig) -> Decoder:
     """StableLM: LayerNorm, partial rotation, sequential or parallel branches, a norm for each head in the 12B."""
-    norm = layer_norm(hf.get_float("layer_norm_eps", minimum=0))
+    norm = layer_norm(hf.get_float("layer_norm_eps", "norm_eps", minimum=0))
     own = Norm("layer", norm.eps) if hf.get_bool("qk_layernorm", default=False) else None
     return llama_like(
         hf,
@@ -159,7 +159,8 @@ GLM4_NAMES = renames(
     }
 )
 
-STABLELM = Family(stablelm, STABLELM_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
+_STABLELM_FACTS = Facts(Windows.NONE, defaults={"tie_word_embeddings": False})  # also of older types
+STABLELM = Family(stablelm, STABLELM_NAMES + NAMES, harmless=ROTARY_FREQUENCIES, facts=_STABLELM_FACTS)
 COHERE = Family(cohere, NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)
 COHERE2 = Family(cohere2, NAMES, harmless=ROTARY_FREQUENCIES, facts=Facts(window_pattern=4))
 OLMO = Family(olmo, NAMES, harmless=ROTARY_FREQUENCIES, facts=NO_WINDOWS)

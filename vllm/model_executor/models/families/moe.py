@@ -95,7 +95,8 @@ def dbrx_kv_heads(hf: HFConfig) -> int:
 def dbrx(hf: HFConfig) -> Decoder:
     """DBRX: LayerNorm without bias, clipped queries, keys and values, sixteen experts."""
     attention, own = hf.nested("attn_config"), hf.nested("ffn_config")
-    power = own.get_float("moe_normalize_expert_weights", default=None)
+    name = "moe_normalize_expert_weights"  # null turns it off
+    power = own.get_float(name, default=None) if name in own.raw else 1.0
     if power not in (None, 1.0):
         raise ValueError(f"{hf.file}: moe_normalize_expert_weights={power} is not supported, expected 1 or null.")
     act = own.nested("ffn_act_fn").get_str("name", default="silu")
