@@ -515,7 +515,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "tencent/Hunyuan-7B-Instruct": {
         **GQA, "add_classification_head": False, "architectures": ["HunYuanDenseV1ForCausalLM"],
         "attention_bias": False, "attention_dropout": 0.0, "attention_head_dim": 12, "bos_token_id": 1,
-        "cla_share_factor": 2, "class_num": 0, "dense_list": [48, 0], "eod_token_id": 127967, "eos_token_id": 127960, "head_dim": 12,
+        "cla_share_factor": 2, "class_num": 0, "dense_list": [48, 0], "eod_token_id": 127967, "eos_token_id": 127960,
+        "head_dim": 12,
         "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 32768, "mlp_bias": False,
         "model_type": "hunyuan_v1_dense", "norm_type": "rms", "num_experts": 1, "org_vocab_size": 131,
         "pad_token_id": 0, "pool_type": "last", "pretraining_tp": 1, "rms_norm_eps": 1e-05,
