@@ -207,6 +207,24 @@ def _turned(
     return xa, xb
 
 
+@triton.jit
+def _load_parts(
+    part, lse, first, here, active, d, GROUP: tl.constexpr, D: tl.constexpr, HEADS_HERE: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """PARTS of a row's results from part `here` on, [PARTS * HEADS_HERE, columns d], and the logarithms of their sums;
+    zeros and -inf for those from `active` on.
+    """
+    row = tl.arange(0, PARTS * HEADS_HERE)
+    share, head = here + row // HEADS_HERE, row % HEADS_HERE
+    there = (share < active) & (head < GROUP)
+    at = first + share * GROUP + head
+    weight = tl.load(lse + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+    keep = there[:, None] & (d < D)[None, :]
+    value = tl.load(part + at[:, None].to(tl.int64) * D + d[None, :], mask=keep, other=0.0, cache_modifier=".cg")
+    return value, weight
+
+
 @triton.jit(
     do_not_specialize=["stride_table", "splits", "tile_rows"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
@@ -217,12 +235,13 @@ def _decode_kernel(
     shared_rows, shared_part, shared_lse, tile_rows,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr,
     INTERLEAVED: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
-    SPLITS: at least as many as there are.   HEADS_HERE: those heads as a power of two.
+    SPLITS: at least as many as there are.   HEADS_HERE: those heads as a power of two.   PARTS: shares of the keys that
+    are merged at a time.
 
     ROT: columns of a head that are rotated.   scale, cap: as `_capped` takes them.
     k_scale, v_scale, LIMIT: of a cache of 8 bits (PAIRS, ASM: as for `walk`).
@@ -365,10 +384,11 @@ def _decode_kernel(
     if before != active - 1:
         return
     tl.store(arrived + row * KV_HEADS + kv_head, 0)
-    # the whole sum of every head first, so that parts are then loaded without waiting for one another
+    # several parts at a time, of which the first are asked for before the whole sum of every head is computed
     i = tl.arange(0, HEADS_HERE)
     j = tl.arange(0, SPLITS)
     in_i = i < GROUP
+    value, weight = _load_parts(part, lse, first, 0, active, d, GROUP, D, HEADS_HERE, PARTS)
     listed = in_i[:, None] & (j < active)[None, :]
     all_weights = tl.load(
         lse + first + j[None, :] * GROUP + i[:, None], mask=listed, other=-float("inf"), cache_modifier=".cg"
@@ -376,17 +396,12 @@ def _decode_kernel(
     peak = tl.max(all_weights, 1)
     peak = tl.where(in_i, peak, 0.0)
     total = tl.sum(tl.exp2(all_weights - peak[:, None]), 1)
+    tops = tl.reshape(tl.broadcast_to(peak[None, :], (PARTS, HEADS_HERE)), (PARTS * HEADS_HERE,))
     merged = tl.zeros([HEADS_HERE, DP], tl.float32)
-    for here in tl.range(0, active, loop_unroll_factor=8):
-        at = first + here * GROUP + i
-        weight = tl.load(lse + at, mask=in_i, other=-float("inf"), cache_modifier=".cg")
-        value = tl.load(
-            part + at[:, None].to(tl.int64) * D + d[None, :],
-            mask=in_i[:, None] & in_d[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        merged += value * tl.exp2(weight - peak)[:, None]
+    for here in tl.range(PARTS, active + PARTS, PARTS):
+        weighted = value * tl.exp2(weight - tops)[:, None]
+        value, weight = _load_parts(part, lse, first, here, active, d, GROUP, D, HEADS_HERE, PARTS)
+        merged += tl.sum(tl.reshape(weighted, (PARTS, HEADS_HERE, DP)), 0)
     merged = merged / tl.where(in_i, total, 1.0)[:, None]
     if PAIRS:
         merged *= v_scale
@@ -524,12 +539,13 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     if shared is not None:
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     tensors, numbers, const = _arguments(qkv, a, rows, pdl)
+    heads_here = triton.next_power_of_2(a.heads // kv_heads)
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
         *tensors, qkv if a.k_weight is None else a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
         rows.splits, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
-        HEADS_HERE=triton.next_power_of_2(a.heads // kv_heads), STAGES=rows.stages, SHARED=shared is not None,
-        EARLY=rows.early, **const,
+        HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
+        STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early, **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_linear import RESIDUAL, STORE, Folded, Stream
-from vllm.ops.triton.decode_parts import finish_row
+from vllm.ops.triton.decode_parts import ask_constants, ask_inputs, finish_row
 
 MOST_EXPERTS = 256  # each is held against each other
 _ROUTED = 4  # logits of a program of `choose`
@@ -54,13 +54,6 @@ class ChosenExperts:
         )
 
 
-@triton.jit
-def _inverse_rms(squares, tiles, eps, WIDTH: tl.constexpr, SQUARES: tl.constexpr):
-    """1 / rms of a row whose squares were summed in `tiles` parts, SQUARES or fewer."""
-    j = tl.arange(0, SQUARES)
-    return tl.rsqrt(tl.sum(tl.load(squares + j, mask=j < tiles, other=0.0), 0) / WIDTH + eps)
-
-
 @triton.jit(do_not_specialize=["tiles"])
 def _select_kernel(
     x, w, squares, tiles, eps, logits, arrived, experts, weights, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
@@ -85,9 +78,11 @@ def _select_kernel(
         rows = tl.load(w + here[:, None] * K + k[None, :], mask=keep, other=0.0)
         if PDL:
             gdc_wait()
-        y = tl.sum(rows.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :], 1)
+        xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        parts, _ = ask_inputs(squares, tiles, x, e, e < E, 0, NORM, SQUARES)
+        y = tl.sum(rows.to(tl.float32) * xv[None, :], 1)
         if NORM:
-            y = y * _inverse_rms(squares, tiles, eps, K, SQUARES)
+            y = y * tl.rsqrt(tl.sum(parts, 0) / K + eps)
         tl.store(logits + here, y.to(x.dtype.element_ty).to(tl.float32), mask=here < E)
         tl.debug_barrier()
         before = tl.atomic_add(arrived, 1, sem="acq_rel")
@@ -158,6 +153,7 @@ def _rise_kernel(
     if PDL:
         gdc_wait()
     xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    parts, _ = ask_inputs(squares, tiles, x, n, in_n, 0, NORM, SQUARES)
     acc = a.to(tl.float32) * xv
     up = b.to(tl.float32) * xv
     for start in tl.range(BK, K, BK):
@@ -168,7 +164,7 @@ def _rise_kernel(
     y = tl.sum(acc, 1)
     u = tl.sum(up, 1)
     if NORM:
-        factor = _inverse_rms(squares, tiles, eps, K, SQUARES)
+        factor = tl.rsqrt(tl.sum(parts, 0) / K + eps)
         y *= factor
         u *= factor
     dtype = out.dtype.element_ty
@@ -206,7 +202,10 @@ def _fall_kernel(
     k = tl.arange(0, BK)
     if PDL:
         gdc_launch_dependents()
+    first_bias, second_bias, next_part = ask_constants(out, next_weight, n, in_n, N, MODE, NEXT, False)
+    if PDL:
         gdc_wait()
+    parts, before = ask_inputs(squares_out, 1, h, n, in_n, MODE, False, 2)
     a, weight = _falling(w, experts, weights, n, in_n, k, N, K, TOP_K)
     xv = tl.load(x + k, mask=k < TOP_K * K, other=0.0).to(tl.float32) * weight
     acc = a.to(tl.float32) * xv[None, :]
@@ -225,8 +224,8 @@ def _fall_kernel(
         acc += a.to(tl.float32) * tl.load(x + TOP_K * K + at, mask=live, other=0.0).to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     finish_row(
-        y, y, n, in_n, pid, out, out, squares_out, 1, 0.0, h, next_weight, scaled, squares_out, out, out, out, scale, N,
-        N, BN, MODE, -1, False, NEXT, False, 2,
+        y, y, n, in_n, pid, first_bias, second_bias, next_part, parts, before, 0.0, out, h, scaled, squares_out, out,
+        out, out, scale, N, BN, MODE, -1, False, NEXT, False,
     )  # fmt: skip
 
 

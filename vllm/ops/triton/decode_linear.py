@@ -39,8 +39,11 @@ from vllm.ops.triton.decode_lora import (
 )
 from vllm.ops.triton.decode_parts import (
     Tiling,
+    ask_constants,
+    ask_inputs,
+    ask_rows,
+    close_rows,
     finish_row,
-    finish_rows,
     inverse_rms,
     leave_share,
     processors,
@@ -122,9 +125,15 @@ def _gemv_kernel(
     if MODE == 1:
         up_rows = rows + N * COLUMNS
         b = _weights(up_rows, k, in_n, COLUMNS, WHOLE)
+    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
+    if SCALES:
+        factor = tl.load(scales + n, mask=in_n, other=0.0)
+        if MODE == 1:
+            up_factor = tl.load(scales + N + n, mask=in_n, other=0.0)
     if PDL:
         gdc_wait()
     low, high = _inputs_of(x, k, K, WHOLE, PAIRS)
+    parts, before = ask_inputs(squares_in, tiles_in, h, n, in_n, MODE, NORM, SQUARES)
     acc = _times(a, low, high, PAIRS, ASM)
     if MODE == 1:
         up = _times(b, low, high, PAIRS, ASM)
@@ -142,12 +151,12 @@ def _gemv_kernel(
     if MODE == 1:
         u = tl.sum(up, 1)
     if SCALES:
-        y *= tl.load(scales + n, mask=in_n, other=0.0)
+        y *= factor
         if MODE == 1:
-            u *= tl.load(scales + N + n, mask=in_n, other=0.0)
+            u *= up_factor
     finish_row(
-        y, u, n, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at,
-        sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS, SQUARES,
+        y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, best,
+        best_at, sums, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
     )  # fmt: skip
 
 
@@ -190,6 +199,7 @@ def _skinny_kernel(
     m = tl.arange(0, BM)
     in_m = m < M
     rows = w + n[:, None].to(tl.int64) * K
+    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
     if PDL:
         gdc_launch_dependents()
         if AHEAD > 0:
@@ -201,6 +211,7 @@ def _skinny_kernel(
             if MODE == 1:
                 prefetch_b(low_b, chosen, n + N, SLOTS, RANK, OUTPUTS, BN)
         gdc_wait()
+    parts, before = ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N, MODE, NORM and LORA == 0)
     acc = tl.zeros([BN, BM], tl.float32)
     if MODE == 1:
         up = tl.zeros([BN, BM], tl.float32)
@@ -256,9 +267,9 @@ def _skinny_kernel(
             acc = add_parts(
                 acc, factor, chosen, n, in_n, m, low_b, small, SLOTS, RANK, RP, PARTS, SECOND, THIRD, COLUMNS, OUTPUTS,
             )  # fmt: skip
-    finish_rows(
-        acc, up, m, n, in_m, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
-        best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM and LORA == 0, NEXT, BIAS,
+    close_rows(
+        acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out,
+        h, scaled, squares_out, best, best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM and LORA == 0, NEXT, BIAS,
     )  # fmt: skip
 
 

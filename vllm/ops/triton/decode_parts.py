@@ -40,15 +40,25 @@ class Tiling:
 @triton.jit
 def inverse_rms(squares, rows, keep, tiles, width, eps):
     """1 / rms of rows whose squares were summed in `tiles` parts. squares: [rows, tiles] fp32."""
+    return inverse_rms_from(first_squares(squares, rows, keep, tiles), squares, rows, keep, tiles, width, eps)
+
+
+@triton.jit
+def first_squares(squares, rows, keep, tiles):
+    """The first parts of each row's sum of squares, [rows, 64]."""
     j = tl.arange(0, 64)
-    total = tl.zeros([rows.shape[0]], tl.float32)
-    for first in range(0, tiles, 64):
-        part = tl.load(
-            squares + rows[:, None] * tiles + first + j[None, :],
-            mask=keep[:, None] & (first + j[None, :] < tiles),
-            other=0.0,
-        )
-        total += tl.sum(part, 1)
+    listed = keep[:, None] & (j < tiles)[None, :]
+    return tl.load(squares + rows[:, None] * tiles + j[None, :], mask=listed, other=0.0)
+
+
+@triton.jit
+def inverse_rms_from(parts, squares, rows, keep, tiles, width, eps):
+    """`inverse_rms` where the first parts have been loaded."""
+    total = tl.sum(parts, 1)
+    j = tl.arange(0, 64)
+    for first in range(64, tiles, 64):
+        listed = keep[:, None] & (first + j < tiles)[None, :]
+        total += tl.sum(tl.load(squares + rows[:, None] * tiles + first + j[None, :], mask=listed, other=0.0), 1)
     return tl.rsqrt(total / width + eps)
 
 
@@ -90,18 +100,45 @@ def finish_rows(
     """acc [outputs n, rows m], and `up` of a GATED product, to where MODE says; the names are those of
     `decode_linear`.
     """
+    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
+    parts, before = ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N, MODE, NORM)
+    close_rows(
+        acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out,
+        h, scaled, squares_out, best, best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr):
+    """What `close_rows` takes that kernels before have written: see `ask_inputs`."""
+    parts, before = n, n
+    if NORM:
+        parts = first_squares(squares_in, m, in_m, tiles_in)
+    if MODE == 2:
+        keep = in_m[None, :] & in_n[:, None]
+        before = tl.load(h + m[None, :] * N + n[:, None], mask=keep, other=0.0)
+    return parts, before
+
+
+@triton.jit
+def close_rows(
+    acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out, h,
+    scaled, squares_out, best, best_at, sums, scale: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
+    BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """`finish_rows` with what `ask_constants` and `ask_rows` have loaded."""
     TILES: tl.constexpr = (N + BN - 1) // BN
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if NORM:
-        rstd = inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
+        rstd = inverse_rms_from(parts, squares_in, m, in_m, tiles_in, WIDTH, eps)
         acc = acc * rstd[None, :]
         if MODE == 1:
             up = up * rstd[None, :]
     if BIAS:
-        acc += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        acc += first_bias.to(tl.float32)[:, None]
         if MODE == 1:
-            up += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+            up += second_bias.to(tl.float32)[:, None]
     if ACT >= 0:
         acc = apply_activation(acc, ACT)
     if MODE == 0:
@@ -112,11 +149,11 @@ def finish_rows(
         r = acc.to(h.dtype.element_ty).to(tl.float32)
         if scale != 1.0:
             r = r * scale
-        r = (r + tl.load(h + at, mask=keep, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
+        r = (r + before.to(tl.float32)).to(h.dtype.element_ty)
         tl.store(h + at, r, mask=keep)
         if NEXT:
             f = r.to(tl.float32)
-            g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+            g = f * weight.to(tl.float32)[:, None]
             tl.store(scaled + at, g.to(scaled.dtype.element_ty), mask=keep)
             tl.store(squares_out + m * TILES + pid, tl.sum(f * f, 0), mask=in_m)
     else:
@@ -127,22 +164,55 @@ def finish_rows(
 
 
 @triton.jit
-def finish_row(
-    y, u, n, in_n, pid, bias, out, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best, best_at, sums,
-    scale: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr,
-    NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, SQUARES: tl.constexpr,
+def ask_constants(
+    bias, next_weight, n, in_n, N: tl.constexpr, MODE: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """As `finish_rows` for one row: y [outputs n], u of a GATED product. SQUARES: at least `tiles_in`."""
+    """What `finish_row` and `close_rows` take that no kernel of the step writes, so that it may be loaded before the
+    one in front is waited for: biases (of a GATED product two) and the next norm's weights. What is not needed is
+    anything.
+    """
+    first, second, weight = n, n, n
+    if BIAS:
+        first = tl.load(bias + n, mask=in_n, other=0.0)
+        if MODE == 1:
+            second = tl.load(bias + N + n, mask=in_n, other=0.0)
+    if NEXT:
+        weight = tl.load(next_weight + n, mask=in_n, other=0.0)
+    return first, second, weight
+
+
+@triton.jit
+def ask_inputs(squares_in, tiles_in, h, n, in_n, MODE: tl.constexpr, NORM: tl.constexpr, SQUARES: tl.constexpr):
+    """What else `finish_row` takes: parts of the sum of squares, and the stream. Loads that stand behind a sum over
+    warps wait for its barriers; these are to be asked for together with the product's inputs.
+    """
+    parts, before = n, n
     if NORM:
         j = tl.arange(0, SQUARES)
-        total = tl.sum(tl.load(squares_in + j, mask=j < tiles_in, other=0.0), 0)
-        y = y * tl.rsqrt(total / WIDTH + eps)
+        parts = tl.load(squares_in + j, mask=j < tiles_in, other=0.0)
+    if MODE == 2:
+        before = tl.load(h + n, mask=in_n, other=0.0)
+    return parts, before
+
+
+@triton.jit
+def finish_row(
+    y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, best, best_at,
+    sums, scale: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, ACT: tl.constexpr,
+    NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """As `finish_rows` for one row: y [outputs n], u of a GATED product; what was loaded by `ask_constants` and
+    `ask_inputs`.
+    """
+    if NORM:
+        factor = tl.rsqrt(tl.sum(parts, 0) / WIDTH + eps)
+        y = y * factor
         if MODE == 1:
-            u = u * tl.rsqrt(total / WIDTH + eps)
+            u = u * factor
     if BIAS:
-        y += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+        y += first_bias.to(tl.float32)
         if MODE == 1:
-            u += tl.load(bias + N + n, mask=in_n, other=0.0).to(tl.float32)
+            u += second_bias.to(tl.float32)
     if ACT >= 0:
         y = apply_activation(y, ACT)
     if MODE == 0:
@@ -153,12 +223,11 @@ def finish_row(
         r = y.to(h.dtype.element_ty).to(tl.float32)
         if scale != 1.0:
             r = r * scale
-        r = (r + tl.load(h + n, mask=in_n, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
+        r = (r + before.to(tl.float32)).to(h.dtype.element_ty)
         tl.store(h + n, r, mask=in_n)
         if NEXT:
             f = r.to(tl.float32)
-            g = f * tl.load(next_weight + n, mask=in_n, other=0.0).to(tl.float32)
-            tl.store(scaled + n, g.to(scaled.dtype.element_ty), mask=in_n)
+            tl.store(scaled + n, (f * weight.to(tl.float32)).to(scaled.dtype.element_ty), mask=in_n)
             tl.store(squares_out + pid, tl.sum(f * f, 0))
     else:
         tl.store(sums + pid, tl.sum(y, 0))
