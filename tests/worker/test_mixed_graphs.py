@@ -45,9 +45,9 @@ def test_padding_must_fit_into_a_row_of_the_block_table() -> None:
 
 
 def test_large_models_have_graphs_of_small_steps_only() -> None:
-    assert step_sizes(600_000_000)[-1] == 4096
-    assert step_sizes(8_000_000_000)[-1] == 512
-    assert bucket(600, 1, 600, 16384, step_sizes(8_000_000_000)) is None
+    assert step_sizes(600_000_000) == (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096)
+    assert step_sizes(8_000_000_000) == (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
+    assert bucket(1100, 1, 600, 16384, step_sizes(8_000_000_000)) is None
 
 
 def test_sequences_beyond_the_limit_are_not_covered() -> None:
@@ -94,12 +94,30 @@ class Padded:
         self.steps += 1
         return step, self._runner.model(step, self._runner.kv_caches)
 
+    def rounded(self, laid: Laid) -> Laid:
+        return laid
 
+
+class Rounded:
+    """No graphs; tokens of nobody behind those of every step."""
+
+    handles: frozenset[str] = frozenset()
+    steps = 0
+
+    def forward(self, laid: Laid, adapters: np.ndarray | None = None) -> None:
+        return None
+
+    def rounded(self, laid: Laid) -> Laid:
+        self.steps += 1
+        return laid.followed(-(-len(laid.positions) // 32) * 32)
+
+
+@pytest.mark.parametrize("kind", [Padded, lambda runner: Rounded()])
 @pytest.mark.parametrize("chunk", [3, 11, 1000])
-def test_padded_steps_give_the_dense_models_tokens(chunk: int) -> None:
+def test_padded_steps_give_the_dense_models_tokens(chunk: int, kind: Any) -> None:
     model = Toy()
     driver = Driver(model)
-    driver.runner.mixed_steps = padded = Padded(driver.runner)
+    driver.runner.mixed_steps = padded = kind(driver.runner)
     first, second = [5, 3, 8] * 9, list(range(40))
     driver.add("a", first)
     tokens: dict[str, list[int]] = {"a": [], "b": []}
@@ -152,7 +170,7 @@ def test_a_captured_step_has_each_tokens_adapter_and_none_for_padding() -> None:
     driver = Driver(model, num_blocks=800, context=context, columns=(ToyAdapters.column,))
     runner: Any = driver.runner
     runner.adapters = ToyAdapters()
-    graphs = runner.mixed_steps = MixedGraphs(runner, context, 300)  # type: ignore[arg-type]
+    graphs = runner.mixed_steps = MixedGraphs(runner, context, 300, 4096)  # type: ignore[arg-type]
     seen: list[StepInputs] = []
     forward, logits = model.forward, model.logits
     model.forward = lambda step, caches: [seen.append(step), forward(step, caches)][1]  # type: ignore

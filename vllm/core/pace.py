@@ -1,12 +1,15 @@
-"""How many tokens a step may have while answers are in progress: as many as measured steps say take no longer than a
-limit.
+"""How many tokens a step may have while answers are in progress: as many as bring the prompts that wait on in a few
+steps, and no more than measured steps say take no longer than a limit.
 """
 
 from __future__ import annotations
 
+from vllm.step.sizes import rounded_down, rounded_up
+
 _SHARE = 0.3  # of the newest measurement in the estimate
-_LEAST = 512  # tokens beside those of the answers: prompts go on, whatever a step takes
+_LEAST = 256  # tokens beside those of the answers: prompts go on, whatever a step takes
 _ANSWER = 16  # tokens a step computes of a request that answers, drafts included, at most
+_STEPS = 8  # in which prompts that wait are computed: then answers wait less, and weights are read for both at once
 
 
 class Pace:
@@ -22,18 +25,29 @@ class Pace:
         self._per_token = 0.0  # seconds; 0: not known yet
         self._ended = 0.0  # when the last step did
         self._answers = 0  # in the newest plan
+        self._cut = 0  # tokens of prompts of which it has a part
+        self._length = 0.0  # of a prompt, on average
+        self._backlog = 0  # the most tokens that have waited since none did
 
-    def budget(self) -> int:
-        """Tokens that the next step may have."""
+    def came(self, length: int) -> None:
+        """A prompt of so many tokens waits from now on."""
+        self._length += (_SHARE if self._length else 1.0) * (length - self._length)
+
+    def budget(self, waiting: int) -> int:
+        """Tokens that the next step may have, of the sizes in `step.sizes`. waiting: requests without a slot."""
         if not (self._limit and self._answers):
             return self._most
-        wanted = int(self._limit / self._per_token) if self._per_token else 0  # a small step tells what tokens take
-        return min(self._most, max(wanted, self._answers + _LEAST))
+        backlog = self._cut + int(waiting * self._length)
+        self._backlog = max(self._backlog, backlog) if backlog else 0
+        least = self._answers + _LEAST  # a small step tells what tokens take
+        allowed = int(self._limit / self._per_token) if self._per_token else least
+        wanted = min(allowed, self._answers + -(-self._backlog // _STEPS))
+        return min(self._most, max(rounded_up(least), rounded_down(wanted)))
 
-    def planned(self, num_tokens: list[int]) -> None:
-        """A step of so many tokens of each request has been planned."""
+    def planned(self, num_tokens: list[int], cut: int) -> None:
+        """A step of so many tokens of each request has been planned; so many tokens of their prompts are left."""
         if self._limit:
-            self._answers = _answers(num_tokens)
+            self._answers, self._cut = _answers(num_tokens), cut
 
     def took(self, begun: float, now: float, num_tokens: list[int]) -> None:
         """A step of so many tokens of each request, planned at `begun`, has ended."""
@@ -41,7 +55,7 @@ class Pace:
         if not self._limit:
             return
         tokens = sum(num_tokens)
-        if tokens >= _answers(num_tokens) + _LEAST:  # what other steps take says nothing of prompts
+        if tokens >= _answers(num_tokens) + _LEAST // 2:  # what other steps take says nothing of prompts
             found = seconds / tokens
             self._per_token = found if not self._per_token else self._per_token + _SHARE * (found - self._per_token)
 

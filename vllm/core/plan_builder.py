@@ -19,7 +19,8 @@ _NO_MOVES = Moves()  # where there is no lower tier
 class PlanBuilder:
     """The rows of one plan, in order. `take` and `verify` add one, and note in the request what the plan promises it.
 
-    budget: tokens that may still be added.   room: rows that there may be.
+    budget: tokens that may still be added.   room: rows that there may be.   left: tokens of requests in the plan that
+        must be computed before these sample.
     drafted: row -> drafts that it verifies, epoch of its request.
     inexact: rows whose `num_computed` is an upper bound.
     moves: to and from the lower tier.   express: a step of newcomers, in which all others wait.
@@ -27,7 +28,7 @@ class PlanBuilder:
 
     __slots__ = (
         "step_id", "budget", "kv", "room", "new", "blocks", "transfers", "requests", "num_tokens", "num_computed",
-        "sample", "prompt_tokens", "writes", "drafted", "moves", "express", "inexact",
+        "sample", "prompt_tokens", "left", "writes", "drafted", "moves", "express", "inexact",
     )  # fmt: skip
 
     def __init__(self, step_id: int, budget: int, kv: KVManager) -> None:
@@ -40,7 +41,7 @@ class PlanBuilder:
         self.num_tokens: list[int] = []
         self.num_computed: list[int] = []
         self.sample: list[bool] = []
-        self.prompt_tokens = 0
+        self.prompt_tokens = self.left = 0
         self.writes: list[TokenWrite] = []
         self.drafted: dict[int, tuple[int, int]] = {}
         self.moves = _NO_MOVES if kv.tier is None else Moves()
@@ -77,7 +78,9 @@ class PlanBuilder:
         """Add `count` tokens of a request; it samples if these are its last."""
         start = request.num_computed
         end = start + count
-        samples = end == len(request.tokens) + request.num_pending
+        left = len(request.tokens) + request.num_pending - end
+        samples = left == 0
+        self.left += left
         if start < request.num_prompt_tokens:
             self.prompt_tokens += min(end, request.num_prompt_tokens) - start
         request.num_computed = end

@@ -132,6 +132,7 @@ class Scheduler:
         self._num_pooled += request.pooled
         self._num_lending += request.lends
         self._crowd.came(request, self._clock())
+        self._pace.came(length)
         self._waiting.push(request)
 
     def _check_parts(self, message: CoreRequest) -> None:
@@ -280,7 +281,7 @@ class Scheduler:
         """
         if self._num_resting and self._in_flight:
             return None  # those they wait for are about to come: nothing else shall be in front of them
-        builder = PlanBuilder(self._step_id, self._pace.budget(), self.kv)
+        builder = PlanBuilder(self._step_id, self._pace.budget(len(self._waiting)), self.kv)
         self.kv.begin_plan()
         if self.kv.tier is not None:
             self.kv.tier.save(builder.moves, builder.transfers)
@@ -318,7 +319,7 @@ class Scheduler:
         plain = not (self._speculates or self._num_pooled or builder.writes)
         plan = builder.build(self._slots.take_freed(), loads, plain, said)
         self._step_id += 1
-        self._pace.planned(builder.num_tokens)
+        self._pace.planned(builder.num_tokens, builder.left)
         self._in_flight.append((plan, builder, self._clock()))
         return plan
 

@@ -262,10 +262,10 @@ def attend(
     q: [tokens, heads, head_dim]; kv_cache: [blocks, 2, kv_heads, block_size, head_dim] -> [tokens, heads, head_dim].
     own: keys and values of the step's tokens, which a kernel may read in place of the same numbers in the cache.
     Token t of request r sits at position seq_len - query_len + t and sees positions p with 0 <= position - p < window.
-    Query head h reads kv head h // (heads / kv_heads).
+    Query head h reads kv head h // (heads / kv_heads). Tokens behind the last request's are nobody's; zeros for them.
     """
-    out = torch.empty_like(q)
     starts, lens = step.host_query_starts, step.host_seq_lens
+    out = torch.empty_like(q) if starts[-1] == len(q) else torch.zeros_like(q)
     query_lens = starts[1:] - starts[:-1]
     single = np.flatnonzero(query_lens == 1)
     if len(single) > 1:

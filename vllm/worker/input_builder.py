@@ -93,6 +93,13 @@ def within(counts: np.ndarray) -> np.ndarray:
     return index.astype(np.int32)
 
 
+def longer(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    """The array, `value` behind it up to so many rows."""
+    padded: np.ndarray = np.full((size, *array.shape[1:]), value, array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
 class Laid(msgspec.Struct, frozen=True):
     """A plan as the host's numbers, before anything is uploaded.
 
@@ -135,11 +142,6 @@ class Laid(msgspec.Struct, frozen=True):
         states of both are the null page.
         """
 
-        def longer(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-            padded: np.ndarray = np.full((size, *array.shape[1:]), value, array.dtype)
-            padded[: len(array)] = array
-            return padded
-
         starts, lens = longer(self.starts, requests + 1, int(self.starts[-1])), longer(self.lens, requests)
         starts[-1], lens[-1] = tokens, tokens - int(self.starts[-1])
         return Laid(
@@ -156,6 +158,13 @@ class Laid(msgspec.Struct, frozen=True):
             self.prompt_rows,
             self.pooled_rows,
         )
+
+    def followed(self, tokens: int) -> Laid:
+        """The same with tokens of nobody behind, up to so many: no request has them, and their keys go to the null
+        block.
+        """
+        index, positions = longer(self.index, tokens), longer(self.positions, tokens)
+        return replace(self, index=index, positions=positions, mappings=tuple(longer(m, tokens) for m in self.mappings))
 
 
 class InputBuilder:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm.logger import init_logger
 from vllm.step.inputs import RowView, StepFeatures, StepInputs
+from vllm.step.sizes import LARGE, rounded_up
 from vllm.worker.adapters import ROWS_WITH_ADAPTERS
 from vllm.worker.device import CudaContext, Replay
 from vllm.worker.input_builder import Laid
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096)
+TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 2048, 3072, 4096)
 _WITH_LONG_CONTEXTS = 2048  # tokens of a step: in larger ones, long prompts take the attention kernel that gathers
-_WORK = 5e12  # tokens x parameters: with more, the device takes longer than the host
-REQUESTS = (2, 8, 32, 128)
+_WORK = 1e13  # tokens x parameters: with more, the device takes longer than the host
+_EVEN = 1e12  # with fewer, a step of twice as many tokens takes about as long
+REQUESTS = (2, 8, 32, 128, 512)
 _LONG_QUERY = 17  # tokens: certainly too many for the attention kernel for short queries
 CONTEXTS = (1024, 4096, 16384)  # longer ones are better gathered
 _EAGER_USES = 2  # so often a kind of step runs one kernel after the other before it is captured
-_MOST_GRAPHS = 60
+_MOST_GRAPHS = 120
 
 
 class _Key(NamedTuple):
@@ -65,8 +67,11 @@ class _Entry:
 
 
 def step_sizes(parameters: int) -> tuple[int, ...]:
-    """Tokens of the steps that are worth a graph in a model of so many parameters."""
-    return tuple(size for size in TOKENS if size * parameters <= _WORK)
+    """Tokens of the steps that are worth a graph in a model of so many parameters: powers of two, and others where
+    padding would take the device longer.
+    """
+    worth = (size for size in TOKENS if size * parameters <= _WORK)
+    return tuple(size for size in worth if size & (size - 1) == 0 or size * parameters > _EVEN)
 
 
 def bucket(
@@ -98,9 +103,13 @@ class MixedGraphs:
     # prompts whose logprobs are wanted in this step are refused by `forward`, which sees which these are
     handles = frozenset({"masks", "late", "exact", "prompt_logprobs", ROWS_WITH_ADAPTERS})
 
-    def __init__(self, runner: ModelRunner | StageRunner, context: CudaContext, max_seq_len: int) -> None:
-        """max_seq_len: longer sequences are left to the eager path."""
+    def __init__(
+        self, runner: ModelRunner | StageRunner, context: CudaContext, max_seq_len: int, most_tokens: int
+    ) -> None:
+        """max_seq_len: longer sequences are left to the eager path.   most_tokens: of any step."""
         self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
+        self._most_tokens = most_tokens
+        self._rounds = all(cache.dim() == 5 for cache in runner.kv_caches)  # attention over keys and values only
         self._entries: dict[_Key, _Entry] = {}
         self._kinds = (False,) if runner.adapters is None else (False, True)
         self._most = len(self._kinds) * _MOST_GRAPHS
@@ -163,6 +172,17 @@ class MixedGraphs:
         self._context.replace(entry.kept, arrays)
         entry.graph.replay()
         return entry.step, entry.hidden
+
+    def rounded(self, laid: Laid) -> Laid:
+        """A step that no graph is there for, with tokens of nobody behind its own, so that its products are of a size
+        that others have too; itself where it is of such a size, or what keeps it is not one block table of tokens.
+        """
+        tokens = len(laid.positions)
+        size = min(rounded_up(tokens), self._most_tokens)
+        plain = self._rounds and laid.key_lens is None and laid.drafts is None
+        if tokens <= LARGE or size <= tokens or laid.every or laid.pooled_rows or not plain:
+            return laid
+        return laid.followed(size)
 
     def prepare(self) -> bool:
         """Run or capture one kind of step that will come; whether there are more. Nothing may be in flight.

@@ -59,6 +59,9 @@ class MixedSteps(Protocol):
         adapters: [tokens] int32, as in `RowView`; None if none of them uses one.
         """
 
+    def rounded(self, laid: Laid) -> Laid:
+        """A step not covered as it is best computed: perhaps with tokens of nobody behind its own."""
+
 
 def _known_lengths(plan: StepPlan) -> np.ndarray:
     """Tokens of each row that are no drafts and known when its step begins; 0 for a row that does not sample."""
@@ -166,6 +169,8 @@ class ModelRunner:
             features = replace(features or StepFeatures(), token_types=token_types)
         if virtual is not None:
             features = replace(features or StepFeatures(), virtual=virtual)
+        if self.mixed_steps is not None and features is None and self.pipeline.world == 1:
+            laid = self.mixed_steps.rounded(laid)
         batch = self.builder.build(plan, laid, features)
         hidden = self._forward(batch.step)
         return self.finish(plan, batch, hidden, start)

@@ -35,6 +35,7 @@ from vllm.step.inputs import GroupInputs, StepInputs
 from vllm.step.known import Known
 from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.step.plan import RowMasks, StepPlan
+from vllm.step.sizes import large_sizes
 from vllm.worker import cpu_blocks, kv_memory
 from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.cache_scales import use_cache_scales
@@ -124,6 +125,7 @@ class Worker:
         self._graphs: DecodeGraphs | StageGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._profiler: WorkerProfiler | None = None
+        self._unloaded: list[tuple[Tensor, int]] = []  # products whose kernels are to be loaded, the next one last
 
     def _snapshots(self) -> int:
         """Recurrent states kept for prefixes beyond those of running requests."""
@@ -230,15 +232,30 @@ class Worker:
                     out = linear(x[:rows], weight, None, torch.float32 if shape[0] >= logits else None)
                 if shape[0] >= logits:
                     out.sort(-1)
+        others = [weight for shape, weight in weights.items() if shape[0] < logits]
+        captured, sizes = self._largest_captured_tokens(), reversed(large_sizes(tokens))
+        self._unloaded = [(weight, size) for size in sizes if size > captured for weight in others]
 
-    def _largest_captured_step(self) -> float:
-        """Tokens of the largest step that becomes a graph, as a share of the largest step; 0 without graphs."""
+    def _load_one(self) -> bool:
+        """Compute one product of a size that steps are rounded to; whether there are more."""
+        if not self._unloaded or self._mixed_graphs is None:
+            return False
+        weight, size = self._unloaded.pop()
+        with contextlib.suppress(RuntimeError):
+            F.linear(torch.empty(size, weight.shape[1], dtype=weight.dtype, device=self.device), weight)
+        return True
+
+    def _largest_captured_tokens(self) -> int:
+        """Tokens of the largest step that becomes a graph; 0 without graphs."""
         from vllm.worker.mixed_graphs import step_sizes
 
         sizes = self.config.compilation_config.cudagraph_capture_sizes
         parameters = sum(p.numel() for p in self.model.parameters())
-        tokens = max([*sizes, *step_sizes(parameters)]) if sizes else 0
-        return min(1.0, tokens / self.config.scheduler_config.max_num_batched_tokens)
+        return max([*sizes, *step_sizes(parameters)]) if sizes else 0
+
+    def _largest_captured_step(self) -> float:
+        """The same as a share of the largest step."""
+        return min(1.0, self._largest_captured_tokens() / self.config.scheduler_config.max_num_batched_tokens)
 
     def start(self, num_blocks: int) -> None:
         """Allocate the cache and become ready for plans."""
@@ -361,7 +378,9 @@ class Worker:
             self._graphs = runner.decode_steps = DecodeGraphs(runner, context, sizes, longest, self._compiling)
         ours = self.config.model_config.attention_backend in (None, "TRITON_ATTN")
         if ours and traits.replayable:
-            self._mixed_graphs = runner.mixed_steps = MixedGraphs(runner, context, longest)
+            self._mixed_graphs = runner.mixed_steps = MixedGraphs(
+                runner, context, longest, self.config.scheduler_config.max_num_batched_tokens
+            )
         if self.ranks.world == 1 and isinstance(runner, ModelRunner):
             rehearse(runner, self.config.model_config.max_model_len)
             with torch.inference_mode():
@@ -377,7 +396,8 @@ class Worker:
             return False
         try:
             with torch.inference_mode():
-                return any(graphs is not None and graphs.prepare() for graphs in (self._mixed_graphs, self._graphs))
+                steps = (self._mixed_graphs, self._graphs)
+                return self._load_one() or any(graphs is not None and graphs.prepare() for graphs in steps)
         except torch.OutOfMemoryError:
             logger.warning("There is no memory for more CUDA graphs; steps without one are launched kernel by kernel.")
             return False

@@ -410,8 +410,16 @@ def attend(
         else:
             _launch_long(q, kv_cache, params, step, group, out, short)
         if not (lengths <= short).any():
-            return out
+            return _cleared(out, step)
     _launch_short(q, kv_cache, params, step, group, out, short)
+    return _cleared(out, step)
+
+
+def _cleared(out: Tensor, step: StepInputs) -> Tensor:
+    """`out` with zeros for tokens that no request has."""
+    used = int(step.host_query_starts[-1])
+    if used < len(out):
+        out[used:].zero_()
     return out
 
 
