@@ -397,11 +397,10 @@ def _decode_kernel(
     peak = tl.where(in_i, peak, 0.0)
     total = tl.sum(tl.exp2(all_weights - peak[:, None]), 1)
     tops = tl.reshape(tl.broadcast_to(peak[None, :], (PARTS, HEADS_HERE)), (PARTS * HEADS_HERE,))
-    merged = tl.zeros([HEADS_HERE, DP], tl.float32)
-    for here in tl.range(PARTS, active + PARTS, PARTS):
-        weighted = value * tl.exp2(weight - tops)[:, None]
+    merged = tl.sum(tl.reshape(value * tl.exp2(weight - tops)[:, None], (PARTS, HEADS_HERE, DP)), 0)
+    for here in tl.range(PARTS, active, PARTS):
         value, weight = _load_parts(part, lse, first, here, active, d, GROUP, D, HEADS_HERE, PARTS)
-        merged += tl.sum(tl.reshape(weighted, (PARTS, HEADS_HERE, DP)), 0)
+        merged += tl.sum(tl.reshape(value * tl.exp2(weight - tops)[:, None], (PARTS, HEADS_HERE, DP)), 0)
     merged = merged / tl.where(in_i, total, 1.0)[:, None]
     if PAIRS:
         merged *= v_scale

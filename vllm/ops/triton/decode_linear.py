@@ -103,10 +103,12 @@ def _gemv_kernel(
     UNROLL: tl.constexpr,
     MODE: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr,
     SQUARES: tl.constexpr, PDL: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One row: grid (N / BN,). Products are kept apart in a [BN, BK] tile of fp32 and summed once at the end.
 
-    WHOLE: the tiles divide N and K, and the compiler has no masks to keep.   SCALES: of weights in 8-bit floats, of
+    WHOLE: the tiles divide N and K, and the compiler has no masks to keep.   AT_ONCE: what follows the sums is loaded
+    with the inputs, where the tile leaves registers for it.   SCALES: of weights in 8-bit floats, of
     which each output has one.
     """
     PAIRS: tl.constexpr = SCALES
@@ -125,15 +127,13 @@ def _gemv_kernel(
     if MODE == 1:
         up_rows = rows + N * COLUMNS
         b = _weights(up_rows, k, in_n, COLUMNS, WHOLE)
-    first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
-    if SCALES:
-        factor = tl.load(scales + n, mask=in_n, other=0.0)
-        if MODE == 1:
-            up_factor = tl.load(scales + N + n, mask=in_n, other=0.0)
+    if AT_ONCE:
+        first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
     if PDL:
         gdc_wait()
     low, high = _inputs_of(x, k, K, WHOLE, PAIRS)
-    parts, before = ask_inputs(squares_in, tiles_in, h, n, in_n, MODE, NORM, SQUARES)
+    if AT_ONCE:
+        parts, before = ask_inputs(squares_in, tiles_in, h, n, in_n, MODE, NORM, SQUARES)
     acc = _times(a, low, high, PAIRS, ASM)
     if MODE == 1:
         up = _times(b, low, high, PAIRS, ASM)
@@ -151,9 +151,12 @@ def _gemv_kernel(
     if MODE == 1:
         u = tl.sum(up, 1)
     if SCALES:
-        y *= factor
+        y *= tl.load(scales + n, mask=in_n, other=0.0)
         if MODE == 1:
-            u *= up_factor
+            u *= tl.load(scales + N + n, mask=in_n, other=0.0)
+    if not AT_ONCE:
+        first_bias, second_bias, weight = ask_constants(bias, next_weight, n, in_n, N, MODE, NEXT, BIAS)
+        parts, before = ask_inputs(squares_in, tiles_in, h, n, in_n, MODE, NORM, SQUARES)
     finish_row(
         y, u, n, in_n, pid, first_bias, second_bias, weight, parts, before, eps, out, h, scaled, squares_out, best,
         best_at, sums, scale, WIDTH, BN, MODE, ACT, NORM, NEXT, BIAS,
@@ -367,7 +370,7 @@ def run_product(
         _gemv_kernel[(p.tiles,)](
             rows, weights, scales, bias, out, squares, tiles, eps, *rest,
             UNROLL=t.unroll, SCALES=scaled, ASM=ASSEMBLY, SQUARES=triton.next_power_of_2(max(tiles, 2)),
-            WHOLE=_whole(p), **const, **extra,
+            WHOLE=_whole(p), AT_ONCE=_has_registers(p), **const, **extra,
         )  # fmt: skip
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
@@ -378,6 +381,14 @@ def run_product(
         BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, FORESEE=foresee,
         SCALES=scaled, ASM=ASSEMBLY and rows.dtype != torch.float32, **const, **low_rank, **extra,
     )  # fmt: skip
+
+
+def _has_registers(p: Product) -> bool:
+    """Whether programs of the kernel for one row can hold what follows the sums from the start. Of GATED products each
+    processor runs many, one after the other, so that it would gain little.
+    """
+    t = p.tiling
+    return p.mode != GATED and t.rows * t.depth * t.unroll <= 32 * 32 * t.warps
 
 
 def _whole(p: Product) -> bool:
