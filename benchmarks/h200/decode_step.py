@@ -74,15 +74,17 @@ def kinds(program: DecodeProgram) -> dict[int, str]:
 
 @contextmanager
 def without(name: str, program: DecodeProgram) -> Iterator[None]:
-    """Steps leave out one kind of kernel: a product, or a function that `decode_program` calls."""
-    names = kinds(program)
+    """Steps leave out one kind of kernel, a product or a function that `decode_program` calls, but for its first call."""
+    names, kept = kinds(program), []
     target = "run_product" if name in names.values() else name
     original = getattr(decode_program, target)
 
     def run(*args: Any, **options: Any) -> Any:
-        if target == name or names.get(id(args[0])) == name:
-            return None
-        return original(*args, **options)
+        if target != name and names.get(id(args[0])) != name:
+            return original(*args, **options)
+        if not kept:
+            kept.append(original(*args, **options))
+        return kept[0]
 
     setattr(decode_program, target, run)
     try:
@@ -91,13 +93,13 @@ def without(name: str, program: DecodeProgram) -> Iterator[None]:
         setattr(decode_program, target, original)
 
 
-PARTS = ("decode_attention", "qkv", "o", "up", "down", "head", "join_rows", "rise", "fall", "choose_experts")
+FUNCTIONS = ("decode_attention", "join_rows", "choose_experts", "rise", "fall", "routed_mlp")
 
 
 def shares(bench: Bench, program: DecodeProgram, ms: float) -> dict[str, float]:
     """Milliseconds that the step would save without each kind of kernel."""
     found = {}
-    for name in PARTS:
+    for name in (*dict.fromkeys(kinds(program).values()), *FUNCTIONS):
         with without(name, program):
             graph = capture(lambda: program.run(bench.table, token_ids=bench.ids))
         found[name] = ms - device_ms(graph.replay, reps=15, warm=3)

@@ -32,7 +32,7 @@ def test_the_first_step_beside_answers_is_small_since_nothing_is_known() -> None
 
 def test_prompts_that_wait_are_computed_in_a_few_steps_so_that_answers_wait_less() -> None:
     assert run(Pace(0.1, 8192), 1e-6, 4, 32, 8_000) == [8032, 1024, 1024, 1024]
-    assert run(Pace(0.1, 8192), 1e-6, 4, 32, 2_000) == [2032, 288, 288, 288]
+    assert run(Pace(0.1, 8192), 1e-6, 4, 32, 2_000) == [2032, 320, 320, 320]
 
 
 def test_the_steps_that_wait_for_one_another_do_not_become_smaller() -> None:
@@ -47,9 +47,9 @@ def test_the_steps_that_wait_for_one_another_do_not_become_smaller() -> None:
         found.append(pace.budget(waiting))
         waiting, left = 0, left - (found[-1] - 8)
         pace.planned([1] * 8 + [found[-1] - 8], max(left, 0))
-    assert found[0] == found[-1] and len(found) == 9
+    assert found[0] == found[-1] and len(found) == 10
     pace.planned([1] * 8, 0)
-    assert pace.budget(0) == 288
+    assert pace.budget(0) == 320
 
 
 def test_without_a_limit_or_without_answers_steps_are_full() -> None:
@@ -58,13 +58,13 @@ def test_without_a_limit_or_without_answers_steps_are_full() -> None:
 
 
 def test_prompts_go_on_however_slow_steps_are() -> None:
-    assert run(Pace(0.001, 8192), 1e-3, 6, 300, 100_000)[1:] == [576] * 5
+    assert run(Pace(0.001, 8192), 1e-3, 6, 300, 100_000)[1:] == [640] * 5
 
 
 def test_a_faster_device_gets_more_again() -> None:
     pace = Pace(0.1, 8192)
     run(pace, 100e-6, 10, 4, 100_000)
-    assert run(pace, 20e-6, 30, 4, 100_000)[-1] == 4608
+    assert run(pace, 19e-6, 30, 4, 100_000)[-1] == 5120
 
 
 def test_a_step_in_flight_behind_another_is_not_counted_twice() -> None:

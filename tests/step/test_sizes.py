@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.step.sizes import large_sizes, rounded_down, rounded_up
+from vllm.step.sizes import LARGE, large_sizes, rounded_down, rounded_up
 
 
 @given(st.integers(1, 200_000))
