@@ -74,7 +74,7 @@ def kinds(program: DecodeProgram) -> dict[int, str]:
 
 @contextmanager
 def without(name: str, program: DecodeProgram) -> Iterator[None]:
-    """Steps leave out one kind of kernel, a product or a function that `decode_program` calls, but for its first call."""
+    """Steps leave out a product, or a function that `decode_program` calls, but for its first call."""
     names, kept = kinds(program), []
     target = "run_product" if name in names.values() else name
     original = getattr(decode_program, target)
