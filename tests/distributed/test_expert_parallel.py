@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.distributed.workload import answers, differences, engine
 from tests.models.harness import PagedDriver, load, on_ranks, relative_error, save_random_hf_model
@@ -15,6 +18,7 @@ from vllm.config import ParallelConfig
 from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, load_weight, share, whole
 from vllm.ops import moe as ops
 from vllm.ops.triton import moe as kernels
+from vllm.worker.expert_balance import balance, owners, swaps_for
 
 EP = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp", enable_expert_parallel=True)
 # Five experts for two ranks; shared ones, their gates, layers without experts, experts stored in one piece.
@@ -99,3 +103,67 @@ def test_the_engine_gives_the_same_tokens(tmp_path: Path) -> None:
         assert differences(answers(dealt, 10), expected) == []
     finally:
         dealt.llm_engine.model_executor.shutdown()
+
+
+def places(worker: Any) -> list[list[int]]:
+    """The slot of each expert, by layer, as the device has it; what the host thinks is the same."""
+    found = [method.places[:-1].tolist() for _, method in worker._balancer._layers]
+    assert found == [place.tolist() for place in worker._balancer.places]
+    return found
+
+
+def weights(model: Any) -> list[float]:
+    """One number for each expert of this rank."""
+    return [float(expert.double().sum()) for block in model.blocks for expert in block.ffn.experts.down]
+
+
+def test_experts_that_change_places_change_no_token(tmp_path: Path) -> None:
+    """Here between any two steps; and they come back when somebody wants to see the model."""
+    save("qwen3_moe", tmp_path)
+    expected = answers(engine(tmp_path), 10)
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    still = engine(tmp_path, **settings)
+    try:
+        dealt = still.apply_model(weights)
+    finally:
+        still.llm_engine.model_executor.shutdown()
+    moving = engine(tmp_path, **settings, enable_eplb=True, eplb_step_interval=3, eplb_window_size=2)
+    try:
+        assert differences(answers(moving, 10), expected) == []
+        first, second = moving.collective_rpc(places)
+        assert first == second and any(layer != sorted(layer) for layer in first)
+        assert moving.apply_model(weights) == dealt
+        assert all(layer == sorted(layer) for layer in moving.collective_rpc(places)[0])
+        assert differences(answers(moving, 10), expected) == []
+    finally:
+        moving.llm_engine.model_executor.shutdown()
+
+
+@given(
+    load=st.lists(st.integers(0, 1000), min_size=2, max_size=24),
+    world=st.integers(2, 6),
+    seed=st.integers(0, 1000),
+)
+def test_swaps_even_out_the_load(load: list[int], world: int, seed: int) -> None:
+    world = min(world, len(load))
+    counts = np.array(load, np.float64)
+    before = np.random.default_rng(seed).permutation(len(load))
+    after = before.copy()
+    for a, b in swaps_for(counts, before, world):
+        after[[a, b]] = after[[b, a]]
+    assert sorted(after) == list(range(len(load)))
+    assert balance(counts, after, world) >= balance(counts, before, world)
+    if world == 2:  # no single swap would help more than a little
+        totals = [counts[owners(len(load), 2)[after] == rank].sum() for rank in range(2)]
+        gap, busy = abs(totals[0] - totals[1]), owners(len(load), 2)[after] == int(totals[1] > totals[0])
+        moves = (counts[busy][:, None] - counts[~busy]).ravel()
+        assert np.minimum(moves, gap - moves).max() <= 0.01 * np.mean(totals) + 1e-9
+
+
+def test_a_rank_with_all_popular_experts_gives_half_of_them_away() -> None:
+    load, places = np.array([90, 80, 70, 60, 3, 2, 1, 0.0]), np.arange(8)
+    assert balance(load, places, 2) == pytest.approx(153 / 300)
+    for a, b in swaps_for(load, places, 2):
+        places[[a, b]] = places[[b, a]]
+    assert balance(load, places, 2) > 0.99
+    assert swaps_for(np.zeros(8), places, 2) == [] and balance(np.zeros(8), places, 2) == 1.0

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.test_expert_parallel import save
+from tests.distributed.test_expert_parallel import places, save
 from tests.server.engines import greedy, make, running, settle
 from tests.tiny_models import save_llama
 from vllm.config import ParallelConfig
@@ -41,12 +41,18 @@ async def answers(engine: AsyncLLMEngine, count: int) -> list[list[int]]:
     return await asyncio.gather(*(answer(engine, p, 3 + i % 7, f"a{i}") for i, p in enumerate(prompts(count))))
 
 
-@pytest.mark.parametrize(("case", "tp"), [("mixtral", 1), ("qwen2_moe-mixed", 2)])
-async def test_two_copies_give_the_answers_of_one(case: str, tp: int, tmp_path: Path) -> None:
+MOVING = {"enable_eplb": True, "eplb_step_interval": 4, "eplb_window_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("case", "tp", "more"), [("mixtral", 1, MOVING), ("qwen2_moe-mixed", 2, {})], ids=["mixtral", "qwen2"]
+)
+async def test_two_copies_give_the_answers_of_one(case: str, tp: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """Also where experts change places between the copies."""
     save(case, tmp_path, 512)
     async with running(tmp_path, separate=False, skip_tokenizer_init=True) as engine:
         expected = await answers(engine, 24)
-    async with running(tmp_path, tensor_parallel_size=tp, **SHARED) as engine:
+    async with running(tmp_path, tensor_parallel_size=tp, **SHARED, **more) as engine:
         fleet: Any = engine._core
         assert await answers(engine, 24) == expected
         cores = [psutil.Process(replica.client.pid) for replica in fleet._replicas]
@@ -55,6 +61,8 @@ async def test_two_copies_give_the_answers_of_one(case: str, tp: int, tmp_path: 
         assert all(sum(core.cpu_times()[:2]) - b < 0.1 for core, b in zip(cores, before, strict=True)), "all are idle"
         alone = [await answer(engine, p, 3 + i % 7, f"b{i}") for i, p in enumerate(prompts(4))]  # the other one serves
         assert alone == expected[:4]
+        if more:
+            assert any(layer != sorted(layer) for layer in (await engine.collective_rpc(places))[0])
         held = await engine._core.call("idle_report")
         assert held["requests"] == held["in_flight"] == 0 and held["blocks_free"] == held["blocks_total"]
 

@@ -392,7 +392,7 @@ LATER: list[dict[str, Any]] = [
     {"disable_hybrid_kv_cache_manager": True}, {"config_format": "mistral"},
     {"override_attention_dtype": "float16"},
     {"logprobs_mode": "raw_logits"}, {"offload_params": ["a"]}, {"quantization_config": {"a": 1}},
-    {"enable_eplb": True}, {"disable_chunked_mm_input": True},
+    {"num_redundant_experts": 2}, {"disable_chunked_mm_input": True},
 ]  # fmt: skip
 
 
@@ -425,7 +425,7 @@ OBSOLETE: list[dict[str, Any]] = [
     {"max_loras": 4}, {"max_prompt_adapters": 2},
     {"num_scheduler_steps": 8},
     {"override_generation_config": {"eos_token_id": 5}},
-    {"code_revision": "x"}, {"eplb_window_size": 5}, {"ngram_prompt_lookup_max": 3},
+    {"code_revision": "x"}, {"eplb_window_size": 5}, {"enable_eplb": True}, {"ngram_prompt_lookup_max": 3},
     {"gpu_memory_utilization": 0.5}, {"enforce_eager": True}, {"max_seq_len_to_capture": 99}, {"cuda_graph_sizes": [4]},
     {"cudagraph_capture_sizes": [4]}, {"max_cudagraph_capture_size": 4}, {"disable_async_output_proc": True},
     {"async_scheduling": True}, {"trust_remote_code": True}, {"revision": "main"}, {"additional_config": {"a": 1}},

@@ -8,8 +8,6 @@ from typing import Any
 from vllm.config.fields import setting
 from vllm.config.kinds import Choice, ClassPath, Flag, Integer, JsonOr, Text
 
-_EP = "Expert parallelism"
-
 
 def _copies_are_silent(config: Any) -> str:
     return "copies of the engine do not talk to each other"
@@ -18,6 +16,10 @@ def _copies_are_silent(config: Any) -> str:
 def _nobody_to_share_experts(config: Any) -> str:
     parallel = config.parallel_config
     return "" if parallel.tensor_parallel_size * parallel.data_parallel_size > 1 else "there is one device to a layer"
+
+
+def _nobody_to_swap_experts(config: Any) -> str:
+    return _nobody_to_share_experts(config) if config.parallel_config.enable_expert_parallel else ""
 
 
 def _unknown_backend(value: Any) -> str:
@@ -103,11 +105,23 @@ class ParallelConfig:
         "every expert.",
         idle=_nobody_to_share_experts,
     )
-    enable_eplb: bool = setting(False, Flag(), "Balance the load of experts.", later=_EP + " load balancing")
-    num_redundant_experts: int = setting(0, Integer(low=0), "Extra copies of experts.", later=_EP)
-    eplb_window_size: int = setting(1000, Integer(low=1), "Steps of the load window.", needs="enable_eplb")
-    eplb_step_interval: int = setting(3000, Integer(low=1), "Steps between rebalancing.", needs="enable_eplb")
-    eplb_log_balancedness: bool = setting(False, Flag(), "Log how balanced it is.", needs="enable_eplb")
+    enable_eplb: bool = setting(
+        False,
+        Flag(),
+        "Let experts that are dealt out whole change places between devices, so that each has as much to do.",
+        needs="enable_expert_parallel",
+        idle=_nobody_to_swap_experts,
+    )
+    num_redundant_experts: int = setting(0, Integer(low=0), "Extra copies of experts.", later="Copies of experts")
+    eplb_window_size: int = setting(
+        1000, Integer(low=1), "How many of the last steps are counted when experts change places.", needs="enable_eplb"
+    )
+    eplb_step_interval: int = setting(
+        3000, Integer(low=1), "After how many steps experts change places again.", needs="enable_eplb"
+    )
+    eplb_log_balancedness: bool = setting(
+        False, Flag(), "Log how even the load was, and how even it becomes.", needs="enable_eplb"
+    )
     kv_transfer_config: Any = setting(
         None,
         JsonOr(optional=True, accept=lambda value: hasattr(value, "kv_role"), expected="a KVTransferConfig"),

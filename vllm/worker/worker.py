@@ -41,6 +41,7 @@ from vllm.worker.adapters import WorkerAdapters
 from vllm.worker.cache_scales import use_cache_scales
 from vllm.worker.cpu_threads import bind_threads
 from vllm.worker.device import CudaContext, DeviceContext, create_context
+from vllm.worker.expert_balance import ExpertBalancer
 from vllm.worker.kv_memory import CacheMemory, CacheRequest
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pool import OwnPooler, Pooler, PoolingKind
@@ -112,6 +113,7 @@ class Worker:
             num_drafts=config.scheduler_config.num_drafts,
         )
         use_cache_scales(self.model, config, self.context, self.tp)
+        self._balancer = ExpertBalancer.of(cast(torch.nn.Module, self.model), self.tp, config.parallel_config)
         self.adapters = None
         if config.lora_config is not None:
             self.adapters = WorkerAdapters(config, self.model, self.context)
@@ -443,11 +445,18 @@ class Worker:
         """Queue one step."""
         if not isinstance(self.runner, ModelRunner):
             raise RuntimeError("The worker has no KV cache yet, call start() first; or it does not sample.")
+        self._balance(plan)
         return self.runner.execute(plan)
+
+    def _balance(self, plan: StepPlan) -> None:
+        """Let experts change places before a step, where that is asked for and due: on all ranks before the same."""
+        if self._balancer is not None and (plan.exchanged or len(plan.slots)):
+            self._balancer.step()
 
     def follow(self, plan: StepPlan, known: Known | None) -> None:
         """Queue one step whose result is nobody's business here. known: see `StageRunner.execute`."""
         if isinstance(self.runner, StageRunner):
+            self._balance(plan)
             self.runner.execute(plan, known)
         else:
             self.execute(plan)
@@ -504,10 +513,17 @@ class Worker:
 
     def get_model(self) -> Model:
         """The model. Weights that were repacked for this device are no parameters: see `apply_model`."""
+        self._return_experts()
         return self.model
+
+    def _return_experts(self) -> None:
+        """Bring experts back that have changed places; all ranks do."""
+        if self._balancer is not None:
+            self._balancer.restore()
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
         """Call `function` with the model, each weight as it came from the checkpoint; changes to them stay."""
+        self._return_experts()
         try:
             with unpacked(list(self.model.modules())):
                 return function(self.model)

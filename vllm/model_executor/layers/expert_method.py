@@ -133,6 +133,8 @@ class DealtExpertMethod(UnquantizedExpertMethod):
     """
 
     takes_adapters = False
+    load: Tensor | None = None  # [experts + 1] int64: how often each was chosen since somebody began to count
+    places: Tensor | None = None  # [experts + 1] int64: the slot of each among those of all ranks, if experts may move
 
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden
@@ -159,6 +161,11 @@ class DealtExpertMethod(UnquantizedExpertMethod):
             choices = torch.cat([weights.view(torch.int32), experts.to(torch.int32)], 1)
             x, choices = (exchange.gather(part, layer.shape.rows, value) for part, value in ((x, 0.0), (choices, -1)))
             weights, experts = choices[:, :top_k].view(torch.float32), choices[:, top_k:].to(torch.int64)
+        if self.load is not None and self.places is not None:
+            experts = experts.remainder(len(self.load))  # that of padding is the last
+            chosen = experts.flatten()
+            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
+            experts = self.places[experts]
         local = experts - self._mine.start
         foreign = (local < 0) | (local >= len(self._mine))
         return x, weights.masked_fill(foreign, 0.0), local.masked_fill(foreign, len(self._mine))
@@ -166,6 +173,34 @@ class DealtExpertMethod(UnquantizedExpertMethod):
     def combine(self, layer: Experts, out: Tensor, rows: int) -> Tensor:
         exchange = layer.tp.exchange
         return super().combine(layer, out if exchange is None else exchange.scatter(out, layer.shape.rows)[:rows], rows)
+
+    def count(self, layer: Experts) -> None:
+        """From now on count how often each expert is chosen, and let experts change places."""
+        device = layer.down.device
+        self.load = torch.zeros(layer.shape.experts + 1, dtype=torch.int64, device=device)
+        self.places = torch.arange(layer.shape.experts + 1, device=device)
+
+    def counted(self) -> Tensor:
+        """[experts] how often each was chosen since counting began."""
+        if self.load is None:
+            raise RuntimeError("The experts of this layer are not counted.")
+        return self.load[:-1]
+
+    def move(self, places: Tensor) -> None:
+        """The experts are in these slots now. places: [experts] int64."""
+        if self.places is None:
+            raise RuntimeError("The experts of this layer do not move.")
+        self.places[:-1].copy_(places)
+
+    def weights(self, layer: Experts) -> list[Tensor]:
+        """All that belongs to an expert, each [experts of this rank, ...]."""
+        biases = [layer.gate_up_bias, layer.down_bias] if layer.shape.bias else []
+        return [layer.gate_up, layer.down, *biases]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether an expert is elsewhere than `create_weights` says."""
+        return self.places is not None and not torch.equal(self.places, torch.arange(len(self.places)).to(self.places))
 
     def _adds_bias(self, layer: Experts) -> bool:
         return True

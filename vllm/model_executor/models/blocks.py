@@ -412,6 +412,15 @@ class Experts(nn.Module):
         """Let the method repack the filled weights."""
         self.method.process_after_load(self)
 
+    def restore(self) -> bool:
+        """Nothing was repacked. Raises RuntimeError if this rank has other experts than those that it was dealt."""
+        if isinstance(self.method, DealtExpertMethod) and self.method.has_moved:
+            raise RuntimeError(
+                "Experts have changed places between the ranks (enable_eplb): reach the model through apply_model or "
+                "get_model of every worker, which bring them back."
+            )
+        return False
+
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, view: RowView | None = None) -> Tensor:
         """Each token's weighted sum of its experts' outputs. Shapes as in `ExpertMethod.dispatch`.
 
