@@ -15,15 +15,22 @@ import vllm
 PACKAGE = Path(vllm.__file__).resolve().parent
 
 # A room (a module or package) and what nothing in it imports. A name stands for all that is below it.
+_ABOVE = ["vllm.entrypoints"]
 NEVER = {
-    "vllm.step": ["torch", "vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops"],
-    "vllm.ipc": ["torch", "vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops"],
-    "vllm.core": ["torch", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops", "vllm.model_executor"],
-    "vllm.ops": ["vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.model_executor"],
-    "vllm.model_executor": ["vllm.core", "vllm.engine", "vllm.executor", "vllm.worker"],
-    "vllm.worker": ["vllm.core", "vllm.engine", "vllm.executor"],
-    "vllm.executor": ["vllm.core", "vllm.engine"],
-    "vllm.config": ["torch", "vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops"],
+    "vllm.step": ["torch", "vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops", *_ABOVE],
+    "vllm.ipc": ["torch", "vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops", *_ABOVE],
+    "vllm.core": ["torch", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops", "vllm.model_executor", *_ABOVE],
+    "vllm.distributed": ["vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.model_executor", *_ABOVE],
+    "vllm.ops": ["vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.model_executor", *_ABOVE],
+    "vllm.lora": ["vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", *_ABOVE],
+    "vllm.model_executor": ["vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", *_ABOVE],
+    "vllm.worker": ["vllm.core", "vllm.engine", "vllm.executor", *_ABOVE],
+    "vllm.executor": ["vllm.core", "vllm.engine", *_ABOVE],
+    "vllm.config": ["torch", "vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", "vllm.ops", *_ABOVE],
+    "vllm.structured_output": ["vllm.executor", "vllm.worker", "vllm.ops", "vllm.model_executor", *_ABOVE],
+    "vllm.tool_parsers": ["torch", "vllm.core", "vllm.executor", "vllm.worker", "vllm.ops", *_ABOVE],
+    "vllm.metrics": ["torch", "vllm.core", "vllm.engine", "vllm.executor", "vllm.worker", *_ABOVE],
+    "vllm.engine": _ABOVE,
 }
 # These must be free of torch when they are imported, all that they bring along included.
 WITHOUT_TORCH = [

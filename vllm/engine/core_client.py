@@ -122,7 +122,7 @@ class CorePeer:
         loop, connection = asyncio.get_running_loop(), self._connection
         assert connection is not None
         connect = loop.create_unix_connection if connection.family == socket.AF_UNIX else loop.create_connection
-        await connect(lambda: _Connection(self), sock=connection)  # type: ignore[operator]
+        await connect(lambda: _Connection(self), sock=connection)
 
     def add(self, requests: list[CoreRequest]) -> None:
         self._send(wire.AddRequests(requests))

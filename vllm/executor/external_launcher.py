@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,14 @@ import torch.distributed as dist
 from vllm import envs
 from vllm.distributed.parallel_state import TensorParallel
 from vllm.distributed.ranks import Ranks
-from vllm.exceptions import EngineDeadError
 from vllm.executor.calls import callable_of, worker_class
+from vllm.executor.uniproc import UniprocExecutor
 from vllm.ipc import codec
-from vllm.step.plan import RowMasks, StepPlan
+from vllm.step.plan import RowMasks
 from vllm.step.result import StepResult
-from vllm.worker.step_handle import Handle
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.worker.worker import Worker
 
 _decode: Callable[[bytes], StepResult] = codec.decoder(StepResult).decode
 _JOINED = itertools.count()
@@ -53,7 +50,7 @@ def _join(backend: str) -> None:
     dist.init_process_group(backend, store=own, rank=rank, world_size=world)
 
 
-class ExternalLauncherExecutor:
+class ExternalLauncherExecutor(UniprocExecutor):
     """Executes plans as one of `tensor_parallel_size` processes that torchrun (or anything that sets RANK, WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT) has started.
     """
@@ -84,31 +81,10 @@ class ExternalLauncherExecutor:
         self._results = dist.new_group(backend="gloo")  # what steps bring, on the host
         count = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         ranks = Ranks(TensorParallel(rank, world), index=rank, world=world, device=local, local=(local, count))
-        worker: Worker = worker_class(config)(config, ranks)
-        self._worker: Worker | None = worker
-        self.kv_layout = worker.layout
+        worker = worker_class(config)(config, ranks)
         blocks = torch.tensor([worker.count_blocks()])
         dist.all_reduce(blocks, dist.ReduceOp.MIN, group=self._results)
-        self.num_blocks = int(blocks.item())
-        worker.start(self.num_blocks)
-        self.max_in_flight = 1
-        self._in_flight: deque[Handle] = deque()
-
-    @property
-    def worker(self) -> Worker:
-        """This rank's worker; raises EngineDeadError after `shutdown()`."""
-        if self._worker is None:
-            raise EngineDeadError("The executor has been shut down.")
-        return self._worker
-
-    @property
-    def driver_worker(self) -> Worker:
-        """`worker`, under the name that training frameworks know."""
-        return self.worker
-
-    def submit(self, plan: StepPlan) -> None:
-        """Start this rank's part of a step."""
-        self._in_flight.append(self.worker.execute(plan))
+        self._start(worker, int(blocks.item()), 1)
 
     def complete(self, step_id: int, masks: RowMasks | None) -> None:
         """Give the step submitted last the masks that it waits for."""
@@ -141,19 +117,9 @@ class ExternalLauncherExecutor:
         """Call a method of this rank's worker: its result alone, since every rank makes the same call itself."""
         return [callable_of(self.worker, method)(*args, **(kwargs or {}))]
 
-    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Write this rank's weights for load_format="sharded_state"."""
-        self.collective_rpc("save_sharded_state", args=(path, pattern, max_size))
-
-    def check_health(self) -> None:
-        """Raises if the executor has been shut down or its device does not answer."""
-        self.worker.check_health()
-
     def shutdown(self) -> None:
         """Drop the model and the cache, and leave the group if this has joined it."""
-        self._in_flight.clear()
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-            if self._owns_group and dist.is_initialized():
-                dist.destroy_process_group()
+        had_worker = self._worker is not None
+        super().shutdown()
+        if had_worker and self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()

@@ -29,11 +29,13 @@ class UniprocExecutor:
         parallel = config.parallel_config
         ranks = Ranks(device=parallel.first_device, local=(parallel.replica, parallel.local_replicas))
         worker = worker_class(config)(config, ranks, compile_ahead(config))
+        self._start(worker, worker.count_blocks(), 2 if worker.context.is_async and config.overlap_steps else 1)
+
+    def _start(self, worker: Worker, num_blocks: int, max_in_flight: int) -> None:
+        """Let the worker take plans."""
+        worker.start(num_blocks)
         self._worker: Worker | None = worker
-        self.kv_layout = worker.layout
-        self.num_blocks = worker.count_blocks()
-        worker.start(self.num_blocks)
-        self.max_in_flight = 2 if worker.context.is_async and config.overlap_steps else 1
+        self.kv_layout, self.num_blocks, self.max_in_flight = worker.layout, num_blocks, max_in_flight
         self._in_flight: deque[Handle] = deque()
         self._late: Thread | None = None  # a call that was given up
 
@@ -100,7 +102,7 @@ class UniprocExecutor:
         return [done.result()]
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Write every rank's weights for load_format="sharded_state"."""
+        """Write this rank's weights for load_format="sharded_state"."""
         self.collective_rpc("save_sharded_state", args=(path, pattern, max_size))
 
     def check_health(self) -> None:

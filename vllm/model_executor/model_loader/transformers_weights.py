@@ -361,7 +361,7 @@ class _Converted:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-        rules = get_model_conversion_mapping(module) or []  # type: ignore[arg-type]
+        rules = get_model_conversion_mapping(module) or []
         self._module = module
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

@@ -533,7 +533,7 @@ class DecoderBlock(nn.Module):
         reduce = spec.layout not in (Layout.PARALLEL, Layout.PARALLEL_SHARED)
         self.attn = self.build_attention(hidden_size, place, ctx, f"{prefix}.attn", reduce=reduce)
         ffn = FeedForward if isinstance(spec.ffn, Mlp) else MixtureOfExperts
-        self.ffn = ffn(spec.ffn, hidden_size, ctx, f"{prefix}.ffn", reduce=reduce)  # type: ignore[arg-type]
+        self.ffn = ffn(spec.ffn, hidden_size, ctx, f"{prefix}.ffn", reduce=reduce)
         norms: list[nn.Module] = [build_norm(spec.norm, hidden_size, ctx.dtype) for _ in range(spec.layout.num_norms)]
         if not spec.attn_norm:
             norms[0] = NoNorm()

@@ -328,7 +328,7 @@ class _Rehearsal:
         model, name = self.model, self.model.name
         device = next(model.module.parameters()).device
         generator = torch.Generator().manual_seed(0)
-        vocabulary: int = model.module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator, assignment]
+        vocabulary: int = model.module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
         ids = torch.randint(0, vocabulary, (_TOKENS,), generator=generator).to(device)
         token = _CURRENT.set(self)
         try:

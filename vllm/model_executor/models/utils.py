@@ -94,12 +94,12 @@ class AutoWeightsLoader:
             elif name in parameters:
                 parameter = parameters[name]
                 load = parameter.weight_loader if hasattr(parameter, "weight_loader") else default_weight_loader
-                load(parameter, tensor)  # type: ignore[operator]
+                load(parameter, tensor)
                 loaded.add(name)
             elif not name.startswith(self.ignore_unexpected_prefixes):
                 raise ValueError(f"There is no module or parameter named {name!r} in {type(self.module).__name__}.")
         for owner, tensors in delegated.items():
-            inner = outer[owner].load_weights(iter(tensors))  # type: ignore[operator]
+            inner = outer[owner].load_weights(iter(tensors))
             loaded |= {f"{owner}.{name}" for name in inner or ()}
         return loaded
 
