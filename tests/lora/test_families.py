@@ -134,7 +134,7 @@ def save_adapters(
     return expected
 
 
-def read(model_folder: Path, folder: Path) -> Adapter:
+def read(model_folder: Path, folder: Path, vocabulary: int | None = None) -> Adapter:
     config = HFConfig.load(model_folder)
     family = family_of(config.architectures[0])
     assert family is not None
@@ -143,7 +143,7 @@ def read(model_folder: Path, folder: Path) -> Adapter:
     def in_order(tensor: Tensor, layout: WeightLayout, name: str) -> Tensor:
         return canonical(tensor, layout, *heads[int(name.split(".")[1])])
 
-    return read_adapter(folder, family.resolve, in_order, max_rank=MAX_RANK, max_bytes=1 << 30)
+    return read_adapter(folder, family.resolve, in_order, max_rank=MAX_RANK, max_bytes=1 << 30, vocabulary=vocabulary)
 
 
 def with_adapters(model: Any, adapters: list[Adapter], sharded: bool = False) -> Any:

@@ -24,7 +24,7 @@ class LoRAConfig:
     lora_extra_vocab_size: int = setting(
         256,
         Integer(),
-        "The most tokens that an adapter may add to the vocabulary. Adapters that add any are refused so far.",
+        "The most tokens that an adapter may add to the vocabulary.",
         needs="enable_lora",
     )
     lora_dtype: str = setting(

@@ -537,10 +537,11 @@ class AsyncLLMEngine:
         return self.input_processor
 
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
-        """The Hugging Face tokenizer of the model (loaded on the first call)."""
-        if self._tokenizer is None:
+        """The Hugging Face tokenizer of the model, or of an adapter (loaded on the first call)."""
+        found = self._tokenizer if lora_request is None else self.input_processor.tokenizer_of(lora_request)
+        if found is None:
             raise ValueError("The engine has no tokenizer: `skip_tokenizer_init` is True.")
-        return self._tokenizer.hf_tokenizer
+        return found.hf_tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -15,6 +15,7 @@ from vllm.config.max_model_len import resolve_max_model_len
 from vllm.engine.processed import SEED_BITS, SEED_MASK, Children, ProcessedRequest, RequestInput
 from vllm.engine.prompts import Parsed, parse, refuse_what_needs_other_models, token_list
 from vllm.engine.texts import PLAUSIBLE_CHARACTERS_PER_TOKEN, Texts, TooManyTokensError
+from vllm.engine.tokenizer import Tokenizer, load_tokenizer
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType
 from vllm.lora.request import LoRARequest
@@ -28,10 +29,10 @@ from vllm.validation import integer_in, show
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.tokenizer import Tokenizer
     from vllm.prompt_adapter.request import PromptAdapterRequest
 
 MAX_KNOWN_ADAPTERS = 4096
+MAX_TOKENIZERS = 64  # of adapters
 # Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
 BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
@@ -58,10 +59,23 @@ class _Checked(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
-    """What requests of one batch have in common that have the same parameters, by their identity."""
+class _KnownAdapter:
+    """An adapter that a request has named.
 
-    checked: dict[int, _Checked] = field(default_factory=dict)
+    longest: sequence with it.   tokens: of the model and the adapter together.   tokenizer: None: that of the model.
+    """
+
+    folder: str
+    longest: int
+    tokens: int
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What requests of one batch have in common that have the same parameters, by their identity, and adapters."""
+
+    checked: dict[tuple[int, int], _Checked] = field(default_factory=dict)
     pooled: dict[int, PoolingParams] = field(default_factory=dict)
 
 
@@ -75,7 +89,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._random = random.Random(model.seed)
         self._generation_config: dict[str, Any] = model.try_get_generation_config()
-        self._lora_folders: dict[tuple[int, str], tuple[str, int]] = {}  # and the longest sequence with each
+        self._known: dict[tuple[int, str], _KnownAdapter] = {}
         lora, self._longest = config.lora_config, model.max_model_len
         if lora is not None and lora.long_lora_scaling_factors:  # for requests without an adapter
             own, _ = resolve_max_model_len(None, model.hf, model.disable_sliding_window)
@@ -251,12 +265,13 @@ class InputProcessor:
         return text.lower() if pooling is not None and pooling.lower_case else text
 
     def _is_ordinary(self, request: RequestInput, text: str) -> bool:
-        """Whether tokenizing the whole text is no more work than the model's context is worth."""
+        """Whether the model's tokenizer takes the text, and the whole is no more work than the context is worth."""
         kept = _truncation(request.params)
-        return kept is None and len(text) <= self._model.max_model_len * PLAUSIBLE_CHARACTERS_PER_TOKEN
+        own = request.lora_request is not None and self.tokenizer_of(request.lora_request) is not self.tokenizer
+        return kept is None and not own and len(text) <= self._model.max_model_len * PLAUSIBLE_CHARACTERS_PER_TOKEN
 
     def _encode(self, request: RequestInput, text: str) -> list[int]:
-        kept, texts = _truncation(request.params), self.texts
+        kept, texts = _truncation(request.params), self.texts_of(request.lora_request)
         assert texts is not None
         try:
             if isinstance(request.params, PoolingParams) and kept is not None:
@@ -266,24 +281,29 @@ class InputProcessor:
         except TooManyTokensError as error:
             raise _too_long(f"{error.at_least} or more", self._model.max_model_len) from None
 
-    def _check_prompt(self, token_ids: list[int], prompt: Parsed, limit: int) -> None:
+    def _check_prompt(self, token_ids: list[int], prompt: Parsed, limit: int, lora: LoRARequest | None) -> None:
         """`prompt`: what the ids come from, which need not be this model's tokenizer.   limit: of tokens."""
         if not token_ids:
             raise VLLMValidationError("The decoder prompt cannot be empty", parameter="prompt")
         if len(token_ids) > limit:
             raise _too_long(str(len(token_ids)), limit)
         known = prompt.bounds if token_ids is prompt.token_ids else None
-        self.check_token_ids(token_ids, known, made=prompt.token_ids is None)
+        self.check_token_ids(token_ids, known, made=prompt.token_ids is None, lora_request=lora)
 
     def check_token_ids(
-        self, token_ids: list[int], bounds: tuple[int, int] | None = None, *, made: bool = False
+        self,
+        token_ids: list[int],
+        bounds: tuple[int, int] | None = None,
+        *,
+        made: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Raise VLLMValidationError if the model does not have all of these tokens, of which there is one at least.
 
         bounds: the smallest and the largest id, where they are known.   made: by the tokenizer, which has none below 0.
         """
         low, high = bounds or (0 if made else min(token_ids), max(token_ids))
-        if low < 0 or high >= self._model.logits_width:
+        if low < 0 or high >= self.tokens_of(lora_request):
             wrong, hint = show(low if low < 0 else high), " (the tokenizer has more tokens than the model)" * made
             raise VLLMValidationError(f"Token id {wrong} is out of vocabulary{hint}", parameter="prompt_token_ids")
 
@@ -331,34 +351,55 @@ class InputProcessor:
 
         Raises ValueError, or LoRAAdapterNotFoundError.
         """
-        return self._lora(lora_request)[0]
+        return self._lora(lora_request).folder
 
-    def _lora(self, lora_request: LoRARequest) -> tuple[str, int]:
-        """Folder and longest sequence of an adapter."""
+    def _lora(self, lora_request: LoRARequest) -> _KnownAdapter:
         lora = self._config.lora_config
         if lora is None:
             raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
         if not isinstance(lora_request, LoRARequest):
             raise TypeError(f"lora_request must be a LoRARequest, got {type(lora_request).__name__}.")
         key = (lora_request.lora_int_id, lora_request.lora_path)
-        found = self._lora_folders.get(key)
+        found = self._known.get(key)
         if found is None:
             positions = self._model.hf.get_int("max_position_embeddings", default=None)
             factors = lora.long_lora_scaling_factors or ()
-            folder, stretch = check_adapter(lora_request, lora.max_lora_rank, positions, factors)
-            found = str(folder), min(self._longest * stretch, self._model.max_model_len)
-            if len(self._lora_folders) >= MAX_KNOWN_ADAPTERS:
-                self._lora_folders.clear()
+            facts = check_adapter(
+                lora_request, lora.max_lora_rank, positions, factors, self._model.logits_width,
+                lora.lora_extra_vocab_size,
+            )  # fmt: skip
+            longest = min(self._longest * facts.stretch, self._model.max_model_len)
+            tokenizer = None
+            if facts.tokenizer and self.tokenizer is not None:  # code that comes with an adapter is never run
+                tokenizer = load_tokenizer(facts.folder)
+            found = _KnownAdapter(str(facts.folder), longest, self._model.logits_width + facts.added, tokenizer)
+            many = tokenizer is not None and sum(x.tokenizer is not None for x in self._known.values())
+            if len(self._known) >= MAX_KNOWN_ADAPTERS or many >= MAX_TOKENIZERS:
+                self._known.clear()
                 self.adapter_names.clear()
-            self._lora_folders[key] = found
+            self._known[key] = found
             self.adapter_names[lora_request.lora_int_id] = lora_request.lora_name
         return found
+
+    def tokens_of(self, lora_request: LoRARequest | None) -> int:
+        """How many tokens a request's model has, to whose vocabulary its adapter may add some."""
+        return self._model.logits_width if lora_request is None else self._lora(lora_request).tokens
+
+    def tokenizer_of(self, lora_request: LoRARequest | None) -> Tokenizer | None:
+        """The tokenizer of a request's adapter, if it has one of its own, or the model's."""
+        own = None if lora_request is None else self._lora(lora_request).tokenizer
+        return self.tokenizer if own is None else own
+
+    def texts_of(self, lora_request: LoRARequest | None) -> Texts | None:
+        """What tokenizes the texts of a request."""
+        tokenizer = self.tokenizer_of(lora_request)
+        return None if tokenizer is None else Texts(tokenizer, self._model.max_model_len)
 
     def _limit(self, lora_request: LoRARequest | None) -> int:
         """The longest sequence of a request, which its adapter may change."""
         if lora_request is None:
             return self._longest
-        own = self._lora(lora_request)[1]
+        own = self._lora(lora_request).longest
         return own if lora_request.long_lora_max_len is None else min(own, lora_request.long_lora_max_len)
 
     def virtual_tokens(self, request: PromptAdapterRequest) -> VirtualTokens:
@@ -384,12 +425,12 @@ class InputProcessor:
         self.prompt_adapters[key] = found  # the newest last
         return found
 
-    def _checked(self, params: SamplingParams) -> _Checked:
+    def _checked(self, params: SamplingParams, lora_request: LoRARequest | None) -> _Checked:
         """Our own copy of the parameters, checked against the model; what depends on the prompt is left open."""
         params = params.clone()
         params.verify()  # fields may have been changed since
         params.forget_tokenizer()
-        return _Checked(params, self._adapt(params))
+        return _Checked(params, self._adapt(params, lora_request))
 
     def _take_grammar(self, params: SamplingParams) -> GrammarSpec | None:
         """The form that the output must have, taken out of the parameters. Raises ValueError if nothing can compile it.
@@ -408,22 +449,23 @@ class InputProcessor:
             )
         return resolve(constraint, self._config.decoding_config, name)
 
-    def _adapt(self, params: SamplingParams) -> GrammarSpec | None:
+    def _adapt(self, params: SamplingParams, lora_request: LoRARequest | None) -> GrammarSpec | None:
         """Check the parameters against the model and fill in what it decides. Raises ValueError."""
-        width = self._model.logits_width
+        width, tokenizer = self.tokens_of(lora_request), self.tokenizer_of(lora_request)
         grammar = None
         if params.guided_decoding is not None or params.structured_outputs is not None:
             grammar = self._take_grammar(params)
-        if self.tokenizer is None:
+        if tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise ValueError(f"{name} needs a tokenizer, but `skip_tokenizer_init` is True. Remove {name}.")
             params.detokenize = False
         else:
             if params.bad_words_token_ids is None:
-                params.update_from_tokenizer(self.tokenizer)
+                params.update_from_tokenizer(tokenizer)
         params.verify_against_model(width, self._model.max_logprobs)
-        eos = self._eos_token_id()
+        eos = None if tokenizer is None else tokenizer.eos_token_id  # else those of the generation config end it
+        eos = eos if eos is not None and eos < width else None
         params.update_from_generation_config(self._generation_config, eos)
         # The tokenizer and the generation config may name tokens that this model cannot produce.
         params.stop_token_ids = [i for i in params.stop_token_ids or () if 0 <= i < width]
@@ -435,29 +477,24 @@ class InputProcessor:
             params.prompt_logprobs = width
         return grammar
 
-    def _eos_token_id(self) -> int | None:
-        if self.tokenizer is None:
-            return None  # those of the generation config still end a request, as stop tokens
-        eos = self.tokenizer.eos_token_id
-        return eos if eos is not None and eos < self._model.logits_width else None
-
     def _resolve(
-        self, request: RequestInput, given: SamplingParams, rest: int, checked: dict[int, _Checked]
+        self, request: RequestInput, given: SamplingParams, rest: int, checked: dict[tuple[int, int], _Checked]
     ) -> _Checked:
         """The request's own parameters, with nothing left open. rest: tokens that may follow the prompt."""
         if request.owns_params:
             params = given
-            grammar = self._adapt(params)
+            grammar = self._adapt(params, request.lora_request)
         else:
-            found = checked.get(id(request.params))
+            key = id(request.params), id(request.lora_request)
+            found = checked.get(key)
             if found is None:
-                found = checked[id(request.params)] = self._checked(given)
+                found = checked[key] = self._checked(given, request.lora_request)
             params, grammar = found.params.clone(), found.grammar
         if params.max_tokens is None:
             params.max_tokens = max(1, rest)
         return _Checked(params, grammar)
 
-    def _check_that_a_token_is_left(self, params: SamplingParams) -> None:
+    def _check_that_a_token_is_left(self, params: SamplingParams, width: int) -> None:
         """Raise VLLMValidationError if no token may be sampled first, as far as the parameters alone can tell."""
         barred = {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
         causes = ["bad_words"] if barred else []
@@ -466,7 +503,6 @@ class InputProcessor:
             ends = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
             causes += ["min_tokens"] if ends else []
             barred |= ends
-        width = self._model.logits_width
         allowed = params.allowed_token_ids
         if allowed is not None:
             causes.insert(0, "allowed_token_ids")
@@ -485,13 +521,14 @@ class InputProcessor:
         given, beams = _sampling_and_beams(request.params)
         if given.truncate_prompt_tokens is not None:
             if prompt.token_ids:
-                self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
+                # also those that are cut off
+                self.check_token_ids(prompt.token_ids, prompt.bounds, lora_request=request.lora_request)
             token_ids = token_ids[-self._kept(given.truncate_prompt_tokens) :]
         text = prompt.text
         if self._hook is not None:
             text, token_ids = _after_hook(self._hook, text, token_ids)
         limit = self._limit(request.lora_request)
-        self._check_prompt(token_ids, prompt, limit)
+        self._check_prompt(token_ids, prompt, limit, request.lora_request)
         virtual = None
         if request.prompt_adapter_request is not None:
             virtual = self.virtual_tokens(request.prompt_adapter_request)
@@ -502,7 +539,7 @@ class InputProcessor:
         if limit < self._model.max_model_len and params.max_tokens is not None:
             params.max_tokens = min(params.max_tokens, max(1, rest))
         if params.allowed_token_ids is not None or params.bad_words_token_ids or params.min_tokens:
-            self._check_that_a_token_is_left(params)
+            self._check_that_a_token_is_left(params, self.tokens_of(request.lora_request))
         arrival = time.time() if request.arrival_time is None else request.arrival_time
         made = ProcessedRequest(
             request_id=request.request_id,
@@ -520,6 +557,7 @@ class InputProcessor:
             lora_request=request.lora_request,
             lora_folder="" if request.lora_request is None else self.lora_folder(request.lora_request),
             virtual=virtual,
+            tokenizer=None if request.lora_request is None else self._lora(request.lora_request).tokenizer,
         )
         return made if beams is not None else made._replace(children=self._children(made))
 
@@ -529,7 +567,7 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None and prompt.token_ids:
             self.check_token_ids(prompt.token_ids, prompt.bounds)  # also those that are cut off
             token_ids = token_ids[: self._kept(params.truncate_prompt_tokens)]
-        self._check_prompt(token_ids, prompt, self._limit(request.lora_request))
+        self._check_prompt(token_ids, prompt, self._limit(request.lora_request), request.lora_request)
         own = shared.pooled.get(id(params))
         if own is None:
             own = shared.pooled[id(params)] = params.clone()

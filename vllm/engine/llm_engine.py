@@ -396,7 +396,7 @@ class LLMEngine:
         """The transformers tokenizer with the older interface around it."""
         from vllm.transformers_utils.tokenizer_group import TokenizerGroup
 
-        return TokenizerGroup(self.tokenizer.hf_tokenizer)
+        return TokenizerGroup(self.tokenizer.hf_tokenizer, self.input_processor.tokenizer_of)
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer (a transformers object) from the next request on."""

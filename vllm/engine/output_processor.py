@@ -358,10 +358,10 @@ class OutputProcessor:
             self._pooled[message.request_id] = _PooledRequest(message)
             return [] if most is not None and most < 1 else self.more(message.request_id, most)
         if message.beams is None:
-            request = self._requests[message.request_id] = _Request(message, None, self.tokenizer)
+            request = self._requests[message.request_id] = _Request(message, None, message.tokenizer or self.tokenizer)
             return self.more(message.request_id, most)
         search = BeamSearch(message, self._logits_width, self._max_model_len)
-        request = self._requests[message.request_id] = _Request(message, search, self.tokenizer)
+        request = self._requests[message.request_id] = _Request(message, search, message.tokenizer or self.tokenizer)
         first = search.start()
         self._beams.update((child.request_id, request) for child in first)
         return first
@@ -378,6 +378,10 @@ class OutputProcessor:
         self._pooled.update((message.request_id, _PooledRequest(message, pack)) for message in messages)
         return packed_request(pack)
 
+    def _tokenizer_of(self, request: _Request) -> Tokenizer | None:
+        """The tokenizer of a request's adapter, or that of the model."""
+        return request.message.tokenizer or self.tokenizer
+
     def prompt_length(self, request_id: str) -> int:
         """In tokens; 0 for a request that is not known (any more)."""
         request = self._requests.get(request_id) or self._pooled.get(request_id)
@@ -393,7 +397,7 @@ class OutputProcessor:
         if request is None:
             return []
         done = len(request.sequences)
-        begun = request.begin(most, self.tokenizer)
+        begun = request.begin(most, self._tokenizer_of(request))
         for child, sequence in zip(begun, request.sequences[done:], strict=True):
             self._owner[child.request_id] = (request, sequence)
         return begun
@@ -466,7 +470,7 @@ class OutputProcessor:
                     continue
                 if metrics is not None and core_output.new_token_ids:
                     sequence.count_tokens(len(core_output.new_token_ids), now, request, metrics)
-                request.note(core_output, now, self.tokenizer)
+                request.note(core_output, now, self._tokenizer_of(request))
                 if sequence.take(core_output):
                     aborts.append(core_output.request_id)
                 if core_output.logprobs or core_output.prompt_logprobs:
@@ -667,7 +671,7 @@ class OutputProcessor:
     ) -> None:
         search = request.beams
         assert search is not None
-        request.note(core_output, now, self.tokenizer)
+        request.note(core_output, now, self._tokenizer_of(request))
         step_is_complete = search.take(core_output)
         if core_output.finish_reason is not None:
             self._beams.pop(core_output.request_id, None)
@@ -697,16 +701,17 @@ class OutputProcessor:
     def _beam_completion(self, request: _Request, beam: Beam, index: int) -> CompletionOutput:
         params = request.message.params
         text = ""
-        if self.tokenizer is not None and params.detokenize:
+        own = self._tokenizer_of(request)
+        if own is not None and params.detokenize:
             hidden_end = beam.finish_reason == "stop" and not params.include_stop_str_in_output
             shown = beam.tokens[:-1] if hidden_end else beam.tokens
-            stream = self.tokenizer.stream(
+            stream = own.stream(
                 request.message.prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
             )
             text = "".join([*map(stream.feed, shown), stream.finish()])
         logprobs: Any = None
         if not params.use_beam_search or params.logprobs is not None:
-            tokenizer = self.tokenizer if params.detokenize else None
+            tokenizer = own if params.detokenize else None
             logprobs = FlatLogprobs(token_text(tokenizer)) if params.flat_logprobs else []
             most = params.logprobs if params.use_beam_search else None  # a search compares many more
             for token, step in beam.steps:

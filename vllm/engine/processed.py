@@ -15,6 +15,7 @@ from vllm.step.messages import CoreRequest
 from vllm.structured_output.spec import GrammarSpec
 
 if TYPE_CHECKING:
+    from vllm.engine.tokenizer import Tokenizer
     from vllm.prompt_adapter.request import PromptAdapterRequest
 
 SEED_BITS = 64
@@ -48,6 +49,7 @@ class ProcessedRequest(NamedTuple):
     `grammar` is what became of the parameters' guided_decoding or structured_outputs, which they keep no more.
     `pooled` are the parameters of a request that is pooled, which others of its batch may have in common with it;
     `params` are neutral ones then, and `children` empty. `second_from` is where the second text of a pair begins.
+    `tokenizer` is that of the request's adapter, if it has one.
     """
 
     request_id: str
@@ -67,6 +69,7 @@ class ProcessedRequest(NamedTuple):
     pooled: PoolingParams | None = None
     second_from: int | None = None
     virtual: VirtualTokens | None = None
+    tokenizer: Tokenizer | None = None
 
 
 class Children(Sequence[CoreRequest]):

@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.lora.config import (
     CONFIG,
     MAX_NAME,
+    NEW_EMBEDDINGS,
     AdapterConfig,
     endings,
     find_adapter,
@@ -28,7 +29,7 @@ from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.model_loader.checkpoint import iterate_pickle
 from vllm.model_executor.model_loader.safetensors_file import iterate_tensors
 
-NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
+_NEW_ROWS = {"input_embeddings": "embed", "output_embeddings": "head"}
 _PREFIXES = ("base_model.model.", "base_model.", "")
 _NAMES_SHOWN = 4
 _WRAPPED = ".base_layer"  # of a module several parameters of which are adapted
@@ -103,8 +104,8 @@ class Adapter:
 
     experts: by canonical name of a layer's experts.
     digest: SHA-256 of settings and weights.   copies: shapes of weights of the base model that peft stores beside an
-    adapter of the embedding, by canonical name.   new_tokens: [tokens, hidden] that it adds to the vocabulary, as
-    "input_embeddings" and "output_embeddings".
+    adapter of the embedding: "embed", "head", "head.bias".   new_tokens: "embed" and "head" -> the rows of tokens that
+    it adds to the vocabulary, [tokens, width].
     """
 
     config: AdapterConfig
@@ -119,10 +120,19 @@ Resolve = Callable[[str], "tuple[str, WeightLayout] | None"]  # a checkpoint's n
 Canonical = Callable[[Tensor, WeightLayout, str], Tensor]  # (rows of outputs, their layout, canonical name) -> in order
 
 
-def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_rank: int, max_bytes: int) -> Adapter:
+def read_adapter(
+    folder: Path,
+    resolve: Resolve,
+    canonical: Canonical,
+    *,
+    max_rank: int,
+    max_bytes: int,
+    vocabulary: int | None = None,
+) -> Adapter:
     """The adapter in `folder`, for a base model whose names `resolve` knows.
 
-    max_rank: the largest rank that is served.   max_bytes: of the file of weights.
+    max_rank: the largest rank that is served.   max_bytes: of the file of weights, and of that of new tokens.
+    vocabulary: tokens of the base model; what copies of its embedding and head have behind them is added to it.
     Raises ValueError if anything about it is damaged, unknown or not supported; nothing of it is left in memory then.
     """
     config_file, weights_file = find_adapter(folder)
@@ -141,6 +151,7 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
     digest = hashlib.sha256(config_file.read_bytes())
     pairs: dict[str, dict[str, Tensor]] = {}
     copies: dict[str, tuple[int, ...]] = {}
+    new_tokens = _new_tokens(folder, max_bytes, digest)
     for name, tensor in tensors_of(weights_file):
         if len(name) > MAX_NAME:
             raise ValueError(f"{weights_file}: {name[:100]!r}... is longer than any name of a tensor of an adapter.")
@@ -149,7 +160,10 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
             continue
         copy = None if "lora_" in name else resolve(_without_prefix(name).replace(f"{_WRAPPED}.", "."))
         if copy is not None and copy[0] in _COPIED and (copy[0] != "head.bias" or _WRAPPED in name):
-            copies[copy[0].rpartition(".")[0]] = tuple(tensor.shape)
+            what = copy[0].removesuffix(".weight")
+            copies[what] = tuple(tensor.shape)
+            if vocabulary is not None and tensor.ndim == 2 and len(tensor) > vocabulary and tensor.is_floating_point():
+                new_tokens[what] = tensor[vocabulary:].clone()
             continue
         path, letter = _split(weights_file, name)
         if letter in pairs.setdefault(path, {}):
@@ -179,7 +193,7 @@ def read_adapter(folder: Path, resolve: Resolve, canonical: Canonical, *, max_ra
             f"{weights_file} adapts layers that the base model does not have: "
             f"{', '.join(unknown[:_NAMES_SHOWN])}{more}. Was the adapter trained for another model?"
         )
-    return Adapter(config, layers, digest.digest(), copies, _new_tokens(folder), experts)
+    return Adapter(config, layers, digest.digest(), copies, new_tokens, experts)
 
 
 def _experts(
@@ -314,15 +328,19 @@ def _without_prefix(name: str) -> str:
     return name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
 
 
-def _new_tokens(folder: Path) -> dict[str, Tensor]:
-    """ "input_embeddings" and "output_embeddings" of the tokens that an adapter adds; {} if it adds none."""
+def _new_tokens(folder: Path, max_bytes: int, digest: Any) -> dict[str, Tensor]:
+    """The rows of `Adapter.new_tokens` that have a file of their own; {} if there is none."""
     for name in NEW_EMBEDDINGS:
         file = inside(folder, name)
         if file is None:
             continue
-        found = {key: tensor.clone() for key, tensor in tensors_of(file)}
-        unknown = found.keys() - {"input_embeddings", "output_embeddings"}
-        if unknown or any(t.ndim != 2 or not t.is_floating_point() for t in found.values()):
-            raise ValueError(f"{file}: expected the matrices input_embeddings and output_embeddings alone.")
+        if file.stat().st_size > max_bytes:
+            raise ValueError(f"{file} has more than {max_bytes} bytes. Is it the right file?")
+        found: dict[str, Tensor] = {}
+        for key, tensor in tensors_of(file):
+            if key not in _NEW_ROWS or key in found or tensor.ndim != 2 or not tensor.is_floating_point():
+                raise ValueError(f"{file}: expected the matrices input_embeddings and output_embeddings alone.")
+            _update(digest, key, tensor)
+            found[_NEW_ROWS[key]] = tensor.clone()
         return found
     return {}

@@ -16,7 +16,11 @@ from typing import Any
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 32 << 20  # of a file of weights
+_MAX_PICKLE_BYTES = 256 << 20  # of rows of new tokens
 MAX_RANK = 4096
 MAX_PATTERNS = 4096
 MAX_NAME = 512  # characters in the name of a tensor
@@ -116,6 +120,42 @@ def inside(folder: Path, name: str) -> Path | None:
     if not real.is_file():
         raise ValueError(f"{file} is not a regular file.")
     return file
+
+
+def added_tokens(folder: Path, weights: Path, vocabulary: int) -> int:
+    """How many tokens an adapter adds to a base model's vocabulary, as far as the headers of its files tell; its files
+    are checked when they are read.
+    """
+    names = [name for name in NEW_EMBEDDINGS if inside(folder, name) is not None]
+    if names:
+        return max((shape[0] for shape in _shapes(folder / names[0]).values() if len(shape) == 2), default=0)
+    if weights.suffix != ".safetensors":
+        return 0
+    shapes = {name: shape for name, shape in _shapes(weights).items() if "lora_" not in name and len(shape) == 2}
+    return max([0, *(shape[0] - vocabulary for shape in shapes.values())])
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a file; {} for a damaged one. Of pickles only small ones are read."""
+    if file.suffix != ".safetensors":
+        if file.stat().st_size > _MAX_PICKLE_BYTES:
+            raise ValueError(f"{file} is larger than {_MAX_PICKLE_BYTES} bytes. Write it as a safetensors file.")
+        from vllm.model_executor.model_loader.checkpoint import iterate_pickle
+
+        return {name: list(tensor.shape) for name, tensor in iterate_pickle(file)}
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(length, _MAX_HEADER_BYTES))
+    try:
+        entries = json.loads(header)
+        return {name: entry["shape"] for name, entry in entries.items() if name != "__metadata__" and _has_shape(entry)}
+    except (ValueError, RecursionError, AttributeError):
+        return {}
+
+
+def _has_shape(entry: Any) -> bool:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    return isinstance(shape, list) and all(type(size) is int for size in shape)
 
 
 def read_config(file: Path) -> AdapterConfig:

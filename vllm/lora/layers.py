@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from vllm.lora.adapter import Adapter, LoRAWeights
+from vllm.lora.added_tokens import AddedTokens
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.sharding import Part, shard_part
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -31,16 +32,19 @@ class HostAdapter:
     """This rank's share of an adapter in host memory, ready to be copied to a slot.
 
     matrices: layer -> (a, b) as its stack holds them, b scaled, but with the adapter's own rank.
-    rotary_row: where its rows of the rotary tables begin.
+    rotary_row: where its rows of the rotary tables begin.   added: "embed" and "head" -> the rows of the tokens that it
+    adds to the vocabulary, [tokens, width].
     """
 
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     digest: bytes
     rotary_row: int = 0
+    added: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
+        rows = sum(tensor.nbytes for tensor in self.added.values())
+        return sum(a.nbytes + b.nbytes for a, b in self.matrices.values()) + rows
 
     def moved(self, room: Callable[[int], Tensor]) -> HostAdapter:
         """The same in one piece of memory, which `room` gives: uint8 [bytes], from where a device copies by itself."""
@@ -82,6 +86,7 @@ class LinearStack:
         self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
         self.matrices = LowRank(self.a, self.b, self.ranks, self.parts)
         self.whole = True  # whether `matrices` are all that this rank needs for its part of the output
+        self.added: AddedTokens | None = None  # of a head, where adapters may add tokens
 
     def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
         """(a, b) of this rank from full matrices: by fused projection, or None for one pair over all of them."""
@@ -182,6 +187,7 @@ class EmbeddingStack:
         self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
         self.matrices = LowRank(self.a, self.b, self.ranks, ((0, layer.embedding_dim),))
         self.whole = True  # as of `LinearStack`
+        self.added: AddedTokens | None = None
 
     def prepare(self, pieces: Mapping[int | None, LoRAWeights]) -> tuple[Tensor, Tensor]:
         """(a, b) from the full matrices; ranks do not share them."""
@@ -301,10 +307,17 @@ class LoRALayers:
 
     def __init__(
         self, modules: Mapping[str, nn.Module], slots: int, rank: int, dtype: torch.dtype, device: torch.device, *,
-        sharded: bool = False,
+        sharded: bool = False, extra: int = 0,
     ) -> None:  # fmt: skip
-        """modules: what the model says can be adapted (`AdaptableModel.adaptable`).   sharded: see `ShardedStack`."""
+        """modules: what the model says can be adapted (`AdaptableModel.adaptable`).   sharded: see `ShardedStack`.
+
+        extra: tokens that an adapter may add to the vocabulary.
+        """
         self.slots = slots
+        self.with_added: frozenset[int] = frozenset()  # the slots whose adapters add tokens
+        self._added: dict[str, AddedTokens] = {}
+        self._vocabulary: dict[str, tuple[int, int]] = {}  # "embed" and "head": tokens and width
+        self._extra, self._tied = extra, False
         self.with_experts: frozenset[int] = frozenset()  # the slots whose adapters change experts
         self._stacks: dict[str, LinearStack | EmbeddingStack | ExpertStack] = {}
         self._targets: dict[str, tuple[str, int | None, tuple[int, int]]] = {}  # name -> layer, part, (out, in)
@@ -327,6 +340,12 @@ class LoRALayers:
             else:
                 continue
             self._stacks[path] = module.lora = stack  # type: ignore[assignment]
+            if path in ("embed", "head") and isinstance(stack, LinearStack | EmbeddingStack):
+                assert isinstance(module, VocabParallelEmbedding)
+                tokens, width = self._vocabulary[path] = (module.org_vocab_size, module.embedding_dim)
+                self._tied |= isinstance(module, ParallelLMHead) and module.tied
+                if extra:
+                    self._added[path] = stack.added = AddedTokens(tokens, extra, slots, width, dtype, device)
 
     def _add_targets(self, path: str, stack: LinearStack) -> None:
         width = stack.inputs.size
@@ -346,15 +365,16 @@ class LoRALayers:
         is_elsewhere: whether another stage of the pipeline has a layer, which then looks after it.
         """
         for name, copied in adapter.copies.items():
-            if is_elsewhere(name):
+            layer = name.partition(".")[0]
+            if is_elsewhere(layer):
                 continue
-            rows = self._targets[name][2][1] if name == "embed" else self._targets[name][2][0]
-            if copied[0] != rows:
+            rows, new = self._vocabulary[layer][0], adapter.new_tokens.get(name)
+            if copied[0] != rows + (0 if new is None else len(new)):
                 raise ValueError(
-                    f"The adapter was trained with a vocabulary of {copied[0]} tokens, but the model has {rows}."
+                    f"The adapter was trained with a vocabulary of {copied[0]} tokens ({name}), but the model has "
+                    f"{rows}."
                 )
-        if adapter.new_tokens:
-            raise ValueError("The adapter adds tokens to the vocabulary (new_embeddings), which is not supported.")
+        added = self._prepare_added(adapter, is_elsewhere)
         pieces: dict[str, dict[int | None, LoRAWeights]] = {}
         for name, weights in adapter.layers.items():
             if is_elsewhere(name):
@@ -363,6 +383,8 @@ class LoRALayers:
             if target is None:
                 raise ValueError(f"The adapter changes {name}, where this model has no layer that can be adapted.")
             path, part, shape = target
+            if name in added:
+                weights = self._without_added(name, weights, len(added[name]))
             found = (weights.b.shape[0], weights.a.shape[1])
             if found != shape:
                 raise ValueError(
@@ -386,12 +408,53 @@ class LoRALayers:
             if None in by_part and len(by_part) > 1:
                 raise ValueError(f"The adapter changes {path} both as a whole and in parts.")
         matrices = {path: self._stacks[path].prepare(by_part) for path, by_part in pieces.items()}  # type: ignore[arg-type]
-        return HostAdapter(matrices, adapter.digest)
+        return HostAdapter(matrices, adapter.digest, added=added)
+
+    def _prepare_added(self, adapter: Adapter, is_elsewhere: Callable[[str], bool]) -> dict[str, Tensor]:
+        """ "embed" and "head" -> the rows of the tokens that an adapter adds, its changes of them included."""
+        given, found = dict(adapter.new_tokens), dict[str, Tensor]()
+        if self._tied and "embed" in given:
+            given.setdefault("head", given["embed"])
+        counts = {len(rows) for rows in given.values()}
+        if counts and (len(counts) > 1 or not 1 <= max(counts) <= self._extra or "embed" not in given):
+            sizes = {name: list(rows.shape) for name, rows in given.items()}
+            raise ValueError(
+                f"The adapter adds tokens to the vocabulary with matrices of the shapes {sizes}. Expected are as many "
+                f"input_embeddings as output_embeddings, and at most lora_extra_vocab_size ({self._extra}) of them."
+            )
+        for name, rows in given.items():
+            if is_elsewhere(name) or name not in self._vocabulary:
+                continue
+            tokens, width = self._vocabulary[name]
+            if rows.shape[1] != width or not bool(rows.isfinite().all()):
+                raise ValueError(
+                    f"The adapter's rows for new tokens ({name}) are {list(rows.shape)}; expected are finite numbers, "
+                    f"{width} for each token. Was the adapter trained for another model?"
+                )
+            dense, weights = rows.float(), adapter.layers.get(name)
+            change = None if weights is None else weights.a.t() if name == "embed" else weights.b
+            if weights is not None and change is not None and len(change) == tokens + len(rows):
+                other = weights.b.t() if name == "embed" else weights.a
+                dense = dense + weights.scale * change[tokens:].float() @ other.float()
+            found[name] = dense.to(self._stacks[name].b.dtype)  # type: ignore[union-attr]
+        return found
+
+    def _without_added(self, name: str, weights: LoRAWeights, count: int) -> LoRAWeights:
+        """An adapter's matrices of the embedding or the head for the model's own tokens."""
+        tokens = self._vocabulary[name][0]
+        if name == "embed" and weights.a.shape[1] == tokens + count:
+            return replace(weights, a=weights.a[:, :tokens])
+        if name == "head" and weights.b.shape[0] == tokens + count:
+            return replace(weights, b=weights.b[:tokens])
+        return weights
 
     def load(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter to the device, into a slot that no step in flight reads."""
         for path, stack in self._stacks.items():
             stack.load(slot, adapter.matrices.get(path))
+        for path, tokens in self._added.items():
+            tokens.load(slot, adapter.added.get(path))
+        self.with_added = frozenset(s for tokens in self._added.values() for s, n in enumerate(tokens.counts) if n)
         experts = [stack for stack in self._stacks.values() if isinstance(stack, ExpertStack)]
         self.with_experts = frozenset(slot for stack in experts for slot in stack.used)
 
@@ -410,4 +473,6 @@ class LoRALayers:
                 largest += 4 * stack.most
             else:
                 largest += 4 * (stack.a[0].numel() + stack.b[0].numel())
-        return world * largest + (64 << 20)
+        # beside an adapter of the embedding or the head peft stores these, too
+        copied = sum(4 * (tokens + self._extra) * width for tokens, width in self._vocabulary.values())
+        return world * largest + copied + (64 << 20)

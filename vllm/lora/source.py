@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.exceptions import LoRAAdapterNotFoundError, VLLMValidationError
-from vllm.lora.config import AdapterConfig, check_stretch, find_adapter, read_config
+from vllm.lora.config import (
+    TOKENIZER,
+    AdapterConfig,
+    added_tokens,
+    check_stretch,
+    find_adapter,
+    inside,
+    read_config,
+)
 from vllm.lora.request import LoRARequest
 
 PACKAGED_ADAPTERS = ("demo-pirate",)  # write "./demo-pirate" for a folder of that name
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
-_FILES = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "new_embeddings.*"]
+_FILES = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "new_embeddings.*", *TOKENIZER]
 
 
 def adapter_folder(request: LoRARequest) -> Path:
@@ -52,18 +61,43 @@ def _folder(path: str) -> Path | None:
     return _from_hub(path)
 
 
-def check_adapter(
-    request: LoRARequest, max_rank: int, positions: int | None = None, factors: Collection[float] = ()
-) -> tuple[Path, int]:
-    """The folder of an adapter whose settings are in order, and how many times as long as the model's own its sequences
-    may be; its weights are read later. Raises VLLMValidationError or LoRAAdapterNotFoundError.
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What front ends know of an adapter, whose weights are read later.
 
-    positions: `max_position_embeddings` of the base model.   factors: `long_lora_scaling_factors`.
+    stretch: how many times as long as the model's own its sequences may be.   added: tokens that it adds to the
+    vocabulary.   tokenizer: whether it has one of its own for these.
+    """
+
+    folder: Path
+    stretch: int
+    added: int
+    tokenizer: bool
+
+
+def check_adapter(
+    request: LoRARequest,
+    max_rank: int,
+    positions: int | None = None,
+    factors: Collection[float] = (),
+    vocabulary: int | None = None,
+    extra: int = 0,
+) -> AdapterFacts:
+    """An adapter whose settings are in order. Raises VLLMValidationError or LoRAAdapterNotFoundError.
+
+    positions: `max_position_embeddings` of the base model.   factors: `long_lora_scaling_factors`.   vocabulary: tokens
+    of the base model; None: they are not asked for.   extra: `lora_extra_vocab_size`.
     """
     folder = adapter_folder(request)
     try:
-        config: AdapterConfig = read_config(find_adapter(folder)[0])
+        settings, weights = find_adapter(folder)
+        config: AdapterConfig = read_config(settings)
         stretch = check_stretch(config, positions, factors)
+        added = 0 if vocabulary is None else added_tokens(folder, weights, vocabulary)
+        if added > extra:
+            raise ValueError(f"it adds {added} tokens to the vocabulary, more than lora_extra_vocab_size ({extra}).")
+        files = [inside(folder, name) for name in TOKENIZER]
+        tokenizer = added > 0 and files[0] is not None
     except (ValueError, OSError) as error:
         raise VLLMValidationError(
             f"Loading lora {request.lora_name} failed: {error}", parameter="lora_request"
@@ -74,4 +108,4 @@ def check_adapter(
             f"{max_rank}.",
             parameter="lora_request",
         )
-    return folder, stretch
+    return AdapterFacts(folder, stretch, added, tokenizer)

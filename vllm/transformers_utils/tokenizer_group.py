@@ -1,18 +1,20 @@
-"""The older interface around a tokenizer: one for all requests, since adapters bring none of their own yet."""
+"""The older interface around a model's tokenizer and those of its adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.engine.tokenizer import Tokenizer
     from vllm.lora.request import LoRARequest
 
 
 class TokenizerGroup:
-    """`tokenizer` is a transformers object."""
+    """`tokenizer` is a transformers object. of_adapter: gives the engine's tokenizer for requests of an adapter."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, of_adapter: Callable[[LoRARequest], Tokenizer | None] | None = None) -> None:
+        self.tokenizer, self._of_adapter = tokenizer, of_adapter
 
     def ping(self) -> bool:
         return True
@@ -29,9 +31,12 @@ class TokenizerGroup:
         return self.encode(prompt, request_id, lora_request)
 
     def get_lora_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
-        if lora_request is not None:
+        if lora_request is None:
+            return self.tokenizer
+        if self._of_adapter is None:
             raise ValueError(f"Got lora_request {lora_request} but LoRA is not enabled!")
-        return self.tokenizer
+        found = self._of_adapter(lora_request)
+        return self.tokenizer if found is None else found.hf_tokenizer
 
     async def get_lora_tokenizer_async(self, lora_request: LoRARequest | None = None) -> Any:
         return self.get_lora_tokenizer(lora_request)

@@ -28,6 +28,7 @@ from vllm.worker.input_builder import Laid
 
 ROWS_WITH_ADAPTERS = "rows with adapters"
 _STRETCHED = "divided positions"
+_ADDED = "added tokens"
 _NICE = 10  # of the thread that reads adapters: steps come first
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class WorkerAdapters:
         self._max_rank = lora.max_lora_rank
         self._layers = LoRALayers(
             self._model.adaptable(), lora.max_loras, lora.max_lora_rank, dtype, context.device,
-            sharded=lora.fully_sharded_loras,
+            sharded=lora.fully_sharded_loras, extra=lora.lora_extra_vocab_size,
         )  # fmt: skip
         factors = sorted({*(lora.long_lora_scaling_factors or ())} - {1.0})
         self._positions = config.model_config.hf.get_int("max_position_embeddings", default=None)
@@ -101,8 +102,9 @@ class WorkerAdapters:
     def _read(self, folder: Path) -> HostAdapter:
         assert self._family is not None
         adapter = read_adapter(
-            folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes
-        )
+            folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes,
+            vocabulary=self._model.traits.vocab_size,
+        )  # fmt: skip
         stretch = check_stretch(adapter.config, self._positions, self._rotary)
         prepared = self._layers.prepare(adapter, self._model.is_elsewhere).moved(self._context.host_bytes)
         return replace(prepared, rotary_row=self._rotary.get(stretch, 0))
@@ -128,14 +130,16 @@ class WorkerAdapters:
 
     def features(self, plan: StepPlan) -> frozenset[str]:
         """What the adapters of a plan's requests ask of a step beyond the usual: "rows with adapters", "adapted
-        experts" where one changes experts, and "divided positions" where one is for longer sequences.
+        experts" where one changes experts, "added tokens" where one adds some to the vocabulary, and "divided
+        positions" where one is for longer sequences.
         """
         present = set(self._slots[plan.slots].tolist()) - {self.column.neutral}
         if not present:
             return frozenset()
         experts = {"adapted experts"} if present & self._layers.with_experts else set()
+        added = {_ADDED} if present & self._layers.with_added else set()
         stretched = {_STRETCHED} if self._rows[list(present)].any() else set()
-        return frozenset({ROWS_WITH_ADAPTERS, *experts, *stretched})
+        return frozenset({ROWS_WITH_ADAPTERS, *experts, *added, *stretched})
 
     def views(self, plan: StepPlan, laid: Laid) -> StepFeatures | None:
         """What the layers need to know of the step's tokens and of its wanted rows; None without adapters."""

@@ -97,6 +97,7 @@ class ModelRunner:
         pipeline: Pipeline = ONE_STAGE,
         virtual: VirtualTokenTable | None = None,
         serve_experts: Callable[[], None] | None = None,
+        added_tokens: int = 0,
     ) -> None:
         """columns: numbers that every slot has, for capabilities that declare them.   pooler: of a model that pools.
 
@@ -104,6 +105,7 @@ class ModelRunner:
         tier_blocks: of a lower tier in host memory.
         pipeline: this rank's place in it, on the last stage.   virtual: where prompt adapters are served.
         serve_experts: what is done in a step in which only other copies of the engine have tokens.
+        added_tokens: the most that an adapter may add to the vocabulary.
         """
         self.model = model
         self.layout = layout
@@ -119,7 +121,7 @@ class ModelRunner:
         self.adapters = adapters
         if adapters is not None:
             adapters.follow(self.table.columns[adapters.column.name].host)
-        self.sampler = Sampler(self.table, vocab_size, context)
+        self.sampler = Sampler(self.table, vocab_size, context, added_tokens)
         self.builder = InputBuilder(self.table, context, self.sampler.params.wants_prompt, pooler)
         self._pooler = pooler
         self._virtual = virtual

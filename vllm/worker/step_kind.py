@@ -22,7 +22,8 @@ class StepKind(msgspec.Struct, frozen=True):
 
     query: tokens that its longest row computes, if all rows sample behind their last token and have but drafts beside
     it; else 0.   needs: `Needs` of any row, as a number.
-    features: fields of the plan that are not neutral, and "rows with adapters", "adapted experts", "prompt_logprobs".
+    features: fields of the plan that are not neutral, and "rows with adapters" and what else
+    adapters ask for (`WorkerAdapters.features`), "prompt_logprobs".
     """
 
     query: int

@@ -326,6 +326,7 @@ class Worker:
             pooler=self._pooler(),
             virtual=self._virtual_tokens(),
             serve_experts=partial(serve_experts, cast(torch.nn.Module, self.model)),
+            added_tokens=0 if self.config.lora_config is None else self.config.lora_config.lora_extra_vocab_size,
         )
 
     def _virtual_tokens(self) -> VirtualTokenTable | None:

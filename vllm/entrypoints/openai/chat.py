@@ -106,7 +106,8 @@ async def prompt_of(context: ServerContext, request: ChatCompletionRequest, keep
     tokenizer = context.tokenizer
     if not tokenizer.writes_chats:
         text = await render(context, request, request.tools)
-        (ids,) = await context.encode([text], request.add_special_tokens, keep)
+        adapter = context.adapter(request.model)
+        (ids,) = await context.encode([text], request.add_special_tokens, keep, adapter=adapter)
         return text, ids
     for name in ("chat_template", "chat_template_kwargs", "documents"):
         if getattr(request, name):
@@ -153,9 +154,10 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
         item["cache_salt"] = request.cache_salt
     context.log_request(name, prompt, ids, params)
     as_ids = request.return_tokens_as_token_ids
-    text_of = TokenText(context.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids)
-    role, last = _roles(context, request)
     timeout, adapter = context.request_timeout, context.adapter(request.model)
+    own = context.engine.input_processor.tokenizer_of(adapter)
+    text_of = TokenText(own, context.return_token_ids_as_text if as_ids is None else as_ids)
+    role, last = _roles(context, request)
     work = Prompt(
         context.engine, item, params, name, request.priority, timeout, lora_request=adapter,
         prompt_adapter_request=context.prompt_adapter(request.model),

@@ -89,7 +89,8 @@ async def prepare(context: ServerContext, request: CompletionRequest, request_id
         )
     as_ids = request.return_tokens_as_token_ids
     text_of = TokenText(
-        context.engine.input_processor.tokenizer, context.return_token_ids_as_text if as_ids is None else as_ids
+        context.engine.input_processor.tokenizer_of(context.adapter(request.model)),
+        context.return_token_ids_as_text if as_ids is None else as_ids,
     )
     return Completion(request, shown, model, int(time.time()), work, text_of)
 
@@ -109,16 +110,17 @@ async def _tokens(
     context: ServerContext, request: CompletionRequest, prompts: Sequence[str | list[int]]
 ) -> list[list[int]]:
     """The token ids of each prompt, cut as `truncate_prompt_tokens` asks."""
-    keep = kept_tokens(request, context.max_model_len, request.max_tokens)
+    keep, adapter = kept_tokens(request, context.max_model_len, request.max_tokens), context.adapter(request.model)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        encoded = iter(await context.encode(texts, request.add_special_tokens, keep, "prompt"))
+        encoded = iter(await context.encode(texts, request.add_special_tokens, keep, "prompt", adapter))
     found: list[list[int]] = []
     for prompt in prompts:
         ids = next(encoded) if isinstance(prompt, str) else prompt
         if keep is not None and not isinstance(prompt, str):
             if ids:
-                context.engine.input_processor.check_token_ids(ids)  # also those that are cut off
+                # also those that are cut off
+                context.engine.input_processor.check_token_ids(ids, lora_request=adapter)
             ids = ids[-keep:]
         if not ids:
             raise bad_request("The decoder prompt cannot be empty", "prompt")

@@ -133,13 +133,15 @@ class ServerContext:
         return sum(output.num_cached_tokens or 0 for output in outputs if output is not None)
 
     async def encode(
-        self, texts: Sequence[str], add_special_tokens: bool, keep: int | None = None, field: str = "messages"
-    ) -> list[list[int]]:
+        self, texts: Sequence[str], add_special_tokens: bool, keep: int | None = None, field: str = "messages",
+        adapter: LoRARequest | None = None,
+    ) -> list[list[int]]:  # fmt: skip
         """Token ids of the texts of a field, of each the last `keep` if that is a number.
 
+        adapter: of the request, which may have a tokenizer of its own.
         Raises a 400 for one with more than the model takes.
         """
-        intake = self.engine.input_processor.texts
+        intake = self.engine.input_processor.texts_of(adapter)
         if intake is None:
             raise no_tokenizer()
 

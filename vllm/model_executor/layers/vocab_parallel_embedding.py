@@ -97,11 +97,16 @@ class VocabParallelEmbedding(nn.Module):
         return self.method.project(self, hidden, None)
 
     def forward(self, input_ids: Tensor, view: RowView | None = None) -> Tensor:
-        """input_ids: [tokens] int64 -> [tokens, embedding_dim]. view: of the tokens, None without adapters."""
-        rows = self._rows(input_ids)
-        if view is not None and self.lora is not None:
-            self.lora.add(rows, input_ids, view)
-        return rows
+        """input_ids: [tokens] int64 -> [tokens, embedding_dim]. view: of the tokens, None without adapters, which may
+        add tokens to the vocabulary.
+        """
+        if view is None or self.lora is None:
+            return self._rows(input_ids)
+        added = self.lora.added
+        known = input_ids if added is None else added.known(input_ids)
+        rows = self._rows(known)
+        self.lora.add(rows, known, view)
+        return rows if added is None else added.embed(rows, input_ids, view)
 
     def _rows(self, input_ids: Tensor) -> Tensor:
         if self.tp.world == 1:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.linear_method import QuantizationConfig
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.logits_processor import NEVER_SAMPLED, LogitsProcessor
 from vllm.model_executor.layers.rope import LinearScaling
 from vllm.model_executor.layers.rope_table import rope_table
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
@@ -51,7 +51,6 @@ class FusedBlocks(Protocol):
 
 
 _NO_TAPS: Mapping[int, Tensor] = {}
-_SILENT = -1e30  # a logit that is never drawn, and still a number
 
 
 def without_idle_windows(spec: Decoder, max_positions: int) -> Decoder:
@@ -329,7 +328,7 @@ class DecoderModel(nn.Module):
         if self.project_out is not None:
             hidden = self.project_out.project(hidden, view)
         out: Tensor = self.logits_processor(self.head, hidden, view=view)
-        return out.index_fill_(-1, self.silent, _SILENT) if self.spec.silent else out
+        return out.index_fill_(-1, self.silent, NEVER_SAMPLED) if self.spec.silent else out
 
     def pooled(self, states: Tensor) -> Tensor:
         """What the head makes of pooled states: [rows, hidden] fp32 -> [rows, outputs] fp32."""

@@ -35,8 +35,9 @@ CHANGES = Needs.REPETITION | Needs.COUNTS | Needs.CONSTRAINTS | Needs.MIN_TOKENS
 class ParamsTable:
     """One entry per slot in each vector; `constraints`, `processors` and `stop_ids` hold only slots that need them."""
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, num_slots: int, vocab_size: int, added: int = 0) -> None:
+        """added: tokens behind the vocabulary that adapters may add to it."""
+        self.vocab_size, self._tokens = vocab_size, vocab_size + added
         self.needs: np.ndarray = np.zeros(num_slots, np.uint8)
         self.temperature: np.ndarray = np.ones(num_slots, np.float32)
         self.top_p: np.ndarray = np.ones(num_slots, np.float32)
@@ -82,14 +83,14 @@ class ParamsTable:
         self.repetition[slot] = params.repetition_penalty
         if params.repetition_penalty != 1.0:
             needs |= Needs.REPETITION
-        constraints = Constraints.of(params, self.vocab_size)
+        constraints = Constraints.of(params, self._tokens)
         if constraints is not None:
             self.constraints[slot] = constraints
             needs |= Needs.CONSTRAINTS
         self.min_tokens[slot] = params.min_tokens
         if params.min_tokens > 0 and init.stop_token_ids:
             ids = sorted(set(init.stop_token_ids))
-            self.stop_ids[slot] = np.array([i for i in ids if 0 <= i < self.vocab_size], np.int64)
+            self.stop_ids[slot] = np.array([i for i in ids if 0 <= i < self._tokens], np.int64)
             needs |= Needs.MIN_TOKENS
         if params.logits_processors:
             self.processors[slot] = Processors(params.logits_processors)

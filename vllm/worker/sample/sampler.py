@@ -56,11 +56,12 @@ class Sampled(msgspec.Struct, frozen=True):
 class Sampler:
     """Owns the sampling parameters and output counts of every slot."""
 
-    def __init__(self, table: SlotTable, vocab_size: int, context: DeviceContext) -> None:
-        self.params = ParamsTable(table.num_slots, vocab_size)
+    def __init__(self, table: SlotTable, vocab_size: int, context: DeviceContext, added: int = 0) -> None:
+        """added: tokens that adapters may add to the vocabulary: logits of steps with such rows have more columns."""
+        self.params = ParamsTable(table.num_slots, vocab_size, added)
         self._table = table
         self._context = context
-        self._counts = OutputCounts(vocab_size, table, context)
+        self._counts = OutputCounts(vocab_size + added, table, context)
 
     def leave(self, slots: Sequence[int]) -> None:
         """Forget requests that left their slots."""
@@ -183,11 +184,18 @@ class Sampler:
         return errors
 
     def _uploaded(self, logits: Tensor, masks: RowMasks) -> list[Tensor]:
-        """Rows and bits on the device. Raises ValueError if they do not fit the logits."""
-        words = -(-logits.shape[1] // 32)
-        if masks.bits.shape != (len(masks.rows), words):
-            raise ValueError(f"Masks of shape {masks.bits.shape}, expected ({len(masks.rows)}, {words}).")
+        """Rows and bits on the device. Raises ValueError if they do not fit the logits.
+
+        Masks know nothing of tokens that adapters add: none of them is allowed where there is a mask.
+        """
+        words, own = -(-logits.shape[1] // 32), -(-self.params.vocab_size // 32)
+        if masks.bits.shape != (len(masks.rows), own):
+            raise ValueError(f"Masks of shape {masks.bits.shape}, expected ({len(masks.rows)}, {own}).")
         packed = np.ascontiguousarray(masks.bits, np.uint32).view(np.int32)
+        if words > own:
+            packed = np.pad(packed, ((0, 0), (0, words - own)))
+            if self.params.vocab_size % 32:
+                packed[:, own - 1] &= (1 << (self.params.vocab_size % 32)) - 1
         return self._context.upload([masks.rows.astype(np.int64), packed])
 
     def _run_processors(self, logits: Tensor, row: int, slot: int, length: int) -> None:
