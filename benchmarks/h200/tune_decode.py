@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,27 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
 
 
 ATTENTION = [
-    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e}
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e, "ahead": a}
     for s in (1, 2, 4, 8, 16, 32, 64)
-    for t, n, g, e in (  # fmt: skip
-        (32, 1, 2, False),
-        (32, 1, 3, False),
-        (32, 2, 3, False),
-        (64, 4, 2, False),
-        (64, 2, 2, False),
-        (64, 4, 3, False),
-        (64, 2, 3, False),
-        (64, 4, 2, True),
-        (128, 4, 2, False),
+    for t, n, g, e, a in (  # fmt: skip
+        (32, 1, 2, False, 0),
+        (32, 1, 2, False, 64),
+        (32, 1, 2, False, 128),
+        (32, 1, 2, True, 0),
+        (32, 1, 3, False, 0),
+        (32, 2, 3, False, 0),
+        (32, 2, 2, True, 0),
+        (32, 2, 2, True, 64),
+        (32, 4, 2, False, 0),
+        (32, 4, 2, False, 64),
+        (32, 4, 2, True, 0),
+        (64, 4, 2, False, 0),
+        (64, 2, 2, False, 0),
+        (64, 4, 3, False, 0),
+        (64, 2, 3, False, 0),
+        (64, 4, 2, True, 0),
+        (64, 4, 2, True, 64),
+        (128, 4, 2, False, 0),
     )
 ]
 WIDE = [
@@ -193,7 +203,8 @@ class Bench:
 def changes(name: str, rows: int, w: ProgramWeights) -> list[dict[str, Any]]:
     """What to try for one part of the step."""
     if name == "attention":
-        return ATTENTION
+        kv_heads = w.layers[0].attention.cache.shape[2]
+        return [change for change in ATTENTION if 256 <= change["splits"] * rows * kv_heads * 2 <= 4096]
     if name in MANY:
         ffn = w.layers[0].ffn
         if name == "wide_gate" and not (isinstance(ffn, MlpWeights) and ffn.gated and ffn.up.bias is None):
@@ -240,10 +251,8 @@ def tune(folder: str, rows: int, context: int, kind: str, parts: str, seconds: f
         top = [(bench.milliseconds(t, 25), t) for _, t in times[:3]]
         if top and min(top, key=lambda pair: pair[0])[0] < least:
             least, best = min(top, key=lambda pair: pair[0])
-        short = [
-            (round(ms, 4), getattr(t, name) if name != "attention" else (t.splits, t.tile, t.warps, t.stages, t.early))
-            for ms, t in top
-        ]
+        cut = (lambda t: [getattr(t, key) for key in ATTENTION[0]]) if name == "attention" else attrgetter(name)
+        short = [(round(ms, 4), cut(t)) for ms, t in top]
         print(f"  {name:9} {len(times)} tried -> {least:.4f}   {short}", flush=True)
     return {"default_ms": first, "ms": least, "tiling": asdict(best)}
 

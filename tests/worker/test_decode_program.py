@@ -329,3 +329,10 @@ def test_rows_of_several_adapters_get_what_the_model_computes(name, walk, rank, 
         for cache, twin in zip(caches, twins, strict=True):
             assert error(cache[1:], twin[1:]) < LIMIT
     assert slots_on_device == stacks.slots
+
+
+@pytest.mark.parametrize(("field", "value"), [("sinks", True), ("chunk", 4)])
+def test_what_is_not_fused_is_said_by_name(field, value):
+    blocks = [replace(block, attn=replace(block.attn, **{field: value})) for block in PHI.blocks]
+    assert decode_weights.unknown(replace(PHI, blocks=tuple(blocks))) == f"it does not compute layer.attn.{field}"
+    assert "unlike or odd sizes" in decode_weights.unknown(replace(PHI, logit_scale=-1.0))

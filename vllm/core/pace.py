@@ -8,6 +8,7 @@ from vllm.step.sizes import rounded_down, rounded_up
 
 _SHARE = 0.3  # of the newest measurement in the estimate
 _LEAST = 256  # tokens beside those of the answers: prompts go on, whatever a step takes
+_SHORT = 0.01  # seconds: a step that takes no longer is not made shorter
 _ANSWER = 16  # tokens a step computes of a request that answers, drafts included, at most
 _STEPS = 8  # in which prompts that wait are computed: then answers wait less, and weights are read for both at once
 
@@ -39,8 +40,10 @@ class Pace:
             return self._most
         backlog = self._cut + int(waiting * self._length)
         self._backlog = max(self._backlog, backlog) if backlog else 0
-        least = self._answers + _LEAST  # a small step tells what tokens take
-        allowed = int(self._limit / self._per_token) if self._per_token else least
+        allowed = least = self._answers + _LEAST  # a small step tells what tokens take
+        if self._per_token:
+            allowed = int(self._limit / self._per_token)
+            least = max(least, int(min(_SHORT, self._limit) / self._per_token))
         wanted = min(allowed, self._answers + -(-self._backlog // _STEPS))
         return min(self._most, max(rounded_up(least), rounded_down(wanted)))
 

@@ -85,7 +85,7 @@ class StepTiling:
 
     up: of gate and up, or of up alone.   up, down: not used if all layers have experts.   router: of experts.
     splits, tile, warps, stages: of latent attention only the splits count.
-    early: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
+    early, ahead: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
     """
 
     qkv: Tiling
@@ -98,6 +98,7 @@ class StepTiling:
     warps: int
     stages: int
     early: bool = False
+    ahead: int = 0
     wide_gate: WideTiling | None = None
     wide_head: WideTiling | None = None
     router: Tiling | None = None
@@ -303,7 +304,7 @@ class DecodeProgram:
         else:
             rows = DecodeRows(
                 self._slots, self._positions, table.tables, self._part, self._lse, self._arrived,
-                t.splits, t.tile, t.warps, t.stages, t.early, self._shared,
+                t.splits, t.tile, t.warps, t.stages, t.early, t.ahead, self._shared,
             )  # fmt: skip
         entries = [_entry(layer, p) for layer, p in zip(w.layers, self._products, strict=True)]
         if self._adapters is not None:

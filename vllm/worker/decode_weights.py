@@ -6,7 +6,7 @@ equals it, so that a field which nobody here knows refuses it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -286,23 +286,57 @@ def covers(spec: Decoder) -> bool:
     return fits and all(block.ffn.act in ACTIVATIONS for block in blocks)
 
 
+def _unlike(spec: Any, other: Any, name: str) -> list[str]:
+    """The fields in which two specs differ, by their names."""
+    if spec == other:
+        return []
+    if type(spec) is not type(other) or not is_dataclass(spec):
+        return [name]
+    found = (_unlike(getattr(spec, f.name), getattr(other, f.name), f"{name}.{f.name}") for f in fields(spec))
+    return [path for paths in found for path in paths]
+
+
+def unknown(spec: Decoder) -> str:
+    """What of a decoder the fused step does not compute, in words."""
+    found = computed(spec)
+    if found is None:
+        return "it has layers of a kind that the step does not know"
+    paths = _unlike(replace(spec, blocks=()), replace(found, blocks=()), "model")
+    paths += [p for a, b in zip(spec.blocks, found.blocks, strict=True) for p in _unlike(a, b, "layer")]
+    return f"it does not compute {', '.join(dict.fromkeys(paths))}" if paths else "its layers have unlike or odd sizes"
+
+
+def refusal(model: Model, kv_caches: list[Tensor]) -> str | None:
+    """Why the steps of a model, or of a stage of one, cannot be fused, in words; None if all but its layers' weights
+    allows it.
+    """
+    traits, spec = model.traits, model.traits.decoder
+    if spec is None or "logits" not in traits.heads:
+        return "the model's layers are not described by a spec, or it has no logits"
+    if traits.dtype not in DTYPES:
+        return f"there are no kernels for {traits.dtype}"
+    if spec.norm is None or not covers(spec):
+        return unknown(spec)
+    model = cast("DecoderModel", model)
+    alike = all(cache.dtype == model.dtype for cache in kv_caches)
+    if not all(cache.dtype == model.dtype or fp8_limit(cache.dtype) for cache in kv_caches):
+        return "the cache has another dtype than the model, and not one of 8-bit floats"
+    if (model.is_first and not model.embed.plain) or (model.is_last and not model.head.plain):
+        return "embedding or head are not stored as plain numbers"
+    if any(type(block) is not Block for block in spec.blocks) and (model.tp.world > 1 or not alike):
+        return "latent attention is fused on one rank and with a cache of the model's dtype only"
+    if model.tp.world > 1 and any(isinstance(b.ffn, Moe) and b.ffn.shared is not None for b in spec.blocks):  # type: ignore[attr-defined]
+        return "shared experts are fused on one rank only"
+    return None
+
+
 def read_weights(model: Model, kv_caches: list[Tensor]) -> ProgramWeights | None:
     """The weights of a model that the fused step can run, or of a stage of one; else None."""
     spec = model.traits.decoder
-    if spec is None or model.traits.dtype not in DTYPES or "logits" not in model.traits.heads:
+    if spec is None or spec.norm is None or refusal(model, kv_caches) is not None:
         return None
     model = cast("DecoderModel", model)
     tp, first, last = model.tp, model.is_first, model.is_last
-    stored = all(cache.dtype == model.dtype or fp8_limit(cache.dtype) for cache in kv_caches)
-    if spec.norm is None or not covers(spec) or not stored:
-        return None
-    if (first and not model.embed.plain) or (last and not model.head.plain):
-        return None
-    plain = all(type(block) is Block for block in spec.blocks)
-    if not plain and (tp.world > 1 or any(cache.dtype != model.dtype for cache in kv_caches)):
-        return None
-    if tp.world > 1 and any(isinstance(b.ffn, Moe) and b.ffn.shared is not None for b in spec.blocks):  # type: ignore[attr-defined]
-        return None
     layers = [_layer(block, kv_caches) for _, block in model.own_blocks]
     read = tuple(layer for layer in layers if layer is not None)
     if len(read) < len(layers):

@@ -23,6 +23,7 @@ from vllm.ops.triton.decode_step import gather_inputs
 from vllm.step.inputs import GroupInputs, RowView, StepInputs
 from vllm.step.kv_policy import KVKind, KVLayout
 from vllm.worker.decode_program import ProgramWeights, read_weights
+from vllm.worker.decode_weights import refusal
 from vllm.worker.device import RecordingContext, Replay
 from vllm.worker.prefix_sharing import Heads, PrefixSharing
 
@@ -85,6 +86,9 @@ class StaticSteps(ABC, Generic[Key]):
         self._runner, self._context, self._max_seq_len = runner, context, max_seq_len
         self._table, self._sizes = runner.table, list(sizes)
         self._weights: ProgramWeights | None = read_weights(runner.model, runner.kv_caches)
+        if self._weights is None:
+            why = refusal(runner.model, runner.kv_caches) or "its kernels cannot read the weights of a layer"
+            logger.info("Decode steps run the model's own layers, no fused step: %s.", why)
         self._sharing = self._prefix_sharing()
         self._graphs: dict[Key, Entry] = {}
         self._width = self._table.width

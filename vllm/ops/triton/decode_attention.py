@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from vllm.ops.shared_prefix import SharedPlan
 from vllm.ops.triton.attention import apart, fp8_limit, half_rows, merge_parts, pairs, together, unpack_pairs, walk
@@ -52,6 +52,30 @@ def _load_tile(
     else:
         v = tl.load(v_at, mask=live[:, None] & (d < VD)[None, :], other=0.0)
     return k_a, k_b, v
+
+
+@triton.jit
+def _prefetch_keys(heads_at, v_offset, table, lo, hi, stride_block, BS: tl.constexpr, D: tl.constexpr,
+                   AHEAD: tl.constexpr):  # fmt: skip
+    """Bring the first AHEAD keys from `lo` on, and their values, into the L2; pieces of blocks, each asked for by one
+    thread.
+    """
+    PIECES: tl.constexpr = num_threads() // 2
+    KEYS: tl.constexpr = AHEAD // PIECES  # of a piece
+    BYTES: tl.constexpr = heads_at.dtype.element_ty.primitive_bitwidth // 8
+    i = tl.arange(0, 2 * PIECES)
+    key = lo + i // 2 * KEYS
+    key = tl.where(key < hi, key, tl.where(lo < hi, lo, 0))
+    block = tl.load(table + key // BS).to(tl.int64)
+    at = heads_at + block * stride_block + (key % BS) * D + (i % 2) * v_offset
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at, tl.full([2 * PIECES], KEYS * D * BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -238,6 +262,7 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
     SPLITS: at least as many as there are.   HEADS_HERE: those heads as a power of two.   PARTS: shares of the keys that
@@ -248,7 +273,8 @@ def _decode_kernel(
 
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
-    EARLY: the first tile is loaded before the kernel that computes the queries is waited for.
+    EARLY: the first tile is loaded before the kernel that computes the queries is waited for.   AHEAD: so many keys are
+    brought nearer before that.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)
@@ -294,6 +320,8 @@ def _decode_kernel(
         live = lo + t < hi
         k_a, k_b, v = _load_tile(heads_at, v_offset, table, lo + t, live, stride_block, BS, D, DP, PAIRS)
     if PDL:
+        if AHEAD > 0:
+            _prefetch_keys(heads_at, v_offset, table, lo, hi, stride_block, BS, D, AHEAD)
         gdc_wait()
     if (slot < 0) | (split >= active):
         return
@@ -508,7 +536,8 @@ class DecodeRows:
     [slots, blocks].
 
     part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
-    early: load the first of them before waiting for the queries.   shared: keys that rows have in common, for layers of
+    early: load the first of them before waiting for the queries.   ahead: keys of each program to bring into the L2
+    before that.   shared: keys that rows have in common, for layers of
     the first group without a window.
     """
 
@@ -523,6 +552,7 @@ class DecodeRows:
     warps: int = 1
     stages: int = 2
     early: bool = False
+    ahead: int = 0
     shared: SharedPlan | None = None
 
 
@@ -538,15 +568,22 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     if shared is not None:
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     tensors, numbers, const = _arguments(qkv, a, rows, pdl)
-    heads_here = triton.next_power_of_2(a.heads // kv_heads)
+    heads_here, block_size = triton.next_power_of_2(a.heads // kv_heads), a.cache.shape[3]
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
         *tensors, qkv if a.k_weight is None else a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
         rows.splits, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
         HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
-        STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early, **const,
+        STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early,
+        AHEAD=_keys_ahead(rows, block_size), **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
+
+
+def _keys_ahead(rows: DecodeRows, block_size: int) -> int:
+    """As many keys as are wanted, if every thread gets a whole piece of a block."""
+    keys = rows.ahead // (16 * rows.warps)  # of a piece
+    return rows.ahead if keys and block_size % keys == 0 and rows.ahead % (16 * rows.warps) == 0 else 0
 
 
 def _arguments(qkv: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool) -> tuple[tuple, tuple, dict]:
