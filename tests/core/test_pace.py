@@ -31,15 +31,20 @@ def test_the_first_step_beside_answers_is_small_since_nothing_is_known() -> None
 
 
 def test_prompts_that_wait_are_computed_in_a_few_steps_so_that_answers_wait_less() -> None:
-    assert run(Pace(0.1, 8192), 1e-6, 4, 32, 8_000) == [8032, 1024, 1024, 1024]
-    assert run(Pace(0.1, 8192), 1e-6, 4, 32, 2_000) == [2032, 320, 320, 320]
+    assert run(Pace(0.1, 8192), 40e-6, 4, 32, 8_000) == [8032, 1024, 1024, 1024]
+    assert run(Pace(0.1, 8192), 40e-6, 4, 32, 2_000) == [2032, 320, 320, 320]
+
+
+def test_steps_that_are_short_anyway_take_all_that_waits() -> None:
+    assert run(Pace(0.1, 8192), 3e-6, 4, 32, 3_000) == [3032] * 4
+    assert run(Pace(0.005, 8192), 3e-6, 4, 32, 3_000)[1:] == [1792] * 3
 
 
 def test_the_steps_that_wait_for_one_another_do_not_become_smaller() -> None:
     pace = Pace(0.1, 8192)
     pace.came(8000)
     pace.planned([1] * 8, 0)
-    pace.took(0.0, 0.02, [1] * 8 + [1000])
+    pace.took(0.0, 0.05, [1] * 8 + [1000])
     found = []
     left = 8000
     waiting = 1
