@@ -397,6 +397,7 @@ def main() -> None:
     parser.add_argument("--task", help="with --family: of the routes of a model that does this, such as embed")
     parser.add_argument("--only", default="", help="those whose name has this in it")
     parser.add_argument("--part", default="1/1", help="every n-th of them, from the i-th on: i/n")
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds that memory gets to come back")
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
     first, step = map(int, args.part.split("/"))
@@ -410,7 +411,7 @@ def main() -> None:
         alone = watched.worst_since(0.0)
         for attack in attacks:
             if args.only in attack.name:
-                results.append((attack.name, measure(port, pid, attack, watched, 0.0 if args.family else 10.0)))
+                results.append((attack.name, measure(port, pid, attack, watched, 0.0 if args.family else args.patience)))
         watched.end()
     count, errors = len(results), sum(effect.status >= 500 for _, effect in results)
     if args.family:

@@ -1,6 +1,6 @@
 """How cost grows: a step with the batch and with the context, scheduling with the requests, a lookup with the prompt.
 
-    python -m benchmarks.growth --model FOLDER --out growth.json [--plot growth.png] [--batches 1,2,4] [--contexts 1024]
+    python -m benchmarks.growth --model FOLDER --out growth.json [--plot PREFIX] [--batches 1,2,4] [--contexts 1024]
 
 step       milliseconds of a decode step of the engine core, from two lengths of answer: by batch size (contexts of 128
            tokens), and of one request by the length of its context
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.h200.core_step import Core
+from benchmarks.plot import Line, chart
 from benchmarks.scheduler import measure as measure_scheduler
 from vllm.core.kv_manager import KVManager
 from vllm.core.request import Request
@@ -94,28 +95,21 @@ def memory_kib(requests: int = 500, prompt: int = 512, generated: int = 32) -> d
     return {"waiting": waiting / requests / 1024, "running": running / requests / 1024}
 
 
-def plot(result: dict[str, Any], file: Path) -> None:
-    """Four panels, all axes logarithmic."""
-    import matplotlib
+def plots(result: dict[str, Any]) -> dict[str, str]:
+    """SVG images by name."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def line(name: str, points: dict[str, float]) -> Line:
+        return Line(name, sorted((float(x), y) for x, y in points.items()))
 
-    figure, axes = pyplot.subplots(1, 4, figsize=(16, 3.6), constrained_layout=True)
-    panels = (
-        ("decode step by batch", "requests", "ms", {"": result["step"]["by_batch"]}),
-        ("decode step by context, one request", "tokens", "ms", {"": result["step"]["by_context"]}),
-        ("scheduling, per request and step", "running requests", "us", {"": result["scheduler_us"]}),
-        ("prefix lookup", "prompt tokens", "ms", result["lookup_ms"]),
-    )
-    for axis, (title, x, y, lines) in zip(axes, panels, strict=True):
-        for label, points in lines.items():
-            axis.loglog([int(n) for n in points], list(points.values()), "o-", label=label.replace("_", " "))
-        axis.set(title=title, xlabel=x, ylabel=y)
-        axis.grid(True, which="both", alpha=0.25)
-        if len(lines) > 1:
-            axis.legend()
-    figure.savefig(file, dpi=110)
+    step, ms, model = result["step"], "milliseconds", result["model"]
+    lookups = [line(name.replace("_", " "), points) for name, points in result["lookup_ms"].items()]
+    scheduled = [line("microseconds per request", result["scheduler_us"])]
+    return {
+        "batch": chart(f"Decode step: {model}", "requests", ms, [line("128 tokens of context", step["by_batch"])]),
+        "context": chart(f"Decode step: {model}", "tokens of context", ms, [line("one request", step["by_context"])]),
+        "scheduler": chart("Scheduling a step", "running requests", "microseconds", scheduled),
+        "lookup": chart("Looking a prompt up in the prefix cache", "tokens of the prompt", ms, lookups),
+    }
 
 
 def integers(text: str) -> list[int]:
@@ -126,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder with config.json; weights are random")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--plot", type=Path, help="PNG (needs matplotlib)")
+    parser.add_argument("--plot", help="also draw PREFIX-batch.svg, -context.svg, -scheduler.svg and -lookup.svg")
     parser.add_argument("--batches", type=integers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--contexts", type=integers, default=[128, 1024, 4096])
     args = parser.parse_args()
@@ -145,7 +139,8 @@ def main() -> None:
         print(name, result[name])
     args.out.write_text(json.dumps(result, indent=1))
     if args.plot is not None:
-        plot(json.loads(args.out.read_text()), args.plot)
+        for name, image in plots(json.loads(args.out.read_text())).items():
+            Path(f"{args.plot}-{name}.svg").write_text(image)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.growth import plots
 from benchmarks.plot import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Line, chart, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,3 +34,13 @@ def test_every_batch_is_a_line() -> None:
     assert re.findall(r"batch (\d+)</text>", images["decode"]) == ["1", "8", "32"]
     way = ElementTree.fromstring(images["decode"]).findall(f"{SVG}polyline")[1].get("points").split()
     assert float(way[0].split(",")[0]) < float(way[1].split(",")[0])  # in the order of x
+
+
+def test_growth_has_four_images() -> None:
+    points = {"1": 2.0, "10": 3.0}
+    step = {"by_batch": points, "by_context": points}
+    lookups = {"nothing_cached": points, "all_cached": points}
+    images = plots({"model": "m", "step": step, "scheduler_us": points, "lookup_ms": lookups})
+    assert set(images) == {"batch", "context", "scheduler", "lookup"}
+    assert all(ElementTree.fromstring(image).findall(f"{SVG}polyline") for image in images.values())
+    assert "all cached" in images["lookup"]
