@@ -411,7 +411,8 @@ def main() -> None:
         alone = watched.worst_since(0.0)
         for attack in attacks:
             if args.only in attack.name:
-                results.append((attack.name, measure(port, pid, attack, watched, 0.0 if args.family else args.patience)))
+                patience = 0.0 if args.family else args.patience
+                results.append((attack.name, measure(port, pid, attack, watched, patience)))
         watched.end()
     count, errors = len(results), sum(effect.status >= 500 for _, effect in results)
     if args.family:
