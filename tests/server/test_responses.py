@@ -157,6 +157,27 @@ def test_what_is_wrong_is_named(client: openai.OpenAI) -> None:
 # -- items -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "metadata", [{str(i): "" for i in range(17)}, {"k" * 65: ""}, {"k": "v" * 513}], ids=["pairs", "key", "value"]
+)
+def test_metadata_is_a_few_short_notes(stored: Server, metadata: dict[str, str]) -> None:
+    answer = stored.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "metadata": metadata})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "metadata")
+    most = {"k" * 64 if i == 0 else str(i): "v" * 512 for i in range(16)}
+    answer = stored.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "metadata": most})
+    assert (answer.status, answer.json["metadata"]) == (200, most)
+
+
+def test_many_log_probabilities_are_those_of_few(stored: Server) -> None:
+    """However the answer is written: each token's, in order."""
+    body = {"input": "a", "temperature": 0, "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+    few, many = (stored.post("/v1/responses", {**body, "max_output_tokens": n, "ignore_eos": True}) for n in (5, 200))
+    (text,) = many.json["output"][0]["content"]
+    assert len(text["logprobs"]) == 200 and all(len(one["top_logprobs"]) == 20 for one in text["logprobs"])
+    (short,) = few.json["output"][0]["content"]
+    assert [one["token"] for one in text["logprobs"][:5]] == [one["token"] for one in short["logprobs"]]
+
+
 def test_items_of_one_answer_become_one_message() -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
     items: list[Any] = [

@@ -14,6 +14,7 @@ from vllm.outputs import RequestOutput
 # Log probabilities up to which an answer is built where it is; a thousand take about a millisecond.
 INLINE_ENTRIES = 2000
 ITEMS_PER_PIECE = 64
+FEW = 4  # objects of a list that are looked into one by one: each may be large
 
 
 def has_logprobs(output: RequestOutput) -> bool:
@@ -54,7 +55,7 @@ async def encode(answer: dict[str, Any]) -> bytes:
 
 def _pieces(value: Any, name: str = "") -> Iterator[bytes]:
     """Lists in slices, objects key by key if there are lists in them, so that no piece is large."""
-    if isinstance(value, list | Iterator) and name in ("choices", "data"):
+    if isinstance(value, list | Iterator) and (name in ("choices", "data") or _has_few_objects(value)):
         yield from _joined((_pieces(item) for item in value), b"[", b"]")
     elif isinstance(value, Iterator):
         lists = iter(lambda: list(islice(value, ITEMS_PER_PIECE)), [])
@@ -69,6 +70,10 @@ def _pieces(value: Any, name: str = "") -> Iterator[bytes]:
 
 def _slice(value: Sequence[Any], start: int) -> Iterator[bytes]:
     yield from _part(value[start : start + ITEMS_PER_PIECE])
+
+
+def _has_few_objects(value: list[Any] | Iterator[Any]) -> bool:
+    return isinstance(value, list) and len(value) <= FEW and any(isinstance(item, dict) for item in value)
 
 
 def _part(items: Sequence[Any]) -> Iterator[bytes]:

@@ -542,6 +542,11 @@ class ResponsesRequest(_Sampling):
                 raise bad_request(f"{name} is not available in this version of the Responses API.", name)
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise bad_request("tool_choice needs tools.", "tool_choice")
+        pairs = (self.metadata or {}).items()
+        if len(pairs) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in pairs):  # as OpenAI's
+            raise bad_request(
+                "metadata may have 16 pairs, with keys of at most 64 and values of at most 512 characters.", "metadata"
+            )
         self._check_reasoning()
         if self.truncation == "auto":
             raise bad_request("truncation='auto' is not available in this version; shorten the input.", "truncation")

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.openai import chat
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
 from vllm.entrypoints.openai.context import ServerContext, as_api_error, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import AnswerEvents, prompt_length
@@ -208,6 +209,12 @@ async def _compute(work: Work) -> dict[str, Any]:
         final = output
     if final is None:
         raise bad_request("The request was aborted.")
+    if count_entries([final]) > INLINE_ENTRIES:
+        return await work.chat.prompt.engine.lanes.write(_answer, work, final)
+    return _answer(work, final)
+
+
+def _answer(work: Work, final: RequestOutput) -> dict[str, Any]:
     answer = final.outputs[0]
     status, reason = _ending(answer.finish_reason)
     parsing = work.chat.parsing
