@@ -59,3 +59,17 @@ def test_large_answers_equal_small_ones(server: Server, route: str) -> None:
     assert [choice["index"] for choice in large] == [0, 1, 2, 3]
     for choice in large:
         assert rounded({**choice, "index": 0}) == rounded(small[0])
+
+
+def test_large_streams_say_what_large_answers_say(server: Server) -> None:
+    """Events of very many log probabilities are written beside the event loop, in the order in which they came."""
+    prompts = [[5 + i, *range(5, 200)] for i in range(6)]
+    body = {"prompt": prompts, "n": 2, "seed": 1, "max_tokens": 30, "echo": True, "logprobs": 20, "ignore_eos": True}
+    whole = server.post("/v1/completions", body).json
+    streamed: dict[int, list[str]] = {}
+    for event in server.post("/v1/completions", {**body, "stream": True}).text.split("\n\n"):
+        for choice in json.loads(event[6:])["choices"] if event.startswith("data: {") else ():
+            streamed.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"])
+    assert len(prompts[0]) * 21 > INLINE_ENTRIES
+    assert streamed == {choice["index"]: choice["logprobs"]["tokens"] for choice in whole["choices"]}
+    assert len(streamed) == 12

@@ -202,6 +202,7 @@ def test_adapters_in_the_folder_of_the_operator_are_found_by_name(lora_server: S
         ({"lora_name": "x" * 300, "lora_path": "y"}, "at most 256 characters"),
         ({"lora_name": MODEL, "lora_path": "y"}, "has already been loaded"),
         ({"lora_name": "x", "lora_path": "/etc"}, "--lora-root"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, "NUL"),
         ({"lora_name": "x", "lora_path": "{root}/../../.."}, "--lora-root"),
         ({"lora_name": "x", "lora_path": "{root}/nothing"}, "No adapter found"),
         ({"lora_name": 5, "lora_path": "y"}, "lora_name"),

@@ -251,11 +251,11 @@ def test_store_forgets_the_oldest() -> None:
     assert len(store) == 3
     with pytest.raises(APIError, match="not found"):
         store.get("r1")
-    store.put("large", Stored({"text": "x" * 900}, [], []))
+    store.put("large", Stored({"status": "completed", "text": "x" * 900}, [], []))
     assert len(store) == 3  # within both bounds
-    store.put("large too", Stored({"text": "x" * 900}, [], []))
+    store.put("large too", Stored({"status": "completed", "text": "x" * 900}, [], []))
     assert len(store) == 1
-    store.put("too large", Stored({"text": "x" * 2000}, [], []))
+    store.put("too large", Stored({"status": "completed", "text": "x" * 2000}, [], []))
     assert len(store) == 0
 
 

@@ -508,6 +508,11 @@ class AsyncLLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return self.output_processor.num_unfinished
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs, and no answer is being written: a moment for what would hold them up."""
+        return self.output_processor.num_unfinished == 0 and self.lanes.num_writing == 0
+
     async def check_health(self) -> None:
         """Raise EngineDeadError unless the core lives and makes progress."""
         if self.is_stopped:

@@ -139,10 +139,15 @@ class Lanes:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-work")
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="large-answers")
         self._long_waiting = 0
+        self.num_writing = 0  # large answers
 
     async def write(self, function: Callable[..., _T], *args: Any) -> _T:
         """`function(*args)`, which writes a large answer, or a large part of one. Long texts do not hold it up."""
-        return await asyncio.get_running_loop().run_in_executor(self._answers, function, *args)
+        self.num_writing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._answers, function, *args)
+        finally:
+            self.num_writing -= 1
 
     async def run(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
         """`function(*args)`, on the event loop if its `size` is small. Raises what it raises, and QueueOverflowError if

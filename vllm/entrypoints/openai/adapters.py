@@ -153,6 +153,8 @@ class ServedAdapters:
         await self._engine.remove_lora(request.lora_int_id)
 
     def _check_root(self, path: str) -> None:
+        if "\0" in path:
+            raise bad_request("lora_path has a NUL character.", "lora_path")
         if not self._roots:
             return
         folder = Path(path).expanduser().resolve()

@@ -281,7 +281,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
     def is_idle() -> bool:
         client = getattr(app.state, "engine_client", None)
-        return client is None or client.get_num_unfinished_requests() == 0
+        return client is None or client.is_idle
 
     housekeeping = [
         asyncio.ensure_future(collect_when_idle(is_idle)),
@@ -558,7 +558,7 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     gc.freeze()  # what start-up has made stays: collections need not look at it again and again
 
     def is_idle() -> bool:
-        return engine.get_num_unfinished_requests() == 0
+        return engine.is_idle
 
     tokenizer = engine.input_processor.tokenizer
     drop_caches = (lambda: None) if tokenizer is None else tokenizer.drop_caches

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.entrypoints.openai.answers import encode_at_once
 from vllm.entrypoints.openai.errors import bad_request, not_found, overloaded
 
 SWITCH = "VLLM_ENABLE_RESPONSES_API_STORE=1"
@@ -16,22 +17,38 @@ MAX_BYTES = 64 << 20  # of all entries, as JSON
 MAX_RUNNING = 64  # in the background
 
 
-@dataclass
 class Stored:
     """A response: its newest body, the conversation that it ended with, without instructions, and its input.
 
-    task: what computes it, if that goes on in the background.
+    The body is kept as JSON (`text`), which takes a tenth of the memory. task: what computes it, if that goes on in the
+    background.
     """
 
-    body: dict[str, Any]
-    messages: list[Any]
-    input_items: list[Any]
-    task: asyncio.Task[None] | None = None
-    size: int = field(default=0, init=False)
+    def __init__(
+        self,
+        body: dict[str, Any],
+        messages: list[Any],
+        input_items: list[Any],
+        task: asyncio.Task[None] | None = None,
+    ) -> None:
+        self.messages = messages
+        self.input_items = input_items
+        self.task = task
+        self.update(body)
+        self.size = len(self.text) + len(json.dumps([messages, input_items]))
+
+    def update(self, body: dict[str, Any]) -> None:
+        self.status = body["status"]
+        self.text = encode_at_once(body)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.text)
+        return found
 
 
 class ResponseStore:
-    """Made once per server. `enabled` is False unless the operator wants responses to be kept."""
+    """Made once per server. `enabled` is False unless the operator wants responses to be kept. Any thread may `put`."""
 
     def __init__(self, enabled: bool = False, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
         self.enabled = enabled
@@ -39,6 +56,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, Stored] = OrderedDict()
         self._bytes = 0
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -53,10 +71,13 @@ class ResponseStore:
 
     def put(self, response_id: str, entry: Stored) -> None:
         """Keep a response, or its newer state."""
-        self._drop(response_id)
-        entry.size = len(json.dumps([entry.body, entry.messages, entry.input_items]))
-        self._entries[response_id] = entry
-        self._bytes += entry.size
+        with self._lock:
+            self._drop(response_id)
+            self._entries[response_id] = entry
+            self._bytes += entry.size
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
         while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
             oldest = next((i for i, one in self._entries.items() if one.task is None or one.task.done()), None)
             if oldest is None:
@@ -88,12 +109,13 @@ class ResponseStore:
         entry = self.get(response_id)
         if entry.task is None:
             raise bad_request("Cannot cancel a synchronous response: only those with background=true.")
-        if entry.body["status"] in ("queued", "in_progress"):
+        if entry.status in ("queued", "in_progress"):
             entry.task.cancel()
-            entry.body = {**entry.body, "status": "cancelled"}
+            entry.update({**entry.body, "status": "cancelled"})
         return entry
 
     def _drop(self, response_id: str) -> None:
-        entry = self._entries.pop(response_id, None)
-        if entry is not None:
-            self._bytes -= entry.size
+        with self._lock:
+            entry = self._entries.pop(response_id, None)
+            if entry is not None:
+                self._bytes -= entry.size

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.openai import chat
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once
 from vllm.entrypoints.openai.context import ServerContext, as_api_error, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import AnswerEvents, prompt_length
@@ -196,22 +196,36 @@ def _keep(context: ServerContext, work: Work, body: dict[str, Any], task: asynci
 # -- whole -------------------------------------------------------------------------------------------------------------
 
 
-async def complete(context: ServerContext, work: Work) -> dict[str, Any]:
-    """The answer as one JSON object."""
-    body = await _compute(work)
+async def complete(context: ServerContext, work: Work) -> bytes | dict[str, Any]:
+    """The answer as one JSON object, encoded already if it is large."""
+    final = await _final(work)
+    if count_entries([final]) > INLINE_ENTRIES:
+        return await context.engine.lanes.write(_finish, context, work, final)
+    body = _answer(work, final)
     _keep(context, work, body)
     return body
 
 
+def _finish(context: ServerContext, work: Work, final: RequestOutput) -> bytes:
+    body = _answer(work, final)
+    _keep(context, work, body)
+    return encode_at_once(body)
+
+
 async def _compute(work: Work) -> dict[str, Any]:
+    final = await _final(work)
+    if count_entries([final]) > INLINE_ENTRIES:
+        return await work.chat.prompt.engine.lanes.write(_answer, work, final)
+    return _answer(work, final)
+
+
+async def _final(work: Work) -> RequestOutput:
     final: RequestOutput | None = None
     async for _, output in merge([work.chat.prompt.generate()]):
         final = output
     if final is None:
         raise bad_request("The request was aborted.")
-    if count_entries([final]) > INLINE_ENTRIES:
-        return await work.chat.prompt.engine.lanes.write(_answer, work, final)
-    return _answer(work, final)
+    return final
 
 
 def _answer(work: Work, final: RequestOutput) -> dict[str, Any]:
@@ -240,14 +254,14 @@ def begin(context: ServerContext, work: Work) -> dict[str, Any]:
 
     async def run() -> None:
         entry = context.responses.get(work.id)
-        entry.body = {**entry.body, "status": "in_progress"}
+        entry.update({**entry.body, "status": "in_progress"})
         try:
             body = await _compute(work)
         except Exception as error:
             problem = as_api_error(error)
             message = problem.body["message"]
             body = {**_body(work, "failed"), "error": {"code": "server_error", "message": message}}
-        if entry.body["status"] != "cancelled":
+        if entry.status != "cancelled":
             _keep(context, work, body, entry.task)
 
     body = _body(work, "queued")
@@ -343,5 +357,6 @@ class ResponseEvents(AnswerEvents):
 
     def _event(self, kind: str, **fields: Any) -> str:
         self._number += 1
-        data = json.dumps({"type": kind, "sequence_number": self._number, **fields})
-        return f"event: {kind}\ndata: {data}\n\n"
+        data = {"type": kind, "sequence_number": self._number, **fields}
+        text = encode_at_once(data).decode() if self._logprobs else json.dumps(data)
+        return f"event: {kind}\ndata: {text}\n\n"

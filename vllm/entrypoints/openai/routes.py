@@ -272,7 +272,7 @@ async def create_response(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}", responses=NAMED_ERRORS)
 async def retrieve_response(request: Request, response_id: str) -> Response:
-    return JSONResponse(context_of(request).responses.get(response_id).body)
+    return Response(context_of(request).responses.get(response_id).text, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", responses=NAMED_ERRORS)
@@ -289,7 +289,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 @router.post("/v1/responses/{response_id}/cancel", responses=NAMED_ERRORS)
 async def cancel_response(request: Request, response_id: str) -> Response:
-    return JSONResponse(context_of(request).responses.cancel(response_id).body)
+    return Response(context_of(request).responses.cancel(response_id).text, media_type="application/json")
 
 
 @router.post("/v1/messages", openapi_extra=_schema(messages.MessagesRequest), responses=GENERATING_ANSWERS)

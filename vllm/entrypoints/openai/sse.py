@@ -193,16 +193,18 @@ class EventStream(Response):
         try:
             if self._work is not None:
                 (index, output, work), self._work = self._work, None
-                events = work.result() + self._after(output)
+                events = work.result()
+                self._count_end(output)
             while due and self._work is None:
                 index = next(iter(due))
                 taken = self._streams[index].take()  # raises the error that follows the outputs, if any
                 if taken is None:
                     del due[index]
-                elif has_logprobs(taken) and count_entries([taken]) > INLINE_ENTRIES:
-                    self._begin(index, taken)
+                elif has_logprobs(taken) and (taken.finished or count_entries([taken]) > INLINE_ENTRIES):
+                    self._begin(index, taken)  # ends may tell of all log probabilities again
                 else:
-                    events += self._events.feed(index, taken) + self._after(taken)
+                    events += self._write_output(index, taken)
+                    self._count_end(taken)
             self._due = {**due, **self._due}
         except Exception as error:
             self._complete = True
@@ -214,17 +216,23 @@ class EventStream(Response):
     def _begin(self, index: int, output: RequestOutput) -> None:
         """Write the events of a large output beside the event loop. What comes meanwhile waits."""
         lanes = self._prompts[index].engine.lanes
-        work = asyncio.ensure_future(lanes.write(self._events.feed, index, output))
+        work = asyncio.ensure_future(lanes.write(self._write_output, index, output))
         work.add_done_callback(lambda _: self._on_output(index))
         self._work = index, output, work
 
-    def _after(self, output: RequestOutput) -> bytes:
-        """What follows the events of an output: if it is the last one of the last prompt, the end."""
-        if not output.finished or is_failed(output):
-            return b""
-        self._unfinished -= 1
-        self._complete = self._unfinished == 0
-        return self._events.end() if self._complete else b""
+    def _write_output(self, index: int, output: RequestOutput) -> bytes:
+        """The events of an output, and those after all if it is the last one."""
+        events = self._events.feed(index, output)
+        return events + self._events.end() if _is_end(output) and self._unfinished == 1 else events
+
+    def _count_end(self, output: RequestOutput) -> None:
+        if _is_end(output):
+            self._unfinished -= 1
+            self._complete = self._unfinished == 0
+
+
+def _is_end(output: RequestOutput) -> bool:
+    return output.finished and not is_failed(output)
 
 
 async def _until_disconnect(receive: Any) -> None:
