@@ -188,66 +188,30 @@ def test_auto_needs_the_flags(server: Server) -> None:
 
 
 PLUGIN = """
-import json
-import re
-from collections.abc import Sequence
-from typing import Union
-
-from vllm.entrypoints.openai.protocol import (
-    ChatCompletionRequest, DeltaFunctionCall, DeltaMessage, DeltaToolCall, ExtractedToolCallInformation, FunctionCall,
-    ToolCall,
-)
-from vllm.entrypoints.openai.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
+from vllm.entrypoints.openai.tool_parsers.abstract_tool_parser import ToolParserManager
 
 
 @ToolParserManager.register_module(["my_hermes"])
-class MyToolParser(ToolParser):
-    CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
+class Checking(MyParser):
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
         assert self.vocab["<|end|>"] == tokenizer.eos_token_id
 
-    def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
-        request.skip_special_tokens = False
-        return request
-
-    def extract_tool_calls(self, model_output: str, request: ChatCompletionRequest) -> ExtractedToolCallInformation:
-        found = [json.loads(text) for text in self.CALL.findall(model_output)]
-        calls = [
-            ToolCall(type="function", function=FunctionCall(name=c["name"], arguments=json.dumps(c["arguments"])))
-            for c in found
-        ]
-        return ExtractedToolCallInformation(
-            tools_called=bool(calls), tool_calls=calls, content=None if calls else model_output
-        )
-
     def extract_tool_calls_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Sequence[int],
-        current_token_ids: Sequence[int],
-        delta_token_ids: Sequence[int],
-        request: ChatCompletionRequest,
-    ) -> Union[DeltaMessage, None]:
+        self, previous_text, current_text, delta_text, previous_token_ids, current_token_ids, delta_token_ids, request
+    ):
         assert current_text == previous_text + delta_text
         assert list(current_token_ids) == [*previous_token_ids, *delta_token_ids]
-        found = self.CALL.findall(current_text)
-        if len(found) == self.current_tool_id + 1:
-            return None
-        self.current_tool_id += 1
-        call = json.loads(found[self.current_tool_id])
-        function = DeltaFunctionCall(name=call["name"], arguments=json.dumps(call["arguments"]))
-        return DeltaMessage(tool_calls=[DeltaToolCall(index=self.current_tool_id, function=function)])
+        return super().extract_tool_calls_streaming(
+            previous_text, current_text, delta_text, previous_token_ids, current_token_ids, delta_token_ids, request
+        )
 """
 
 
 def test_parser_of_the_users_own(tmp_path: Path) -> None:
-    """A plug-in written as the documentation of the field describes it."""
+    """The example's, which also streams what is no call."""
     path = tmp_path / "my_parser.py"
-    path.write_text(PLUGIN)
+    path.write_text((EXAMPLES / "tool_parser_plugin.py").read_text() + PLUGIN)
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "my_hermes", "--tool-parser-plugin", str(path))
     with Server(Path("demo"), *flags) as running:
         choice = chat(running)["choices"][0]
@@ -258,6 +222,11 @@ def test_parser_of_the_users_own(tmp_path: Path) -> None:
         calls, _, reason = streamed_calls(events)
         assert [json.loads(call["arguments"]) for call in calls] == [{"city": "Paris"}]
         assert reason == "tool_calls"
+        plain = {**BODY, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        whole = chat(running, **plain)["choices"][0]["message"]
+        events = sse_events(running.post("/v1/chat/completions", {**plain, "stream": True}).text)
+        calls, content, reason = streamed_calls(events)
+        assert not calls and reason == "stop" and content == whole["content"] and "Paris" in content
 
 
 # -- forced calls, whose form a grammar guarantees ---------------------------------------------------------------------
