@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.structured_output.corpus import cases
+from tests.structured_output.driver import spec_of
+from vllm.exceptions import VLLMValidationError
 from vllm.structured_output.rules import has_finite_text
 from vllm.structured_output.schema import SchemaError, _is_pattern, check_finite, is_recursive
 
@@ -117,3 +119,18 @@ def test_patterns_that_are_one_elsewhere_are_taken(parts: list[str]) -> None:
 @pytest.mark.parametrize("pattern", ["a\\", "(", "a)", "(a|b", "[a", "*a", "a|?", 3])
 def test_patterns_that_are_one_nowhere_are_refused(pattern: object) -> None:
     assert not _is_pattern(pattern)
+
+
+def test_many_sets_that_ignore_case_are_refused_by_the_library_that_compiles_in_the_core() -> None:
+    many, few = "[a-f]" * 129, "[a-f]" * 128
+    reference = {"$defs": {"item": {"pattern": many}}, "$ref": "#/$defs/item"}
+    for refused in (
+        {"regex": f"(?i){many}"},
+        {"regex": f"a(?si:{many})"},
+        {"json": {"type": "string", "pattern": f"(?i){many}"}},
+        {"grammar": f"start: /{many}/i"},
+    ):
+        with pytest.raises(VLLMValidationError, match="guidance has no patterns that ignore case, with more than 128"):
+            spec_of("guidance", **refused)
+    for taken in ({"regex": f"(?i){few}"}, {"regex": many}, {"json": reference}, {"grammar": f"start: /{many}/"}):
+        assert spec_of("guidance", **taken).backend == "guidance"

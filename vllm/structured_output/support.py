@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,11 @@ GUIDANCE, XGRAMMAR, OUTLINES, LMFE = "guidance", "xgrammar", "outlines", "lm-for
 BACKENDS = (GUIDANCE, XGRAMMAR, OUTLINES, LMFE)
 _PACKAGES = {GUIDANCE: "llguidance", XGRAMMAR: "xgrammar", OUTLINES: "outlines_core", LMFE: "lmformatenforcer"}
 _INSTALLED_BY = {GUIDANCE: "llguidance", XGRAMMAR: "xgrammar", OUTLINES: "outlines_core", LMFE: "lm-format-enforcer"}
+
+# A set whose characters' other cases are looked up takes guidance two milliseconds, in the core.
+MAX_CASELESS_SETS = 128
+_IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
+_LARK_IGNORES_CASE = re.compile(r"""\(\?[a-zA-Z]*i|[/"][a-z]*i\b""")
 
 _NOBODY = frozenset(
     {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems", "contains",
@@ -135,6 +141,10 @@ def missing(backend: str, kind: str, schema: Any, text: str, whitespace: str | N
     """The first feature that the back end does not have, None if it has all."""
     if kind not in _KINDS[backend]:
         return _WORDS[kind]
+    if backend == GUIDANCE and kind != CHOICE and _num_sets(text) > MAX_CASELESS_SETS:
+        ignores = _LARK_IGNORES_CASE if kind == GRAMMAR else _IGNORES_CASE
+        if ignores.search(text):
+            return f"patterns that ignore case, with more than {MAX_CASELESS_SETS} sets of characters"
     if kind == STRUCTURAL_TAG and backend == GUIDANCE and "structures" not in text:
         return "structural tags with a format"
     if whitespace is not None and (backend == LMFE or (whitespace and backend == XGRAMMAR)):
@@ -152,6 +162,11 @@ def missing(backend: str, kind: str, schema: Any, text: str, whitespace: str | N
     if kind == STRUCTURAL_TAG:
         return next((found for part in _schemas_of_tag(text) for found in _missing_of_tag(backend, part)), None)
     return None
+
+
+def _num_sets(text: str) -> int:
+    """At least as many as there are in the patterns of a constraint: [...], and classes like \\w."""
+    return text.count("[") + text.count("\\")
 
 
 def _schemas_of_tag(text: str) -> Iterator[Any]:
