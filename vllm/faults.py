@@ -7,12 +7,17 @@ VLLM_FAULTS is a comma-separated list of `point@where` or `point@where:number`:
     forward.logits@K:V    all logits of step K are V: nan, inf, -inf          forward.logit@K:V   one of each row is
     sampler.raise@ID      sampling raises for the request whose id contains ID
     tokenizer.raise@ID    tokenizing raises for it        tokenizer.sleep@ID:S   tokenizing it takes S seconds longer
-    detok.raise@ID        detokenizing raises for it      ipc.drop@K   the core ends without a word after K messages
+    detok.raise@ID        detokenizing raises for it      ipc.drop@K   the core ends in place of its K-th message
+
+Nothing in the engine asks for faults: they are put around its parts where these are put together, or are data that the
+parts are given.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -27,6 +32,8 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm.engine.preparation import Preparation
+    from vllm.engine.processed import ProcessedRequest, RequestInput
     from vllm.executor.base import Executor
     from vllm.model_executor.models.traits import Model
     from vllm.step.plan import SlotInit, StepPlan
@@ -97,6 +104,15 @@ class Faults:
         """The model, with the faults of logits around it; itself if there are none."""
         return cast("Model", SpoiledModel(model, self)) if self.spoils_logits else model
 
+    def around_preparation(self, preparation: Preparation) -> Preparation:
+        """What makes requests ready, with the faults of tokenizers around it; itself if there are none."""
+        return cast("Preparation", FaultyPreparation(preparation, self)) if self.requests else preparation
+
+    def around_connection(self, connection: socket.socket) -> socket.socket:
+        """A core's socket, with the end of its process around it; itself if there is none."""
+        drops = any(point == "ipc.drop" for point, _ in self.steps)
+        return cast(socket.socket, FaultyConnection(connection, self)) if drops else connection
+
     def before_forward(self) -> None:
         """Raise or sleep if this step is the one."""
         if self.due("alloc.oom") is not None:
@@ -127,9 +143,9 @@ class Faults:
                 else:
                     raise InjectedFault(f"{point} failed for this request (injected)")
 
-    def breaks_sampler(self, request_id: str) -> bool:
-        """Whether sampling shall raise for this request."""
-        return any(name == "sampler.raise" and part in request_id for name, part, _ in self.requests)
+    def breaks(self, point: str, request_id: str) -> bool:
+        """Whether this shall raise for this request."""
+        return any(name == f"{point}.raise" and part in request_id for name, part, _ in self.requests)
 
 
 @lru_cache(maxsize=8)
@@ -183,8 +199,74 @@ class FaultyExecutor:
 
     def _broken(self, init: SlotInit) -> SlotInit:
         """With a processor that raises, if sampling shall fail for this request."""
-        if not self._faults.breaks_sampler(init.request_id):
+        if not self._faults.breaks("sampler", init.request_id):
             return init
         params = copy(init.params)
         params.logits_processors = [broken_processor]  # type: ignore[union-attr] # requests that are pooled never sample
         return init._replace(params=params)
+
+
+class FaultyPreparation:
+    """Tokenizing raises or takes long for some requests, and some get a tokenizer that makes no text of tokens."""
+
+    def __init__(self, preparation: Preparation, faults: Faults) -> None:
+        self._preparation, self._faults = preparation, faults
+
+    async def tokenized(self, request: RequestInput, deadline: float | None) -> RequestInput:
+        """Raise or sleep first, in a thread as tokenizing would, if this request is the one."""
+        from vllm.engine.texts import INLINE_CHARACTERS
+
+        await self._preparation.in_lane(
+            deadline, INLINE_CHARACTERS + 1, self._faults.on_request, "tokenizer", request.request_id
+        )
+        return await self._preparation.tokenized(request, deadline)
+
+    async def processed(self, request: RequestInput, deadline: float | None) -> ProcessedRequest:
+        """With a tokenizer of its own, if detokenizing shall fail for this request."""
+        processed = await self._preparation.processed(request, deadline)
+        if not self._faults.breaks("detok", request.request_id):
+            return processed
+        tokenizer = processed.tokenizer or self._preparation.tokenizer
+        return processed._replace(tokenizer=cast("Any", MuteTokenizer(tokenizer)))
+
+
+class MuteTokenizer:
+    """A tokenizer, none of whose tokens becomes text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def stream(self, *options: Any) -> Any:
+        """A stream that raises for its first token."""
+        return MuteStream()
+
+
+class MuteStream:
+    """A text that no token is added to."""
+
+    def feed(self, token: int) -> str:
+        """Raises."""
+        raise InjectedFault(f"detokenizing {token} failed for this request (injected)")
+
+    def finish(self) -> str:
+        """Nothing."""
+        return ""
+
+
+class FaultyConnection:
+    """A core's socket; instead of a message, the core ends."""
+
+    def __init__(self, connection: socket.socket, faults: Faults) -> None:
+        self._connection, self._faults = connection, faults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def sendall(self, data: bytes) -> None:
+        """End without a word if this message is the one."""
+        if self._faults.due("ipc.drop") is not None:
+            os._exit(1)
+        self._connection.sendall(data)

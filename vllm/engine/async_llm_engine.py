@@ -21,6 +21,7 @@ from vllm.engine.request_stream import RequestStream
 from vllm.engine.texts import Lanes
 from vllm.engine.traffic import Traffic
 from vllm.exceptions import EngineDeadError
+from vllm.faults import Faults
 from vllm.ipc import functions
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
@@ -98,7 +99,7 @@ class AsyncLLMEngine:
         self._admission = Admission(vllm_config.scheduler_config, vllm_config.parallel_config.local_replicas)
         self._traffic = Traffic(self._core, self.output_processor, self._admission)
         self.lanes = Lanes()
-        self._preparation = Preparation(self.input_processor, self.lanes)
+        self._preparation = Faults.from_env().around_preparation(Preparation(self.input_processor, self.lanes))
         self._attaching: asyncio.Future[None] | None = None
         self._attached = False
         self._loop_started = False

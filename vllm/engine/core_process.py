@@ -160,7 +160,6 @@ class CoreServer:
         requests end with them.
         """
         self._core = core
-        self._faults = Faults.from_env()
         self._first = Peer(connection, "0/" if further else "")
         peers = [self._first, *(Peer(c, f"{i}/", SEND_SECONDS) for i, c in enumerate(further, start=1))]
         self._peers = {peer.connection.fileno(): peer for peer in peers}
@@ -255,8 +254,6 @@ class CoreServer:
     def _send_held_to(self, peer: Peer, stats: CoreStats | None = None) -> None:
         """Send the outputs that were held back; without any, the news that a part of a prompt was computed."""
         if (peer.held or (stats is not None and stats.prompt_tokens)) and peer.has_room():
-            if self._faults and self._faults.due("ipc.drop") is not None:
-                os._exit(1)
             self._send_outputs(peer, list(peer.held.values()), stats or self._stats(peer))
             peer.held.clear()
 
@@ -440,7 +437,7 @@ def main(argv: list[str], make: Callable[[dict[str, Any]], EngineCore] = make_co
     core = None
     try:
         core = make(document)
-        server = CoreServer(connection, core, further)
+        server = CoreServer(Faults.from_env().around_connection(connection), core, further)
         server.start_pulse()
         gc.collect()
         gc.freeze()  # what loading has made stays: collections need not look at it again and again

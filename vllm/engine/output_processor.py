@@ -12,7 +12,6 @@ from vllm.engine.beam import Beam, BeamSearch
 from vllm.engine.detokenizer import Detokenizer
 from vllm.engine.processed import ProcessedRequest, packed_request, pooled_request
 from vllm.engine.tokenizer import Tokenizer
-from vllm.faults import Faults
 from vllm.logger import init_logger
 from vllm.logprobs import FlatLogprobs
 from vllm.metrics.registry import EngineMetrics
@@ -327,7 +326,6 @@ class OutputProcessor:
         self.most_logprobs: int | None = None
         self._held_logprobs = 0
         self._metrics = metrics
-        self._faults = Faults.from_env()
         self._logits_width = logits_width
         self._max_model_len = max_model_len
         self._requests: dict[str, _Request] = {}
@@ -436,7 +434,6 @@ class OutputProcessor:
         follow_ups: list[CoreRequest] = []
         changed: dict[str, _Request] = {}
         owner, metrics = self._owner, self._metrics
-        faults = self._faults if self._faults else None
         for core_output in core_outputs:
             found = owner.get(core_output.request_id)
             if found is None:
@@ -457,8 +454,6 @@ class OutputProcessor:
                 continue  # or a token that was under way when the sequence ended
             request, sequence = found
             try:
-                if faults is not None:
-                    faults.on_request("detok", core_output.request_id)
                 if (
                     request.is_plain
                     and sequence.new_tokens

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.input_processor import InputProcessor
 from vllm.engine.processed import ProcessedRequest, RequestInput
 from vllm.engine.texts import INLINE_CHARACTERS, Lanes, characters_of_words
-from vllm.faults import Faults
 from vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.engine.tokenizer import Tokenizer
 
 
 class Preparation:
@@ -20,14 +22,14 @@ class Preparation:
 
     def __init__(self, input_processor: InputProcessor, lanes: Lanes) -> None:
         self._input, self._lanes = input_processor, lanes
-        self._faults = Faults.from_env()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's."""
+        return self._input.tokenizer
 
     async def tokenized(self, request: RequestInput, deadline: float | None) -> RequestInput:
         """Tokenize long texts in another thread, so that they do not hold up the streams of others."""
-        if self._faults:
-            await self._in_lane(
-                deadline, INLINE_CHARACTERS + 1, self._faults.on_request, "tokenizer", request.request_id
-            )
         texts = self._input.texts
         if texts is None:
             return request
@@ -35,7 +37,7 @@ class Preparation:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
         if isinstance(text, str) and len(text) > INLINE_CHARACTERS and not has_ids:
-            ids = await self._in_lane(deadline, len(text), self._input.token_ids, request)
+            ids = await self.in_lane(deadline, len(text), self._input.token_ids, request)
             extra = dict(prompt) if isinstance(prompt, Mapping) else {}
             request = request._replace(prompt={**extra, "prompt": text, "prompt_token_ids": ids})  # type: ignore[arg-type]
         if not isinstance(params, SamplingParams) or not params.bad_words:
@@ -47,7 +49,7 @@ class Preparation:
             request = request._replace(params=params, owns_params=True)
         words = params.bad_words
         if words and params.bad_words_token_ids is None:
-            found = await self._in_lane(deadline, characters_of_words(words), texts.bad_words, words)
+            found = await self.in_lane(deadline, characters_of_words(words), texts.bad_words, words)
             params.set_bad_words_token_ids(found)
         return request
 
@@ -55,10 +57,10 @@ class Preparation:
         """The checked request. To look at a schema may take long, and is done in another thread."""
         params = request.params
         if isinstance(params, SamplingParams) and (params.guided_decoding or params.structured_outputs):
-            return await self._in_lane(deadline, INLINE_CHARACTERS + 1, self._input.process, request)  # type: ignore[no-any-return]
+            return await self.in_lane(deadline, INLINE_CHARACTERS + 1, self._input.process, request)  # type: ignore[no-any-return]
         return self._input.process(request)
 
-    async def _in_lane(self, deadline: float | None, size: int, function: Callable[..., Any], *args: Any) -> Any:
+    async def in_lane(self, deadline: float | None, size: int, function: Callable[..., Any], *args: Any) -> Any:
         """`Lanes.run`, until the deadline."""
         loop = asyncio.get_running_loop()
         work = self._lanes.run(size, function, *args)
