@@ -484,6 +484,17 @@ def _float8_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     return Tiling(True, 8, min(4096, limit), 8, whole=True)
 
 
+def _float8_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
+    """Of several rows with 8-bit weights, from times on an H200 (`benchmarks/h200/quantized.py`)."""
+    if mode == GATED and outputs > 8192:
+        return Tiling(False, 128, BLOCK, 8, stages=4, ahead=512)
+    if mode == RESIDUAL and outputs >= 2048:
+        return Tiling(False, 64, BLOCK, 4, split=4, stages=6, ahead=512)
+    if mode == STORE and outputs >= 2048:
+        return Tiling(False, 64, BLOCK, 4, split=2 if outputs < 3 * 32 * processors() else 1, stages=6, ahead=512)
+    return replace(choose_tiling(rows, outputs, inputs, mode), depth=BLOCK)
+
+
 def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     """The tiling of a product with a weight, packed or not."""
     outputs, inputs = weight.shape
@@ -493,7 +504,7 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     if isinstance(weight, Float8Weight) and rows == 1:
         return _float8_vector_tiling(outputs, inputs, mode)
     if isinstance(weight, Float8Weight):
-        return _fitting(replace(choose_tiling(rows, outputs, inputs, mode), depth=BLOCK), inputs)
+        return _fitting(_float8_tiling(rows, outputs, inputs, mode), inputs)
     return choose_tiling(rows, outputs, inputs, mode)
 
 
