@@ -154,35 +154,6 @@ def _prefetch(words, first, share, ROWS: tl.constexpr, W: tl.constexpr, BN: tl.c
     )
 
 
-@triton.jit
-def _factors(values, block, n, keep, ROWS: tl.constexpr, SUB: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The scales or offsets of outputs n in each of a block's SUB groups, as they are stored."""
-    found = (tl.load(values + _group(block, 0, GROUP, BLOCK) * ROWS + n, mask=keep, other=0.0),)
-    for s in tl.static_range(1, SUB):
-        found = found + (tl.load(values + _group(block, s, GROUP, BLOCK) * ROWS + n, mask=keep, other=0.0),)
-    return found
-
-
-@triton.jit
-def _prefetch_factors(
-    values, first, block, ROWS: tl.constexpr, SHARE: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Bring scales or offsets of outputs from `first` on into the L2, of a share of blocks that begins at `block`."""
-    last: tl.constexpr = (BLOCKS * BLOCK - 1) // GROUP
-    groups = tl.minimum(_group(block, 0, GROUP, BLOCK) + tl.arange(0, COUNT), last)
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [values + groups.to(tl.int64) * ROWS + first],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.constexpr_function
-def _groups_of(blocks, group, block):
-    """How many groups lie in so many blocks, as a power of two."""
-    return triton.next_power_of_2(max(1, -(-blocks * block // group)))
-
-
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _packed_kernel(
     x, words, scales, offsets, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
@@ -199,7 +170,6 @@ def _packed_kernel(
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     ROWS: tl.constexpr = 2 * N if MODE == 1 else N
-    GROUPS: tl.constexpr = _groups_of(SHARE, GROUP, BLOCK)
     pid = tl.program_id(0)
     share = tl.program_id(1)
     n = pid * BN + tl.arange(0, BN)
@@ -211,29 +181,18 @@ def _packed_kernel(
         gdc_launch_dependents()
         if AHEAD > 0:
             _prefetch(words, pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
-            _prefetch_factors(scales, pid * BN, share * SHARE, ROWS, SHARE, BLOCKS, GROUP, BLOCK, GROUPS)
             if MODE == 1:
                 _prefetch(words, N + pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
-                _prefetch_factors(scales, N + pid * BN, share * SHARE, ROWS, SHARE, BLOCKS, GROUP, BLOCK, GROUPS)
-    first = share * SHARE
-    here = tl.minimum(first, BLOCKS - 1)
-    factor = _factors(scales, here, n, in_n, ROWS, SUB, GROUP, BLOCK)
-    if MODE == 1:
-        factor_up = _factors(scales, here, n + N, in_n, ROWS, SUB, GROUP, BLOCK)
-    if PDL:
         gdc_wait()
     acc = tl.zeros([BN, BM], tl.float32)
     up = acc
-    for block in tl.range(first, tl.minimum(first + SHARE, BLOCKS), num_stages=STAGES):
-        following = tl.minimum(block + 1, BLOCKS - 1)
-        next_factor = _factors(scales, following, n, in_n, ROWS, SUB, GROUP, BLOCK)
-        if MODE == 1:
-            next_factor_up = _factors(scales, following, n + N, in_n, ROWS, SUB, GROUP, BLOCK)
+    for block in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), num_stages=STAGES):
         at = (block * ROWS + n)[:, None] * W + j[None, :]
         a = tl.load(words + at, mask=in_n[:, None], other=0, eviction_policy="evict_first")
         if MODE == 1:
             b = tl.load(words + at + N * W, mask=in_n[:, None], other=0, eviction_policy="evict_first")
         for s in tl.static_range(SUB):
+            group = _group(block, s, GROUP, BLOCK) * ROWS + n
             one = tl.zeros([BN, BM], tl.float32)
             two = one
             total = tl.zeros([BM], tl.float32)
@@ -248,17 +207,13 @@ def _packed_kernel(
                     two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
                 if OFFSETS:
                     total += tl.sum(xt.to(tl.float32), 0)
-            acc += one * factor[s].to(tl.float32)[:, None]
-            if MODE == 1:
-                up += two * factor_up[s].to(tl.float32)[:, None]
+            acc += one * tl.load(scales + group, mask=in_n, other=0.0).to(tl.float32)[:, None]
             if OFFSETS:
-                more = offsets + _group(block, s, GROUP, BLOCK) * ROWS + n
-                acc += tl.load(more, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
-                if MODE == 1:
-                    up += tl.load(more + N, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
-        factor = next_factor
-        if MODE == 1:
-            factor_up = next_factor_up
+                acc += tl.load(offsets + group, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
+            if MODE == 1:
+                up += two * tl.load(scales + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None]
+                if OFFSETS:
+                    up += tl.load(offsets + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:  # of one tile of rows
@@ -288,7 +243,6 @@ def _sliced_kernel(
     SHARE: tl.constexpr = (BLOCKS + SPLIT * SLICES - 1) // (SPLIT * SLICES) * SLICES
     WHOLE: tl.constexpr = BLOCKS % SLICES == 0 and K % BLOCK == 0  # no slice is without a block
     ROWS: tl.constexpr = 2 * N if MODE == 1 else N
-    GROUPS: tl.constexpr = _groups_of(SHARE, GROUP, BLOCK)
     pid = tl.program_id(0)
     share = tl.program_id(1)
     n = pid * BN + tl.arange(0, BN)
@@ -300,18 +254,10 @@ def _sliced_kernel(
         gdc_launch_dependents()
         if AHEAD > 0:
             _prefetch(words, pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
-            _prefetch_factors(scales, pid * BN, share * SHARE, ROWS, SHARE, BLOCKS, GROUP, BLOCK, GROUPS)
             if MODE == 1:
                 _prefetch(words, N + pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
-                _prefetch_factors(scales, N + pid * BN, share * SHARE, ROWS, SHARE, BLOCKS, GROUP, BLOCK, GROUPS)
-    slices = tl.arange(0, SLICES)
-    here = tl.minimum(share * SHARE + slices, BLOCKS - 1)[:, None]
-    keep_n = in_n[None, :] & (here >= 0)
-    factor = _factors(scales, here, n[None, :], keep_n, ROWS, SUB, GROUP, BLOCK)
-    if MODE == 1:
-        factor_up = _factors(scales, here, n[None, :] + N, keep_n, ROWS, SUB, GROUP, BLOCK)
-    if PDL:
         gdc_wait()
+    slices = tl.arange(0, SLICES)
     acc = tl.zeros([SLICES, BN, BM], tl.float32)
     up = acc
     for first in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), SLICES, num_stages=STAGES):
@@ -319,10 +265,6 @@ def _sliced_kernel(
         keep_n = in_n[None, :] & (block >= 0)[:, None]
         if not WHOLE:
             keep_n = keep_n & (block < BLOCKS)[:, None]
-        following = tl.minimum(block + SLICES, BLOCKS - 1)[:, None]
-        next_factor = _factors(scales, following, n[None, :], keep_n, ROWS, SUB, GROUP, BLOCK)
-        if MODE == 1:
-            next_factor_up = _factors(scales, following, n[None, :] + N, keep_n, ROWS, SUB, GROUP, BLOCK)
         at = (block[:, None] * ROWS + n[None, :])[:, :, None] * W + j[None, None, :]
         a = tl.load(words + at, mask=keep_n[:, :, None], other=0, eviction_policy="evict_first")
         if MODE == 1:
@@ -342,19 +284,16 @@ def _sliced_kernel(
                     two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
                 if OFFSETS:
                     total += tl.sum(xt.to(tl.float32), 1)
-            acc += one * factor[s].to(tl.float32)[:, :, None]
-            if MODE == 1:
-                up += two * factor_up[s].to(tl.float32)[:, :, None]
+            group = _group(block, s, GROUP, BLOCK)[:, None] * ROWS + n[None, :]
+            acc += one * tl.load(scales + group, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
             if OFFSETS:
-                more = offsets + _group(block, s, GROUP, BLOCK)[:, None] * ROWS + n[None, :]
-                given = tl.load(more, mask=keep_n, other=0.0).to(tl.float32)
+                given = tl.load(offsets + group, mask=keep_n, other=0.0).to(tl.float32)
                 acc += given[:, :, None] * total[:, None, :]
-                if MODE == 1:
-                    given = tl.load(more + N, mask=keep_n, other=0.0).to(tl.float32)
+            if MODE == 1:
+                up += two * tl.load(scales + group + N, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
+                if OFFSETS:
+                    given = tl.load(offsets + group + N, mask=keep_n, other=0.0).to(tl.float32)
                     up += given[:, :, None] * total[:, None, :]
-        factor = next_factor
-        if MODE == 1:
-            factor_up = next_factor_up
     y = tl.sum(acc, 0)
     u = y
     if MODE == 1:
@@ -380,7 +319,6 @@ def _wide_packed_kernel(
     """Grid (rows / BM * N / BN, SPLIT), rows first: what runs together reads the same weights. J: words at a time."""
     PER: tl.constexpr = 4 if FORMAT == 0 else 2
     BLOCK: tl.constexpr = W * PER
-    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     STEPS: tl.constexpr = (K + BLOCK - 1) // BLOCK * (W // J)
     SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     dtype = x.dtype.element_ty
@@ -394,19 +332,9 @@ def _wide_packed_kernel(
     j = tl.arange(0, J)
     rows = x + m.to(tl.int64)[None, :] * K
     acc = tl.zeros([BN, BM], tl.float32)
-    here = tl.minimum(share * SHARE, STEPS - 1) // (W // J)
-    factor = _factors(scales, here, n, in_n, N, SUB, GROUP, BLOCK)
-    more = factor
-    if OFFSETS:
-        more = _factors(offsets, here, n, in_n, N, SUB, GROUP, BLOCK)
     for step in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, STEPS), num_stages=STAGES):
         block = step // (W // J)
         first = step % (W // J) * J
-        following = tl.minimum(step + 1, STEPS - 1) // (W // J)  # factors come while the step before is computed
-        next_factor = _factors(scales, following, n, in_n, N, SUB, GROUP, BLOCK)
-        next_more = next_factor
-        if OFFSETS:
-            next_more = _factors(offsets, following, n, in_n, N, SUB, GROUP, BLOCK)
         a = tl.load(words + (block * N + n)[:, None] * W + first + j[None, :], mask=in_n[:, None], other=0)
         for i in tl.static_range(PER):
             k = block * BLOCK + i * W + first + j
@@ -414,10 +342,12 @@ def _wide_packed_kernel(
             if K % BLOCK != 0:
                 keep = keep & (k < K)[:, None]
             xt = tl.load(rows + k[:, None], mask=keep, other=0.0)
-            one, two = factor[i * SUB // PER].to(dtype), more[i * SUB // PER].to(dtype)
-            acc = tl.dot(_scaled_numbers(a, one, two, i, FORMAT, dtype, OFFSETS, ASSEMBLY), xt, acc)
-        factor = next_factor
-        more = next_more
+            group = (block * BLOCK + i * W) // GROUP * N + n
+            factor = tl.load(scales + group, mask=in_n, other=0.0).to(dtype)
+            more = factor
+            if OFFSETS:
+                more = tl.load(offsets + group, mask=in_n, other=0.0).to(dtype)
+            acc = tl.dot(_scaled_numbers(a, factor, more, i, FORMAT, dtype, OFFSETS, ASSEMBLY), xt, acc)
     keep = in_m[None, :] & in_n[:, None]
     at = m.to(tl.int64)[None, :] * N + n[:, None]
     if SPLIT > 1:
