@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from vllm.ops.linear import linear, pack_weight
 from vllm.ops.quantized_weights import GroupedWeight
 from vllm.ops.registry import op
 
-__all__ = ["DenseWeight", "GroupedWeight", "pack_quantized", "quantized_linear"]
+__all__ = ["DenseWeight", "GroupedWeight", "pack_experts", "pack_quantized", "packs_experts", "quantized_linear"]
 
 
 class DenseWeight:
@@ -28,6 +29,19 @@ class DenseWeight:
 def pack_quantized(weight: GroupedWeight, dtype: torch.dtype) -> Any:
     """Repack a weight for `quantized_linear` with inputs of `dtype`, once at load. The original may be freed."""
     return DenseWeight(weight.dequantize(dtype))
+
+
+@op
+def pack_experts(weights: Sequence[GroupedWeight | Tensor], device: torch.device, dtype: torch.dtype) -> Any:
+    """The weights [out, in] of all experts as one object on `device`, which `moe.expert_mlp` takes with inputs of
+    `dtype` (numbers, where no kernel takes them as they are).
+    """
+    return torch.stack([(w if isinstance(w, Tensor) else w.dequantize(dtype)).to(device, dtype) for w in weights])
+
+
+def packs_experts(device: torch.device) -> bool:
+    """Whether a device multiplies all experts at once; else each by itself."""
+    return pack_experts.kernel(device.type) is not pack_experts.reference
 
 
 @op

@@ -60,6 +60,7 @@ from vllm.ops.triton.decode_step import (
     normalize_rows,
 )
 from vllm.ops.triton.moe import routed_mlp, sum_chosen
+from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.ops.triton.quantized import many_rows
 from vllm.ops.triton.wide_linear import (
@@ -232,10 +233,12 @@ class DecodeProgram:
             self._arrived = torch.zeros(rows * kv_heads, dtype=int32, device=device)
         self._chosen: ChosenExperts | None = None
         moe = next((layer.ffn for layer in weights.layers if isinstance(layer.ffn, MoeWeights)), None)
-        if moe is not None and rows == 1 and moe.router.weight.shape[0] <= MOST_EXPERTS:
+        packed = moe is not None and (isinstance(moe.gate_up, PackedStack) or isinstance(moe.down, PackedStack))
+        fused = moe is not None and not (packed and moe.shared is not None)
+        if moe is not None and fused and rows == 1 and moe.router.weight.shape[0] <= MOST_EXPERTS:
             width = moe.top_k * moe.down.shape[2] + (0 if moe.shared is None else moe.shared.down.weight.shape[1])
             experts = moe.router.weight.shape[0]
-            self._chosen = ChosenExperts.of(experts, moe.top_k, width, weights.dtype, device)
+            self._chosen = ChosenExperts.of(experts, moe.top_k, width, weights.dtype, device, moe.down)
         self._final = empty(rows, hidden)
         self._nominees = empty(rows, 3, dtype=fp32)
 
@@ -404,8 +407,8 @@ class DecodeProgram:
         if after is None or not self._folds(after, reader):
             fall(ffn.down, down, room, s, scale=layer.scale, pdl=pdl)
             return s.h if after is None else self._join(None, None, after, out=out)
-        fall(ffn.down, down, room, s, scale=layer.scale, next_weight=after.weight, pdl=pdl)
-        return Folded(s.scaled, s.squares, fall_tiles(s.width), after.eps)
+        tiles = fall(ffn.down, down, room, s, scale=layer.scale, next_weight=after.weight, pdl=pdl)
+        return Folded(s.scaled, s.squares, tiles, after.eps)
 
     def _rise(self, p: _Products, x: Tensor | Folded) -> Tensor:
         """The first product of an MLP, or of the shared expert."""

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import TensorParallel
 from vllm.model_executor.layers.activation import ACTIVATIONS
 from vllm.model_executor.layers.expert_method import UnquantizedExpertMethod
 from vllm.model_executor.layers.linear_method import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
+from vllm.model_executor.layers.quantization.method import QuantizedExpertMethod, QuantizedLinearMethod
 from vllm.model_executor.models.families.deepseek import LatentAttn, LatentBlock
 from vllm.model_executor.models.spec import (
     Attn,
@@ -40,6 +40,7 @@ from vllm.ops.triton.decode_linear import ARGMAX, DTYPES, GATED, RESIDUAL, STORE
 from vllm.ops.triton.decode_lora import MOST_RANK
 from vllm.ops.triton.decode_step import Entrance
 from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_linear import PackedWords
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class MoeWeights:
     """
 
     router: Linear
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | PackedStack
+    down: Tensor | PackedStack
     top_k: int
     renormalize: bool
     act: str
@@ -436,11 +437,17 @@ def _ffn(ffn: Any) -> MlpWeights | MoeWeights | None:
         down = _plain(ffn.down, RESIDUAL)
         return None if up is None or down is None else MlpWeights(up, down, ffn.act, spec.gated)
     experts, router = ffn.experts, ffn.router
-    if type(experts.method) is not UnquantizedExpertMethod or type(router.method) is not UnquantizedLinearMethod:
+    if type(router.method) is not UnquantizedLinearMethod:
         return None
-    gate_up, down = experts.gate_up.data, experts.down.data
-    if gate_up.dtype not in DTYPES or not (gate_up.is_contiguous() and down.is_contiguous()):
+    if type(experts.method) is UnquantizedExpertMethod:
+        stacks = experts.gate_up.data, experts.down.data
+    elif type(experts.method) is QuantizedExpertMethod and experts.method.stacks is not None:
+        stacks = experts.method.stacks
+    else:
         return None
+    if not all(isinstance(w, PackedStack) or (w.dtype in DTYPES and w.is_contiguous()) for w in stacks):
+        return None
+    gate_up, down = stacks
     linear = Linear(router.weight.data, None, _low_rank(router))
     shared = None
     if ffn.shared is not None:

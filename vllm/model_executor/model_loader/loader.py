@@ -142,7 +142,9 @@ def new_decoder(
     quantized, own = config.quantized, vllm_config.quant_config
     quantization = None
     if quantized is not None:
-        quantization = ModelQuantization(format_of(quantized), family, packs_experts=device.type == "cpu")
+        dealt = vllm_config.parallel_config.enable_expert_parallel  # whole experts, as numbers
+        packs = device.type == "cpu" or not dealt
+        quantization = ModelQuantization(format_of(quantized), family, packs_experts=packs)
     source, family = family, converted(family, config.convert_type)
     spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)
     dense: list[DenseModule] = []

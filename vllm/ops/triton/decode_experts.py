@@ -20,7 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_linear import RESIDUAL, STORE, Folded, Stream
+from vllm.ops.triton import packed_experts
 from vllm.ops.triton.decode_parts import ask_constants, ask_inputs, finish_row
+from vllm.ops.triton.packed_experts import PackedStack
 
 MOST_EXPERTS = 256  # each is held against each other
 _ROUTED = 4  # logits of a program of `choose`
@@ -33,7 +35,7 @@ class ChosenExperts:
     """Room for what the kernels pass to each other, all static. For experts of width `inter`:
 
     logits: [experts] fp32.   arrived: [1] int32, zero.   experts: [top_k] int32.   weights: [top_k] fp32.
-    activated: [top_k * inter + width of the shared expert].
+    activated: [top_k * inter + width of the shared expert].   shares: of packed weights, as `fall_room` makes them.
     """
 
     logits: Tensor
@@ -41,16 +43,21 @@ class ChosenExperts:
     experts: Tensor
     weights: Tensor
     activated: Tensor
+    shares: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, experts: int, top_k: int, width: int, dtype: torch.dtype, device: torch.device) -> ChosenExperts:
-        """With new memory. width: of `activated`."""
+    def of(
+        cls, experts: int, top_k: int, width: int, dtype: torch.dtype, device: torch.device,
+        down: Tensor | PackedStack | None = None,
+    ) -> ChosenExperts:  # fmt: skip
+        """With new memory. width: of `activated`.   down: the weights, which matter if they are packed."""
         return cls(
             torch.empty(experts, dtype=torch.float32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.empty(top_k, dtype=torch.int32, device=device),
             torch.empty(top_k, dtype=torch.float32, device=device),
             torch.empty(width, dtype=dtype, device=device),
+            packed_experts.fall_room(down, top_k) if isinstance(down, PackedStack) else None,
         )
 
 
@@ -255,12 +262,17 @@ def choose_by_logits(logits: Tensor, room: ChosenExperts, renormalize: bool, pdl
 
 
 def rise(
-    x: Tensor | Folded, gate_up: Tensor, shared: Tensor | None, act: str, room: ChosenExperts, pdl: bool = False
-) -> None:
+    x: Tensor | Folded, gate_up: Tensor | PackedStack, shared: Tensor | None, act: str, room: ChosenExperts,
+    pdl: bool = False,
+) -> None:  # fmt: skip
     """The first products of the chosen experts and the shared one. gate_up: [experts, 2 * inter, hidden]; shared:
-    [2 * width, hidden].
+    [2 * width, hidden], not beside packed weights.
     """
     rows, squares, tiles, eps, norm = _unfolded(x)
+    if isinstance(gate_up, PackedStack):
+        behind = (squares, tiles, eps) if norm else None
+        packed_experts.rise(rows, behind, gate_up, act, room.experts, room.activated, pdl)
+        return
     top_k, inter, inputs = len(room.experts), gate_up.shape[1] // 2, gate_up.shape[2]
     width = 0 if shared is None else shared.shape[0] // 2
     outputs, depth, warps = _RISE
@@ -275,12 +287,21 @@ def rise(
 
 
 def fall(
-    down: Tensor, shared: Tensor | None, room: ChosenExperts, s: Stream, out: Tensor | None = None, scale: float = 1.0,
-    next_weight: Tensor | None = None, pdl: bool = False,
-) -> None:  # fmt: skip
+    down: Tensor | PackedStack, shared: Tensor | None, room: ChosenExperts, s: Stream, out: Tensor | None = None,
+    scale: float = 1.0, next_weight: Tensor | None = None, pdl: bool = False,
+) -> int:  # fmt: skip
     """The second products, times `scale` to the stream, or without it to `out` [1, hidden]. next_weight: as of
-    `run_product`; then the squares have `fall_tiles` parts.   down: [experts, hidden, inter]; shared: [hidden, width].
+    `run_product`; then the squares have as many parts as is returned.   down: [experts, hidden, inter]; shared:
+    [hidden, width].
     """
+    if isinstance(down, PackedStack):
+        if room.shares is None:
+            raise RuntimeError("Packed experts need room for their shares.")
+        stream = (s.h, s.scaled, s.squares)
+        packed_experts.fall(
+            room.activated, down, room.experts, room.weights, room.shares, out, stream, scale, next_weight, pdl
+        )
+        return packed_experts.fall_tiles(down.shape[1])
     outputs, depth, warps = _FALL
     hidden, inter, top_k = down.shape[1], down.shape[2], len(room.experts)
     width = 0 if shared is None else shared.shape[1]
@@ -292,10 +313,11 @@ def fall(
         MODE=RESIDUAL if out is None else STORE, NEXT=next_weight is not None, PDL=pdl, num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+    return fall_tiles(hidden)
 
 
 def fall_tiles(hidden: int) -> int:
-    """Programs of `fall`, each of which leaves a part of the squares."""
+    """The most programs of `fall`, each of which leaves a part of the squares."""
     return -(-hidden // _FALL[0])
 
 

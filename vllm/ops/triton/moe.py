@@ -19,6 +19,7 @@ from vllm.ops import moe as ops
 from vllm.ops.moe import NO_EXTRAS, Choice, ExpertExtras
 from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_parts import processors
+from vllm.ops.triton.packed_experts import PackedStack, grouped_mlp, tile_rows
 
 _SORT_BLOCK = 1024
 _PIECE = 128  # pairs that one program sorts where there are more than a block
@@ -471,19 +472,26 @@ def route_by_score(router_logits: Tensor, bias: Tensor | None, choice: Choice) -
 
 
 def expert_mlp(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str,
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor | PackedStack, down: Tensor | PackedStack, act: str,
     extras: ExpertExtras = NO_EXTRAS,
 ) -> Tensor:  # fmt: skip
     """`vllm.ops.moe.expert_mlp` for CUDA."""
-    if act not in KINDS or not gate_up.is_contiguous() or not down.is_contiguous():
-        return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act, extras)
     tokens, top_k = experts.shape
     if not tokens:
         return torch.empty_like(x)
+    if act not in KINDS:
+        return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act, extras)
+    rows = tile_rows(tokens * top_k, len(gate_up))
+    if rows and extras is NO_EXTRAS and isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        s = sort_pairs(experts, len(gate_up), rows)
+        return sum_chosen(grouped_mlp(x.contiguous(), s, rows, gate_up, down, top_k, act, False), weights, s.home)
+    gate_up, down = (w if isinstance(w, Tensor) else w.numbers() for w in (gate_up, down))
+    if not gate_up.is_contiguous() or not down.is_contiguous():
+        return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act, extras)
     cut = _choose_tiling(tokens * top_k, len(gate_up), down.shape[2], x.dtype)
     s = sort_pairs(experts, len(gate_up), cut.rows)
     outputs = _apply(x.contiguous(), s, cut, gate_up, down, top_k, act, extras, pdl=False)
-    return sum_chosen(outputs, weights.contiguous(), s.home)
+    return sum_chosen(outputs, weights, s.home)
 
 
 def _apply(
@@ -500,6 +508,7 @@ def _apply(
 
 def sum_chosen(outputs: Tensor, weights: Tensor, home: Tensor) -> Tensor:
     """Each token's outputs times their weights, added up. outputs, home: as `routed_mlp` gives them."""
+    weights = weights.contiguous()
     (tokens, top_k), hidden = weights.shape, outputs.shape[1]
     out = outputs.new_empty(tokens, hidden)
     _sum_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
@@ -509,14 +518,19 @@ def sum_chosen(outputs: Tensor, weights: Tensor, home: Tensor) -> Tensor:
 
 
 def routed_mlp(
-    x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, act: str,
-    pdl: bool = False,
+    x: Tensor, router_logits: Tensor, gate_up: Tensor | PackedStack, down: Tensor | PackedStack, top_k: int,
+    renormalize: bool, act: str, pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`route` and `expert_mlp` but for the last sum: (outputs [tokens * top_k, hidden], weights [tokens, top_k] fp32,
     home [tokens * top_k], the row of `outputs` that belongs to each choice of each token).
 
     All tensors contiguous; pdl: as in `decode_linear`.
     """
+    rows = tile_rows(len(x) * top_k, len(gate_up))
+    if rows and isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+        weights, s = route_and_sort(router_logits, top_k, renormalize, rows, pdl)
+        return grouped_mlp(x, s, rows, gate_up, down, top_k, act, pdl), weights, s.home
+    gate_up, down = (w if isinstance(w, Tensor) else w.numbers() for w in (gate_up, down))
     cut = _choose_tiling(len(x) * top_k, len(gate_up), down.shape[2], x.dtype)
     weights, s = route_and_sort(router_logits, top_k, renormalize, cut.rows, pdl)
     return _apply(x, s, cut, gate_up, down, top_k, act, NO_EXTRAS, pdl), weights, s.home

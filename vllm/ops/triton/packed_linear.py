@@ -30,14 +30,14 @@ WORDS = (64, 32, 16)  # of a block and an output, the first that fits; the matri
 _LEAST_GROUP = 16
 _SLICED_ROWS = 8  # up to which warps take blocks of their own: one tile of the matrix units
 _PROGRAMS = 256  # that few rows should be cut into, from times on an H200
-_FORMATS = {"int4": 0, "int8": 1, "fp8": 2}
-_ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter knows none
+FORMATS = {"int4": 0, "int8": 1, "fp8": 2}
+ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter knows none
 
 
 @triton.constexpr_function
 def _assembly(kind, half, code):
     """Instructions that make two numbers, in float16 if `half`, else in bfloat16, of codes number `code` of two
-    neighbouring elements, which are the halves of a register; kind: of `_FORMATS`.
+    neighbouring elements, which are the halves of a register; kind: of `FORMATS`.
 
     Of 4 bits: 0x4300 | c is 128 + c in bfloat16, 0x6400 | c is 1024 + c in float16. 8 bits do not fit behind 0x4300,
     and the halves of a code are joined. The bits of a float8 are those of a wider float but for the exponent's bias,
@@ -154,6 +154,107 @@ def _prefetch(words, first, share, ROWS: tl.constexpr, W: tl.constexpr, BN: tl.c
     )
 
 
+@triton.jit
+def packed_sums(
+    x, words, scales, offsets, source, in_m, n, in_n, first, end, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Products [BN, BM] of outputs n, and if GATED of n + N, with rows `source` (int64) of x; of blocks first to end."""
+    PER: tl.constexpr = 4 if FORMAT == 0 else 2
+    BLOCK: tl.constexpr = W * PER
+    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    j = tl.arange(0, W)
+    acc = tl.zeros([BN, BM], tl.float32)
+    up = acc
+    for block in tl.range(first, end, num_stages=STAGES):
+        at = (block * ROWS + n)[:, None] * W + j[None, :]
+        a = tl.load(words + at, mask=in_n[:, None], other=0, eviction_policy="evict_first")
+        if GATED:
+            b = tl.load(words + at + N * W, mask=in_n[:, None], other=0, eviction_policy="evict_first")
+        for s in tl.static_range(SUB):
+            group = _group(block, s, GROUP, BLOCK) * ROWS + n
+            one = tl.zeros([BN, BM], tl.float32)
+            two = one
+            total = tl.zeros([BM], tl.float32)
+            for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
+                k = block * BLOCK + i * W + j
+                keep = in_m[None, :]
+                if K % BLOCK != 0:
+                    keep = keep & (k < K)[:, None]
+                xt = tl.load(x + source[None, :] * K + k[:, None], mask=keep, other=0.0)
+                one = tl.dot(_numbers(a, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, one)
+                if GATED:
+                    two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
+                if OFFSETS:
+                    total += tl.sum(xt.to(tl.float32), 0)
+            acc += one * tl.load(scales + group, mask=in_n, other=0.0).to(tl.float32)[:, None]
+            if OFFSETS:
+                acc += tl.load(offsets + group, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
+            if GATED:
+                up += two * tl.load(scales + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None]
+                if OFFSETS:
+                    up += tl.load(offsets + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
+    return acc, up
+
+
+@triton.jit
+def sliced_sums(
+    x, words, scales, offsets, m, in_m, n, in_n, first, end, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """As `packed_sums`, with rows m of x, where each of SLICES warps takes blocks of its own."""
+    PER: tl.constexpr = 4 if FORMAT == 0 else 2
+    BLOCK: tl.constexpr = W * PER
+    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    WHOLE: tl.constexpr = BLOCKS % SLICES == 0 and K % BLOCK == 0  # no slice is without a block
+    j = tl.arange(0, W)
+    slices = tl.arange(0, SLICES)
+    acc = tl.zeros([SLICES, BN, BM], tl.float32)
+    up = acc
+    for at_once in tl.range(first, end, SLICES, num_stages=STAGES):
+        block = at_once + slices
+        keep_n = in_n[None, :] & (block >= 0)[:, None]
+        if not WHOLE:
+            keep_n = keep_n & (block < BLOCKS)[:, None]
+        at = (block[:, None] * ROWS + n[None, :])[:, :, None] * W + j[None, None, :]
+        a = tl.load(words + at, mask=keep_n[:, :, None], other=0, eviction_policy="evict_first")
+        if GATED:
+            b = tl.load(words + at + N * W, mask=keep_n[:, :, None], other=0, eviction_policy="evict_first")
+        for s in tl.static_range(SUB):
+            one = tl.zeros([SLICES, BN, BM], tl.float32)
+            two = one
+            total = tl.zeros([SLICES, BM], tl.float32)
+            for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
+                k = block[:, None] * BLOCK + i * W + j[None, :]
+                keep = in_m[None, None, :]
+                if not WHOLE:
+                    keep = keep & (k < K)[:, :, None]
+                xt = tl.load(x + m.to(tl.int64)[None, None, :] * K + k[:, :, None], mask=keep, other=0.0)
+                one = tl.dot(_numbers(a, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, one)
+                if GATED:
+                    two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
+                if OFFSETS:
+                    total += tl.sum(xt.to(tl.float32), 1)
+            group = _group(block, s, GROUP, BLOCK)[:, None] * ROWS + n[None, :]
+            acc += one * tl.load(scales + group, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
+            if OFFSETS:
+                given = tl.load(offsets + group, mask=keep_n, other=0.0).to(tl.float32)
+                acc += given[:, :, None] * total[:, None, :]
+            if GATED:
+                up += two * tl.load(scales + group + N, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
+                if OFFSETS:
+                    given = tl.load(offsets + group + N, mask=keep_n, other=0.0).to(tl.float32)
+                    up += given[:, :, None] * total[:, None, :]
+    y = tl.sum(acc, 0)
+    u = y
+    if GATED:
+        u = tl.sum(up, 0)
+    return y, u
+
+
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _packed_kernel(
     x, words, scales, offsets, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out,
@@ -166,7 +267,6 @@ def _packed_kernel(
     """Grid (N / BN, SPLIT, rows / BM). The weight is the left operand, so that few rows cost few columns."""
     PER: tl.constexpr = 4 if FORMAT == 0 else 2
     BLOCK: tl.constexpr = W * PER
-    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     SHARE: tl.constexpr = (BLOCKS + SPLIT - 1) // SPLIT
     ROWS: tl.constexpr = 2 * N if MODE == 1 else N
@@ -174,7 +274,6 @@ def _packed_kernel(
     share = tl.program_id(1)
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
-    j = tl.arange(0, W)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     in_m = m < M
     if PDL:
@@ -184,36 +283,11 @@ def _packed_kernel(
             if MODE == 1:
                 _prefetch(words, N + pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
         gdc_wait()
-    acc = tl.zeros([BN, BM], tl.float32)
-    up = acc
-    for block in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), num_stages=STAGES):
-        at = (block * ROWS + n)[:, None] * W + j[None, :]
-        a = tl.load(words + at, mask=in_n[:, None], other=0, eviction_policy="evict_first")
-        if MODE == 1:
-            b = tl.load(words + at + N * W, mask=in_n[:, None], other=0, eviction_policy="evict_first")
-        for s in tl.static_range(SUB):
-            group = _group(block, s, GROUP, BLOCK) * ROWS + n
-            one = tl.zeros([BN, BM], tl.float32)
-            two = one
-            total = tl.zeros([BM], tl.float32)
-            for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
-                k = block * BLOCK + i * W + j
-                keep = in_m[None, :]
-                if K % BLOCK != 0:
-                    keep = keep & (k < K)[:, None]
-                xt = tl.load(x + m.to(tl.int64)[None, :] * K + k[:, None], mask=keep, other=0.0)
-                one = tl.dot(_numbers(a, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, one)
-                if MODE == 1:
-                    two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
-                if OFFSETS:
-                    total += tl.sum(xt.to(tl.float32), 0)
-            acc += one * tl.load(scales + group, mask=in_n, other=0.0).to(tl.float32)[:, None]
-            if OFFSETS:
-                acc += tl.load(offsets + group, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
-            if MODE == 1:
-                up += two * tl.load(scales + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None]
-                if OFFSETS:
-                    up += tl.load(offsets + group + N, mask=in_n, other=0.0).to(tl.float32)[:, None] * total[None, :]
+    acc, up = packed_sums(
+        x, words, scales, offsets, m.to(tl.int64), in_m, n, in_n, share * SHARE,
+        tl.minimum(share * SHARE + SHARE, BLOCKS), N, K, GROUP, FORMAT, W, ROWS, BM, BN, STAGES, MODE == 1, OFFSETS,
+        ASSEMBLY,
+    )  # fmt: skip
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:  # of one tile of rows
@@ -238,16 +312,13 @@ def _sliced_kernel(
     """Grid (N / BN, SPLIT). Each of SLICES warps takes blocks of its own, so that none waits for another's products."""
     PER: tl.constexpr = 4 if FORMAT == 0 else 2
     BLOCK: tl.constexpr = W * PER
-    SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     SHARE: tl.constexpr = (BLOCKS + SPLIT * SLICES - 1) // (SPLIT * SLICES) * SLICES
-    WHOLE: tl.constexpr = BLOCKS % SLICES == 0 and K % BLOCK == 0  # no slice is without a block
     ROWS: tl.constexpr = 2 * N if MODE == 1 else N
     pid = tl.program_id(0)
     share = tl.program_id(1)
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
-    j = tl.arange(0, W)
     m = tl.arange(0, BM)
     in_m = m < M
     if PDL:
@@ -257,47 +328,10 @@ def _sliced_kernel(
             if MODE == 1:
                 _prefetch(words, N + pid * BN, share * SHARE, ROWS, W, BN, AHEAD)
         gdc_wait()
-    slices = tl.arange(0, SLICES)
-    acc = tl.zeros([SLICES, BN, BM], tl.float32)
-    up = acc
-    for first in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), SLICES, num_stages=STAGES):
-        block = first + slices
-        keep_n = in_n[None, :] & (block >= 0)[:, None]
-        if not WHOLE:
-            keep_n = keep_n & (block < BLOCKS)[:, None]
-        at = (block[:, None] * ROWS + n[None, :])[:, :, None] * W + j[None, None, :]
-        a = tl.load(words + at, mask=keep_n[:, :, None], other=0, eviction_policy="evict_first")
-        if MODE == 1:
-            b = tl.load(words + at + N * W, mask=keep_n[:, :, None], other=0, eviction_policy="evict_first")
-        for s in tl.static_range(SUB):
-            one = tl.zeros([SLICES, BN, BM], tl.float32)
-            two = one
-            total = tl.zeros([SLICES, BM], tl.float32)
-            for i in tl.static_range(s * PER // SUB, (s + 1) * PER // SUB):
-                k = block[:, None] * BLOCK + i * W + j[None, :]
-                keep = in_m[None, None, :]
-                if not WHOLE:
-                    keep = keep & (k < K)[:, :, None]
-                xt = tl.load(x + m.to(tl.int64)[None, None, :] * K + k[:, :, None], mask=keep, other=0.0)
-                one = tl.dot(_numbers(a, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, one)
-                if MODE == 1:
-                    two = tl.dot(_numbers(b, i, FORMAT, x.dtype.element_ty, ASSEMBLY), xt, two)
-                if OFFSETS:
-                    total += tl.sum(xt.to(tl.float32), 1)
-            group = _group(block, s, GROUP, BLOCK)[:, None] * ROWS + n[None, :]
-            acc += one * tl.load(scales + group, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
-            if OFFSETS:
-                given = tl.load(offsets + group, mask=keep_n, other=0.0).to(tl.float32)
-                acc += given[:, :, None] * total[:, None, :]
-            if MODE == 1:
-                up += two * tl.load(scales + group + N, mask=keep_n, other=0.0).to(tl.float32)[:, :, None]
-                if OFFSETS:
-                    given = tl.load(offsets + group + N, mask=keep_n, other=0.0).to(tl.float32)
-                    up += given[:, :, None] * total[:, None, :]
-    y = tl.sum(acc, 0)
-    u = y
-    if MODE == 1:
-        u = tl.sum(up, 0)
+    y, u = sliced_sums(
+        x, words, scales, offsets, m, in_m, n, in_n, share * SHARE, tl.minimum(share * SHARE + SHARE, BLOCKS), N, K,
+        GROUP, FORMAT, W, ROWS, BM, BN, SLICES, STAGES, MODE == 1, OFFSETS, ASSEMBLY,
+    )  # fmt: skip
     keep = in_m[None, :] & in_n[:, None]
     at = m[None, :] * N + n[:, None]
     if SPLIT > 1:
@@ -465,9 +499,9 @@ def dequantize(weight: PackedWords, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
     offsets = weight.scales if weight.offsets is None else weight.offsets
     _dequantize_kernel[(triton.cdiv(n, 64), weight.words.shape[0])](
-        weight.words, weight.scales, offsets, out, n, K=k, GROUP=weight.group, FORMAT=_FORMATS[weight.format],
+        weight.words, weight.scales, offsets, out, n, K=k, GROUP=weight.group, FORMAT=FORMATS[weight.format],
         OFFSETS=weight.offsets is not None, W=weight.words.shape[2], BN=64,
-        ASSEMBLY=_ASSEMBLY and dtype != torch.float32, num_warps=4,
+        ASSEMBLY=ASSEMBLY and dtype != torch.float32, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -509,9 +543,9 @@ def wide_packed_product(
     _wide_packed_kernel[(tiles, t.split)](
         x, weight.words, weight.scales, weight.scales if weight.offsets is None else weight.offsets,
         x if bias is None else bias, out, part, arrived, rows, N=n, K=k, GROUP=weight.group,
-        FORMAT=_FORMATS[weight.format], W=weight.words.shape[2], BM=t.rows, BN=t.outputs,
+        FORMAT=FORMATS[weight.format], W=weight.words.shape[2], BM=t.rows, BN=t.outputs,
         J=min(t.words, weight.words.shape[2]), SPLIT=t.split, STAGES=t.stages, BIAS=bias is not None,
-        OFFSETS=weight.offsets is not None, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32, num_warps=t.warps,
+        OFFSETS=weight.offsets is not None, ASSEMBLY=ASSEMBLY and x.dtype != torch.float32, num_warps=t.warps,
     )  # fmt: skip
     return out
 
@@ -528,7 +562,7 @@ def launch_packed(
     const = {
         **const,
         "GROUP": weight.group,
-        "FORMAT": _FORMATS[weight.format],
+        "FORMAT": FORMATS[weight.format],
         "W": weight.words.shape[2],
         "OFFSETS": weight.offsets is not None,
     }
@@ -538,13 +572,13 @@ def launch_packed(
     if t.vector:
         _sliced_kernel[(tiles, t.split)](
             *tensors, *parts, *behind, rows, BM=t.depth, SPLIT=t.split, STAGES=t.stages, SLICES=t.warps,
-            AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32,
+            AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=ASSEMBLY and x.dtype != torch.float32,
             **const, **extra,
         )  # fmt: skip
         return
     _packed_kernel[(tiles, t.split, -(-rows // t.depth))](
         *tensors, *parts, *behind, rows, BM=t.depth, SPLIT=t.split, STAGES=t.stages,
-        AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=_ASSEMBLY and x.dtype != torch.float32, **const,
+        AHEAD=t.ahead if whole and t.ahead <= blocks else 0, ASSEMBLY=ASSEMBLY and x.dtype != torch.float32, **const,
         **extra,
     )  # fmt: skip
 

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.quantization.base_config import Format, Reader, 
 from vllm.model_executor.layers.sharding import Part, shard_part, whole
 from vllm.ops.activation import activate_gated
 from vllm.ops.lora import add_lora
-from vllm.ops.quantized import DenseWeight, pack_quantized, quantized_linear
+from vllm.ops.moe import NO_EXTRAS, expert_mlp, expert_mlp_lora
+from vllm.ops.quantized import DenseWeight, pack_experts, pack_quantized, packs_experts, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight, joined
 from vllm.step.inputs import RowView
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class ModelQuantization(QuantizationConfig):
     """A format and a family's names: chooses the method of each layer.
 
-    packs_experts: experts are computed as they are stored (where a step may wait for the host), not as plain numbers.
+    packs_experts: experts are computed as they are stored, not as plain numbers.
     """
 
     def __init__(self, format: Format, family: Family, *, packs_experts: bool = False) -> None:
@@ -242,8 +243,10 @@ EXPERT_PARTS = ("gate", "up", "down")
 
 @dataclass
 class QuantizedExpertMethod(ExpertMethod):
-    """Experts whose weights are multiplied as they are stored, one expert after the other.
+    """Experts whose weights are multiplied as they are stored: all at once where the device has kernels for that, else
+    one expert after the other.
 
+    stacks: gate and up, and down, of all experts, as `expert_mlp` takes them; None where each is by itself.
     sink: gets this rank's weights (an expert's number, and its gate, up and down) in place of the layer.
     """
 
@@ -251,7 +254,9 @@ class QuantizedExpertMethod(ExpertMethod):
     dense_bytes: int = 0
     packed_bytes: int = 0
     sink: Sink | None = None
+    stacks: tuple[Any, Any] | None = None
     _taken: int = 0
+    _waiting: list[tuple[GroupedWeight | Tensor, GroupedWeight | Tensor]] = field(default_factory=list)
     _parts: list[tuple[PackedPart, PackedPart]] = field(default_factory=list)  # of each expert: gate and up, down
 
     takes_adapters = True
@@ -299,6 +304,9 @@ class QuantizedExpertMethod(ExpertMethod):
         joined_pair = _join_neighbours(cut)
         if len(joined_pair) == 2:  # unlike gate and up: as numbers, which join
             joined_pair = [torch.cat([w if isinstance(w, Tensor) else w.dequantize() for w in cut])]
+        if packs_experts(device):
+            self._waiting.append((joined_pair[0], down))
+            return self._stack(device) if len(self._waiting) == self.shape.experts else 0
         pair = (packed_part(joined_pair[0], device, self.dtype), packed_part(down, device, self.dtype))
         for part in pair:
             if part.packed_bytes:
@@ -307,9 +315,30 @@ class QuantizedExpertMethod(ExpertMethod):
         self._parts.append(pair)
         return sum(part.weight.num_bytes for part in pair)
 
+    def _stack(self, device: torch.device) -> int:
+        """Pack all experts together. Returns the bytes that they take."""
+        total, parts = 0, list(zip(*self._waiting, strict=True))
+        stacks = [pack_experts.kernel(device.type)(weights, device, self.dtype) for weights in parts]
+        if any(isinstance(stack, Tensor) for stack in stacks):  # kernels take both as they are, or none
+            stacks = [stack if isinstance(stack, Tensor) else stack.numbers() for stack in stacks]
+        for stack, weights in zip(stacks, parts, strict=True):
+            total += stack.nbytes if isinstance(stack, Tensor) else stack.num_bytes
+            if isinstance(stack, Tensor):
+                self.dense_bytes += stack.nbytes
+                self.packed_bytes += sum(w.nbytes if isinstance(w, Tensor) else w.num_bytes for w in weights)
+        self.stacks = (stacks[0], stacks[1])
+        self._waiting.clear()
+        return total
+
     def compute(
         self, layer: Any, x: Tensor, weights: Tensor, experts: Tensor, adapters: Tensor | None = None
     ) -> Tensor:
+        if self.stacks is not None:
+            given = (x, weights, experts, *self.stacks, self.shape.act)
+            if adapters is not None and layer.lora is not None:
+                return expert_mlp_lora(*given, NO_EXTRAS, layer.lora.changes, adapters)
+            sum_of_chosen: Tensor = expert_mlp(*given)
+            return sum_of_chosen
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
             tokens, choice = (experts == expert).nonzero(as_tuple=True)
