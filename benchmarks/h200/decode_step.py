@@ -45,7 +45,9 @@ def bytes_read(w: ProgramWeights, rows: int, context: int) -> int:
         if isinstance(ffn, MoeWeights):
             experts = len(ffn.down)
             share = 1 - (1 - ffn.top_k / experts) ** rows  # of the experts, if all are equally likely
-            total += size(ffn.router) + int(share * 2 * (ffn.gate_up.numel() + ffn.down.numel()))
+            stacks = (ffn.gate_up, ffn.down)
+            read = sum(w.nbytes if isinstance(w, torch.Tensor) else w.num_bytes for w in stacks)
+            total += size(ffn.router) + int(share * read)
         else:
             total += size(ffn.up, ffn.down)
     return total

@@ -22,6 +22,7 @@ from vllm.ops.triton import quantized, register
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, STORE, Product, Stream, Weight, run_product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_linear import PackedWords, WidePacked, wide_packed_product
 from vllm.ops.triton.precompile import precompile
 
@@ -217,6 +218,18 @@ def random_words(n: int, k: int, kind: str, device: torch.device) -> PackedWords
     words.scales = torch.full((blocks * block // words.group, n), 0.002, dtype=torch.float16, device=device)
     words.num_bytes = 2 * words.words.numel() + 2 * words.scales.numel()
     return words
+
+
+def random_stack(experts: int, n: int, k: int, kind: str, device: torch.device) -> PackedStack:
+    """The packed weights [n, k] of so many experts, of a kind of `random_words`."""
+    one = random_words(n, k, kind, device)
+    stack = object.__new__(PackedStack)
+    stack.format, stack.group, stack.offsets, stack.dtype = one.format, one.group, None, torch.bfloat16
+    stack.shape, stack.num_bytes = torch.Size((experts, n, k)), experts * one.num_bytes
+    shape = (experts, *one.words.shape)
+    stack.words = torch.randint(-(1 << 15), (1 << 15) - 1, shape, dtype=torch.int16, device=device)
+    stack.scales = one.scales.expand(experts, -1, -1).contiguous()
+    return stack
 
 
 MODES = {"qkv": STORE, "o": RESIDUAL, "gate_up": GATED, "down": RESIDUAL}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.h200.quantized import KINDS, random_weight, tilings
+from benchmarks.h200.quantized import KINDS, random_stack, random_weight, tilings
 from benchmarks.h200.timing import capture, device_ms
 from vllm.config.hf import HFConfig
 from vllm.model_executor.models.decoder import DecoderModel
@@ -146,6 +146,9 @@ def packed(w: ProgramWeights, kind: str) -> ProgramWeights:
         ffn = old.ffn
         if isinstance(ffn, MlpWeights):
             ffn = replace(ffn, up=pack(ffn.up), down=pack(ffn.down))
+        elif kind != "float8":
+            stacks = {name: getattr(ffn, name) for name in ("gate_up", "down")}
+            ffn = replace(ffn, **{name: random_stack(*w.shape, kind, w.device) for name, w in stacks.items()})
         return replace(old, qkv=pack(old.qkv), o=pack(old.o), ffn=ffn)
 
     return replace(w, layers=tuple(layer(old) for old in w.layers))

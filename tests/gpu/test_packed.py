@@ -4,10 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vllm.ops import moe
 from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
+from vllm.ops.triton import moe as moe_kernels
+from vllm.ops.triton.decode_experts import ChosenExperts, choose_by_logits, fall, rise
 from vllm.ops.triton.decode_linear import GATED, RESIDUAL, Product, Stream, choose_product_tiling, run_product
 from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
+from vllm.ops.triton.packed_experts import pack_experts
 from vllm.ops.triton.packed_linear import PackedWords, WidePacked, dequantize, wide_packed_product
 from vllm.ops.triton.quantized import multiply, pack
 
@@ -134,3 +138,28 @@ def test_what_follows_a_float8_product(rows):
         )
         assert error(s.h, h.float() + mlp.float() @ down.dequantize().T) < 4e-3
     assert not s.arrived.any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts(kind, dtype):
+    hidden, inner, experts, top_k = 512, 768, 6, 2
+    up = [KINDS[kind](torch.randn(2 * inner, hidden, device="cuda") * hidden**-0.5) for _ in range(experts)]
+    down = [KINDS[kind](torch.randn(hidden, inner, device="cuda") * inner**-0.5) for _ in range(experts)]
+    packed = [pack_experts(weights, up[0].device, dtype) for weights in (up, down)]
+    numbers = [torch.stack([w.dequantize() for w in weights]) for weights in (up, down)]
+    for tokens in (1, 3, 50, 300, 1500):
+        x, logits = (torch.randn(tokens, size, device="cuda", dtype=dtype) for size in (hidden, experts))
+        weights, chosen = moe.route(logits, top_k, True)
+        want = moe.expert_mlp.reference(x.float(), weights, chosen, *numbers, "silu")
+        y, weights, home = moe_kernels.routed_mlp(x, logits, *packed, top_k, True, "silu", pdl=True)
+        assert error(moe_kernels.sum_chosen(y, weights, home), want) < 3 * TOLERANCE[dtype], tokens
+        assert error(moe.expert_mlp(x, weights, chosen, *packed, "silu"), want) < 3 * TOLERANCE[dtype], tokens
+        if tokens == 1:
+            none = torch.zeros(1, device="cuda")
+            s = Stream(1, hidden, x.clone(), x.clone(), torch.zeros(1, hidden, device="cuda"), *(none,) * 5)
+            room = ChosenExperts.of(experts, top_k, top_k * inner, dtype, x.device, packed[1])
+            choose_by_logits(logits, room, True, True)
+            rise(x, packed[0], None, "silu", room, True)
+            fall(packed[1], None, room, s, pdl=True)
+            assert error(s.h, x.float() + want) < 3 * TOLERANCE[dtype]

@@ -14,9 +14,11 @@ from torch import Tensor
 from tests.models.harness import PagedDriver, engine_config
 from tests.quantization import writers
 from tests.quantization.harness import PROMPT, assert_same_logits, is_projection, plain_model, quantize_folder
+from vllm.distributed import TensorParallel
 from vllm.model_executor.layers.quantization.in_flight import round_to_floats
 from vllm.model_executor.layers.quantization.method import QuantizedExpertMethod
 from vllm.model_executor.model_loader import load_model
+from vllm.ops.quantized import pack_experts
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -337,6 +339,25 @@ def test_experts_are_multiplied_as_they_are_stored(stacked: bool, tmp_path: Path
     exact = load_model(engine_config(tmp_path, max_model_len=64, quantization=name), "cpu")
     (expected,) = PagedDriver(exact).run([PROMPT], [7])
     assert (ours.float() - expected).norm() / expected.norm() < 0.15  # random experts: a router's tie goes either way
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_experts_are_packed_together_where_a_device_multiplies_them_at_once(world: int, tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, "mixtral")
+    quantize_folder(tmp_path, reference, state, every(writers.gptq), GPTQ)
+    config = engine_config(tmp_path, max_model_len=64, dtype="float32")
+    wanted = PagedDriver(load_model(config, "cpu")).run([PROMPT], [7])[0]
+    pack_experts.register("cpu", lambda weights, device, dtype: pack_experts.reference(weights, device, dtype))
+    try:
+        model = load_model(config, "cpu")
+        shares = [load_model(config, "cpu", TensorParallel(rank, world)) for rank in range(world)]
+    finally:
+        pack_experts.unregister("cpu")
+    method = model.blocks[1].ffn.experts.method
+    assert isinstance(method, QuantizedExpertMethod) and method.stacks is not None and method.dense_bytes
+    assert torch.allclose(PagedDriver(model).run([PROMPT], [7])[0], wanted, rtol=1e-4, atol=1e-5)
+    downs = [share.blocks[1].ffn.experts.method.stacks[1] for share in shares]
+    torch.testing.assert_close(torch.cat(downs, 2), method.stacks[1], rtol=0, atol=0)
 
 
 def test_experts_of_four_bit_floats_as_gpt_oss_is_published(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
 from vllm.ops.triton import decode_latent, decode_linear
+from vllm.ops.triton.packed_experts import PackedStack, pack_experts
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.worker import decode_program, decode_weights
 from vllm.worker.cuda_precompile import stages_of
@@ -275,6 +276,32 @@ def test_packed_weights_give_what_their_numbers_give(kind, walk, monkeypatch):
     hidden = torch.empty(2, 64)
     program.run(table, hidden=hidden)
     assert error(hidden, model(step, caches)) < LIMIT
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["experts", "experts in sandwich", "shared experts"])
+def test_packed_experts_give_what_their_numbers_give(name, rows):
+    model = build(COVERED[name], torch.float32)
+    table, caches, step, slots, positions = setting(model)
+    weights = read_weights(model, [cache.clone() for cache in caches])
+    assert weights is not None
+
+    def packed(stack: torch.Tensor) -> PackedStack:
+        rounded = [round_to_groups(weight, 4, 32, symmetric=False) for weight in stack]
+        made = pack_experts(rounded, stack.device, torch.float32)
+        assert isinstance(made, PackedStack)
+        stack.copy_(made.numbers())
+        return made
+
+    layers = [
+        replace(layer, ffn=replace(layer.ffn, gate_up=packed(layer.ffn.gate_up), down=packed(layer.ffn.down)))
+        for layer in weights.layers
+    ]
+    program = DecodeProgram(replace(weights, layers=tuple(layers)), rows, 64, slots[:rows], positions[:rows], pdl=False)
+    hidden = torch.empty(rows, 64)
+    program.run(table, hidden=hidden)
+    assert error(hidden, model(step, caches)[:rows]) < LIMIT
 
 
 ADAPTED = ["sandwich, soft-caps, scaled embedding", "layer norm, parallel, partial rotation, biases", "experts", "tied"]

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm.ops.triton import packed_experts
 from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_linear import RESIDUAL, STORE, Folded, Stream
-from vllm.ops.triton import packed_experts
 from vllm.ops.triton.decode_parts import ask_constants, ask_inputs, finish_row
 from vllm.ops.triton.packed_experts import PackedStack
 

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _MOST_ROWS = 256  # of each expert on average; with more, the weights are written as numbers first
 _TOGETHER = 16  # tiles of rows that go through the weights together, so that both stay in the cache
 _ROW = 8  # rows of a tile of which one is real
+_GROUPED = 64, 4, 3  # outputs, warps, stages of up to 32 rows
+_GROUPED_MANY = 64, 8, 2  # of more
+_RISE_WIDE = 64, 2, 3  # outputs, slices, stages of one row where there are many outputs
+_RISE = 16, 4, 3
+_FALL = 16, 4, 3
 _PROGRAMS = 256  # that the second product of one row should be cut into
 
 
@@ -167,9 +172,10 @@ def _rise_kernel(
         gdc_launch_dependents()
         gdc_wait()
     expert = tl.load(experts + choice).to(tl.int64)
+    group = expert * (GROUPS * 2 * N)
     y, u = sliced_sums(
-        x, words + expert * (BLOCKS * 2 * N * W), scales + expert * (GROUPS * 2 * N), offsets + expert * (GROUPS * 2 * N),
-        m, in_m, n, in_n, 0, BLOCKS, N, K, GROUP, FORMAT, W, 2 * N, BM, BN, SLICES, STAGES, True, OFFSETS, ASSEMBLY,
+        x, words + expert * (BLOCKS * 2 * N * W), scales + group, offsets + group, m, in_m, n, in_n, 0, BLOCKS, N, K,
+        GROUP, FORMAT, W, 2 * N, BM, BN, SLICES, STAGES, True, OFFSETS, ASSEMBLY,
     )  # fmt: skip
     if NORM:
         factor = inverse_rms(squares, m, in_m, tiles, K, eps)[None, :]
@@ -188,7 +194,7 @@ def _fall_kernel(
     BN: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr, NEXT: tl.constexpr,
     OFFSETS: tl.constexpr, PDL: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BN, TOP_K * SHARES): one share of one choice's inputs x [TOP_K * K]; the last to arrive adds them up."""
+    """Grid (N / BN, TOP_K * SHARES): a share of one choice's inputs x [TOP_K * K]; the last to arrive adds them up."""
     PER: tl.constexpr = 4 if FORMAT == 0 else 2
     BLOCKS: tl.constexpr = (K + W * PER - 1) // (W * PER)
     SHARE: tl.constexpr = (BLOCKS + SHARES * SLICES - 1) // (SHARES * SLICES) * SLICES
@@ -242,11 +248,11 @@ def grouped_mlp(
 
 def _grouped(x: Tensor, w: PackedStack, s: Sorted, out: Tensor, rows: int, top_k: int, kind: int, pdl: bool) -> None:
     together = min(_TOGETHER, triton.next_power_of_2(s.most))
-    n = out.shape[1]
-    _grouped_kernel[(triton.cdiv(s.most, together) * together * triton.cdiv(n, 64),)](
+    n, (width, warps, stages) = out.shape[1], _GROUPED if rows <= 32 else _GROUPED_MANY
+    _grouped_kernel[(triton.cdiv(s.most, together) * together * triton.cdiv(n, width),)](
         x, w.words, w.scales, w.scales if w.offsets is None else w.offsets, out, s.order, s.tiles, s.most, together,
-        N=n, TOP_K=top_k, BM=rows, BN=64, STAGES=3 if rows <= 32 else 2, GATED=kind >= 0, KIND=max(kind, 0), PDL=pdl,
-        num_warps=4, **_constants(w, x.dtype), **({"launch_pdl": True} if pdl else {}),
+        N=n, TOP_K=top_k, BM=rows, BN=width, STAGES=stages, GATED=kind >= 0, KIND=max(kind, 0), PDL=pdl,
+        num_warps=warps, **_constants(w, x.dtype), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -270,16 +276,13 @@ def rise(
     experts: [top_k] int32.   out: [top_k * inter].
     """
     inter = w.shape[1] // 2
-    width, slices = (64, 2) if inter >= 8192 else (16, 4)
+    width, slices, stages = _RISE_WIDE if inter >= 8192 else _RISE
     squares, tiles, eps = (x, 1, 0.0) if norm is None else norm
     _rise_kernel[(triton.cdiv(inter, width), len(experts))](
         x, w.words, w.scales, w.scales if w.offsets is None else w.offsets, squares, tiles, eps, experts, out,
-        N=inter, BM=_ROW, BN=width, SLICES=slices, STAGES=3, KIND=KINDS[act], NORM=norm is not None, PDL=pdl,
+        N=inter, BM=_ROW, BN=width, SLICES=slices, STAGES=stages, KIND=KINDS[act], NORM=norm is not None, PDL=pdl,
         num_warps=slices, **_constants(w, x.dtype), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-
-
-_FALL = 16, 4  # outputs, slices
 
 
 def fall_tiles(hidden: int) -> int:
@@ -307,11 +310,11 @@ def fall(
 ) -> None:  # fmt: skip
     """The second products of one row, as `decode_experts.fall`. x: [top_k * inter].   stream: h, scaled and squares."""
     h, scaled, squares = stream
-    top_k, hidden, (width, slices) = len(experts), w.shape[1], _FALL
+    top_k, hidden, (width, slices, stages) = len(experts), w.shape[1], _FALL
     _fall_kernel[(fall_tiles(hidden), top_k * _shares(w, top_k))](
         x, w.words, w.scales, w.scales if w.offsets is None else w.offsets, experts, weights, *room,
         h if out is None else out, h, h if next_weight is None else next_weight, scaled, squares, scale,
-        N=hidden, TOP_K=top_k, SHARES=_shares(w, top_k), BM=_ROW, BN=width, SLICES=slices, STAGES=3,
+        N=hidden, TOP_K=top_k, SHARES=_shares(w, top_k), BM=_ROW, BN=width, SLICES=slices, STAGES=stages,
         MODE=2 if out is None else 0, NEXT=next_weight is not None, PDL=pdl, num_warps=slices,
         **_constants(w, x.dtype), **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -160,7 +160,7 @@ def packed_sums(
     FORMAT: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, OFFSETS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Products [BN, BM] of outputs n, and if GATED of n + N, with rows `source` (int64) of x; of blocks first to end."""
+    """Products [BN, BM] of outputs n, and if GATED of n + N, with rows `source` (int64) of x, over some blocks."""
     PER: tl.constexpr = 4 if FORMAT == 0 else 2
     BLOCK: tl.constexpr = W * PER
     SUB: tl.constexpr = BLOCK // GROUP if GROUP < BLOCK else 1

@@ -13,9 +13,9 @@ from torch import Tensor
 from vllm.ops.linear import linear
 from vllm.ops.quantized import pack_experts, pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight
+from vllm.ops.triton import packed_experts
 from vllm.ops.triton.decode_linear import DTYPES, STORE, Product, Stream, Tiling, choose_product_tiling, run_product
 from vllm.ops.triton.float8 import Float8Weight, float8_weight, rounded_product
-from vllm.ops.triton import packed_experts
 from vllm.ops.triton.packed_linear import PackedWords, dequantize, packed_product, packs, wide_packed_product
 
 __all__ = ["PackedWords", "dequantize", "many_rows", "multiply", "pack"]
