@@ -72,8 +72,8 @@ Known limits: `chatglm2-6b-32k` divides positions where its config reads as if t
 here. Qwen 1 runs up to its `seq_length`, without what it does beyond. A Jais whose distances are scaled by its trained
 length is refused; the error names the setting that runs it unscaled.
 
-Not supported, with an error that says so: models that mix Mamba 2 with attention, ChatGLM 1, MiniCPM-S (fatrelu),
-NomicBERT with experts, and models that see or hear.
+Not supported, with an error that says so: models that mix Mamba 2 with attention, ChatGLM 1, NomicBERT with experts,
+and models that see or hear.
 """
 
 

@@ -35,14 +35,40 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def turn(x: Tensor, base: float, dim: int, pairs: str) -> Tensor:
+def angles(n: int, base: float, dim: int, i: int, c: Config) -> tuple[Tensor, float]:
+    """By how much pair i turns at each of n positions, and what the result is multiplied by, with the scaling that the
+    config has. Of the two lists of factors the one that a server takes whose sequences may be 64 tokens long.
+    """
+    scaling = c.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    p, plain, factor = torch.arange(n), base ** (-2 * i / dim), scaling.get("factor", 1.0)
+    if kind == "linear":
+        return p / factor * plain, 1.0
+    if kind == "dynamic":  # a position's base is that which held when it was the last
+        known = c["max_position_embeddings"]
+        grown = base * (factor * (p + 1) / known - (factor - 1)).clamp(min=1) ** (dim / (dim - 2))
+        return p * grown ** (-2 * i / dim), 1.0
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        return p * plain * (share + (1 - share) / factor), 1.0
+    if kind in ("longrope", "su"):
+        known = scaling["original_max_position_embeddings"]
+        name = "long" if known < 64 else "short"
+        usual = math.sqrt(1 + math.log(max(1.0, c["max_position_embeddings"] / known)) / math.log(known))
+        return p * plain / scaling[f"{name}_factor"][i], scaling.get(f"{name}_mscale", usual)
+    return p * plain, 1.0
+
+
+def turn(x: Tensor, base: float, dim: int, pairs: str, c: Config) -> Tensor:
     """Rotate the first `dim` of x [n, heads, d] by position. pairs: "half" (i, i + dim / 2) or "next" (2i, 2i + 1)."""
     n, half = len(x), dim // 2
     out = x.clone()
     for i in range(half):
         a, b = (i, i + half) if pairs == "half" else (2 * i, 2 * i + 1)
-        angle = torch.arange(n) * base ** (-2 * i / dim)
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        angle, scale = angles(n, base, dim, i, c)
+        cos, sin = scale * angle.cos()[:, None], scale * angle.sin()[:, None]
         out[..., a] = x[..., a] * cos - x[..., b] * sin
         out[..., b] = x[..., b] * cos + x[..., a] * sin
     return out
@@ -139,7 +165,7 @@ def llama(c: Config, w: Weights, ids: Tensor, *, alibi: bool = False, **scales: 
         q, k, v = q.view(-1, heads, d), k.view(-1, kv, d), v.view(-1, kv, d)
         if not alibi:
             base = c.get("rope_theta", 10000.0)
-            q, k = turn(q, base, d, "half"), turn(k, base, d, "half")
+            q, k = turn(q, base, d, "half", c), turn(k, base, d, "half", c)
         a = attention(q, k, v, d**-0.5, slopes(heads) if alibi else None)
         x = x + branch * linear(w, f"{at}.self_attn.o_proj", a)
         y = norm(f"{at}.post_attention_layernorm", x)
@@ -154,7 +180,9 @@ def llama(c: Config, w: Weights, ids: Tensor, *, alibi: bool = False, **scales: 
             y = experts(y, w[f"{at}.mlp.gate.weight"], expert, c["num_experts_per_tok"])
         else:
             gate, up = linear(w, f"{at}.mlp.gate_proj", y), linear(w, f"{at}.mlp.up_proj", y)
-            y = linear(w, f"{at}.mlp.down_proj", F.silu(gate) * up)
+            above = c.get("hidden_act_param", 0.0)
+            act = gate * (gate > above) if c.get("hidden_act") == "fatrelu" else F.silu(gate)
+            y = linear(w, f"{at}.mlp.down_proj", act * up)
         x = x + branch * y
     x = norm("model.norm", x) * scales.get("out", 1.0)
     return x @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
@@ -324,7 +352,7 @@ def chatglm(c: Config, w: Weights, ids: Tensor) -> Tensor:
         qkv = linear(w, f"{at}.self_attention.query_key_value", y)
         q, k, v = (part.reshape(len(x), -1, d) for part in qkv.split([heads * d, groups * d, groups * d], -1))
         pairs = "next" if c.get("original_rope", True) else "half"
-        q, k = (turn(t, 10000.0 * c.get("rope_ratio", 1), d // 2, pairs) for t in (q, k))
+        q, k = (turn(t, 10000.0 * c.get("rope_ratio", 1), d // 2, pairs, c) for t in (q, k))
         x = x + linear(w, f"{at}.self_attention.dense", attention(q, k, v, d**-0.5))
         y = rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)
         gate, up = linear(w, f"{at}.mlp.dense_h_to_4h", y).chunk(2, -1)
@@ -411,8 +439,8 @@ def arctic(c: Config, w: Weights, ids: Tensor) -> Tensor:
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}"
         y = rms(x, w[f"{at}.input_layernorm.weight"], eps)
-        q = turn(linear(w, f"{at}.self_attn.q_proj", y).view(-1, heads, d), c["rope_theta"], d, "half")
-        k = turn(linear(w, f"{at}.self_attn.k_proj", y).view(-1, kv, d), c["rope_theta"], d, "half")
+        q = turn(linear(w, f"{at}.self_attn.q_proj", y).view(-1, heads, d), c["rope_theta"], d, "half", c)
+        k = turn(linear(w, f"{at}.self_attn.k_proj", y).view(-1, kv, d), c["rope_theta"], d, "half", c)
         v = linear(w, f"{at}.self_attn.v_proj", y).view(-1, kv, d)
         a = x + linear(w, f"{at}.self_attn.o_proj", attention(q, k, v, d**-0.5))
         after = w[f"{at}.post_attention_layernorm.weight"]
@@ -508,7 +536,7 @@ def deci(c: Config, w: Weights, ids: Tensor) -> Tensor:
             y = rms(x, w[f"{at}.input_layernorm.weight"], eps)
             if isinstance(kv, int):
                 q, k, v = (linear(w, f"{at}.self_attn.{p}_proj", y).view(len(ids), -1, d) for p in "qkv")
-                q, k = turn(q, c["rope_theta"], d, "half"), turn(k, c["rope_theta"], d, "half")
+                q, k = turn(q, c["rope_theta"], d, "half", c), turn(k, c["rope_theta"], d, "half", c)
                 x = x + linear(w, f"{at}.self_attn.o_proj", attention(q, k, v, d**-0.5))
             else:
                 x = x + linear(w, f"{at}.self_attn.linear_attn", y)
@@ -546,7 +574,7 @@ def phi3_small(c: Config, w: Weights, ids: Tensor) -> Tensor:
         packed = linear(w, f"{at}.self_attn.query_key_value", ln(w, f"{at}.input_layernorm", x, eps))
         packed = packed.view(n, kv, heads // kv + 2, d)
         q, k, v = packed[:, :, :-2].reshape(n, heads, d), packed[:, :, -2], packed[:, :, -1]
-        q, k = (turn(t, c["rope_embedding_base"], d, "half") for t in (q, k))
+        q, k = (turn(t, c["rope_embedding_base"], d, "half", c) for t in (q, k))
         out = []
         for head in range(heads):
             scores = q[:, head] @ k[:, head * kv // heads].T * scale

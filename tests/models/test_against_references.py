@@ -53,6 +53,13 @@ ARCTIC = {
     "parallel_attn_mlp_res": True,
 }  # fmt: skip
 
+LLAMA_3 = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 32,
+    "rope_type": "llama3",
+}  # fmt: skip
+FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.5, 2.0, 4.0, 9.0]}
+SHORT = {"max_position_embeddings": 16}
+
 _WHOLE = {"no_op": False, "replace_with_linear": False}
 _NAS = {
     "attention": {"a": {**_WHOLE, "n_heads_in_group": 2}, "b": {**_WHOLE, "n_heads_in_group": 6}},
@@ -83,9 +90,22 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
     "internlm-20b": ("InternLMForCausalLM", "internlm", references.LLAMA, {**SIZES, "bias": False}),
     "internlm2": ("InternLM2ForCausalLM", "internlm2", references.INTERNLM_2, {**GQA, "bias": False}),
     "internlm3": ("InternLM3ForCausalLM", "internlm3", references.INTERNLM_3, {**GQA, "qkv_bias": True, "head_dim": 8}),
+    "aquila2-16k": (
+        "AquilaForCausalLM", "aquila", references.LLAMA, {**GQA, "rope_scaling": {"factor": 4.0, "type": "linear"}},
+    ),
+    "internlm2_5": (
+        "InternLM2ForCausalLM", "internlm2", references.INTERNLM_2,
+        {**GQA, **SHORT, "bias": False, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    ),
+    "internlm3-8b": (
+        "InternLM3ForCausalLM", "internlm3", references.INTERNLM_3,
+        {**GQA, **SHORT, "qkv_bias": True, "bias": False, "head_dim": 8,
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}},
+    ),
     "orion": ("OrionForCausalLM", "orion", references.ORION, GQA),
     "exaone": ("ExaoneForCausalLM", "exaone", references.EXAONE_3, EXAONE),
     "exaone-tied": ("ExaoneForCausalLM", "exaone", references.EXAONE_3, {**EXAONE, "tie_word_embeddings": True}),
+    "exaone-3.5": ("ExaoneForCausalLM", "exaone", references.EXAONE_3, {**EXAONE, "rope_scaling": LLAMA_3}),
     "baichuan-7b": ("BaiChuanForCausalLM", "baichuan", references.BAICHUAN_7B, SIZES),
     "baichuan-13b": ("BaichuanForCausalLM", "baichuan", references.BAICHUAN_13B, SIZES),
     "baichuan2-13b": (
@@ -97,9 +117,22 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
         "MiniCPMForCausalLM", "minicpm", references.MINICPM,
         {**MINICPM, "num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     ),
+    "minicpm-s": (
+        "MiniCPMForCausalLM", "minicpm", references.MINICPM,
+        {**MINICPM, "hidden_act": "fatrelu", "hidden_act_param": 0.3},
+    ),
+    "minicpm4": (
+        "MiniCPMForCausalLM", "minicpm", references.MINICPM,
+        {**MINICPM, "tie_word_embeddings": False,
+        "rope_scaling": {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 16}},
+    ),
     "qwen": ("QWenLMHeadModel", "qwen", references.QWEN_1, QWEN),
     "chatglm2": ("ChatGLMModel", "chatglm", references.CHATGLM, {**CHATGLM, "original_rope": True}),
     "glm4-9b": ("ChatGLMForConditionalGeneration", "chatglm", references.CHATGLM, {**CHATGLM, "rope_ratio": 500}),
+    "glm4-9b-1m": (
+        "ChatGLMModel", "chatglm", references.CHATGLM,
+        {**CHATGLM, "original_rope": True, "rope_ratio": 10000, "multi_query_group_num": 6},
+    ),
     "cogagent-rope": ("ChatGLMModel", "chatglm", references.CHATGLM, {**CHATGLM, "original_rope": False}),
     "jais-13b": (
         "JAISLMHeadModel", "jais", references.JAIS,
@@ -130,6 +163,11 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
         {**SIZES, "num_hidden_layers": 8, "num_key_value_heads": None, "block_configs": NAS, "intermediate_size": None},
     ),
     "phi3-small": ("Phi3SmallForCausalLM", "phi3small", references.PHI_3_SMALL, PHI_3_SMALL),
+    "phi3-small-128k": (
+        "Phi3SmallForCausalLM", "phi3small", references.PHI_3_SMALL,
+        {**PHI_3_SMALL, "rope_scaling": {"type": "su", **FACTORS, "short_mscale": 1.1, "long_mscale": 1.3,
+        "original_max_position_embeddings": 16}},
+    ),
     "phi3-small-alike": (
         "Phi3SmallForCausalLM", "phi3small", references.PHI_3_SMALL,
         {**PHI_3_SMALL, "blocksparse_homo_head_pattern": True, "mup_use_scaling": False,

@@ -68,7 +68,8 @@ def save(case: str, folder: Path, *, divided: bool = False) -> Callable[[Tensor]
     """A random checkpoint of a case; what gives the oracle's logits at every position of a prompt."""
     if case in described.CASES:
         architecture, model_type, reference, config = described.CASES[case]
-        config = {**config, **({} if "n_positions" in config or case in OWN else {"max_position_embeddings": 64})}
+        if "n_positions" not in config and config.get("max_position_embeddings") != 16:
+            config = {**config, "max_position_embeddings": 64}
         if divided:
             config = even(dict(config))
         weights = described.save_config(architecture, model_type, reference, config, folder)

@@ -19,10 +19,20 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+FATRELU = "fatrelu "  # and a number: what is above it is left, all else is 0
+
+
+def _function(kind: str) -> Callable[[Tensor], Tensor]:
+    if kind.startswith(FATRELU):
+        threshold = float(kind.removeprefix(FATRELU))
+        return lambda x: F.threshold(x, threshold, 0.0)
+    return _ACTIVATIONS[kind]
+
+
 @op
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Elementwise `kind`: silu | gelu | gelu_tanh | quick_gelu | relu | relu2. x: [..., dim]."""
-    return _ACTIVATIONS[kind](x)
+    """Elementwise `kind`: silu | gelu | gelu_tanh | quick_gelu | relu | relu2 | fatrelu NUMBER. x: [..., dim]."""
+    return _function(kind)(x)
 
 
 @op
@@ -34,4 +44,4 @@ def activate_gated(x: Tensor, kind: str, limit: float | None = None) -> Tensor:
     gate, up = x.chunk(2, -1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-    return _ACTIVATIONS[kind](gate) * up
+    return _function(kind)(gate) * up

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vllm.distributed import current_tensor_parallel
 from vllm.model_executor.layers.sharding import REPLICATED, Part, ShardedParameter, ShardSpec
-from vllm.ops.activation import activate, activate_gated
+from vllm.ops.activation import FATRELU, activate, activate_gated
 
 # Hugging Face's names -> ours (vllm.ops.activation)
 ACTIVATIONS = {
@@ -26,7 +26,11 @@ ACTIVATIONS = {
 
 
 def activation_kind(hf_name: str) -> str:
-    """Our name of a Hugging Face activation. Raises ValueError for an unknown one."""
+    """Our name of a Hugging Face activation; "fatrelu" has its threshold behind it. Raises ValueError for an unknown
+    one.
+    """
+    if hf_name.startswith(FATRELU):
+        return hf_name
     try:
         return ACTIVATIONS[hf_name]
     except KeyError:

@@ -93,7 +93,11 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
     "ExaoneForCausalLM": ("remote", "EXAONE", "LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct"),
     "BaiChuanForCausalLM": ("remote", "BAICHUAN_ROTARY", "baichuan-inc/Baichuan-7B"),
     "BaichuanForCausalLM": ("remote", "BAICHUAN", "baichuan-inc/Baichuan2-13B-Chat, baichuan-inc/Baichuan2-7B-Chat"),
-    "MiniCPMForCausalLM": ("remote", "MINICPM", "openbmb/MiniCPM-2B-sft-bf16, openbmb/MiniCPM-MoE-8x2B"),
+    "MiniCPMForCausalLM": (
+        "remote",
+        "MINICPM",
+        "openbmb/MiniCPM-2B-sft-bf16, openbmb/MiniCPM-MoE-8x2B, openbmb/MiniCPM-S-1B-sft",
+    ),
     "QWenLMHeadModel": ("remote", "QWEN", "Qwen/Qwen-7B-Chat"),
     "ChatGLMModel": ("remote", "CHATGLM", "zai-org/chatglm3-6b"),
     "ChatGLMForConditionalGeneration": ("remote", "CHATGLM", "zai-org/glm-4-9b-chat"),

@@ -88,10 +88,13 @@ def baichuan(hf: HFConfig) -> Decoder:
 
 
 def minicpm(hf: HFConfig) -> Decoder:
-    """MiniCPM 1, 2 and 4, also with experts: Llama with scaled embeddings, branches and logits."""
-    depth = hf.get_float("scale_depth", default=1.0)
+    """MiniCPM 1, 2, S and 4, also with experts: Llama with scaled embeddings, branches and logits. The activation of S
+    leaves what is above a threshold.
+    """
+    depth, act = hf.get_float("scale_depth", default=1.0), hf.get_str("hidden_act")
     return llama_like(
         hf,
+        act=f"{act} {hf.get_float('hidden_act_param', default=0.0)!r}" if act == "fatrelu" else act,
         ffn=experts_of(hf) if hf.get_int("num_experts", default=0, minimum=0) else None,
         residual_scale=depth * hf.num_layers**-0.5,
         embed_scale=hf.get_float("scale_emb", default=1.0),
