@@ -360,6 +360,51 @@ def chatglm(c: Config, w: Weights, ids: Tensor) -> Tensor:
     return linear(w, "transformer.output_layer", rms(x, w["transformer.encoder.final_layernorm.weight"], eps))
 
 
+# ---- MPT, beyond what transformers' class has: groups, norms of queries and keys, learned positions ------------------
+
+
+def mpt_shapes(c: Config) -> Shapes:
+    h, own = c["d_model"], c["attn_config"]
+    width = h // c["n_heads"] * own.get("kv_n_heads", c["n_heads"])
+    found: Shapes = {"transformer.wte.weight": (c["vocab_size"], h), "transformer.norm_f.weight": (h,)}
+    if not own["alibi"]:
+        found["transformer.wpe.weight"] = (c["max_seq_len"], h)
+    for i in range(c["n_layers"]):
+        at = f"transformer.blocks.{i}"
+        found |= {f"{at}.norm_1.weight": (h,), f"{at}.norm_2.weight": (h,), f"{at}.attn.out_proj.weight": (h, h)}
+        found[f"{at}.attn.Wqkv.weight"] = (h + 2 * width, h)
+        found |= {f"{at}.ffn.up_proj.weight": (4 * h, h), f"{at}.ffn.down_proj.weight": (h, 4 * h)}
+        if own["qk_ln"]:
+            found |= {f"{at}.attn.q_ln.weight": (h,), f"{at}.attn.k_ln.weight": (width,)}
+    return found
+
+
+def mpt(c: Config, w: Weights, ids: Tensor) -> Tensor:
+    h, heads, own = c["d_model"], c["n_heads"], c["attn_config"]
+    d = h // heads
+    width = d * own.get("kv_n_heads", heads)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], w[f"transformer.{name}.weight"], None, 1e-5)
+
+    x = w["transformer.wte.weight"][ids]
+    if not own["alibi"]:
+        x = x + w["transformer.wpe.weight"][: len(ids)]
+    for i in range(c["n_layers"]):
+        at = f"transformer.blocks.{i}"
+        q, k, v = linear(w, f"{at}.attn.Wqkv", norm(f"blocks.{i}.norm_1", x)).split([h, width, width], -1)
+        if own["qk_ln"]:
+            q, k = norm(f"blocks.{i}.attn.q_ln", q), norm(f"blocks.{i}.attn.k_ln", k)
+        q, k, v = (part.reshape(len(ids), -1, d) for part in (q, k, v))
+        a = attention(q, k, v, d**-0.5, slopes(heads) if own["alibi"] else None)
+        x = x + linear(w, f"{at}.attn.out_proj", a)
+        x = x + linear(w, f"{at}.ffn.down_proj", F.gelu(linear(w, f"{at}.ffn.up_proj", norm(f"blocks.{i}.norm_2", x))))
+    return norm("norm_f", x) @ w["transformer.wte.weight"].T
+
+
+MPT = Reference(mpt_shapes, mpt)
+
+
 # ---- Jais: GPT-2's names and layout ([in, out]) ----------------------------------------------------------------------
 
 

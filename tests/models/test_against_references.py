@@ -48,6 +48,15 @@ JAIS = {
     "vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_inner": 77, "n_positions": 64,
     "layer_norm_epsilon": 1e-5, "activation_function": "swiglu",
 }  # fmt: skip
+MPT = {
+    "vocab_size": 131, "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 64, "expansion_ratio": 4,
+    "learned_pos_emb": True, "no_bias": True, "norm_type": "low_precision_layernorm", "logit_scale": None,
+    "init_device": "cpu", "embedding_fraction": 1.0, "emb_pdrop": 0, "resid_pdrop": 0, "use_cache": False,
+}  # fmt: skip
+MPT_ATTN = {
+    "alibi": True, "alibi_bias_max": 8, "attn_impl": "triton", "attn_pdrop": 0, "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False, "clip_qkv": None, "prefix_lm": False, "qk_ln": False, "softmax_scale": None,
+}  # fmt: skip
 ARCTIC = {
     **GQA, "intermediate_size": 29, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_layer_frequency": 1,
     "parallel_attn_mlp_res": True,
@@ -134,6 +143,16 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
         {**CHATGLM, "original_rope": True, "rope_ratio": 10000, "multi_query_group_num": 6},
     ),
     "cogagent-rope": ("ChatGLMModel", "chatglm", references.CHATGLM, {**CHATGLM, "original_rope": False}),
+    "replit-code-v1_5": (
+        "MPTForCausalLM", "mpt", references.MPT,
+        {**MPT, "attn_config": {**MPT_ATTN, "attn_type": "grouped_query_attention", "kv_n_heads": 2}},
+    ),
+    "sea-lion-7b": ("MPTForCausalLM", "mpt", references.MPT, {**MPT, "attn_config": {**MPT_ATTN, "qk_ln": True}}),
+    "mpt-learned": (
+        "MPTForCausalLM", "mpt", references.MPT,
+        {**MPT, "attn_config": {**MPT_ATTN, "alibi": False, "qk_ln": True, "kv_n_heads": 2,
+        "attn_type": "grouped_query_attention"}},
+    ),
     "jais-13b": (
         "JAISLMHeadModel", "jais", references.JAIS,
         {**JAIS, "position_embedding_type": "alibi", "embeddings_scale": 3.0, "width_scale": 0.3,

@@ -68,7 +68,7 @@ def save(case: str, folder: Path, *, divided: bool = False) -> Callable[[Tensor]
     """A random checkpoint of a case; what gives the oracle's logits at every position of a prompt."""
     if case in described.CASES:
         architecture, model_type, reference, config = described.CASES[case]
-        if "n_positions" not in config and config.get("max_position_embeddings") != 16:
+        if not {"n_positions", "max_seq_len"} & config.keys() and config.get("max_position_embeddings") != 16:
             config = {**config, "max_position_embeddings": 64}
         if divided:
             config = even(dict(config))

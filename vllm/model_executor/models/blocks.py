@@ -141,8 +141,6 @@ class HeadsNorm(nn.Module):
 
     def __init__(self, spec: Norm, heads: int, head_dim: int, mine: range, ctx: BuildContext, over: HeadNorm) -> None:
         super().__init__()
-        if over is HeadNorm.ALL and spec.kind != "rms":
-            raise ValueError(f"A norm of kind {spec.kind!r} over all heads of a token is not supported, only RMS.")
         self.spec, self.mine, self.over, self.tp = spec, mine, over, ctx.tp
         self.shape = (heads, head_dim)
         each = over is HeadNorm.EACH
@@ -154,9 +152,12 @@ class HeadsNorm(nn.Module):
     def norm(self, x: Tensor) -> Tensor:
         """x: [tokens, heads on this rank, head_dim]."""
         if self.over is HeadNorm.ALL:
-            squares = self.tp.all_reduce(x.float().square().sum((1, 2), keepdim=True))
+            out = x.float()
             count = len(self.mine) * self.shape[1] * self.tp.world  # heads that ranks share count as often in both
-            out = x.float() * torch.rsqrt(squares / count + self.spec.eps)
+            if self.spec.kind == "layer":
+                out = out - self.tp.all_reduce(out.sum((1, 2), keepdim=True)) / count
+            squares = self.tp.all_reduce(out.square().sum((1, 2), keepdim=True))
+            out = out * torch.rsqrt(squares / count + self.spec.eps)
         else:
             normalize = rms_norm if self.spec.kind == "rms" else _plain_layer_norm
             out = normalize(x.float(), None, self.spec.eps)

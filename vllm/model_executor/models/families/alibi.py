@@ -7,7 +7,18 @@ from vllm.config.hf import HFConfig
 from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.models.families.llama import NO_WINDOWS, rope_of
 from vllm.model_executor.models.family import Family, renames
-from vllm.model_executor.models.spec import Alibi, Attn, Block, Decoder, Layout, Mlp, Norm, layer_norm
+from vllm.model_executor.models.spec import (
+    Alibi,
+    Attn,
+    Block,
+    Decoder,
+    HeadNorm,
+    Layout,
+    LearnedPositions,
+    Mlp,
+    Norm,
+    layer_norm,
+)
 
 
 def bloom(hf: HFConfig) -> Decoder:
@@ -21,23 +32,42 @@ def bloom(hf: HFConfig) -> Decoder:
     return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, embed_norm=norm)
 
 
-def mpt(hf: HFConfig) -> Decoder:
-    """MPT: ALiBi, no biases, queries, keys and values clipped if the config says so."""
+def mpt_kv_heads(hf: HFConfig) -> int:
+    """They stand in the attention's own config."""
     own = hf.nested("attn_config")
-    for name, wanted in (("alibi", True), ("prefix_lm", False), ("qk_ln", False)):
-        if own.get_bool(name, default=wanted) is not wanted:
-            raise ValueError(f"{hf.file}: attn_config.{name}={not wanted} is not supported, expected {wanted}.")
+    kind = own.get_str("attn_type", default="multihead_attention")
+    known = {"multihead_attention": hf.num_heads, "multiquery_attention": 1, "grouped_query_attention": None}
+    if kind not in known:
+        raise ValueError(f"{hf.file}: attn_config.attn_type is {kind!r}, expected one of {', '.join(known)}.")
+    heads: int = own.get_int("kv_n_heads", default=None) or known[kind] or hf.num_heads
+    return heads
+
+
+def mpt(hf: HFConfig) -> Decoder:
+    """MPT: ALiBi or learned positions, no biases; queries, keys and values clipped, or normalised, if the config says
+    so.
+    """
+    own = hf.nested("attn_config")
+    if own.get_bool("prefix_lm", default=False):
+        raise ValueError(f"{hf.file}: attn_config.prefix_lm=True is not supported, expected False.")
     if not hf.get_bool("no_bias", default=True):
         raise ValueError(f"{hf.file}: no_bias=False is not supported, expected True.")
     norm = Norm("layer", hf.get_float("layer_norm_epsilon", default=1e-5, minimum=0))
+    normal, clip = own.get_bool("qk_ln", default=False), own.get_float("clip_qkv", default=None) or None
+    if normal and clip is not None:
+        raise ValueError(f"{hf.file}: attn_config.qk_ln together with clip_qkv={clip} is not supported.")
+    alibi = own.get_bool("alibi", default=True)
     attn = Attn(
         hf.num_heads,
-        hf.num_heads,
+        hf.num_kv_heads,
         hf.head_dim,
         scale=own.get_float("softmax_scale", default=None),
-        alibi=Alibi(own.get_float("alibi_bias_max", default=8.0, minimum=0)),
-        clip_qkv=own.get_float("clip_qkv", default=None) or None,
+        alibi=Alibi(own.get_float("alibi_bias_max", default=8.0, minimum=0)) if alibi else None,
+        qk_norm=norm if normal else None,
+        qk_norm_over=HeadNorm.ALL if normal else HeadNorm.HEAD,
+        clip_qkv=clip,
     )
+    learned = not alibi and hf.get_bool("learned_pos_emb", default=True)
     mlp = Mlp("gelu", hf.get_int("expansion_ratio") * hf.hidden_size, gated=False)
     scale = hf.get("logit_scale", default=None)
     if scale is None:
@@ -47,7 +77,10 @@ def mpt(hf: HFConfig) -> Decoder:
     else:
         factor = hf.get_float("logit_scale")
     blocks = (Block(attn, mlp, norm),) * hf.num_layers
-    return Decoder(hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, logit_scale=factor)
+    return Decoder(
+        hf.vocab_size, hf.hidden_size, blocks, norm, hf.tie_word_embeddings, logit_scale=factor,
+        positions=LearnedPositions(hf.get_int("max_seq_len")) if learned else None,
+    )  # fmt: skip
 
 
 def falcon_kv_heads(hf: HFConfig) -> int:
@@ -107,11 +140,14 @@ _FUSED = {"transformer.h.{i}.self_attention.query_key_value.{p}": "blocks.{i}.at
 MPT_NAMES = renames(
     {
         "transformer.wte.{p}": "embed.{p}",
+        "transformer.wpe.weight": "positions",
         "transformer.norm_f.{p}": "norm.{p}",
         "lm_head.{p}": "head.{p}",
         "transformer.blocks.{i}.norm_1.{p}": "blocks.{i}.norms.0.{p}",
         "transformer.blocks.{i}.norm_2.{p}": "blocks.{i}.norms.1.{p}",
         "transformer.blocks.{i}.attn.Wqkv.{p}": "blocks.{i}.attn.qkv.{p}",
+        "transformer.blocks.{i}.attn.q_ln.{p}": "blocks.{i}.attn.q_norm.{p}",
+        "transformer.blocks.{i}.attn.k_ln.{p}": "blocks.{i}.attn.k_norm.{p}",
         "transformer.blocks.{i}.attn.out_proj.{p}": "blocks.{i}.attn.o.{p}",
         "transformer.blocks.{i}.ffn.up_proj.{p}": "blocks.{i}.ffn.up.{p}",
         "transformer.blocks.{i}.ffn.down_proj.{p}": "blocks.{i}.ffn.down.{p}",
@@ -125,7 +161,7 @@ FALCON_NAMES = BLOOM_NAMES + renames(
 )
 
 BLOOM = Family(bloom, BLOOM_NAMES + renames(_FUSED, WeightLayout.QKV_BY_HEAD), "transformer.", facts=NO_WINDOWS)
-MPT = Family(mpt, MPT_NAMES, "transformer.", facts=NO_WINDOWS)
+MPT = Family(mpt, MPT_NAMES, "transformer.", facts=Facts(Windows.NONE, kv_heads=mpt_kv_heads))
 FALCON = Family(
     falcon,
     FALCON_NAMES + renames(_FUSED, WeightLayout.QKV_BY_GROUP),
