@@ -8,7 +8,7 @@ ARGS ?=
 JOBS ?= 2
 
 .PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web screenshots test-real test-models-full \
-	test-adapters-full test-clients test-ray test-distributed test-gpu wheel clean
+	test-adapters-full test-clients test-ray test-distributed test-cycles test-gpu wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,6 +84,10 @@ test-ray: setup-dev ## Test engines on a Ray cluster, which is started on this m
 test-distributed: setup-dev ## Compare the answers of engines divided in every way, under mp and Ray, with those of one process
 	$(BIN)/python -m pip install --quiet '.[ray]'
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m distributed tests/distributed $(ARGS)
+
+test-cycles: setup-dev ## Start and stop every kind of engine twenty times, and look for what is left
+	$(BIN)/python -m pip install --quiet '.[ray]'
+	$(PYTEST) -q -m soak --timeout 1800 tests/soak/test_parallel_cycles.py tests/ray/test_ray_cluster.py $(ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU here"'

@@ -82,6 +82,26 @@ def test_a_pipeline_works_on_several_steps_and_ends_with_a_stage(tmp_path: Path)
     assert not is_running(pid)
 
 
+def test_a_prompt_that_is_too_long_for_one_rank_fits_into_several(tmp_path: Path) -> None:
+    """Each of four ranks keeps a quarter of a token's keys and values, and so four times as many tokens."""
+    folder = save_llama(tmp_path, num_hidden_layers=2, intermediate_size=76, num_key_value_heads=2)
+    prompt = {"prompt_token_ids": [3 + i % 90 for i in range(300)]}
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)
+    sizes = {"max_model_len": 360, "max_num_batched_tokens": 64, "num_gpu_blocks_override": None}
+    single = engine(folder, **sizes)
+    expected = single.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    per_token = single.llm_engine.model_executor.kv_layout.bytes_per_block // 4
+    del single
+    memory = {**sizes, "kv_cache_memory_bytes": per_token * 120}
+    with pytest.raises(ValueError, match="max_model_len|max seq len"):
+        engine(folder, **memory)
+    divided = engine(folder, tensor_parallel_size=2, pipeline_parallel_size=2, **memory)
+    try:
+        assert divided.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected
+    finally:
+        divided.llm_engine.model_executor.shutdown()
+
+
 def test_calls_wait_for_the_steps_in_flight(tmp_path: Path) -> None:
     """Two steps are under way, of which the last stage has begun with none, while its other rank waits for it."""
     folder = save_llama(tmp_path, num_hidden_layers=2, intermediate_size=76)

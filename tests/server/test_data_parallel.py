@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.server.engines import OPTIONS, final, greedy, leftovers, running, settle
+from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.async_llm_engine import AsyncLLMEngine
-from vllm.exceptions import EngineGenerateError
+from vllm.exceptions import EngineDeadError, EngineGenerateError
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +83,23 @@ async def test_a_thousand_requests_while_copies_are_killed(model_folder: Path) -
     answered, failed = await while_copies_are_killed(model_folder, 1000)
     print(f"DP: {answered} of 1000 answered, {failed} ended with an error")
     assert answered + failed == 1000 and 0 < failed <= 100
+
+
+async def test_a_rank_that_hangs_ends_its_engine_and_is_not_left(tmp_path: Path, monkeypatch: Any) -> None:
+    """It is alive, and the others wait for it: only the time that a step takes tells."""
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "2")
+    async with running(save_llama(tmp_path, intermediate_size=76), tensor_parallel_size=2) as engine:
+        await final(engine, "Hello", greedy(4), "before")
+        ranks = psutil.Process().children(recursive=True)
+        (rank,) = [p for p in ranks if "vllm.executor.worker_process" in p.cmdline()]
+        rank.suspend()
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match="has not finished a step for"):
+            await final(engine, "Hello", greedy(400), "hung")
+        assert time.monotonic() - started < 10
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+    await settle(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 10)
 
 
 def test_one_process_cannot_be_several_copies(model_folder: Path) -> None:

@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from tests.executor.configs import config_for, generate
+from tests.executor.test_pipeline import save
 from tests.server.engines import final, greedy, running
 from tests.tiny_models import save_llama
 from vllm.executor import create_executor
+from vllm.executor.uniproc import UniprocExecutor
 from vllm.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -25,6 +27,11 @@ CYCLES = 20
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"), intermediate_size=76)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("mixtral", tmp_path_factory.mktemp("mixtral"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +50,22 @@ def things() -> tuple[set[int], set[str], set[str], int]:
     return children, shared, set(os.listdir(tempfile.gettempdir())), me.num_fds()
 
 
-SIZES: dict[str, dict[str, Any]] = {"uni": {}, "tp": {"tensor_parallel_size": 2}, "pp": {"pipeline_parallel_size": 2}}
+class OwnExecutor(UniprocExecutor):
+    """A user's own."""
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "uni": {},
+    "own": {"distributed_executor_backend": "tests.soak.test_parallel_cycles:OwnExecutor"},
+    "tp": {"tensor_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2},
+    "ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_step_interval": 2},
+}
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_ranks_of_one_host(folder: Path, sizes: dict[str, Any]) -> None:
-    config = config_for(folder, **sizes)
+def test_ranks_of_one_host(folder: Path, experts: Path, sizes: dict[str, Any]) -> None:
+    config = config_for(experts if sizes.get("enable_expert_parallel") else folder, **sizes)
     found = []
     for _ in range(CYCLES):
         executor = create_executor(config)
