@@ -35,7 +35,7 @@ from benchmarks.cpu.peers import family
 from vllm.benchmarks.datasets import random_samples
 from vllm.benchmarks.http_stream import Target
 from vllm.benchmarks.serve import Load, run, summarize
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.utils.event_loop import run_event_loop
 
 START_SECONDS = 400.0

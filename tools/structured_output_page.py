@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import vllm
 from vllm.config.decoding import DecodingConfig
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output.compiler import GrammarCompiler

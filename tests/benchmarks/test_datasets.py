@@ -9,7 +9,8 @@ import pytest
 
 from vllm.benchmarks.datasets import jsonl_samples, random_samples, sharegpt_samples
 from vllm.config.model_source import resolve
-from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.engine.tokenizer import Tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 
 
 @pytest.fixture(scope="module")

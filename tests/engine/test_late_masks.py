@@ -13,7 +13,7 @@ from tests.executor.configs import config_for
 from tests.tiny_llama import save_tiny_llama
 from vllm.config import VllmConfig
 from vllm.engine.core import EngineCore
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.executor import create_executor
 from vllm.executor.base import Executor
 from vllm.sampling_params import SamplingParams

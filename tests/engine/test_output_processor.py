@@ -9,8 +9,10 @@ import pytest
 
 from tests.engine import tokenizer_makers as make
 from vllm import SamplingParams
-from vllm.engine.output_processor import OutputProcessor, Refusal, logprob_dict
+from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.positions import logprob_dict
 from vllm.engine.processed import ProcessedRequest, core_request
+from vllm.engine.request_state import Refusal
 from vllm.engine.tokenizer import FastTokenizer
 from vllm.logprobs import FlatLogprobs
 from vllm.metrics.registry import EngineMetrics

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine import tokenizer_makers as make
 from vllm.engine.texts import INLINE_CHARACTERS, LONG_CHARACTERS, MAX_LONG_WAITING, Lanes, Texts, TooManyTokensError
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.exceptions import QueueOverflowError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from tests.engine import tokenizer_makers as make
-from vllm.engine.tokenizer import FastTokenizer, TransformersTokenizer, from_transformers, load_tokenizer
+from vllm.engine.tokenizer import FastTokenizer, TransformersTokenizer
+from vllm.engine.tokenizer_files import from_transformers, load_tokenizer
 
 
 def bpe_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -116,7 +117,7 @@ def test_equals_transformers(saver, tmp_path):
 def test_loads_without_transformers(tmp_path):
     save_plain(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from vllm.engine.tokenizer import load_tokenizer;"
+        "import sys; from pathlib import Path; from vllm.engine.tokenizer_files import load_tokenizer;"
         f"t = load_tokenizer(Path({str(tmp_path)!r})); t.decode(t.encode('hello'));"
         "assert not {'transformers', 'torch'} & set(sys.modules)"
     )

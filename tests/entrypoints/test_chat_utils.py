@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.engine import tokenizer_makers as make
-from vllm.engine.tokenizer import from_transformers
+from vllm.engine.tokenizer_files import from_transformers
 from vllm.entrypoints import chat_template as bounds
 from vllm.entrypoints.chat_template import TemplateLimitError, accepts_content_parts, render, render_chat
 from vllm.entrypoints.chat_utils import (

@@ -24,7 +24,8 @@ from tests.tiny_llama import assert_idle
 from tests.tiny_models import save_llama
 from vllm import LLM, PoolingParams, SamplingParams
 from vllm.engine.texts import Texts
-from vllm.engine.tokenizer import Tokenizer, TransformersTokenizer, load_tokenizer
+from vllm.engine.tokenizer import Tokenizer, TransformersTokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.lora.request import LoRARequest
 
 TEXTS = ["The capital of France is Paris.", "Hello", "numbers 0 1 2 3 4 5 6 7 8 9 10 " * 6, "世界 🙂"]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.tool_parsers.outputs import message_of
 from tests.tool_parsers.test_parsers import Work
-from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.engine.tokenizer import Tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.reasoning import FORMATS, reasoning_end
 from vllm.reasoning.think import Begins
 

@@ -16,7 +16,7 @@ import pytest
 from tests.server.http_server import MODEL, Server
 from tests.server.test_messages import CALL_TEXT, DEMO, Answer
 from tests.tool_parsers.outputs import CALLS, TOOLS
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.entrypoints.openai import chat, messages
 from vllm.entrypoints.openai.logprobs import TokenText
 from vllm.entrypoints.openai.message import ParsingSettings, wanted_of

@@ -14,7 +14,8 @@ import pytest
 
 from tests.server.http_server import Server, sse_events
 from tests.tool_parsers.outputs import CALLS, TOOLS
-from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.engine.tokenizer import Tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.logprobs import TokenText

@@ -19,7 +19,7 @@ import pytest
 
 import vllm
 from tests.structured_output.driver import spec_of
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.structured_output.compiler import Compiled, GrammarCache, GrammarCompiler
 from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec

@@ -14,7 +14,7 @@ import pytest
 import vllm
 from tests.structured_output.corpus import cases
 from tests.structured_output.driver import spec_of
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.exceptions import VLLMValidationError
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import NO_TOKEN, Grammar, GrammarError, Matcher

@@ -14,7 +14,7 @@ import numpy as np
 import vllm
 from tests.structured_output.corpus import json_problem
 from tools.structured_output_page import Probe, compiled, markdown
-from vllm.engine.tokenizer import load_tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.grammar import Grammar
 from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of

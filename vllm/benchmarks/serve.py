@@ -406,7 +406,7 @@ def _check_places(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 def _measure(args: argparse.Namespace, plan: Plan) -> int:
     from vllm.config.model_source import resolve
-    from vllm.engine.tokenizer import load_tokenizer
+    from vllm.engine.tokenizer_files import load_tokenizer
 
     base = args.base_url or f"http://{args.host}:{args.port}"
     target = Target.from_url(base)

@@ -69,7 +69,7 @@ class AsyncLLMEngine:
         multiprocessing: bool = True,
         core: AsyncCoreClient | None = None,
     ) -> None:
-        from vllm.engine.tokenizer import load_tokenizer
+        from vllm.engine.tokenizer_files import load_tokenizer
 
         self.vllm_config = vllm_config
         self.log_requests = log_requests

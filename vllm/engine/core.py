@@ -517,7 +517,7 @@ def grammar_requests(config: VllmConfig) -> GrammarRequests:
 
     @cache
     def tokenizer() -> Tokenizer:
-        from vllm.engine.tokenizer import load_tokenizer
+        from vllm.engine.tokenizer_files import load_tokenizer
 
         return load_tokenizer(model.tokenizer_path, model.tokenizer_mode, model.trust_remote_code)
 

@@ -15,7 +15,8 @@ from vllm.config.max_model_len import resolve_max_model_len
 from vllm.engine.processed import SEED_BITS, SEED_MASK, Children, ProcessedRequest, RequestInput
 from vllm.engine.prompts import Parsed, parse, refuse_what_needs_other_models, token_list
 from vllm.engine.texts import PLAUSIBLE_CHARACTERS_PER_TOKEN, Texts, TooManyTokensError
-from vllm.engine.tokenizer import Tokenizer, load_tokenizer
+from vllm.engine.tokenizer import Tokenizer
+from vllm.engine.tokenizer_files import load_tokenizer
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType
 from vllm.lora.request import LoRARequest

@@ -31,7 +31,8 @@ from vllm.engine.metrics import StatLoggers
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
 from vllm.engine.processed import ProcessedRequest, RequestInput, packs
 from vllm.engine.prompts import first_step
-from vllm.engine.tokenizer import Tokenizer, from_transformers, load_tokenizer
+from vllm.engine.tokenizer import Tokenizer
+from vllm.engine.tokenizer_files import from_transformers, load_tokenizer
 from vllm.logger import init_logger
 from vllm.metrics.log_line import StatsLog
 from vllm.metrics.registry import EngineMetrics

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vllm.engine.beam import Beam, BeamSearch
-from vllm.engine.detokenizer import Detokenizer
+from vllm.engine.positions import add_logprobs, token_text, with_first
 from vllm.engine.processed import ProcessedRequest, packed_request, pooled_request
+from vllm.engine.request_state import PooledState, Refusal, RequestState, SequenceState, pooled_array
 from vllm.engine.tokenizer import Tokenizer
 from vllm.logger import init_logger
 from vllm.logprobs import FlatLogprobs
 from vllm.metrics.registry import EngineMetrics
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.sequence import Logprob, RequestMetrics
+from vllm.sampling_params import RequestOutputKind
 from vllm.step.messages import CoreOutput, CoreRequest
-from vllm.step.result import Pooled, TokenLogprobs
 
 logger = init_logger(__name__)
 
 
 AnyOutput = RequestOutput | PoolingRequestOutput[Any]
-
-
-class Refusal(str):
-    """Why a request failed that is itself at fault, by which `parameter` if that is known."""
-
-    parameter: str | None = "guided_decoding"  # the core refuses nothing else
 
 
 class Processed(NamedTuple):
@@ -39,275 +30,6 @@ class Processed(NamedTuple):
     outputs: list[AnyOutput]
     aborts: list[str]
     follow_ups: list[CoreRequest]
-
-
-class _Sequence:
-    """One of the sequences of a request. Without stop strings and streaming, its text is made when it has ended."""
-
-    __slots__ = (
-        "cumulative_logprob", "decodes_at_end", "detokenizer", "error", "finish_reason", "index", "last_token_time",
-        "logprobs", "new_tokens", "params", "stop_reason", "token_ids", "tokenizer",
-    )  # fmt: skip
-
-    def __init__(self, index: int, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer | None):
-        self.index = index
-        self.params = params
-        self.tokenizer = tokenizer if params.detokenize else None
-        self.token_ids: list[int] = []
-        self.logprobs: Any = None  # a list, or FlatLogprobs
-        if params.logprobs is not None:
-            self.logprobs = FlatLogprobs(token_text(self.tokenizer)) if params.flat_logprobs else []
-        self.cumulative_logprob = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.new_tokens = 0  # since the last delta
-        self.last_token_time: float | None = None
-        self.detokenizer: Detokenizer | None = None
-        if self.tokenizer is not None:
-            self.detokenizer = Detokenizer(
-                self.tokenizer.stream(
-                    prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
-                ),
-                params.stop or (),
-                params.include_stop_str_in_output,
-                params.min_tokens,
-                params.output_text_buffer_length,
-            )
-        self.decodes_at_end = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
-
-    def take(self, output: CoreOutput) -> bool:
-        """Add what a step brought. True if a stop string ended the sequence before the core did."""
-        tokens = output.new_token_ids
-        self.token_ids += tokens
-        if output.logprobs is not None and self.logprobs is not None:
-            self._take_logprobs(output.logprobs)
-        reason = output.finish_reason
-        if self.detokenizer is not None and not (self.decodes_at_end and reason is None):
-            if self.decodes_at_end:
-                tokens = self.token_ids
-            stopped = self._detokenize(self.detokenizer, tokens, reason)
-            if stopped:
-                return reason is None
-        if reason is not None:
-            self.finish_reason = reason
-            self.stop_reason = output.stop_reason
-            self.error = Refusal(output.error) if output.refused and output.error is not None else output.error
-        return False
-
-    def _detokenize(self, detokenizer: Detokenizer, tokens: list[int], reason: str | None) -> bool:
-        """True if a stop string was completed; the tokens after it are dropped."""
-        if reason == "stop" and not self.params.include_stop_str_in_output:
-            match = detokenizer.push(tokens[:-1])  # the token that stops is no text
-        else:
-            match = detokenizer.push(tokens)
-        surplus = 0 if match is None else len(tokens) - match.num_tokens
-        if match is None and reason is not None:
-            match = detokenizer.finish()
-        if match is None:
-            return False
-        if surplus:
-            del self.token_ids[-surplus:]
-            self._drop_logprobs(surplus)
-        self.finish_reason = "stop"
-        self.stop_reason = match.stop
-        return True
-
-    def _take_logprobs(self, steps: list[TokenLogprobs]) -> None:
-        assert self.logprobs is not None
-        for step in steps:
-            self.cumulative_logprob += step.logprobs[0]
-            add_logprobs(self.logprobs, step, self.tokenizer)
-
-    def _drop_logprobs(self, surplus: int) -> None:
-        """Forget those of the last tokens, which belong to the output no more."""
-        if self.logprobs is None:
-            return
-        kept = len(self.logprobs) - surplus
-        self.cumulative_logprob -= sum(next(iter(p.values())).logprob for p in self.logprobs[kept:] if p)
-        if isinstance(self.logprobs, FlatLogprobs):
-            self.logprobs.truncate(kept)
-        else:
-            del self.logprobs[kept:]
-
-    def count_tokens(self, count: int, now: float, request: _Request, metrics: EngineMetrics) -> None:
-        """Tell the metrics how long the newest tokens took: since the request came, for the first token of all its
-        sequences, and since the token before.
-        """
-        if self.last_token_time is None:
-            if request.metrics.first_token_time is None:
-                metrics.time_to_first_token.observe(now - request.metrics.arrival_time)
-        else:
-            metrics.time_per_output_token.observe((now - self.last_token_time) / count, count)
-        self.last_token_time = now
-
-    def completion(self, index: int, shows_logprobs: bool) -> CompletionOutput:
-        """Everything so far."""
-        return CompletionOutput(
-            index=index,
-            text="" if self.detokenizer is None else self.detokenizer.text,
-            token_ids=list(self.token_ids),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=self.logprobs[:] if self.logprobs is not None and shows_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.error if self.error is not None else self.stop_reason,
-        )
-
-    def delta(self) -> CompletionOutput:
-        """What is new since the last delta."""
-        token_ids = self.token_ids[self.new_tokens :]
-        self.new_tokens = len(self.token_ids)
-        logprobs = self.logprobs
-        if logprobs is not None:  # which nobody asks for a second time
-            self.logprobs = FlatLogprobs(token_text(self.tokenizer)) if self.params.flat_logprobs else []
-        return CompletionOutput(
-            index=self.index,
-            text="" if self.detokenizer is None else self.detokenizer.take_delta(),
-            token_ids=token_ids,
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.error if self.error is not None else self.stop_reason,
-        )
-
-
-class _Request:
-    """One request of a user, with all its sequences."""
-
-    __slots__ = (
-        "beams", "changed", "core_ids", "held", "is_plain", "kind", "message", "metrics", "num_cached_tokens",
-        "prompt_logprobs", "sent_prompt_logprobs", "sequences", "shows_logprobs", "unfinished",
-    )  # fmt: skip
-
-    def __init__(self, message: ProcessedRequest, beams: BeamSearch | None, tokenizer: Tokenizer | None) -> None:
-        params = message.params
-        self.message = message
-        self.beams = beams
-        self.kind = params.output_kind
-        self.shows_logprobs = params.logprobs is not None
-        self.sequences: list[_Sequence] = []  # those that have begun
-        self.core_ids: list[str] = []  # of those
-        # A stream of one text and nothing else: between its first and its last token there is little to think about.
-        self.is_plain = False
-        self.unfinished = len(message.children)
-        self.changed: list[_Sequence] = []  # in this step
-        self.prompt_logprobs: Any = None  # the same
-        if params.prompt_logprobs is not None:
-            text = token_text(tokenizer if params.detokenize else None)
-            self.prompt_logprobs = FlatLogprobs(text) if params.flat_logprobs else []
-            self.prompt_logprobs.append(None)
-        self.held = 0  # log probabilities that are kept until its end
-        self.sent_prompt_logprobs = False
-        self.num_cached_tokens: int | None = None
-        self.metrics = RequestMetrics(
-            arrival_time=message.arrival_time,
-            last_token_time=message.arrival_time,
-            first_scheduled_time=None,
-            first_token_time=None,
-            time_in_queue=None,
-        )
-
-    def begin(self, most: int | None, tokenizer: Tokenizer | None) -> list[CoreRequest]:
-        """The messages of the next sequences, at most so many."""
-        done, message = len(self.sequences), self.message
-        end = len(message.children) if most is None else min(done + most, len(message.children))
-        begun = [message.children[i] for i in range(done, end)]
-        for i, child in enumerate(begun, done):
-            assert isinstance(child.params, SamplingParams)
-            self.sequences.append(_Sequence(i, message.prompt_token_ids, child.params, tokenizer))
-            self.core_ids.append(child.request_id)
-        params = message.params
-        self.is_plain = (
-            len(message.children) == len(self.sequences) == 1
-            and self.kind is RequestOutputKind.DELTA
-            and params.logprobs is None
-            and params.prompt_logprobs is None
-            and (detokenizer := self.sequences[0].detokenizer) is not None
-            and not detokenizer.holds_back
-        )
-        return begun
-
-    def note(self, output: CoreOutput, now: float, tokenizer: Tokenizer | None) -> None:
-        """What an output says about the request as a whole."""
-        metrics = self.metrics
-        if output.new_token_ids:
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
-            metrics.last_token_time = now
-        if output.num_cached_tokens is not None and self.num_cached_tokens is None:
-            self.num_cached_tokens = output.num_cached_tokens
-        if output.first_scheduled_time and metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = output.first_scheduled_time
-            metrics.time_in_queue = output.first_scheduled_time - metrics.arrival_time
-        if output.prompt_logprobs and self.prompt_logprobs is not None:
-            shown = tokenizer if self.message.params.detokenize else None
-            for step in output.prompt_logprobs:
-                add_logprobs(self.prompt_logprobs, step, shown)
-
-    def output(self, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
-        message = self.message
-        logprobs = self.prompt_logprobs
-        if logprobs is not None and self.kind is RequestOutputKind.DELTA:
-            # In a stream of differences they are sent once, as soon as they are complete.
-            ready = not self.sent_prompt_logprobs and len(logprobs) == len(message.prompt_token_ids)
-            self.sent_prompt_logprobs |= ready
-            logprobs = logprobs if ready else None
-        return RequestOutput(
-            request_id=message.request_id,
-            prompt=message.prompt,
-            prompt_token_ids=message.prompt_token_ids,
-            prompt_logprobs=logprobs,
-            outputs=completions,
-            finished=finished,
-            metrics=self.metrics,
-            lora_request=message.lora_request,
-            num_cached_tokens=self.num_cached_tokens,
-        )
-
-    def best(self) -> list[_Sequence]:
-        """The sequences to return, of those that have begun: all, or the likeliest of best_of, best first."""
-        if self.message.returned == len(self.message.children):
-            return self.sequences
-        ranked = sorted(self.sequences, key=lambda sequence: -sequence.cumulative_logprob)
-        return ranked[: self.message.returned]
-
-
-class _PooledRequest:
-    """A request that is pooled: one prompt, one answer. begun: whether the core has it.   pack: those that share a
-    request of the core with it.
-    """
-
-    __slots__ = ("begun", "first_scheduled", "message", "num_cached_tokens", "pack")
-
-    def __init__(self, message: ProcessedRequest, pack: list[ProcessedRequest] | None = None) -> None:
-        self.message, self.pack = message, pack
-        self.begun = pack is not None
-        self.first_scheduled: float | None = None
-        self.num_cached_tokens = 0
-
-    def note(self, output: CoreOutput) -> None:
-        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
-        if output.first_scheduled_time:
-            self.first_scheduled = output.first_scheduled_time
-
-    def answer(self, output: CoreOutput) -> PoolingRequestOutput[Any]:
-        """What the user receives for the last output."""
-        message, pooled = self.message, output.pooled
-        data = error = None
-        if pooled is not None:
-            data = PoolingOutput(_array(pooled))
-        else:
-            text = output.error or f"The request ended with {output.finish_reason!r} and without an answer."
-            error = Refusal(text) if output.refused else text
-        return PoolingRequestOutput(
-            message.request_id, data, message.prompt_token_ids, True, self.num_cached_tokens, error
-        )
-
-
-def _array(pooled: Pooled) -> np.ndarray:
-    """What was pooled, as an array that may be written to."""
-    found: np.ndarray = np.frombuffer(bytearray(pooled.data), pooled.dtype).reshape(pooled.shape)
-    return found
 
 
 class OutputProcessor:
@@ -328,10 +50,10 @@ class OutputProcessor:
         self._metrics = metrics
         self._logits_width = logits_width
         self._max_model_len = max_model_len
-        self._requests: dict[str, _Request] = {}
-        self._owner: dict[str, tuple[_Request, _Sequence]] = {}  # id in the core -> sequence
-        self._beams: dict[str, _Request] = {}  # id in the core -> request searched by beams
-        self._pooled: dict[str, _PooledRequest] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._owner: dict[str, tuple[RequestState, SequenceState]] = {}  # id in the core -> sequence
+        self._beams: dict[str, RequestState] = {}  # id in the core -> request searched by beams
+        self._pooled: dict[str, PooledState] = {}
         self._packs: dict[str, list[ProcessedRequest]] = {}  # by the id of the first, which the core has
 
     def __contains__(self, request_id: str) -> bool:
@@ -353,13 +75,17 @@ class OutputProcessor:
         if message.request_id in self:
             raise ValueError(f"Request {message.request_id} already exists.")
         if message.pooled is not None:
-            self._pooled[message.request_id] = _PooledRequest(message)
+            self._pooled[message.request_id] = PooledState(message)
             return [] if most is not None and most < 1 else self.more(message.request_id, most)
         if message.beams is None:
-            request = self._requests[message.request_id] = _Request(message, None, message.tokenizer or self.tokenizer)
+            request = self._requests[message.request_id] = RequestState(
+                message, None, message.tokenizer or self.tokenizer
+            )
             return self.more(message.request_id, most)
         search = BeamSearch(message, self._logits_width, self._max_model_len)
-        request = self._requests[message.request_id] = _Request(message, search, message.tokenizer or self.tokenizer)
+        request = self._requests[message.request_id] = RequestState(
+            message, search, message.tokenizer or self.tokenizer
+        )
         first = search.start()
         self._beams.update((child.request_id, request) for child in first)
         return first
@@ -373,10 +99,10 @@ class OutputProcessor:
             if message.request_id in self:
                 raise ValueError(f"Request {message.request_id} already exists.")
         pack = self._packs[messages[0].request_id] = list(messages)
-        self._pooled.update((message.request_id, _PooledRequest(message, pack)) for message in messages)
+        self._pooled.update((message.request_id, PooledState(message, pack)) for message in messages)
         return packed_request(pack)
 
-    def _tokenizer_of(self, request: _Request) -> Tokenizer | None:
+    def _tokenizer_of(self, request: RequestState) -> Tokenizer | None:
         """The tokenizer of a request's adapter, or that of the model."""
         return request.message.tokenizer or self.tokenizer
 
@@ -432,7 +158,7 @@ class OutputProcessor:
         outputs: list[AnyOutput] = []
         aborts: list[str] = []
         follow_ups: list[CoreRequest] = []
-        changed: dict[str, _Request] = {}
+        changed: dict[str, RequestState] = {}
         owner, metrics = self._owner, self._metrics
         for core_output in core_outputs:
             found = owner.get(core_output.request_id)
@@ -495,7 +221,7 @@ class OutputProcessor:
                 outputs.append(output)
         return Processed(outputs, aborts, follow_ups)
 
-    def _leave_pack(self, request: _PooledRequest) -> list[str]:
+    def _leave_pack(self, request: PooledState) -> list[str]:
         """What the core has to abort when a pooled request ends early: nothing while others share its request."""
         if request.pack is None:
             return [request.message.request_id]
@@ -517,7 +243,7 @@ class OutputProcessor:
                 request.pack = None
                 follow_ups.append(pooled_request(request.message))
             return
-        rows = _array(output.pooled)
+        rows = pooled_array(output.pooled)
         for i, request in left:
             message = request.message
             del self._pooled[message.request_id]
@@ -527,7 +253,7 @@ class OutputProcessor:
                 PoolingRequestOutput(message.request_id, PoolingOutput(rows[i]), message.prompt_token_ids, True)
             )
 
-    def _process_pooled(self, request: _PooledRequest, output: CoreOutput, now: float) -> list[AnyOutput]:
+    def _process_pooled(self, request: PooledState, output: CoreOutput, now: float) -> list[AnyOutput]:
         """The answer of a request that is pooled, once it is there."""
         request.note(output)
         if output.finish_reason is None:
@@ -536,7 +262,7 @@ class OutputProcessor:
         self._count_pooled(request, output.finish_reason, now)
         return [request.answer(output)]
 
-    def _count_pooled(self, request: _PooledRequest, reason: str, now: float) -> None:
+    def _count_pooled(self, request: PooledState, reason: str, now: float) -> None:
         if self._metrics is not None:
             length = len(request.message.prompt_token_ids)
             arrival = request.message.arrival_time
@@ -546,7 +272,9 @@ class OutputProcessor:
                 finished=now,
             )  # fmt: skip
 
-    def _take_plain(self, request: _Request, sequence: _Sequence, token_ids: list[int], now: float) -> RequestOutput:
+    def _take_plain(
+        self, request: RequestState, sequence: SequenceState, token_ids: list[int], now: float
+    ) -> RequestOutput:
         """The output of tokens in the middle of a plain stream; what `process` does otherwise, without the choices.
 
         Nothing runs more often: it calls little, because a call costs as much as what is done here.
@@ -565,7 +293,7 @@ class OutputProcessor:
             message.lora_request, num_cached_tokens=request.num_cached_tokens,
         )  # fmt: skip
 
-    def _hold(self, request: _Request, output: CoreOutput) -> None:
+    def _hold(self, request: RequestState, output: CoreOutput) -> None:
         """Count the log probabilities that an output brought, if they are kept for an answer."""
         if request.kind is RequestOutputKind.DELTA:
             positions = output.prompt_logprobs or []
@@ -575,7 +303,7 @@ class OutputProcessor:
         request.held += more
         self._held_logprobs += more
 
-    def _refuse_logprobs(self, request: _Request, now: float, aborts: list[str]) -> RequestOutput:
+    def _refuse_logprobs(self, request: RequestState, now: float, aborts: list[str]) -> RequestOutput:
         """The last output of the request for which more log probabilities are kept than for any other."""
         text = Refusal(
             f"This answer has more than {request.held - 1} log probabilities, and no more can be kept for one that is "
@@ -585,12 +313,12 @@ class OutputProcessor:
         logger.warning("Request %s is ended: %s", request.message.request_id, text)
         return self._end_with(request, text, now, aborts)
 
-    def _fail(self, request: _Request, error: Exception, now: float, aborts: list[str]) -> RequestOutput:
+    def _fail(self, request: RequestState, error: Exception, now: float, aborts: list[str]) -> RequestOutput:
         """The last output of a request whose text could not be made; the fault stays its own."""
         logger.error("Request %s failed", request.message.request_id, exc_info=error)
         return self._end_with(request, f"{type(error).__name__}: {error}", now, aborts)
 
-    def _end_with(self, request: _Request, text: str, now: float, aborts: list[str]) -> RequestOutput:
+    def _end_with(self, request: RequestState, text: str, now: float, aborts: list[str]) -> RequestOutput:
         """The last output of a request that ends with an error."""
         aborts += self._forget(request)
         request.metrics.finished_time = now
@@ -601,7 +329,7 @@ class OutputProcessor:
         ]
         return request.output(completions, finished=True)
 
-    def _collect(self, request: _Request, now: float) -> RequestOutput | None:
+    def _collect(self, request: RequestState, now: float) -> RequestOutput | None:
         """The output of a request that changed in this step, if one is due."""
         finished = request.unfinished == 0
         sequences, request.changed = request.changed, []
@@ -616,12 +344,12 @@ class OutputProcessor:
             self._count_finished(request, [(s.finish_reason, len(s.token_ids)) for s in request.sequences], now)
         return output
 
-    def _completions(self, request: _Request, changed: list[_Sequence]) -> list[CompletionOutput]:
+    def _completions(self, request: RequestState, changed: list[SequenceState]) -> list[CompletionOutput]:
         if request.kind is RequestOutputKind.DELTA:
             return [sequence.delta() for sequence in (changed if len(changed) == 1 else dict.fromkeys(changed))]
         return [sequence.completion(i, request.shows_logprobs) for i, sequence in enumerate(request.best())]
 
-    def _count_finished(self, request: _Request, ends: list[tuple[str | None, int]], now: float) -> None:
+    def _count_finished(self, request: RequestState, ends: list[tuple[str | None, int]], now: float) -> None:
         """Tell the metrics how a request ended: (finish reason, tokens) of each of its sequences."""
         if self._metrics is None:
             return
@@ -641,7 +369,7 @@ class OutputProcessor:
             finished=now,
         )
 
-    def _forget(self, request: _Request) -> list[str]:
+    def _forget(self, request: RequestState) -> list[str]:
         """Drop a request. Returns the ids under which the core may still run parts of it."""
         self._requests.pop(request.message.request_id, None)
         self._held_logprobs -= request.held
@@ -657,7 +385,7 @@ class OutputProcessor:
 
     def _process_beam(
         self,
-        request: _Request,
+        request: RequestState,
         core_output: CoreOutput,
         now: float,
         outputs: list[AnyOutput],
@@ -687,13 +415,13 @@ class OutputProcessor:
         self._count_finished(request, [(c.finish_reason, len(c.token_ids)) for c in completions], now)
         outputs.append(request.output(completions, finished=True))
 
-    def _beam_completions(self, request: _Request, search: BeamSearch) -> list[CompletionOutput]:
+    def _beam_completions(self, request: RequestState, search: BeamSearch) -> list[CompletionOutput]:
         if search.error is not None:
             return [CompletionOutput(0, "", [], None, None, "error", search.error)]
         best = search.best()[: request.message.returned if request.message.params.use_beam_search else None]
         return [self._beam_completion(request, beam, i) for i, beam in enumerate(best)]
 
-    def _beam_completion(self, request: _Request, beam: Beam, index: int) -> CompletionOutput:
+    def _beam_completion(self, request: RequestState, beam: Beam, index: int) -> CompletionOutput:
         params = request.message.params
         text = ""
         own = self._tokenizer_of(request)
@@ -710,7 +438,7 @@ class OutputProcessor:
             logprobs = FlatLogprobs(token_text(tokenizer)) if params.flat_logprobs else []
             most = params.logprobs if params.use_beam_search else None  # a search compares many more
             for token, step in beam.steps:
-                add_logprobs(logprobs, _with_first(step, token, most), tokenizer)
+                add_logprobs(logprobs, with_first(step, token, most), tokenizer)
         return CompletionOutput(
             index=index,
             text=text,
@@ -720,49 +448,3 @@ class OutputProcessor:
             finish_reason=beam.finish_reason,
             stop_reason=beam.stop_reason,
         )
-
-
-def token_text(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
-    """What the text of a token is; None without a tokenizer."""
-    return _no_text if tokenizer is None else tokenizer.token_text
-
-
-def add_logprobs(found: list[Any] | FlatLogprobs, step: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
-    """Append a position, in either form."""
-    if not isinstance(found, FlatLogprobs):
-        found.append(logprob_dict(step, tokenizer))
-        return
-    ids, values, ranks = step.token_ids, step.logprobs, range(1, len(step.token_ids))
-    try:
-        again = ids.index(ids[0], 1)  # the token itself is among the most likely
-    except ValueError:
-        found.append_fast(ids, values, [step.rank, *ranks])
-    else:
-        places = [*range(again), *range(again + 1, len(ids))]
-        found.append_fast([ids[i] for i in places], [values[i] for i in places], [step.rank, *places[1:]])
-
-
-def logprob_dict(step: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """One position as users receive it: the token itself first, with its true rank, then the most likely ones."""
-    ids, values = step.token_ids, step.logprobs
-    text = token_text(tokenizer)
-    found = {ids[0]: Logprob(values[0], step.rank, text(ids[0]))}
-    for rank in range(1, len(ids)):
-        token_id = ids[rank]
-        if token_id != ids[0]:
-            found[token_id] = Logprob(values[rank], rank, text(token_id))
-    return found
-
-
-def _no_text(token_id: int) -> str | None:
-    return None
-
-
-def _with_first(step: TokenLogprobs, token: int, most: int | None) -> TokenLogprobs:
-    """The same position with `token`, one of its most likely, in the place of the sampled one; and at most so many
-    others.
-    """
-    position = step.token_ids.index(token, 1) if token in step.token_ids[1:] else 0
-    end = None if most is None else most + 1
-    values = [step.logprobs[position], *step.logprobs[1:end]]
-    return TokenLogprobs([token, *step.token_ids[1:end]], values, position or step.rank)

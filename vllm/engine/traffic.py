@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm.engine.admission import Account, Admission
-from vllm.engine.output_processor import AnyOutput, OutputProcessor, Refusal
+from vllm.engine.output_processor import AnyOutput, OutputProcessor
+from vllm.engine.request_state import Refusal
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from vllm.outputs import failure_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config.model_source import resolve
-from vllm.engine.tokenizer import load_transformers_tokenizer
+from vllm.engine.tokenizer_files import load_transformers_tokenizer
 
 AnyTokenizer = Any  # a transformers tokenizer, or one of mistral_common
 
