@@ -129,3 +129,37 @@ def test_what_is_wrong_with_a_prompt_adapter_is_said(base: Path, tmp_path: Path)
         refused("expected one of PROMPT_TUNING")
     with LLM(str(base), dtype="float32") as llm, pytest.raises(ValueError, match="prompt adapters are not enabled"):
         llm.generate("Hi", GREEDY, prompt_adapter_request=request)
+
+
+def test_every_way_to_begin_a_prompt_adapter_gives_what_peft_gives(base: Path, tmp_path: Path) -> None:
+    """Embeddings of nothing, of a text, of drawn tokens, and what an encoder makes (P-tuning); prefixes are refused."""
+    import peft
+
+    common: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 6}
+    text = {"prompt_tuning_init_text": "Answer in numbers:", "tokenizer_name_or_path": str(base)}
+    configs: dict[str, Any] = {
+        "random": peft.PromptTuningConfig(**common, prompt_tuning_init="RANDOM"),
+        "text": peft.PromptTuningConfig(**common, prompt_tuning_init="TEXT", **text),
+        "tokens": peft.PromptTuningConfig(**common, prompt_tuning_init="SAMPLE_VOCAB"),
+        "MLP": peft.PromptEncoderConfig(**common, encoder_reparameterization_type="MLP", encoder_hidden_size=24),
+        "LSTM": peft.PromptEncoderConfig(**common, encoder_reparameterization_type="LSTM", encoder_hidden_size=24),
+        "prefix": peft.PrefixTuningConfig(**common),
+    }
+    models = {}
+    for name, config in configs.items():
+        torch.manual_seed(len(name))
+        reference = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        models[name] = peft.get_peft_model(reference, config).eval()
+        models[name].save_pretrained(tmp_path / name)
+    with LLM(str(base), **{**OPTIONS, "max_prompt_adapters": 6}) as llm:
+        ids = llm.get_tokenizer().encode("The capital of France is Paris.")
+        for number, (name, model) in enumerate(models.items(), 1):
+            request = PromptAdapterRequest(name, number, str(tmp_path / name), 6)
+            if name == "prefix":
+                with pytest.raises(ValueError, match="PREFIX_TUNING"):
+                    llm.generate([{"prompt_token_ids": ids}], GREEDY, prompt_adapter_request=request, use_tqdm=False)
+                continue
+            (output,) = llm.generate(
+                [{"prompt_token_ids": ids}], GREEDY, prompt_adapter_request=request, use_tqdm=False
+            )
+            assert list(output.outputs[0].token_ids) == expected(model, ids), name
