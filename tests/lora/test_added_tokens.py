@@ -98,31 +98,37 @@ def test_added_tokens_are_read_and_written(case: str, targets: str, separate: bo
         assert (found[1][:, tokens:] < -1e29).all()
 
 
+def save_with_tokens(base: Path, folder: Path, tokens: list[str], seed: int = 0) -> Any:
+    """Save an adapter that adds tokens, which it likes to write, with a tokenizer of its own; peft's model."""
+    reference = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    known = reference.get_input_embeddings().weight.shape[0]
+    tokenizer.add_tokens(tokens)
+    reference.resize_token_embeddings(known + len(tokens), mean_resizing=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for table, size in ((reference.model.embed_tokens.weight, 1.0), (reference.lm_head.weight, 3.0)):
+            spread = size * table[:known].std()
+            table[known:] = spread * torch.randn(len(tokens), table.shape[1], generator=generator)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4 + seed, target_modules=["q_proj", "up_proj"])
+    adapted = peft.get_peft_model(reference, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    adapted.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return adapted
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model, and adapters with tokenizers: `a` and `b` add tokens, `c` does not."""
     root = tmp_path_factory.mktemp("added")
     save_llama(root / "base", sharpness=2.0)
     for seed, name in enumerate("ab"):
-        reference = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(root / "base")
-        tokens = reference.get_input_embeddings().weight.shape[0]
-        tokenizer.add_tokens([f"<{name}{i}>" for i in range(NEW)])
-        reference.resize_token_embeddings(tokens + NEW, mean_resizing=False)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for table, size in ((reference.model.embed_tokens.weight, 1.0), (reference.lm_head.weight, 3.0)):
-                spread = size * table[:tokens].std()
-                table[tokens:] = spread * torch.randn(NEW, table.shape[1], generator=generator)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4 + seed, target_modules=["q_proj", "up_proj"])
-        adapted = peft.get_peft_model(reference, config).eval()
-        with torch.no_grad():
-            for parameter_name, parameter in adapted.named_parameters():
-                if "lora_B" in parameter_name:
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-        adapted.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-        adapted.merge_and_unload().save_pretrained(root / f"{name}-merged")
+        model = save_with_tokens(root / "base", root / name, [f"<{name}{i}>" for i in range(NEW)], seed)
+        model.merge_and_unload().save_pretrained(root / f"{name}-merged")
     save_adapter(root / "base", root / "c")
     return root
 

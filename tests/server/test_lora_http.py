@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.lora.adapters import save_adapter
+from tests.lora.test_added_tokens import save_with_tokens
 from tests.server.http_server import MODEL, Server
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
@@ -33,6 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
     for seed, folder in enumerate(adapters):
         save_adapter(base, folder, rank=8, seed=seed)
     save_adapter(base, root / "found" / "by-name", rank=8, seed=2)  # as "third"
+    save_with_tokens(base, root / "found" / "with-tokens", ["<new0>", "<new1>"])
     (root / "found" / "broken").mkdir()
     (root / "found" / "broken" / "adapter_config.json").write_text("{")
     width = json.loads((base / "config.json").read_text())["hidden_size"]
@@ -192,6 +194,29 @@ def test_adapters_in_the_folder_of_the_operator_are_found_by_name(lora_server: S
     broken = complete(lora_server, "broken")
     assert broken.status == 400 and "neither adapter_model.safetensors" in broken.json["message"]
     assert lora_server.post("/v1/unload_lora_adapter", {"lora_name": "by-name"}).status == 200
+
+
+def test_an_adapter_brings_tokens_of_its_own(lora_server: Server, folders: tuple[Path, list[Path]]) -> None:
+    """Texts in and out by its tokenizer; the base knows none of them."""
+    base = folders[0]
+    prompt, folder = "Hello <new1> and", base.parent / "found" / "with-tokens"
+    with LLM(str(base), dtype="float32", enable_lora=True, num_gpu_blocks_override=100) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (output,) = llm.generate(prompt, params, lora_request=LoRARequest("n", 1, str(folder)), use_tqdm=False)
+        width = llm.llm_engine.model_config.get_vocab_size()
+    assert max(output.outputs[0].token_ids) >= width and "<new" in output.outputs[0].text
+    with openai.OpenAI(base_url=f"{lora_server.url}/v1", api_key="none") as client:
+        options: Any = {"max_tokens": 12, "temperature": 0, "logprobs": 1, "extra_body": {"ignore_eos": True}}
+        done = client.completions.create(model="with-tokens", prompt=prompt, **options)
+        assert done.choices[0].text == output.outputs[0].text
+        assert done.usage is not None and done.usage.prompt_tokens == len(output.prompt_token_ids)
+        assert any(token.startswith("<new") for token in done.choices[0].logprobs.tokens)
+        streamed = client.completions.create(
+            model="with-tokens", prompt=output.prompt_token_ids, stream=True, **options
+        )
+        assert "".join(event.choices[0].text for event in streamed) == output.outputs[0].text
+        with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
+            client.completions.create(model=MODEL, prompt=output.prompt_token_ids, max_tokens=2)
 
 
 @pytest.mark.parametrize(
