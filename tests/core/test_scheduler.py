@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from tests.core.simulation import EOS, POLICIES, Simulation, expected_output, full_policy
 from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolicy, StepView, Verdict
 from vllm.core.request import Request
-from vllm.core.scheduler import SchedulerLimits
+from vllm.core.scheduler import Scheduler, SchedulerLimits
+from vllm.sampling_params import SamplingParams
+from vllm.step.messages import CoreRequest
 from vllm.step.plan import StepPlan
 from vllm.step.result import StepResult
 
@@ -486,3 +488,26 @@ def test_core_runs_without_torch() -> None:
     code = "import sys, vllm.core.scheduler; print('torch' in sys.modules, 'transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
+
+
+def test_suspects_of_several_steps_may_be_more_than_there_are_slots() -> None:
+    """One is preempted for another while a step with it is in flight: both are suspected, and had one slot."""
+    limits = SchedulerLimits(2, 64, 80, priority=True)
+    scheduler = Scheduler(limits, full_policy(), 100)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    for name, priority in (("a", 5), ("b", 5)):
+        scheduler.add(CoreRequest(name, [1, 2, 3], params, seed=0, priority=priority))
+    assert scheduler.schedule() is not None
+    scheduler.add(CoreRequest("c", [4, 5, 6], params, seed=0, priority=0))
+    assert scheduler.schedule() is not None
+    assert {request.id for request in scheduler.running} == {"a", "c"} and scheduler.num_in_flight == 2
+    assert not scheduler.isolate("a step failed")
+    ended: dict[str, str | None] = {}
+    for _ in range(60):
+        plan = scheduler.schedule()
+        if plan is None:
+            continue
+        scheduler.check_invariants()
+        result = StepResult(plan.step_id, [7 if samples else -1 for samples in plan.sample.tolist()])
+        ended.update((out.request_id, out.finish_reason) for out in scheduler.apply(result) if out.finish_reason)
+    assert ended == {"a": "length", "b": "length", "c": "length"} and not scheduler.has_unfinished()

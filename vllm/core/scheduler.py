@@ -356,14 +356,18 @@ class Scheduler:
             request.proposal = list(token_ids[: self.kv.max_drafts])
 
     def _plan_suspect(self, builder: PlanBuilder) -> None:
-        """Give the next suspect a step of its own; nothing else is in flight meanwhile."""
+        """Give the next suspect a step of its own; nothing else is in flight meanwhile.
+
+        Those of several steps may be more than there are slots. Who finds no room waits for its turn, as all others do,
+        and this plan may then be empty.
+        """
         while self._suspects and not self._in_flight and not builder.requests:
             suspect = self._suspects.popleft()
             if suspect.status is not Status.WAITING:
                 continue
             self._waiting.remove([suspect])
-            if self._admit(builder, suspect, self._view()) is not Verdict.ADMIT:
-                self._waiting.push(suspect)  # there was no room for it: it waits its turn again
+            if not self._slots.free or self._admit(builder, suspect, self._view()) is not Verdict.ADMIT:
+                self._waiting.push(suspect)
 
     def _make_way(self) -> None:
         """Preempt while requests whose turn it is find no slot or too few blocks, and others should yield to them."""
