@@ -10,6 +10,14 @@ from tests.tiny_llama import save_tiny_llama
 from vllm import LLM
 
 
+@pytest.fixture(scope="session", autouse=True)
+def time_to_compile() -> Iterator[None]:
+    """More than users have by default: other tests may run beside these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_GRAMMAR_COMPILE_TIMEOUT_S", "10")
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo() -> Iterator[LLM]:
     with LLM("demo", max_model_len=512, num_gpu_blocks_override=2000, max_num_seqs=64) as llm:
