@@ -548,21 +548,23 @@ class _AdapterRows:
     def __init__(self, weights: ProgramWeights, rows: int, by_slot: Tensor) -> None:
         parts = [part.lora for layer in weights.layers for part in layer.linears]
         every = [part for part in (*parts, weights.head_lora) if part is not None]
-        self._by_slot = by_slot
+        self._by_slot, adapters = by_slot, max((len(part.a) for part in every), default=1)
         self.rows = torch.full((rows,), -1, dtype=torch.int32, device=by_slot.device)
+        self._order = torch.zeros(1 + adapters, dtype=torch.int32, device=by_slot.device)
         size = max((room(part, rows) for part in every), default=1)
         self._small = torch.empty(size, dtype=torch.float32, device=by_slot.device)
-        self._ready = torch.zeros(sum(map(counters, every)), dtype=torch.int32, device=by_slot.device)
+        products = sum(counters(part, rows) for part in every)
+        self._ready = torch.zeros(products, dtype=torch.int32, device=by_slot.device)
         self._next = 0
 
     def change(self, weights: LowRank) -> Change:
         """Of one more product, each of which has counters of its own."""
-        first, self._next = self._next, self._next + counters(weights)
-        return Change(weights, self.rows, self._small, self._ready[first : self._next])
+        first, self._next = self._next, self._next + counters(weights, len(self.rows))
+        return Change(weights, self.rows, self._order, self._small, self._ready[first : self._next])
 
     def look_up(self, slots: Tensor) -> None:
         """slots: [rows] int32, -1 for padding."""
-        look_up(slots, self._by_slot, self.rows, self._ready)
+        look_up(slots, self._by_slot, self.rows, self._order, self._ready)
 
 
 def _add_change(change: Change, y: Tensor, x: Tensor) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm.ops import lora as ops
+from vllm.ops.triton import decode_lora
 from vllm.ops.triton import lora as kernels
 from vllm.step.inputs import RowView, Segment
 
@@ -109,3 +110,16 @@ def test_embeddings_add_what_the_reference_adds(rank):
     kernels.add_embedding_lora(got, ids, matrices, on_device)
     ops.add_embedding_lora.reference(want, ids, matrices, known)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapters", [1, 3, 8, 20])
+def test_a_step_looks_up_its_adapters_and_which_there_are(adapters):
+    """Padding has none; the counters of all products begin at zero."""
+    column, slots = torch.randint(-1, adapters, (12,)).int(), torch.randperm(12)[:9].int()
+    slots[-1] = -1
+    rows, order, ready = torch.full((9,), 7).int(), torch.full((1 + adapters,), 7).int(), torch.ones(300).int()
+    decode_lora.look_up(slots, column, rows, order, ready)
+    want = [int(column[slot]) if slot >= 0 else -1 for slot in slots.tolist()]
+    there = sorted(set(want) - {-1})
+    assert rows.tolist() == want and not ready.any()
+    assert order[: 1 + len(there)].tolist() == [len(there), *there]

@@ -28,9 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm.ops.triton.activation import KINDS
 from vllm.ops.triton.decode_lora import (
     Change,
-    adapters_of_rows,
     add_parts,
-    await_rows,
+    columns_of_b,
     expand_rows,
     no_change,
     prefetch_b,
@@ -166,13 +165,13 @@ def _gemv_kernel(
 @triton.jit(do_not_specialize=["tiles_in", "M"])
 def _skinny_kernel(
     x, w, scales, bias, out, part, arrived, squares_in, tiles_in, eps, h, next_weight, scaled, squares_out, best,
-    best_at, sums, scale: tl.constexpr, low_a, low_b, ranks, adapters, small, ready, M, N: tl.constexpr,
+    best_at, sums, scale: tl.constexpr, low_a, low_b, ranks, adapters, order, small, ready, M, N: tl.constexpr,
     K: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, MODE: tl.constexpr,
     ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr, LORA: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    AHEAD: tl.constexpr, LORA: tl.constexpr, MOST: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, SP: tl.constexpr, FORESEE: tl.constexpr,
+    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, FORESEE: tl.constexpr,
     SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
@@ -184,16 +183,15 @@ def _skinny_kernel(
     FIRST: tl.constexpr = (LORA + SPLIT - 1) // SPLIT
     pid = tl.program_id(0) - FIRST
     share = tl.program_id(1)
-    if LORA > 0:
-        chosen = adapters_of_rows(adapters, ranks, M, BM)
+    if LORA > 0:  # noqa: SIM102 (what is inside is not compiled without)
         if pid < 0:
             if PDL:
                 gdc_launch_dependents()
             program = share * FIRST + pid + FIRST
             if program < LORA:
                 shrink_rows(
-                    program, x, low_a, chosen, small, ready, M, K, BM, RANK, PARTS, SHARES, TILE,
-                    128 if K >= 128 else 16, PDL, FORESEE,
+                    program, x, low_a, ranks, adapters, order, small, ready, M, K, BM, MOST, RANK, PARTS, SHARES, TILE,
+                    128 if K >= 128 else 16, 4 if BM <= 32 else 3, PDL, FORESEE,
                 )  # fmt: skip
             return
     SHARE: tl.constexpr = K // SPLIT
@@ -210,9 +208,13 @@ def _skinny_kernel(
             if MODE == 1:
                 prefetch_rows(w + (n + N).to(tl.int64) * K, share * SHARE, AHEAD, BN)
         if FORESEE and LORA > 0:
-            prefetch_b(low_b, chosen, n, SLOTS, RANK, OUTPUTS, BN)
+            prefetch_b(low_b, ranks, order, pid * BN, RANK, OUTPUTS, BN)
             if MODE == 1:
-                prefetch_b(low_b, chosen, n + N, SLOTS, RANK, OUTPUTS, BN)
+                prefetch_b(low_b, ranks, order, pid * BN + N, RANK, OUTPUTS, BN)
+    if LORA > 0:
+        slot, place, r, used = columns_of_b(0, order, ranks, COLUMNS, RANK, RP)
+        count = tl.load(order)
+    if PDL:
         gdc_wait()
     parts, before = ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N, MODE, NORM and LORA == 0)
     acc = tl.zeros([BN, BM], tl.float32)
@@ -257,19 +259,23 @@ def _skinny_kernel(
         if NORM:
             factor = inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
             acc = acc * factor[None, :]
-            up = up * factor[None, :]
-        await_rows(chosen, ready, LORA // SLOTS // SHARES, SLOTS, SP)
-        if MODE == 1:
+            if MODE == 1:
+                up = up * factor[None, :]
+        if MODE == 1:  # one half after the other: both products at once have been compiled to wrong ones
             acc = expand_rows(
-                acc, factor, chosen, n, in_n, m, low_b, small, 0, SLOTS, RANK, RP, PARTS, COLUMNS, OUTPUTS
-            )
+                acc, factor, slot, place, r, used, count, n, in_n, m, low_b, ranks, order, small, ready, 0, BM, MOST,
+                RANK, RP, PARTS, TILE, COLUMNS, OUTPUTS, PDL,
+            )  # fmt: skip
             up = expand_rows(
-                up, factor, chosen, n + N, in_n, m, low_b, small, 1, SLOTS, RANK, RP, PARTS, COLUMNS, OUTPUTS
-            )
+                up, factor, slot, place, r, used, count, n + N, in_n, m, low_b, ranks, order, small, ready, 1, BM,
+                MOST, RANK, RP, PARTS, TILE, COLUMNS, OUTPUTS, PDL,
+            )  # fmt: skip
         else:
             acc = add_parts(
-                acc, factor, chosen, n, in_n, m, low_b, small, SLOTS, RANK, RP, PARTS, SECOND, THIRD, COLUMNS, OUTPUTS,
+                acc, factor, slot, place, r, used, count, n, in_n, m, low_b, ranks, order, small, ready, BM, MOST,
+                RANK, RP, PARTS, SECOND, THIRD, TILE, COLUMNS, OUTPUTS, PDL,
             )  # fmt: skip
+            up = acc
     close_rows(
         acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out,
         h, scaled, squares_out, best, best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM and LORA == 0, NEXT, BIAS,
