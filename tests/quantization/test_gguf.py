@@ -14,16 +14,20 @@ import transformers as hf
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.models.harness import save_random_hf_model
+from tests.models.harness import engine_config, save_random_hf_model
 from tests.quantization.gguf_files import _ENCODERS, TYPES, numbers_of, random_blocks, write_model
 from tests.quantization.harness import SIZES, _load, assert_same_logits
 from vllm import LLM, SamplingParams
 from vllm.config.model_source import resolve
+from vllm.distributed import TensorParallel
 from vllm.gguf.config import config_of
 from vllm.gguf.container import read_gguf
 from vllm.gguf.folder import folder_of
 from vllm.gguf.tokenizer import tokenizer_files
 from vllm.model_executor.layers.quantization.gguf_blocks import BLOCK_TYPES, read_blocks
+from vllm.model_executor.layers.quantization.method import StoredEmbeddingMethod
+from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.model_loader.live_weights import unpacked
 
 DEMO = Path(__file__).parents[2] / "vllm" / "assets" / "demo"
 
@@ -140,6 +144,33 @@ def test_model_in_several_files(tmp_path: Path) -> None:
     parts[-1].unlink()
     with pytest.raises(ValueError, match="is missing: the model is split into"):
         folder_of(parts[0])
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q8_0", "F16"])
+def test_the_embedding_stays_in_the_file(kind: str, tmp_path: Path) -> None:
+    _, file = write("llama", tmp_path, lambda name, tensor: "F32" if tensor.dim() == 1 else kind)
+    config = engine_config(folder_of(file), max_model_len=64)
+    ranks = [load_model(config, "cpu", TensorParallel(rank, 2)) for rank in range(2)]
+    model = load_model(config, "cpu")
+    embed, ids = model.embed, torch.tensor([[0, 3], [model.embed.org_vocab_size - 1, 3]])
+    assert isinstance(embed.method, StoredEmbeddingMethod) and embed.weight is None
+    looked_up = embed(ids)
+    assert looked_up.shape == (2, 2, 256) and torch.equal(looked_up[0, 1], looked_up[1, 1])
+    pair = [rank.embed.method.embed(rank.embed, torch.tensor([0])) for rank in ranks]
+    assert torch.equal(pair[0][0], looked_up[0, 0])
+    assert torch.equal(pair[1], embed(torch.tensor([ranks[1].embed.first_row])))
+    with unpacked([model.embed, *(rank.embed for rank in ranks)]):  # who wants to see the weights sees them
+        whole = torch.cat([rank.embed.weight.data for rank in ranks])[: embed.org_vocab_size]
+        assert torch.equal(embed.weight.data[: embed.org_vocab_size], whole)
+    assert torch.equal(embed(ids), looked_up)
+
+
+def test_a_weight_may_be_a_single_block() -> None:
+    for kind in TYPES:
+        raw = random_blocks(kind, 1, 256, 3)
+        whole = np.concatenate([raw, raw])
+        ours = read_blocks(kind.lower(), torch.from_numpy(whole)[:1], 256).dequantize()
+        torch.testing.assert_close(ours, numbers_of(kind, raw), rtol=1e-5, atol=1e-7)
 
 
 def add_demo_tokenizer(writer: gguf.GGUFWriter) -> None:

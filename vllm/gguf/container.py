@@ -120,7 +120,30 @@ class _Header:
             return self._numbers(item, count, what)
         if count > min(MAX_TEXTS, (self.size - self.at) // 8):
             raise self.fail(f"{what} is an array of {count} entries, more than the file can hold")
+        if item == _TEXT:
+            return self._texts(count, what)
         return [self.value(item, key, depth + 1) for _ in range(count)]
+
+    def _texts(self, count: int, what: str) -> list[str]:
+        """So many texts: what `text` gives, in a loop that a vocabulary does not make long."""
+        data, at, end = self.data, self.at, min(self.size, MAX_HEADER_BYTES)
+        length_at = struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            length = length_at(data, at)[0] if at + 8 <= end else MAX_TEXT_BYTES + 1
+            after = at + 8 + length
+            if length > MAX_TEXT_BYTES or after > end:
+                self.at = at
+                found.append(self.text(what))  # says what is wrong
+                at = self.at
+                continue
+            try:
+                found.append(data[at + 8 : after].decode())
+            except UnicodeDecodeError:
+                raise self.fail(f"{what} is not UTF-8 text") from None
+            at = after
+        self.at = at
+        return found
 
     def _numbers(self, kind: int, count: int, what: str) -> np.ndarray:
         dtype: np.dtype[Any] = np.dtype(_NUMBERS[kind])

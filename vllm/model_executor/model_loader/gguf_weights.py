@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from vllm.gguf.container import GgufTensor, read_model
 from vllm.model_executor.layers.quantization.gguf import LEAF
 
 _PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
+# files that are mapped, for as long as somebody has a tensor of theirs
+_MAPPED: weakref.WeakValueDictionary[Path, mmap.mmap] = weakref.WeakValueDictionary()
 _HALF_ROTARY = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 
 
@@ -31,7 +34,7 @@ def iterate_gguf(file: Path) -> Iterator[tuple[str, Tensor, Path]]:
             continue
         if entry.file not in maps:
             with entry.file.open("rb") as stream:
-                maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+                maps[entry.file] = _MAPPED[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         tensor = _view(maps[entry.file], entry)
         found = _HALF_ROTARY.fullmatch(entry.name) if arch.interleaved else None
         if found is not None:
@@ -42,6 +45,13 @@ def iterate_gguf(file: Path) -> Iterator[tuple[str, Tensor, Path]]:
             if entry.type not in _PLAIN:
                 name = f"{name.removesuffix('.weight')}.{LEAF}{entry.type}"
             yield name, piece, entry.file
+
+
+def forget(file: Path) -> None:
+    """Take no memory for what has been read of a mapped file; what is read again comes from the system's cache."""
+    mapped = _MAPPED.get(file)
+    if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 class _Names:

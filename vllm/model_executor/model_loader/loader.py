@@ -92,7 +92,8 @@ def _load(
                 f"{', '.join(config.hf.architectures)} is a class of your own. Use unquantized weights with it."
             )
         return load_out_of_tree(family, vllm_config, device, tp, weights)
-    new = new_decoder(vllm_config, family, device, tp, stage)
+    in_file = device.type == "cpu" and weights is not None and not isinstance(weights, RankState)
+    new = new_decoder(vllm_config, family, device, tp, stage, keeps_table=in_file)
     new.model.open_weights = lambda: live_weights(new, vllm_config, device, tp, stage)
     if isinstance(weights, RankState):
         return new.model, rank_state.fill(new.model, weights, device)
@@ -135,8 +136,9 @@ def new_decoder(
     tp: TensorParallel,
     stage: int,
     hf: HFConfig | None = None,
+    keeps_table: bool = False,
 ) -> NewDecoder:
-    """The decoder of `vllm_config`, or of another config.json, on "meta"."""
+    """The decoder of `vllm_config`, or of another config.json, on "meta". keeps_table: as of `ModelQuantization`."""
     config = vllm_config.model_config
     hf = config.hf if hf is None else hf
     quantized, own = config.quantized, vllm_config.quant_config
@@ -144,7 +146,7 @@ def new_decoder(
     if quantized is not None:
         dealt = vllm_config.parallel_config.enable_expert_parallel  # whole experts, as numbers
         packs = device.type == "cpu" or not dealt
-        quantization = ModelQuantization(format_of(quantized), family, packs_experts=packs)
+        quantization = ModelQuantization(format_of(quantized), family, packs_experts=packs, keeps_table=keeps_table)
     source, family = family, converted(family, config.convert_type)
     spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)
     dense: list[DenseModule] = []

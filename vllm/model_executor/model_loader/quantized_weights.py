@@ -20,11 +20,13 @@ from vllm.model_executor.layers.quantization.method import (
     ModelQuantization,
     QuantizedExpertMethod,
     QuantizedLinearMethod,
+    StoredEmbeddingMethod,
     containers_of,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
 from vllm.model_executor.model_loader.filler import WeightFiller
+from vllm.model_executor.model_loader.gguf_weights import forget
 from vllm.model_executor.models.blocks import Experts
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.spec import Decoder
@@ -65,10 +67,12 @@ class QuantizedCheckpoint:
         self._ignored = (*(f".{leaf}" for leaf in self._format.ignored), *_CACHE_SCALES)
         self._layers = {path: (layer, method) for path, layer, method in quantized_layers(model)}
         self._experts = dict(quantized_experts(model))
+        self._tables = stored_tables(model)
         self._ties_head = self._spec.tied and "head" in self._layers
         self._kept: set[str] = set()  # containers whose plain tensors are kept too
         for path, (_, method) in self._layers.items():
             self._kept.update([path, *containers_of(path, method.shape)])
+        self._kept.update(path for path, _, _ in self._tables)
         self._found: dict[str, _Module] = {}
         self._stacks: dict[str, _Module] = {}  # of all experts of a layer
 
@@ -115,7 +119,17 @@ class QuantizedCheckpoint:
         A tensor is let go as soon as it has been read.
         """
         total, missing, dense, packed = 0, [], 0, 0
-        for path, (layer, method) in self._layers.items():
+        for path, table, stored in self._tables:
+            if path not in self._found:
+                missing.append(" or ".join(self._quantization.names(path)) or path)
+                continue
+            module = self._found.pop(path)
+            try:
+                total += stored.load(table, module.tensors)
+            except ValueError as error:
+                raise ValueError(f"{module.file}: {module.name}: {error}.") from None
+        # the largest first: what reading it takes beside its weights is taken while there are few others
+        for path, (layer, method) in sorted(self._layers.items(), key=lambda item: -item[1][1].shape.out_features):
             modules, absent = self._modules_of(path, method)
             if absent:
                 missing += absent
@@ -128,6 +142,7 @@ class QuantizedCheckpoint:
                 names = " and ".join(module.name for module in modules.values())
                 raise ValueError(f"{first.file}: {names}: {error}.") from None
             dense, packed = dense + method.dense_bytes, packed + method.packed_bytes
+            forget(first.file)
         for path, experts in self._experts.items():
             total += self._load_experts(path, experts, device, missing)
             dense, packed = dense + experts.dense_bytes, packed + experts.packed_bytes
@@ -279,6 +294,15 @@ def quantized_layers(model: nn.Module) -> list[tuple[str, nn.Module, QuantizedLi
         if isinstance(method, QuantizedLinearMethod):
             found.append((path, module, method))
     return found
+
+
+def stored_tables(model: nn.Module) -> list[tuple[str, VocabParallelEmbedding, StoredEmbeddingMethod]]:
+    """The embeddings that stay as they are stored."""
+    return [
+        (path, module, module.method)
+        for path, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding) and isinstance(module.method, StoredEmbeddingMethod)
+    ]
 
 
 def quantized_experts(model: nn.Module) -> list[tuple[str, QuantizedExpertMethod]]:

@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 _MOST_ROWS = 256  # of each expert on average; with more, the weights are written as numbers first
 _TOGETHER = 16  # tiles of rows that go through the weights together, so that both stay in the cache
 _ROW = 8  # rows of a tile of which one is real
-_GROUPED = 64, 4, 3  # outputs, warps, stages of up to 32 rows
+# from times on an H200, of Mixtral's shapes
+_GROUPED = 64, 4, 3  # outputs, warps, stages of up to 32 rows, of gate and up
+_GROUPED_DOWN = 64, 4, 4
 _GROUPED_MANY = 64, 8, 2  # of more
-_RISE_WIDE = 64, 2, 3  # outputs, slices, stages of one row where there are many outputs
+_RISE_WIDE = 64, 2, 2  # outputs, slices, stages of one row where there are many outputs
 _RISE = 16, 4, 3
+_FALL_WIDE = 64, 2, 3
 _FALL = 16, 4, 3
 _PROGRAMS = 256  # that the second product of one row should be cut into
 
@@ -248,7 +251,8 @@ def grouped_mlp(
 
 def _grouped(x: Tensor, w: PackedStack, s: Sorted, out: Tensor, rows: int, top_k: int, kind: int, pdl: bool) -> None:
     together = min(_TOGETHER, triton.next_power_of_2(s.most))
-    n, (width, warps, stages) = out.shape[1], _GROUPED if rows <= 32 else _GROUPED_MANY
+    n = out.shape[1]
+    width, warps, stages = _GROUPED_MANY if rows > 32 else _GROUPED if kind >= 0 else _GROUPED_DOWN
     _grouped_kernel[(triton.cdiv(s.most, together) * together * triton.cdiv(n, width),)](
         x, w.words, w.scales, w.scales if w.offsets is None else w.offsets, out, s.order, s.tiles, s.most, together,
         N=n, TOP_K=top_k, BM=rows, BN=width, STAGES=stages, GATED=kind >= 0, KIND=max(kind, 0), PDL=pdl,
@@ -285,9 +289,13 @@ def rise(
     )  # fmt: skip
 
 
+def _fall_cut(hidden: int) -> tuple[int, int, int]:
+    return _FALL_WIDE if hidden >= 2048 else _FALL
+
+
 def fall_tiles(hidden: int) -> int:
     """Programs that leave a part of the squares each."""
-    return -(-hidden // _FALL[0])
+    return -(-hidden // _fall_cut(hidden)[0])
 
 
 def _shares(w: PackedStack, top_k: int) -> int:
@@ -310,7 +318,8 @@ def fall(
 ) -> None:  # fmt: skip
     """The second products of one row, as `decode_experts.fall`. x: [top_k * inter].   stream: h, scaled and squares."""
     h, scaled, squares = stream
-    top_k, hidden, (width, slices, stages) = len(experts), w.shape[1], _FALL
+    top_k, hidden = len(experts), w.shape[1]
+    width, slices, stages = _fall_cut(hidden)
     _fall_kernel[(fall_tiles(hidden), top_k * _shares(w, top_k))](
         x, w.words, w.scales, w.scales if w.offsets is None else w.offsets, experts, weights, *room,
         h if out is None else out, h, h if next_weight is None else next_weight, scaled, squares, scale,

@@ -33,6 +33,7 @@ class Gguf(Format):
     """Every projection may be quantized; those that are not come as plain weights."""
 
     name = "gguf"
+    rows_apart = True
     leaves = tuple(LEAF + kind for kind in BLOCK_TYPES)
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

@@ -34,13 +34,13 @@ class Blocks:
 
 def _half(raw: Tensor, at: int) -> Tensor:
     """The fp16 number at byte `at`, [blocks, 1] fp32."""
-    return raw[:, at : at + 2].contiguous().view(torch.float16).float()
+    return raw[:, at : at + 2].clone(memory_format=torch.contiguous_format).view(torch.float16).float()
 
 
 def _word(raw: Tensor, at: int, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
     """`count` little-endian integers from byte `at` on, [blocks, count] int64, unsigned."""
     size = dtype.itemsize
-    values = raw[:, at : at + count * size].contiguous().view(dtype).long()
+    values = raw[:, at : at + count * size].clone(memory_format=torch.contiguous_format).view(dtype).long()
     return values & ((1 << 8 * size) - 1)
 
 
@@ -150,7 +150,12 @@ def _mxfp4(raw: Tensor) -> Blocks:
 def _nvfp4(raw: Tensor) -> Blocks:
     runs = raw[:, 4:].unflatten(1, (4, 8))
     codes = torch.cat([runs & 15, runs >> 4], 2).flatten(1)
-    return Blocks(codes, raw[:, :4].contiguous().view(torch.float8_e4m3fn).float(), 4, table=E2M1_VALUES)
+    return Blocks(
+        codes,
+        raw[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn).float(),
+        4,
+        table=E2M1_VALUES,
+    )
 
 
 def _tq1_0(raw: Tensor) -> Blocks:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel
+from vllm.model_executor.layers.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
 from vllm.model_executor.layers.expert_method import ExpertMethod, ExpertShape
 from vllm.model_executor.layers.linear_method import LinearMethod, LinearShape, QuantizationConfig
 from vllm.model_executor.layers.quantization.base_config import Format, Reader, Tensors, is_plain, plain_weight
-from vllm.model_executor.layers.sharding import Part, shard_part, whole
+from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec, shard_part, whole
 from vllm.ops.activation import activate_gated
 from vllm.ops.lora import add_lora
 from vllm.ops.moe import NO_EXTRAS, expert_mlp, expert_mlp_lora
@@ -22,6 +23,7 @@ from vllm.ops.quantized_weights import GroupedWeight, joined
 from vllm.step.inputs import RowView
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.models.family import Family
 
 
@@ -29,10 +31,14 @@ class ModelQuantization(QuantizationConfig):
     """A format and a family's names: chooses the method of each layer.
 
     packs_experts: experts are computed as they are stored, not as plain numbers.
+    keeps_table: the embedding stays in the checkpoint's file, if the format allows it.
     """
 
-    def __init__(self, format: Format, family: Family, *, packs_experts: bool = False) -> None:
-        self.format, self._family, self._packs_experts = format, family, packs_experts
+    def __init__(
+        self, format: Format, family: Family, *, packs_experts: bool = False, keeps_table: bool = False
+    ) -> None:
+        self.format, self._family = format, family
+        self._packs_experts, self._keeps_table = packs_experts, keeps_table
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
         """The method of the linear layer called `prefix`, None if no part of it is quantized."""
@@ -49,6 +55,11 @@ class ModelQuantization(QuantizationConfig):
         readers = [self.reader_of(f"{prefix}.0.{name}", expert=True) for name in EXPERT_PARTS]
         plain = layer.shape.is_plain  # type: ignore[union-attr]
         return QuantizedExpertMethod(self.format.name) if self._packs_experts and plain and any(readers) else None
+
+    def get_embedding_method(self, layer: nn.Module, prefix: str) -> EmbeddingMethod | None:
+        """The method of the token embedding called `prefix`."""
+        reader = self.format.reader(self.names(prefix)) if self._keeps_table and self.format.rows_apart else None
+        return None if reader is None else StoredEmbeddingMethod(reader)
 
     def get_head_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
         """The method of the output head called `prefix`."""
@@ -236,6 +247,55 @@ def _join_neighbours(weights: list[GroupedWeight | Tensor]) -> list[GroupedWeigh
         else:
             runs.append([weight])
     return [torch.cat(run) if isinstance(run[0], Tensor) else joined(run) for run in runs]
+
+
+class StoredEmbeddingMethod(EmbeddingMethod):
+    """A table that stays as the checkpoint's file stores it: rows become numbers when they are looked up."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._tensors: dict[str, Tensor] = {}
+
+    def create_weights(
+        self, layer: VocabParallelEmbedding, rows: Part, dim: int, dtype: torch.dtype, tp: TensorParallel
+    ) -> None:
+        layer.weight = None  # type: ignore[assignment]
+        self._rows, self._dim, self._dtype = rows, dim, dtype
+
+    def load(self, layer: VocabParallelEmbedding, tensors: Tensors) -> int:
+        """Take the table as it is in the checkpoint; nothing is copied. Returns its bytes.
+
+        Raises ValueError that says what is wrong with it.
+        """
+        for leaf, tensor in tensors.items():
+            if len(tensor) != layer.org_vocab_size:
+                raise ValueError(f"{leaf!r} has {len(tensor)} rows, expected {layer.org_vocab_size}")
+        self._tensors = dict(tensors)
+        self._numbers(torch.zeros(1, dtype=torch.int64))
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _numbers(self, rows: Tensor) -> Tensor:
+        found = _read(self._reader, {leaf: t[rows] for leaf, t in self._tensors.items()}, len(rows), self._dim)
+        return found.to(self._dtype) if isinstance(found, Tensor) else found.dequantize(self._dtype)
+
+    def embed(self, layer: VocabParallelEmbedding, rows: Tensor) -> Tensor:
+        flat = rows.flatten() + layer.first_row
+        return self._numbers(flat).view(*rows.shape, self._dim)
+
+    def project(self, layer: VocabParallelEmbedding, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        raise RuntimeError("A table that stays in its file is not multiplied; a head has weights of its own.")
+
+    def restore(self, layer: VocabParallelEmbedding) -> bool:
+        """From here on the table is numbers."""
+        start, length = self._rows.cut(layer.tp.rank, layer.tp.world)
+        numbers = torch.zeros(length, self._dim, dtype=self._dtype)
+        here = min(length, layer.org_vocab_size - start)
+        if here > 0:
+            numbers[:here] = self._numbers(torch.arange(start, start + here))
+        spec, full = ShardSpec(0, (self._rows,)), (layer.org_vocab_size, self._dim)
+        layer.weight = ShardedParameter(numbers, full, spec, layer.tp.rank, layer.tp.world)
+        layer.method, self._tensors = UnquantizedEmbeddingMethod(), {}
+        return True
 
 
 EXPERT_PARTS = ("gate", "up", "down")
