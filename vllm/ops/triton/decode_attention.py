@@ -564,13 +564,13 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
     shared = rows.shared if a.group == 0 and a.window is None else None
     if shared is not None:
         _attend_shared(qkv, a, rows, shared, pdl)
-    before = (rows.slots, rows.part, rows.lse, 0)
+    before: tuple = (None, None, None, 0)
     if shared is not None:
         before = (shared.rows, shared.part, shared.lse, shared.part.shape[2])
     tensors, numbers, const = _arguments(qkv, a, rows, pdl)
     heads_here, block_size = triton.next_power_of_2(a.heads // kv_heads), a.cache.shape[3]
     _decode_kernel[(kv_heads, rows.splits, qkv.shape[0])](
-        *tensors, qkv if a.k_weight is None else a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
+        *tensors, a.k_weight, out, rows.part, rows.lse, rows.arrived, *numbers,
         rows.splits, *before, GP=max(16, triton.next_power_of_2(a.heads // kv_heads)), TILE=rows.tile,
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
         HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
@@ -591,8 +591,7 @@ def _arguments(qkv: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool) -> 
     _, _, kv_heads, block_size, head_dim = a.cache.shape
     table = rows.tables[a.group]
     scale = a.scale * a.k_scale * (1.0 if a.softcap is not None else 1.4426950408889634)
-    cos_sin, q_weight = (qkv if t is None else t for t in (a.cos_sin, a.q_weight))
-    tensors = (qkv, a.cache, table, rows.slots, rows.positions, cos_sin, q_weight)
+    tensors = (qkv, a.cache, table, rows.slots, rows.positions, qkv if a.cos_sin is None else a.cos_sin, a.q_weight)
     numbers = (
         a.eps, a.offset, scale, a.softcap or 0.0, a.k_scale, a.v_scale, a.cache.stride(1), a.cache.stride(0),
         table.stride(0),

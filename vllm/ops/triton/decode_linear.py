@@ -356,34 +356,39 @@ def run_product(
     if isinstance(x, Folded):
         rows, squares, tiles, eps = x.scaled, x.squares, x.tiles, x.eps
     else:
-        rows, squares, tiles, eps = x, s.squares, 1, 0.0
-    bias, following = (rows if given is None else given for given in (p.bias, next_weight))
+        rows, squares, tiles, eps = x, None, 1, 0.0
     extra = {"launch_pdl": True} if pdl else {}
-    rest = (s.h, following, s.scaled, s.squares, s.best, s.best_at, s.sums, p.scale)
+    # What a kernel has no use for is no parameter of it: a step has more than a hundred launches.
+    stream = (s.h, None, None, None) if next_weight is None else (s.h, next_weight, s.scaled, s.squares)
+    bests = (s.best, s.best_at, s.sums) if p.mode == ARGMAX else (None,) * 3
+    rest = (*(stream if p.mode == RESIDUAL else (None,) * 4), *bests, p.scale)
+    bias, parts = p.bias, (None, None) if t.split == 1 else (s.part, s.arrived)
+    to = out if p.mode in (STORE, GATED) else None
     const = {"N": p.outputs, "K": inputs, "WIDTH": s.width, "BN": t.rows, "BK": t.depth, "MODE": p.mode}
     const |= {"ACT": -1 if p.act is None else KINDS[p.act], "NORM": norm, "NEXT": next_weight is not None}
     const |= {"BIAS": p.bias is not None, "PDL": pdl, "num_warps": t.warps}
     if isinstance(p.weight, PackedWords):
         del const["BK"]
         behind = (squares, tiles, eps, *rest)
-        launch_packed(rows, p.weight, (bias, out), (s.part, s.arrived), behind, s.rows, t, const, extra)
+        launch_packed(rows, p.weight, (bias, to), parts, behind, s.rows, t, const, extra)
         return
     if isinstance(p.weight, Float8Weight):
         weights, scales, scaled = p.weight.codes, p.weight.scales, True
     else:
-        weights, scales, scaled = p.weight, bias, False
+        weights, scales, scaled = p.weight, None, False
     if t.vector:
         _gemv_kernel[(p.tiles,)](
-            rows, weights, scales, bias, out, squares, tiles, eps, *rest,
+            rows, weights, scales, bias, to, squares, tiles, eps, *rest,
             UNROLL=t.unroll, SCALES=scaled, ASM=ASSEMBLY, SQUARES=triton.next_power_of_2(max(tiles, 2)),
             WHOLE=_whole(p), AT_ONCE=_has_registers(p), **const, **extra,
         )  # fmt: skip
         return
     tile_rows = max(16, triton.next_power_of_2(s.rows))
-    added, low_rank = no_change(rows) if p.change is None else p.change.arguments()
-    foresee = pdl and p.outputs % t.rows == 0 and low_rank["RANK"] % 16 == 0 and added[0].element_size() == 2
+    added, low_rank = no_change() if p.change is None else p.change.arguments()
+    foresee = pdl and p.outputs % t.rows == 0 and low_rank["RANK"] % 16 == 0
+    foresee = foresee and (p.change is None or p.change.weights.a.element_size() == 2)
     _skinny_kernel[(p.tiles + -(-low_rank["LORA"] // t.split), t.split)](
-        rows, weights, scales, bias, out, s.part, s.arrived, squares, tiles, eps, *rest, *added, s.rows,
+        rows, weights, scales, bias, to, *parts, squares, tiles, eps, *rest, *added, s.rows,
         BM=tile_rows, SPLIT=t.split, STAGES=t.stages, AHEAD=_columns_ahead(p) if pdl else 0, FORESEE=foresee,
         SCALES=scaled, ASM=ASSEMBLY and rows.dtype != torch.float32, **const, **low_rank, **extra,
     )  # fmt: skip

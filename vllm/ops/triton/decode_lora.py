@@ -83,10 +83,10 @@ class Change:
         return (w.a, w.b, w.ranks, self.rows, self.order, self.small, self.ready), const
 
 
-def no_change(x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def no_change() -> tuple[tuple[None, ...], dict[str, Any]]:
     """As `Change.arguments` for a product without adapters."""
     names = ("LORA", "MOST", "RANK", "RP", "PARTS", "SECOND", "THIRD", "SHARES", "TILE", "COLUMNS", "OUTPUTS")
-    return (x,) * 7, dict.fromkeys(names, 0)
+    return (None,) * 7, dict.fromkeys(names, 0)
 
 
 @triton.jit

@@ -551,8 +551,8 @@ def wide_packed_product(
 
 
 def launch_packed(
-    x: Tensor, weight: PackedWords, ends: tuple[Tensor, Tensor], parts: tuple[Tensor, Tensor], behind: tuple[Any, ...],
-    rows: int, t: Tiling, const: dict[str, Any], extra: dict[str, Any],
+    x: Tensor, weight: PackedWords, ends: tuple[Tensor | None, ...], parts: tuple[Tensor | None, ...],
+    behind: tuple[Any, ...], rows: int, t: Tiling, const: dict[str, Any], extra: dict[str, Any],
 ) -> None:  # fmt: skip
     """Launch a product. ends: bias and out.   parts: of split products.   behind: what follows in the kernels'
     signatures.   const: of `decode_linear`'s products.
