@@ -22,8 +22,8 @@ def stream(hidden: int) -> Stream:
     ("hidden", "inter", "experts", "top_k", "shared"), [(72, 40, 5, 3, 0), (64, 36, 8, 2, 50), (40, 16, 3, 3, 32)]
 )
 def test_experts_and_the_shared_one(hidden, inter, experts, top_k, shared, folded, monkeypatch):
-    monkeypatch.setattr(kernels, "_RISE", (2, 32, 1))
-    monkeypatch.setattr(kernels, "_FALL", (4, 64, 1))
+    monkeypatch.setattr(kernels, "_RISE", (2, 32, 1, 8))
+    monkeypatch.setattr(kernels, "_FALL", (4, 64, 1, 8))
     s, x = stream(hidden), torch.randn(1, hidden)
     given: torch.Tensor | Folded = x
     if folded:  # the norm's weight is in the rows, its factor is not

@@ -26,8 +26,8 @@ from vllm.ops.triton.packed_experts import PackedStack
 
 MOST_EXPERTS = 256  # each is held against each other
 _ROUTED = 4  # logits of a program of `choose`
-_RISE = 4, 1024, 8  # outputs, inputs at a time, warps
-_FALL = 8, 2048, 8  # outputs, inputs at a time, warps
+_RISE = 4, 1024, 8, 1  # outputs, inputs at a time, warps, neighbours whose products are added up at once
+_FALL = 8, 2048, 8, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,13 @@ def _select_kernel(
 
 
 @triton.jit
+def _products(a, x, BN: tl.constexpr, BK: tl.constexpr, FOLD: tl.constexpr):
+    """a [BN, BK] times x [1, BK], FOLD neighbours added up: a thread has as many, so that it keeps one sum for them."""
+    p = a.to(tl.float32) * x
+    return p if FOLD == 1 else tl.sum(tl.reshape(p, (BN, BK // FOLD, FOLD)), 2)
+
+
+@triton.jit
 def _pair(rows, apart, k, in_n, K: tl.constexpr, WHOLE: tl.constexpr):
     """Columns k of rows of gate and of up, which stand so far apart."""
     if WHOLE:
@@ -128,7 +135,7 @@ def _pair(rows, apart, k, in_n, K: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles"])
 def _rise_kernel(
     x, w, shared, squares, tiles, eps, experts, out, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+    SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FOLD: tl.constexpr, KIND: tl.constexpr,
     NORM: tl.constexpr, SQUARES: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / BN, SHARED / N + TOP_K): act(gate) * up of the row x [K]. w: [experts, 2 * N, K]; shared: [2 * SHARED,
@@ -160,14 +167,19 @@ def _rise_kernel(
     if PDL:
         gdc_wait()
     xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+<<<<<<< HEAD
     parts, _ = ask_inputs(squares, tiles, x, n, in_n, 0, NORM, SQUARES)
     acc = a.to(tl.float32) * xv
     up = b.to(tl.float32) * xv
+=======
+    acc = _products(a, xv, BN, BK, FOLD)
+    up = _products(b, xv, BN, BK, FOLD)
+>>>>>>> 0fc3a2b (Scan four tokens at a time, and cut long convolutions into pieces, on a GPU)
     for start in tl.range(BK, K, BK):
         a, b = _pair(rows, apart * K, start + k, in_n, K, WHOLE)
         xv = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
-        acc += a.to(tl.float32) * xv
-        up += b.to(tl.float32) * xv
+        acc += _products(a, xv, BN, BK, FOLD)
+        up += _products(b, xv, BN, BK, FOLD)
     y = tl.sum(acc, 1)
     u = tl.sum(up, 1)
     if NORM:
@@ -199,7 +211,7 @@ def _falling(w, experts, weights, n, in_n, at, N: tl.constexpr, K: tl.constexpr,
 @triton.jit
 def _fall_kernel(
     x, w, shared, experts, weights, out, h, next_weight, scaled, squares_out, scale: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FOLD: tl.constexpr,
     MODE: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / BN,). x: [TOP_K * K + SHARED], what `_rise_kernel` left; w: [experts, N, K]; shared: [N, SHARED]."""
@@ -215,12 +227,12 @@ def _fall_kernel(
     parts, before = ask_inputs(squares_out, 1, h, n, in_n, MODE, False, 2)
     a, weight = _falling(w, experts, weights, n, in_n, k, N, K, TOP_K)
     xv = tl.load(x + k, mask=k < TOP_K * K, other=0.0).to(tl.float32) * weight
-    acc = a.to(tl.float32) * xv[None, :]
+    acc = _products(a, xv[None, :], BN, BK, FOLD)
     for start in tl.range(BK, TOP_K * K, BK):
         at = start + k
         a, weight = _falling(w, experts, weights, n, in_n, at, N, K, TOP_K)
         xv = tl.load(x + at, mask=at < TOP_K * K, other=0.0).to(tl.float32) * weight
-        acc += a.to(tl.float32) * xv[None, :]
+        acc += _products(a, xv[None, :], BN, BK, FOLD)
     for start in tl.range(0, SHARED, BK):
         at = start + k
         live = at < SHARED
@@ -228,7 +240,8 @@ def _fall_kernel(
             shared + n[:, None] * SHARED + at[None, :], mask=in_n[:, None] & live[None, :], other=0.0,
             eviction_policy="evict_first",
         )  # fmt: skip
-        acc += a.to(tl.float32) * tl.load(x + TOP_K * K + at, mask=live, other=0.0).to(tl.float32)[None, :]
+        xv = tl.load(x + TOP_K * K + at, mask=live, other=0.0).to(tl.float32)
+        acc += _products(a, xv[None, :], BN, BK, FOLD)
     y = tl.sum(acc, 1)
     finish_row(
         y, y, n, in_n, pid, first_bias, second_bias, next_part, parts, before, 0.0, out, h, scaled, squares_out, out,
@@ -275,12 +288,12 @@ def rise(
         return
     top_k, inter, inputs = len(room.experts), gate_up.shape[1] // 2, gate_up.shape[2]
     width = 0 if shared is None else shared.shape[0] // 2
-    outputs, depth, warps = _RISE
+    outputs, depth, warps, fold = _RISE
     while inputs % depth and depth > 256:
         outputs, depth = outputs * 2, depth // 2
     _rise_kernel[(triton.cdiv(inter, outputs), top_k + triton.cdiv(width, inter))](
         rows, gate_up, gate_up if shared is None else shared, squares, tiles, eps, room.experts, room.activated,
-        N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, KIND=KINDS[act], NORM=norm,
+        N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, FOLD=fold, KIND=KINDS[act], NORM=norm,
         SQUARES=_padded(tiles), WHOLE=inter % outputs == 0 and inputs % depth == 0 and width % inter == 0, PDL=pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -294,6 +307,7 @@ def fall(
     `run_product`; then the squares have as many parts as is returned.   down: [experts, hidden, inter]; shared:
     [hidden, width].
     """
+<<<<<<< HEAD
     if isinstance(down, PackedStack):
         if room.shares is None:
             raise RuntimeError("Packed experts need room for their shares.")
@@ -303,13 +317,16 @@ def fall(
         )
         return packed_experts.fall_tiles(down.shape[1])
     outputs, depth, warps = _FALL
+=======
+    outputs, depth, warps, fold = _FALL
+>>>>>>> 0fc3a2b (Scan four tokens at a time, and cut long convolutions into pieces, on a GPU)
     hidden, inter, top_k = down.shape[1], down.shape[2], len(room.experts)
     width = 0 if shared is None else shared.shape[1]
     to, none = s.h if out is None else out, s.h
     _fall_kernel[(fall_tiles(hidden),)](
         room.activated, down, down if shared is None else shared, room.experts, room.weights, to, s.h,
         none if next_weight is None else next_weight, s.scaled, s.squares, scale, N=hidden, K=inter, TOP_K=top_k,
-        SHARED=width, BN=outputs, BK=min(depth, triton.next_power_of_2(top_k * inter)),
+        SHARED=width, BN=outputs, BK=min(depth, triton.next_power_of_2(top_k * inter)), FOLD=fold,
         MODE=RESIDUAL if out is None else STORE, NEXT=next_weight is not None, PDL=pdl, num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
