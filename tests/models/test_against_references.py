@@ -14,6 +14,9 @@ from tests.models import references
 from tests.models.harness import PagedDriver, load, on_ranks, relative_error
 from tests.models.kernels import kernels
 from tests.models.test_against_hugging_face import check_that_no_field_is_decoration, check_wanted_rows
+from vllm.config.hf import HFConfig
+from vllm.model_executor.models.registry import family_of
+from vllm.model_executor.models.spec import Block
 from vllm.worker import cpu_blocks
 
 SIZES: dict[str, Any] = {
@@ -252,3 +255,23 @@ def test_two_ranks_share_layers_of_different_kinds(tmp_path: Path) -> None:
     for ours in on_ranks(2, lambda tp: PagedDriver(load(tmp_path, tp=tp), requests=3).run(prompts, [5, 1, 7, 3])):
         for logits, wanted in zip(ours, expected, strict=True):
             assert relative_error(logits, wanted) < 1e-5
+
+
+@pytest.mark.parametrize(("hidden", "layers", "rotates"), [(4096, 32, True), (5120, 40, False)])
+@pytest.mark.parametrize("vocabulary", [64_000, 125_696])
+def test_published_sizes_tell_the_kinds_of_baichuan_apart(
+    hidden: int, layers: int, rotates: bool, vocabulary: int
+) -> None:
+    raw = {
+        "architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "hidden_act": "silu",
+        "hidden_size": hidden, "intermediate_size": 13696, "model_max_length": 4096, "num_attention_heads": hidden // 128,
+        "num_hidden_layers": layers, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "vocab_size": vocabulary,
+    }  # fmt: skip
+    config = HFConfig.from_dict(raw)
+    family = family_of("BaichuanForCausalLM")
+    assert family is not None and config.max_position_embeddings == 4096
+    spec = family.decoder(config)
+    assert spec.unit_head_rows is (vocabulary == 125_696)
+    for block in spec.blocks:
+        assert isinstance(block, Block)
+        assert (block.attn.rope is not None) is rotates and (block.attn.alibi is None) is rotates

@@ -26,8 +26,8 @@ from vllm.ops.triton.packed_experts import PackedStack
 
 MOST_EXPERTS = 256  # each is held against each other
 _ROUTED = 4  # logits of a program of `choose`
-_RISE = 4, 1024, 8, 1  # outputs, inputs at a time, warps, neighbours whose products are added up at once
-_FALL = 8, 2048, 8, 1
+_RISE = 2, 2048, 4, 8  # outputs, inputs at a time, warps, neighbours whose products are added up at once
+_FALL = 8, 2048, 8, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +167,9 @@ def _rise_kernel(
     if PDL:
         gdc_wait()
     xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-<<<<<<< HEAD
     parts, _ = ask_inputs(squares, tiles, x, n, in_n, 0, NORM, SQUARES)
-    acc = a.to(tl.float32) * xv
-    up = b.to(tl.float32) * xv
-=======
     acc = _products(a, xv, BN, BK, FOLD)
     up = _products(b, xv, BN, BK, FOLD)
->>>>>>> 0fc3a2b (Scan four tokens at a time, and cut long convolutions into pieces, on a GPU)
     for start in tl.range(BK, K, BK):
         a, b = _pair(rows, apart * K, start + k, in_n, K, WHOLE)
         xv = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
@@ -307,7 +302,6 @@ def fall(
     `run_product`; then the squares have as many parts as is returned.   down: [experts, hidden, inter]; shared:
     [hidden, width].
     """
-<<<<<<< HEAD
     if isinstance(down, PackedStack):
         if room.shares is None:
             raise RuntimeError("Packed experts need room for their shares.")
@@ -316,10 +310,7 @@ def fall(
             room.activated, down, room.experts, room.weights, room.shares, out, stream, scale, next_weight, pdl
         )
         return packed_experts.fall_tiles(down.shape[1])
-    outputs, depth, warps = _FALL
-=======
     outputs, depth, warps, fold = _FALL
->>>>>>> 0fc3a2b (Scan four tokens at a time, and cut long convolutions into pieces, on a GPU)
     hidden, inter, top_k = down.shape[1], down.shape[2], len(room.experts)
     width = 0 if shared is None else shared.shape[1]
     to, none = s.h if out is None else out, s.h
