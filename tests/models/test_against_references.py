@@ -264,7 +264,8 @@ def test_published_sizes_tell_the_kinds_of_baichuan_apart(
 ) -> None:
     raw = {
         "architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "hidden_act": "silu",
-        "hidden_size": hidden, "intermediate_size": 13696, "model_max_length": 4096, "num_attention_heads": hidden // 128,
+        "hidden_size": hidden, "intermediate_size": 13696, "model_max_length": 4096,
+        "num_attention_heads": hidden // 128,
         "num_hidden_layers": layers, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "vocab_size": vocabulary,
     }  # fmt: skip
     config = HFConfig.from_dict(raw)
