@@ -28,6 +28,16 @@ def add_rms_norm(
 
 
 @op
+def add_branch(
+    y: Tensor, residual: Tensor, branch: Tensor | None, weight: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total), total) of total = residual + rms_norm(y), whose weight is `branch`; each is rounded to y's
+    dtype. May update in place.
+    """
+    return add_rms_norm(rms_norm(y, branch, eps, offset), residual, weight, eps, offset)
+
+
+@op
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """(x - mean) / std * (weight + offset) + bias over the last dimension, in fp32, in x's dtype. x: [..., dim]."""
     h = x.float()

@@ -35,6 +35,19 @@ def test_residual_is_added_before_the_norm(dtype):
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dim", [48, 1500])
+def test_a_branch_is_normalised_before_it_is_added(dim, dtype):
+    y, r, first, second = torch.randn(5, dim), torch.randn(5, dim), torch.randn(dim), torch.randn(dim)
+    y, r, first, second = (t.to(dtype) for t in (y, r, first, second))
+    total = r + norm_ops.rms_norm.reference(y, first, 1e-6, 1.0)
+    want = norm_ops.rms_norm.reference(total, second, 1e-6, 1.0)
+    for add_branch in (norm.add_branch, norm_ops.add_branch.reference):
+        got, left = add_branch(y, r.clone(), first, second, 1e-6, 1.0)
+        torch.testing.assert_close(left, total, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
 def test_norm_of_heads_inside_a_fused_projection():
     fused = torch.randn(5, 9, 32)
     x, w = fused[:, 2:5], torch.randn(32)

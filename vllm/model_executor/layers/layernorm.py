@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.sharding import REPLICATED, ShardedParameter
-from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from vllm.ops.norm import add_branch, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 def _parameter(size: int, dtype: torch.dtype | None, fill: float) -> ShardedParameter:
@@ -46,6 +46,15 @@ class RMSNorm(nn.Module):
     def add_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); both arguments may be overwritten."""
         out: tuple[Tensor, Tensor] = add_rms_norm(x, residual, self.weight, self.variance_epsilon, self.offset)
+        return out
+
+    def add_branch(self, y: Tensor, residual: Tensor, after: RMSNorm) -> tuple[Tensor, Tensor]:
+        """(after(total), total) of total = residual + self(y); both tensors may be overwritten. after: of the same
+        size, epsilon and offset.
+        """
+        out: tuple[Tensor, Tensor] = add_branch(
+            y, residual, self.weight, after.weight, self.variance_epsilon, self.offset
+        )
         return out
 
     def extra_repr(self) -> str:

@@ -574,8 +574,11 @@ class DecoderBlock(nn.Module):
                 return scaled(self.ffn(h, view)), residual
             case Layout.SANDWICH:
                 h, residual = add_norm(norm[0], x, residual)
-                h = scaled(norm[1](self.attn(h, step, kv_caches, rows)))
-                h, residual = add_norm(norm[2], h, pick(residual, rows))
+                h = self.attn(h, step, kv_caches, rows)
+                if self.scale == 1.0 and isinstance(norm[1], RMSNorm) and isinstance(norm[2], RMSNorm):
+                    h, residual = norm[1].add_branch(h, pick(residual, rows), norm[2])
+                else:
+                    h, residual = add_norm(norm[2], scaled(norm[1](h)), pick(residual, rows))
                 return scaled(norm[3](self.ffn(h, view))), residual
             case Layout.PARALLEL | Layout.PARALLEL_SHARED:
                 h, residual = add_norm(norm[0], x, residual)
