@@ -190,7 +190,7 @@ def test_kernels_of_a_general_decode_step(kind: str, monkeypatch: pytest.MonkeyP
     windows = _decode_step(_decoder(window=4096, alibi=True), 32, kind, monkeypatch)
     assert windows == {**GENERAL[kind], "inputs": 2}  # once for each KV group
     assert _decode_step(_decoder(alibi=True, layout=Layout.SANDWICH), 32, kind, monkeypatch) == {
-        **GENERAL[kind], "inputs": 1, "norm": 17
+        **GENERAL[kind], "inputs": 1, "norm": 13
     }  # fmt: skip
 
 
