@@ -142,12 +142,17 @@ class ProgramWeights:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the step knows what adapters add: to weights that are not packed, of ranks up to a limit."""
+        """Whether the step knows what adapters add: to weights that are not packed, by matrices of ranks up to a limit
+        that lie row by row."""
         parts = [part for layer in self.layers for part in layer.linears]
         if self.has_latents or any(isinstance(x.ffn, MoeWeights) and x.ffn.shared is not None for x in self.layers):
             return False
         return all(
-            part.lora is not None and part.lora.b.shape[2] <= MOST_RANK and isinstance(part.weight, Tensor)
+            part.lora is not None
+            and part.lora.a.is_contiguous()
+            and part.lora.b.is_contiguous()
+            and part.lora.b.shape[2] <= MOST_RANK
+            and isinstance(part.weight, Tensor)
             for part in parts
         )
 

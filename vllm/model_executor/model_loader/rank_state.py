@@ -244,7 +244,9 @@ def fill(module: nn.Module, state: RankState, device: torch.device, prefix: str 
     described = state.description.get("quantized", {})
     if not isinstance(described, dict):
         raise ValueError(f"{state.where}: the description of saved weights is damaged.")
-    for path, layer, method in quantized_layers(module):
+    order = {path: place for place, path in enumerate(described)}  # as they were written: streams are read once
+    layers = sorted(quantized_layers(module), key=lambda found: order.get(prefix + found[0], len(order)))
+    for path, layer, method in layers:
         stored = described.get(prefix + path)
         if stored is None:
             missing.append(path)
