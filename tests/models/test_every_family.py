@@ -159,6 +159,6 @@ def _architectures(config: Any) -> list[str]:
 
 # Older names of architectures that have a case, and the text model inside a larger one.
 ALIASES = {
-    "LLaMAForCausalLM", "Llama4ForConditionalGeneration", "MPTForCausalLM", "PhiMoEForCausalLM", "RWForCausalLM",
+    "LLaMAForCausalLM", "Llama4ForConditionalGeneration", "PhiMoEForCausalLM", "RWForCausalLM",
     "StableLMEpochForCausalLM",
 }  # fmt: skip

@@ -259,7 +259,12 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
     }[form]
     tokenizer = SimpleNamespace(chat_template={"short": "a", "default": "b"})
     model: Any = SimpleNamespace(
-        served_model_names=[], served_model_name="m", model="m", max_model_len=5, get_diff_sampling_param=dict
+        served_model_names=[],
+        served_model_name="m",
+        model="m",
+        max_model_len=5,
+        max_logprobs=20,
+        get_diff_sampling_param=dict,
     )
     engine: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=model, lora_config=None),

@@ -192,7 +192,7 @@ def test_a_stuck_step_is_unhealthy_and_then_ends_the_server(model_folder):
             time.sleep(0.05)
         assert not plain.done()
         assert plain.result(20).status == 503
-        assert "engine is not running" in sse_events(streamed.result(20).text)[-1]["error"]["message"]
+        assert "engine is not running" in streamed.result(20).text  # an event, or all of an answer that had not begun
         assert server.process.wait(20) == 1
         assert not alive(pids)
 
