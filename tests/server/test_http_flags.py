@@ -269,6 +269,7 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
     engine: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=model, lora_config=None),
         input_processor=SimpleNamespace(tokenizer=tokenizer),
+        output_processor=SimpleNamespace(),
     )
     assert make_context(arguments("--chat-template", given), engine).chat_template == expected
     with pytest.raises(ValueError, match="appears path-like"):
