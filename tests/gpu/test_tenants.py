@@ -88,7 +88,7 @@ def check(logits_of, prompt, tokens):
     logits = logits_of(prompt + tokens[:-1])[len(prompt) - 1 :].float().cpu()
     best = logits.max(-1).values
     chosen = logits[torch.arange(len(tokens)), tokens]
-    assert len(tokens) == COUNT and (best - chosen).max() < 1e-3 * logits.std()
+    assert len(tokens) == COUNT and (best - chosen).max() < 1e-3 * logits[logits.isfinite()].std()
 
 
 def captured(engine):
@@ -204,24 +204,31 @@ def test_drafts_of_the_device_change_no_token(windows, weir, states, depth):
 
 
 def test_masks_that_come_late_on_half_of_the_rows(weir):
+    """Rows in even slots may say multiples of three only; which requests those are changes from run to run."""
     folder, oracle = weir
-    args = {"max_model_len": 128}
     texts = [greedy(str(i), p, COUNT) for i, p in enumerate(prompts(30, 13, 22, 9, vocab=checkpoint.VOCAB))]
-    said = []
+
+    def allowed(ids):
+        logits = oracle.logits(ids)
+        return logits.masked_fill(torch.arange(logits.shape[-1]) % 3 != 0, -torch.inf)
+
+    said = {}
     for late in (False, True):
-        config = settings(folder, **args)
+        config = settings(folder, max_model_len=128)
         engine = EngineCore(config, Masked(create_executor(config), checkpoint.VOCAB, late))
-        found = [run(engine, texts).tokens for _ in range(4)]
-        assert found[0] == found[1] == found[2] == found[3]
+        for _ in range(4):  # until steps are captured
+            found = run(engine, texts).tokens
+            masked = {name for name, tokens in found.items() if all(token % 3 == 0 for token in tokens)}
+            assert len(masked) == 2
+            for request in texts:
+                name = request.request_id
+                assert said.setdefault((name, name in masked), found[name]) == found[name]
         assert ("masked", 1) in captured(engine)
-        said.append(found[0])
         end(engine)
-    assert said[0] == said[1]
-    masked = [name for name, tokens in said[0].items() if all(token % 3 == 0 for token in tokens)]
-    assert len(masked) == 2
     for request in texts:
-        if request.request_id not in masked:
-            check(oracle.logits, request.prompt_token_ids, said[0][request.request_id])
+        for is_masked, logits_of in ((False, oracle.logits), (True, allowed)):
+            if (tokens := said.get((request.request_id, is_masked))) is not None:
+                check(logits_of, request.prompt_token_ids, tokens)
 
 
 @pytest.mark.parametrize("chunk", [64, 512])
