@@ -112,6 +112,12 @@ PAIRS = [  # what a model that scores pairs tokenizes: a text of many characters
         lambda more=more: {"text_1": " " * 100_000, "text_2": ["a"] * 2000, **more},
     )
     for named, more in (("", {}), (", cut", {"truncate_prompt_tokens": -1}))
+] + [
+    Attack(
+        "/score: 1 MB with 500 texts, cut to 5 tokens",
+        "/score",
+        lambda: {"text_1": "a " * 500_000, "text_2": ["b " * 1000] * 500, "truncate_prompt_tokens": 5},
+    )
 ]
 TEMPLATES = [
     Attack(

@@ -240,8 +240,7 @@ class FastTokenizer(Tokenizer):
     ) -> Iterator[tuple[list[int], int | None]]:
         (one,) = self._parts([first])  # tokenized once: its work must not grow with the number of the others
         for second in seconds:
-            copy = type(one).merge([one])  # which `_joined` may cut
-            yield self._joined([copy, *self._parts([second])], add_special_tokens, most)
+            yield self._joined([one, *self._parts([second])], add_special_tokens, most)
 
     def _parts(self, texts: list[str]) -> list[tokenizers.Encoding]:
         """Each text by itself, without special tokens."""
@@ -255,14 +254,18 @@ class FastTokenizer(Tokenizer):
     def _joined(
         self, parts: list[tokenizers.Encoding], add_special_tokens: bool, most: int | None
     ) -> tuple[list[int], int | None]:
-        """One or two texts as one prompt, see `encode_pair`."""
-        if most is not None:
-            special = self._backend.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
-            for part, length in zip(parts, _fitting([len(p) for p in parts], max(0, most - special)), strict=True):
-                part.truncate(length)
+        """One or two texts as one prompt, see `encode_pair`. What is too much is taken out here: the library keeps the
+        pieces that it cuts off, and pairs each piece of one text with each of the other.
+        """
         found = self._backend.post_process(parts[0], parts[1] if len(parts) == 2 else None, add_special_tokens)
-        types = found.type_ids
-        return found.ids, types.index(1) if 1 in types else None
+        ids, types = found.ids, found.type_ids
+        if most is not None and len(ids) > most:
+            lengths = [len(part) for part in parts]
+            left = _fitting(lengths, max(0, most - (len(ids) - sum(lengths))))
+            keeps = (i < count for length, count in zip(lengths, left, strict=True) for i in range(length))
+            kept = [i for i, added in enumerate(found.special_tokens_mask) if added or next(keeps)]
+            ids, types = [ids[i] for i in kept], [types[i] for i in kept]
+        return ids, types.index(1) if 1 in types else None
 
     def decode(
         self,
