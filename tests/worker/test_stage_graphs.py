@@ -21,6 +21,7 @@ from vllm.step.inputs import StepInputs
 from vllm.step.known import KnownTokens
 from vllm.step.plan import StepPlan, TokenWrite
 from vllm.worker.cuda_graphs import DecodeGraphs
+from vllm.worker.input_builder import Laid
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.stage_graphs import StageGraphs, uniform
 from vllm.worker.stage_runner import StageRunner
@@ -122,6 +123,57 @@ def test_two_stages_give_the_tokens_of_one(sizes: tuple[list[int], list[int]]) -
         want = plain.runner.execute(plain.plan()).result()
         assert staged.run(staged.driver.plan()).token_ids == want.token_ids, step
     assert all(context.recorded >= 1 and context.replayed > 2 for context in staged.contexts)
+
+
+def test_stages_prepare_steps_each_by_itself() -> None:
+    """Then no step captures anything, and nothing of what was made up is left."""
+    plain, staged = Driver(Toy()), Staged(([2, 8], [1, 4, 8]))
+    with torch.inference_mode():
+        for runner in (staged.first, staged.last):
+            while runner.decode_steps.prepare():  # type: ignore[union-attr]
+                pass
+    recorded = [context.recorded for context in staged.contexts]
+    assert recorded == [2, 6], "the last stage's are greedy and drawn"
+    drivers = [plain, staged.driver]
+    add(drivers, 3)
+    for _ in range(6):
+        want = plain.runner.execute(plain.plan()).result()
+        assert staged.run(staged.driver.plan()).token_ids == want.token_ids
+    for context, before in zip(staged.contexts, recorded, strict=True):
+        shared = context.recorded - before  # what ends with hidden states is captured when it comes
+        assert shared <= 1 and context.replayed > 0
+
+
+class Rounded:
+    """Mixed steps none of which is a graph, rounded to a multiple."""
+
+    handles = frozenset[str]()
+
+    def __init__(self, unit: int) -> None:
+        self.unit, self.sizes = unit, list[tuple[int, int]]()
+
+    def forward(self, laid: Laid, adapters: Any = None) -> None:
+        return None
+
+    def rounded(self, laid: Laid) -> Laid:
+        tokens = len(laid.positions)
+        self.sizes.append((tokens, -(-tokens // self.unit) * self.unit))
+        return laid.followed(self.sizes[-1][1])
+
+
+def test_each_stage_pads_large_steps_as_it_likes() -> None:
+    plain, staged = Driver(Toy()), Staged(([1], [1]))
+    rounded = staged.first.mixed_steps, staged.last.mixed_steps = Rounded(8), Rounded(5)
+    drivers = [plain, staged.driver]
+    add(drivers, 4)
+    for step in range(4):
+        if step == 2:
+            for driver in drivers:
+                driver.add("late", list(range(13)), seed=9, temperature=0.7)
+        want = plain.runner.execute(plain.plan()).result()
+        assert staged.run(staged.driver.plan()).token_ids == want.token_ids
+    assert all(any(size > tokens for tokens, size in one.sizes) for one in rounded)
+    assert [tokens for tokens, _ in rounded[0].sizes] == [tokens for tokens, _ in rounded[1].sizes]
 
 
 def test_drafts_that_are_as_many_for_each_row_go_through_graphs_and_others_past_them() -> None:

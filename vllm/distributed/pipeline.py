@@ -63,11 +63,18 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.rank == self.world - 1
 
-    def receive(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """The stream behind the stage before, [rows, width]; None on the first stage."""
+    def receive(
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, padding: int = 0
+    ) -> Tensor | None:
+        """The stream behind the stage before, [rows + padding, width], the last of which are zeros; None on the first
+        stage.
+        """
         if self.previous is None:
             return None
-        return self.previous.receive(torch.empty(rows, width, dtype=dtype, device=device))
+        stream = torch.empty(rows + padding, width, dtype=dtype, device=device)
+        self.previous.receive(stream[:rows])
+        stream[rows:].zero_()
+        return stream
 
     def receive_into(self, stream: Tensor) -> None:
         """Fill `stream`, [rows, width], with the stream behind the stage before; on the first stage do nothing."""

@@ -141,6 +141,9 @@ class MultiprocExecutor:
         self.kv_layout = self._worker.layout
         ahead = 2 if self._worker.context.is_async else 1
         self.max_in_flight = max(ahead, config.parallel_config.pipeline_parallel_size) if config.overlap_steps else 1
+        # Ranks that share layers or experts record what they exchange, together, in the steps that they run.
+        alone = config.parallel_config.tensor_parallel_size == 1 and not config.parallel_config.shares_experts
+        self._prepares = alone and self._worker.context.is_async
         # Where a step keeps the host busy until it is done, the last stage begins when its result is asked for.
         self._defers = self._known is not None and not self._worker.context.is_async
 
@@ -293,8 +296,8 @@ class MultiprocExecutor:
             raise self._break(lost) from error
 
     def prepare(self) -> bool:
-        """Nothing: ranks capture together, in the steps that they run."""
-        return False
+        """Let each rank do a piece of what later steps would wait for; whether one of them has more to do."""
+        return self._prepares and any(self.collective_rpc("prepare"))
 
     def collective_rpc(
         self,

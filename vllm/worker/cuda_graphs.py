@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_READY_SPANS = 2  # so many of them are captured before anybody asks
 _RING = 8  # steps whose pinned buffers may be in use; more than are ever in flight
 
 
@@ -305,26 +304,15 @@ class DecodeGraphs(StaticSteps[_Key]):
         """
         if not first and self._still_compiling():
             return True
-        sizes = self._sizes[:1] if first else self._sizes[::-1]
-        spans = SPANS[:1] if first else SPANS[:_READY_SPANS]
-        spans = spans[: 1 + sum(span < min(self._width, self._max_seq_len) for span in spans)]
         adapted = (False,) if self._runner.adapters is None else (False, True)
-        wanted = itertools.product(adapted, spans, sizes, (False, True))
-        missing = (_Key(size, 1, _PLAIN.name, drawn, span, False, uses) for uses, span, size, drawn in wanted)
-        key = next((k for k in missing if k not in self._graphs or self._graphs[k].graph is None), None)
-        if key is None:
-            return False
-        entry = self._graphs.get(key)
-        if entry is None:
-            entry = self._graphs[key] = self._prepare(key)
+        wanted = itertools.product(adapted, self._ready_spans(first), self._ready_sizes(first), (False, True))
+        return self._prepare_one(
+            _Key(size, 1, _PLAIN.name, drawn, span, False, uses) for uses, span, size, drawn in wanted
+        )
+
+    def _pad(self, key: _Key) -> None:
         self._there.clear()
         self._drawing.require(self._params, np.zeros(0, np.int32), self._turn, key.size)
-        if entry.uses:
-            self._capture(entry)
-        else:
-            entry.run()
-            entry.uses += 1
-        return True
 
     def execute(self, plan: StepPlan, kind: StepKind) -> Handle:
         """Queue a plan that `accepts` took, after the slot table has taken in its rows and blocks. Returns a step

@@ -171,17 +171,19 @@ class ModelRunner:
             features = replace(features or StepFeatures(), token_types=token_types)
         if virtual is not None:
             features = replace(features or StepFeatures(), virtual=virtual)
-        if self.mixed_steps is not None and features is None and self.pipeline.world == 1:
+        tokens = len(laid.positions)
+        if self.mixed_steps is not None and features is None:
             laid = self.mixed_steps.rounded(laid)
         batch = self.builder.build(plan, laid, features)
-        hidden = self._forward(batch.step)
+        hidden = self._forward(batch.step, tokens)
         return self.finish(plan, batch, hidden, start)
 
-    def _forward(self, step: StepInputs) -> Tensor:
+    def _forward(self, step: StepInputs, tokens: int) -> Tensor:
+        """tokens: of the step's own, which are all that stages exchange."""
         if self.pipeline.is_first:
             return self.model(step, self.kv_caches)
-        traits = self.model.traits
-        stream = self.pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
+        traits, padding = self.model.traits, len(step.positions) - tokens
+        stream = self.pipeline.receive(tokens, traits.hidden_size, traits.dtype, self.context.device, padding)
         return self.model(step, self.kv_caches, stream)
 
     def finish(self, plan: StepPlan, batch: Batch, hidden: Tensor, start: Any) -> Handle:

@@ -7,6 +7,7 @@ what rows want.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
@@ -68,6 +69,16 @@ class StageGraphs(StaticSteps[_Key]):
         span = next((s for s in SPANS if s >= longest), self._width)
         self._use(_Key(size, query, span, shared, adapted))
         return self._received(rows * query)
+
+    def prepare(self, first: bool = False) -> bool:
+        """Run or capture, over nothing but padding, one step that batches will need: the largest first, or with `first`
+        only those of the smallest batch. Whether there are more. Nothing may be in flight.
+        """
+        if not first and self._still_compiling():
+            return True
+        adapted = (False,) if self._runner.adapters is None else (False, True)
+        wanted = itertools.product(adapted, self._ready_spans(first), self._ready_sizes(first))
+        return self._prepare_one(_Key(size, 1, span, False, uses) for uses, span, size in wanted)
 
     def _upload(self, plan: StepPlan, size: int) -> None:
         rows = len(plan.slots)

@@ -104,7 +104,10 @@ class StageRunner:
                 self.pipeline.send(mixed[1][: len(laid.positions)].clone())
                 return
         views = self.adapters.views(plan, laid) if adapted and self.adapters is not None else None
+        tokens, traits = len(laid.positions), self.model.traits
+        if self.mixed_steps is not None and views is None:
+            laid = self.mixed_steps.rounded(laid)
         step = self.builder.build(plan, laid, views).step
-        traits = self.model.traits
-        stream = self.pipeline.receive(len(step.positions), traits.hidden_size, traits.dtype, self.context.device)
-        self.pipeline.send(self.model(step, self.kv_caches, stream))
+        padding = len(step.positions) - tokens
+        stream = self.pipeline.receive(tokens, traits.hidden_size, traits.dtype, self.context.device, padding)
+        self.pipeline.send(self.model(step, self.kv_caches, stream)[:tokens])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SPANS = (1024, 4096, 16384, 65536)  # how long sequences may be in a graph: sets how far their keys are split
+_READY_SPANS = 2  # so many of them are captured before anybody asks
 _EAGER_USES = 3  # so often a step runs before it is captured: sizes that batches only pass through are not worth it
 
 Key = TypeVar("Key", bound=Hashable)
@@ -108,6 +109,37 @@ class StaticSteps(ABC, Generic[Key]):
     def prepare(self, first: bool = False) -> bool:
         """Do a piece of what later steps would have to wait for; whether there is more."""
         return False
+
+    def _ready_sizes(self, first: bool) -> list[int]:
+        """The sizes that are captured before anybody asks, the largest first; of `first` only the smallest."""
+        return self._sizes[:1] if first else self._sizes[::-1]
+
+    def _ready_spans(self, first: bool) -> tuple[int, ...]:
+        """The same for spans."""
+        spans = SPANS[:1] if first else SPANS[:_READY_SPANS]
+        return spans[: 1 + sum(span < min(self._width, self._max_seq_len) for span in spans)]
+
+    def _prepare_one(self, keys: Iterable[Key]) -> bool:
+        """Run the first of these steps that has no graph over nothing but padding, or capture it if it has run; False
+        if there is none.
+        """
+        key = next((k for k in keys if k not in self._graphs or self._graphs[k].graph is None), None)
+        if key is None:
+            return False
+        entry = self._graphs.get(key)
+        if entry is None:
+            entry = self._graphs[key] = self._prepare(key)
+        self._pad(key)
+        if entry.uses:
+            self._capture(entry)
+        else:
+            entry.run()
+            entry.uses += 1
+        return True
+
+    def _pad(self, key: Key) -> None:
+        """Let the inputs of a step be nothing but padding."""
+        self._inputs[0].fill_(-1)
 
     def close(self) -> None:
         """Destroy the graphs, without waiting for the device."""

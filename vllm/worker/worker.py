@@ -393,9 +393,10 @@ class Worker:
     def prepare(self) -> bool:
         """Do a piece of what later steps would have to wait for, tens of milliseconds long; whether there is more.
 
-        Nothing may be in flight. Of several ranks nobody knows when all are idle: they capture as they go.
+        Nothing may be in flight. Stages do it each for itself; ranks that share layers would have to do it together, to
+        the last piece that fits into memory, and capture as they go.
         """
-        if self.ranks.world > 1:
+        if self.tp.world > 1 or self.tp.exchange is not None:
             return False
         try:
             with torch.inference_mode():
