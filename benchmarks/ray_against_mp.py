@@ -3,10 +3,10 @@
     python -m benchmarks.ray_against_mp --tensor-parallel-size 2
 
 Needs Ray (`pip install 'vllm[ray]'`). Two engines, each in a process of its own, one of which starts a cluster on this
-host, take turns of about a second, so that what else happens on the host meets both: `--batch` requests of 32 tokens,
-`--tokens` out of each, `--turns` times. With GPUs, give each engine its own (`--devices 0,1:2,3`) or so little memory
-that both fit, and say `--model`; on the CPU a small model with random weights is written, whose steps take so little
-that what each of them costs shows.
+host, take turns of about a second, so that what else happens on the host meets both: `--batches` of requests of 32
+tokens, `--tokens` out of each, `--turns` times. With GPUs, give each engine its own (`--devices 0,1:2,3`), or let both
+use the same ones, with caches so small that both fit (`--num-gpu-blocks-override`), and say `--model`; on the CPU a
+small model with random weights is written, whose steps take so little that what each of them costs shows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408,
@@ -41,23 +42,25 @@ def measure(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         distributed_executor_backend=args.backend,
-        max_num_seqs=args.batch,
+        max_num_seqs=max(args.batches),
         enable_prefix_caching=False,
-        gpu_memory_utilization=args.gpu_memory_utilization,
+        num_gpu_blocks_override=args.num_gpu_blocks_override,
     )
-    prompts = [{"prompt_token_ids": [3 + (7 * i + j) % 500 for j in range(32)]} for i in range(args.batch)]
 
-    def seconds(tokens: int) -> float:
+    def seconds(batch: int, tokens: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": [3 + (7 * i + j) % 500 for j in range(32)]} for i in range(batch)]
         begun = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - begun
 
-    seconds(args.tokens)
     few, many = args.tokens // 8, args.tokens
+    for batch in args.batches:
+        seconds(batch, many)
     print("FOUND ready", flush=True)
-    for _ in sys.stdin:
-        print("FOUND", (seconds(many) - seconds(few)) / (many - few) * 1e3, flush=True)
+    for line in sys.stdin:
+        batch = int(line)
+        print("FOUND", (seconds(batch, many) - seconds(batch, few)) / (many - few) * 1e3, flush=True)
     llm.llm_engine.model_executor.shutdown()
 
 
@@ -70,19 +73,18 @@ class Engine:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self._answer()
 
-    def _answer(self) -> str:
+    def answer(self) -> str:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("FOUND "):
                 return line.removeprefix("FOUND ")
         raise RuntimeError("The engine has ended; what it said is above.")
 
-    def step_ms(self) -> float:
+    def step_ms(self, batch: int) -> float:
         assert self._process.stdin is not None
-        print(file=self._process.stdin, flush=True)
-        return float(self._answer())
+        print(batch, file=self._process.stdin, flush=True)
+        return float(self.answer())
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -95,11 +97,12 @@ def main() -> None:
     parser.add_argument("--model", default="", help="folder with config.json; default: a small one")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--pipeline-parallel-size", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[8])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--turns", type=int, default=30, help="of each engine")
     parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of both, with a colon between")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--num-gpu-blocks-override", type=int)
+    parser.add_argument("--out", default="", help="file for the results")
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.backend:
@@ -112,17 +115,28 @@ def main() -> None:
             argv += ["--model", folder]
         devices = args.devices.split(":") if args.devices else ["", ""]
         engines = {name: Engine(name, argv, own) for name, own in zip(("mp", "ray"), devices, strict=True)}
-        found: dict[str, list[float]] = {name: [] for name in engines}
-        for turn in range(args.turns):
-            for name in sorted(engines, reverse=turn % 2 == 1):
-                found[name].append(engines[name].step_ms())
+        for engine in engines.values():
+            engine.answer()
+        results = [measured(engines, batch, args.turns) for batch in args.batches]
         for engine in engines.values():
             engine.end()
+    if args.out:
+        Path(args.out).write_text(json.dumps({"argv": sys.argv[1:], "batches": results}, indent=1) + "\n")
+
+
+def measured(engines: dict[str, Engine], batch: int, turns: int) -> dict[str, Any]:
+    """What steps of so many requests take, and the ratio of each pair of turns: its median, and the middle half."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(turns):
+        for name in sorted(engines, reverse=turn % 2 == 1):
+            found[name].append(engines[name].step_ms(batch))
     ratios = sorted(ray / mp for mp, ray in zip(found["mp"], found["ray"], strict=True))
+    result: dict[str, Any] = {"batch": batch, "ray_over_mp": round(statistics.median(ratios), 4)}
+    result["middle_half"] = [round(ratios[len(ratios) // 4], 4), round(ratios[-1 - len(ratios) // 4], 4)]
     for name, times in found.items():
-        print(f"{name:4} median {statistics.median(times):.3f}, least {min(times):.3f} ms a step")
-    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    print(f"ray / mp: median {statistics.median(ratios):.4f}, half of all in [{low:.4f}, {high:.4f}]")
+        result[f"{name}_ms"] = {"median": round(statistics.median(times), 4), "least": round(min(times), 4)}
+    print(json.dumps(result), flush=True)
+    return result
 
 
 if __name__ == "__main__":

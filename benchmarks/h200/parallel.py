@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="fewer repetitions")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each layout")
     parser.add_argument("--llm-kwargs", default="{}", help="JSON, for every layout")
+    parser.add_argument("--table", default="", help="file for the figures of all layouts, those of before included")
+    parser.add_argument("--commit", default="", help="what was measured, for that file")
     args = parser.parse_args()
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,6 +133,21 @@ def main() -> None:
         first = first or found
         for case, value in found.items():
             print(f"{name:8} {case:24} {value:12.4g} {value / first.get(case, value):8.2f}x", flush=True)
+        if args.table:
+            note(Path(args.table), f"{Path(args.model).name} {name}", args.commit, found, first, Layout.of(name))
+
+
+def note(path: Path, key: str, commit: str, found: dict[str, float], first: dict[str, float], layout: Layout) -> None:
+    """Put a layout's figures in a file: each case, how often it beats the first layout, and that per device."""
+    table = json.loads(path.read_text()) if path.exists() else {}
+    devices = layout.copies * layout.each
+    table[key] = {"commit": commit, "devices": devices, "cases": {}}
+    for case, value in found.items():
+        entry = table[key]["cases"][case] = {"value": float(f"{value:.5g}")}
+        if case in first and not case.startswith("start-up"):
+            entry["times"] = round(value / first[case], 3)
+            entry["efficiency"] = round(value / first[case] / devices, 3)
+    path.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":
