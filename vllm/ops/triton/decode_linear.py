@@ -171,16 +171,18 @@ def _skinny_kernel(
     ACT: tl.constexpr, NORM: tl.constexpr, NEXT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
     AHEAD: tl.constexpr, LORA: tl.constexpr, MOST: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     PARTS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, FORESEE: tl.constexpr,
+    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, NARROW: tl.constexpr, FORESEE: tl.constexpr,
     SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Up to BM rows: grid (N / BN, SPLIT). The weight is the left operand, so that few rows cost few columns.
 
     With SPLIT > 1 each program sums a share of K; the last to arrive adds the parts up in fixed order.
-    With LORA > 0, so many programs more come first, spread over the shares, for `shrink_rows`.
+    With LORA > 0, so many programs more come first, spread over the shares, for `shrink_rows`. NARROW: rows from before
+    the norm's last factor may be too large for the type of the adapters' matrices.
     SCALES: of weights in 8-bit floats, of which each output has one.
     """
     FIRST: tl.constexpr = (LORA + SPLIT - 1) // SPLIT
+    LAST: tl.constexpr = NORM and not (LORA > 0 and NARROW)  # the norm's factor comes behind what adapters add
     pid = tl.program_id(0) - FIRST
     share = tl.program_id(1)
     if LORA > 0:  # noqa: SIM102 (what is inside is not compiled without)
@@ -216,7 +218,7 @@ def _skinny_kernel(
         count = tl.load(order)
     if PDL:
         gdc_wait()
-    parts, before = ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N, MODE, NORM and LORA == 0)
+    parts, before = ask_rows(squares_in, tiles_in, h, m, n, in_m, in_n, N, MODE, LAST)
     acc = tl.zeros([BN, BM], tl.float32)
     if MODE == 1:
         up = tl.zeros([BN, BM], tl.float32)
@@ -256,7 +258,7 @@ def _skinny_kernel(
         up = acc
     if LORA > 0:
         factor = tl.full([BM], 1.0, tl.float32)
-        if NORM:
+        if NORM and NARROW:
             factor = inverse_rms(squares_in, m, in_m, tiles_in, WIDTH, eps)
             acc = acc * factor[None, :]
             if MODE == 1:
@@ -278,7 +280,7 @@ def _skinny_kernel(
             up = acc
     close_rows(
         acc, up, m, n, in_m, in_n, pid, first_bias, second_bias, weight, parts, before, squares_in, tiles_in, eps, out,
-        h, scaled, squares_out, best, best_at, sums, scale, N, WIDTH, BN, MODE, ACT, NORM and LORA == 0, NEXT, BIAS,
+        h, scaled, squares_out, best, best_at, sums, scale, N, WIDTH, BN, MODE, ACT, LAST, NEXT, BIAS,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,13 +80,14 @@ class Change:
             "LORA": _tiles(w, rows) * _shares(w), "MOST": most, "RANK": rank, "RP": padded, "PARTS": len(w.parts),
             "SECOND": second, "THIRD": third, "SHARES": _shares(w), "TILE": _tile(w, rows),
             "COLUMNS": min(_COLUMNS, triton.next_power_of_2(most) * padded), "OUTPUTS": outputs,
+            "NARROW": w.b.dtype == torch.float16,
         }  # fmt: skip
         return (w.a, w.b, w.ranks, self.rows, self.order, self.small, self.ready), const
 
 
 def no_change() -> tuple[tuple[None, ...], dict[str, Any]]:
     """As `Change.arguments` for a product without adapters."""
-    names = ("LORA", "MOST", "RANK", "RP", "PARTS", "SECOND", "THIRD", "SHARES", "TILE", "COLUMNS", "OUTPUTS")
+    names = ("LORA", "MOST", "RANK", "RP", "PARTS", "SECOND", "THIRD", "SHARES", "TILE", "COLUMNS", "OUTPUTS", "NARROW")
     return (None,) * 7, dict.fromkeys(names, 0)
 
 
