@@ -37,6 +37,7 @@ _STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}  # parameters of expe
 _EXPERTS = "experts"  # the module whose parameters are meant where a name has none
 _LONGEST_NUMBER = 6  # digits of a layer's number
 _OF_TRAINING = (".lora_velora_embed", ".lora_monteclora_sampler.")  # in names of tensors that only training reads
+_AHEAD = 4 << 20  # bytes of a file that are asked for ahead: that takes a moment in which no other thread runs
 _COPIED = ("embed.weight", "head.weight", "head.bias")  # of the base model, canonical names
 
 
@@ -128,11 +129,13 @@ def read_adapter(
     max_rank: int,
     max_bytes: int,
     vocabulary: int | None = None,
+    rest: Callable[[], None] = lambda: None,
 ) -> Adapter:
     """The adapter in `folder`, for a base model whose names `resolve` knows.
 
     max_rank: the largest rank that is served.   max_bytes: of the file of weights, and of that of new tokens.
     vocabulary: tokens of the base model; what copies of its embedding and head have behind them is added to it.
+    rest: called between two tensors.
     Raises ValueError if anything about it is damaged, unknown or not supported; nothing of it is left in memory then.
     """
     config_file, weights_file = find_adapter(folder)
@@ -153,6 +156,7 @@ def read_adapter(
     copies: dict[str, tuple[int, ...]] = {}
     new_tokens = _new_tokens(folder, max_bytes, digest)
     for name, tensor in tensors_of(weights_file):
+        rest()
         if len(name) > MAX_NAME:
             raise ValueError(f"{weights_file}: {name[:100]!r}... is longer than any name of a tensor of an adapter.")
         _update(digest, name, tensor)
@@ -179,6 +183,7 @@ def read_adapter(
     experts = _experts(weights_file, pairs, config, resolve)
     unknown = []
     for path, pair in pairs.items():
+        rest()
         found = resolve(f"{path}.weight")
         if found is None:
             unknown.append(path)
@@ -293,7 +298,7 @@ def _checked(
 
 def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a file of weights, of either kind. Raises ValueError."""
-    return iterate_tensors(file) if file.suffix == ".safetensors" else iterate_pickle(file)
+    return iterate_tensors(file, _AHEAD) if file.suffix == ".safetensors" else iterate_pickle(file)
 
 
 def _update(digest: Any, name: str, tensor: Tensor) -> None:

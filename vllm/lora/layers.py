@@ -25,6 +25,11 @@ from vllm.ops.lora import (
 from vllm.step.inputs import RowView
 
 _ALIGNED = 64  # bytes
+_PIECE = 4 << 20  # bytes of host memory that are asked for at once: pinning them takes a millisecond
+
+
+def keep_going() -> None:
+    """What is called between pieces of work in another thread, where nobody has to be let in."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +51,60 @@ class HostAdapter:
         rows = sum(tensor.nbytes for tensor in self.added.values())
         return sum(a.nbytes + b.nbytes for a, b in self.matrices.values()) + rows
 
-    def moved(self, room: Callable[[int], Tensor]) -> HostAdapter:
-        """The same in one piece of memory, which `room` gives: uint8 [bytes], from where a device copies by itself."""
-        tensors = [tensor for pair in self.matrices.values() for tensor in pair]
-        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
-        places = room(sum(sizes)).split(sizes)
-        there = iter(
-            place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            for place, tensor in zip(places, tensors, strict=True)
-        )
-        return replace(self, matrices={name: (next(there), next(there)) for name in self.matrices})
+    def moved(self, room: Callable[[int], Tensor], rest: Callable[[], None] = keep_going) -> HostAdapter:
+        """The same in memory which `room` gives in pieces: uint8 [bytes], from where a device copies by itself.
+
+        rest: called between the pieces.
+        """
+        tensors = [*(tensor for pair in self.matrices.values() for tensor in pair), *self.added.values()]
+        there: list[Tensor] = []
+        while len(there) < len(tensors):
+            sizes: list[int] = []
+            for tensor in tensors[len(there) :]:
+                size = -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+                if sizes and sum(sizes) + size > _PIECE:
+                    break
+                sizes.append(size)
+            for place in room(sum(sizes)).split(sizes):
+                tensor = tensors[len(there)]
+                same = place[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+                there.append(same.copy_(tensor))
+            rest()
+        found = iter(there)
+        matrices = {name: (next(found), next(found)) for name in self.matrices}
+        return replace(self, matrices=matrices, added={name: next(found) for name in self.added})
+
+
+def as_laid_out(b: Tensor) -> Tensor:
+    """`b` [outputs, rank] with its numbers in the order of a slot on the device, into which they go as they lie."""
+    laid_out: Tensor = lay_out_b(b[None])[0]
+    return laid_out
+
+
+def fill_slot(
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    slot: int,
+    new: tuple[Tensor, Tensor] | None,
+    filled: dict[int, tuple[int, int]],
+) -> None:
+    """Copy an adapter's matrices over those of the one before it; None where it has none for the layer.
+
+    a, b: of the slot, [parts, rank, inputs] and [outputs, rank]; of an embedding a is [vocabulary, rank].   ranks: see
+    `LowRank`.   filled: how much of the rank of a and b is not zeros, by slot; of a slot that is not there nothing.
+    """
+    own = (0, 0) if new is None else (new[0].shape[1], new[1].shape[1])
+    before = filled.pop(slot, (0, 0))
+    if own[0] != before[0]:
+        ranks[slot] = own[0]
+    for to, used, zeros in ((a, own[0], before[0]), (b, own[1], before[1])):
+        if used < zeros:
+            to[:, used:zeros].zero_()
+    if new is not None:
+        filled[slot] = own
+        a[:, : own[0]].copy_(new[0], non_blocking=True)
+        b[:, : own[1]].copy_(new[1], non_blocking=True)
 
 
 class LinearStack:
@@ -84,6 +133,7 @@ class LinearStack:
         self.a = torch.zeros(slots, len(counts) * rank, width, dtype=dtype, device=device)
         self.b = lay_out_b(torch.zeros(slots, sum(counts), rank, dtype=dtype, device=device))
         self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._filled: dict[int, tuple[int, int]] = {}
         self.matrices = LowRank(self.a, self.b, self.ranks, self.parts)
         self.whole = True  # whether `matrices` are all that this rank needs for its part of the output
         self.added: AddedTokens | None = None  # of a head, where adapters may add tokens
@@ -108,18 +158,12 @@ class LinearStack:
             if self.cuts_outputs:
                 scaled = shard_part(scaled, self.outputs[index], 0, self.tp_rank, self.world)
             b[first : first + count, :own] = scaled
-        return a, b
+        return a, as_laid_out(b)
 
     def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
         """Put an adapter's matrices into `slot`; None where it does not change this layer."""
-        self.ranks[slot] = 0 if matrices is None else matrices[0].shape[1]
-        self.a[slot].zero_()
-        self.b[slot].zero_()
-        if matrices is None:
-            return
-        a, b = matrices
-        self.a[slot].view(len(self.parts), -1, self.a.shape[2])[:, : a.shape[1]].copy_(a, non_blocking=True)
-        self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
+        by_part = self.a[slot].view(len(self.parts), -1, self.a.shape[2])
+        fill_slot(by_part, self.b[slot], self.ranks, slot, matrices, self._filled)
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the layer's output in place. out: [rows, outputs], x: [rows, inputs]."""
@@ -160,7 +204,7 @@ class ShardedStack(LinearStack):
             a = a[:, self._between].clone()
         elif self.cuts_inputs:
             ((first, count),) = self._outputs
-            b = b[first : first + count].clone()
+            b = as_laid_out(b[first : first + count].contiguous())
         return a, b
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
@@ -185,6 +229,7 @@ class EmbeddingStack:
         self.a = torch.zeros(slots, layer.org_vocab_size, rank, dtype=dtype, device=device)
         self.b = torch.zeros(slots, layer.embedding_dim, rank, dtype=dtype, device=device)
         self.ranks = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._filled: dict[int, tuple[int, int]] = {}
         self.matrices = LowRank(self.a, self.b, self.ranks, ((0, layer.embedding_dim),))
         self.whole = True  # as of `LinearStack`
         self.added: AddedTokens | None = None
@@ -196,13 +241,7 @@ class EmbeddingStack:
 
     def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
         """Put an adapter's matrices into `slot`; None where it does not change the embedding."""
-        self.ranks[slot] = 0 if matrices is None else matrices[0].shape[1]
-        self.a[slot].zero_()
-        self.b[slot].zero_()
-        if matrices is not None:
-            a, b = matrices
-            self.a[slot, :, : a.shape[1]].copy_(a, non_blocking=True)
-            self.b[slot, :, : b.shape[1]].copy_(b, non_blocking=True)
+        fill_slot(self.a[slot], self.b[slot], self.ranks, slot, matrices, self._filled)
 
     def add(self, out: Tensor, ids: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the embedding in place. out: [rows, width], ids: [rows]."""
@@ -359,10 +398,16 @@ class LoRALayers:
                     (part.size, width),
                 )
 
-    def prepare(self, adapter: Adapter, is_elsewhere: Callable[[str], bool] = lambda name: False) -> HostAdapter:
+    def prepare(
+        self,
+        adapter: Adapter,
+        is_elsewhere: Callable[[str], bool] = lambda name: False,
+        rest: Callable[[], None] = keep_going,
+    ) -> HostAdapter:
         """This rank's share of an adapter. Raises ValueError if it does not fit the model; may run in any thread.
 
-        is_elsewhere: whether another stage of the pipeline has a layer, which then looks after it.
+        is_elsewhere: whether another stage of the pipeline has a layer, which then looks after it.   rest: called
+        between two layers.
         """
         for name, copied in adapter.copies.items():
             layer = name.partition(".")[0]
@@ -407,7 +452,10 @@ class LoRALayers:
         for path, by_part in pieces.items():
             if None in by_part and len(by_part) > 1:
                 raise ValueError(f"The adapter changes {path} both as a whole and in parts.")
-        matrices = {path: self._stacks[path].prepare(by_part) for path, by_part in pieces.items()}  # type: ignore[arg-type]
+        matrices = {}
+        for path, by_part in pieces.items():
+            matrices[path] = self._stacks[path].prepare(by_part)  # type: ignore[arg-type]
+            rest()
         return HostAdapter(matrices, adapter.digest, added=added)
 
     def _prepare_added(self, adapter: Adapter, is_elsewhere: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -30,6 +31,8 @@ ROWS_WITH_ADAPTERS = "rows with adapters"
 _STRETCHED = "divided positions"
 _ADDED = "added tokens"
 _NICE = 10  # of the thread that reads adapters: steps come first
+_AT_ONCE = 0.001  # seconds that it works without a rest
+_QUIET = 0.1  # seconds after the last step from which on nobody has to be let in
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig, VllmConfig
@@ -67,6 +70,7 @@ class WorkerAdapters:
         self._rows: np.ndarray = np.zeros(lora.max_loras + 1, np.int64)  # of rotary tables, by slot; last: without
         self._max_bytes = config.parallel_config.pipeline_parallel_size * self._layers.max_file_bytes()
         self._host: dict[int, HostAdapter] = {}
+        self._pace = _Pace()
         self._loading: dict[int, Future[HostAdapter]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=_give_way)
         self._slots: np.ndarray = np.full(config.scheduler_config.max_num_seqs, self.column.neutral, np.int32)
@@ -101,12 +105,13 @@ class WorkerAdapters:
 
     def _read(self, folder: Path) -> HostAdapter:
         assert self._family is not None
+        rest = self._pace.rest
         adapter = read_adapter(
             folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes,
-            vocabulary=self._model.traits.vocab_size,
+            vocabulary=self._model.traits.vocab_size, rest=rest,
         )  # fmt: skip
         stretch = check_stretch(adapter.config, self._positions, self._rotary)
-        prepared = self._layers.prepare(adapter, self._model.is_elsewhere).moved(self._context.host_bytes)
+        prepared = self._layers.prepare(adapter, self._model.is_elsewhere, rest).moved(self._context.host_bytes, rest)
         return replace(prepared, rotary_row=self._rotary.get(stretch, 0))
 
     def _canonical(self, tensor: Tensor, layout: WeightLayout, name: str) -> Tensor:
@@ -133,6 +138,7 @@ class WorkerAdapters:
         experts" where one changes experts, "added tokens" where one adds some to the vocabulary, and "divided
         positions" where one is for longer sequences.
         """
+        self._pace.last_step = time.monotonic()
         present = set(self._slots[plan.slots].tolist()) - {self.column.neutral}
         if not present:
             return frozenset()
@@ -172,6 +178,28 @@ class WorkerAdapters:
         device, *indices = self._context.upload([adapters.astype(np.int32), *rows])
         segments = zip(present.tolist(), indices, strict=True)
         return RowView(device, tuple(Segment(slot, index) for slot, index in segments))
+
+
+class _Pace:
+    """Of the thread that reads: between steps it works for about a millisecond, then rests for as long, so that a step
+    waits no longer for the interpreter or for a processor.
+
+    last_step: when a step has begun last, by the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.last_step = 0.0
+        self._since = 0.0
+
+    def rest(self) -> None:
+        """Called between two pieces of work."""
+        now = time.monotonic()
+        worked = now - self._since
+        if worked < _AT_ONCE:
+            return
+        if now - self.last_step < _QUIET:
+            time.sleep(min(worked, 10 * _AT_ONCE))
+        self._since = time.monotonic()
 
 
 def adapter_dtype(lora: LoRAConfig, model: torch.dtype) -> torch.dtype:

@@ -105,8 +105,11 @@ def _damaged(file: Path, what: str) -> ValueError:
     return ValueError(f"{file} is not a complete safetensors file: {what}. Download it again.")
 
 
-def iterate_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) in file order. A tensor is a view of the mapped file."""
+def iterate_tensors(file: Path, ahead: int = _AHEAD) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) in file order. A tensor is a view of the mapped file.
+
+    ahead: bytes behind a tensor that the system is asked to read meanwhile.
+    """
     entries = read_entries(file)
     with file.open("rb") as stream:
         # Copy-on-write, because torch wants writable memory; nobody writes, so no byte is copied. The mapping ends with
@@ -114,7 +117,7 @@ def iterate_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     asked = 0
     for entry in entries:
-        wanted = min(len(mapped), entry.start + entry.num_bytes + _AHEAD)
+        wanted = min(len(mapped), entry.start + entry.num_bytes + ahead)
         if wanted > asked:  # read what comes next while this one is put in its place
             mapped.madvise(mmap.MADV_WILLNEED, asked, wanted - asked)
             asked = wanted // mmap.PAGESIZE * mmap.PAGESIZE
