@@ -22,6 +22,12 @@ class Derived(BuiltIn):
         return super().compute_logits(hidden_states, sampling_metadata) * 2.0
 
 
+class Asking(BuiltIn):
+    def forward(self, *args, **kwargs):
+        hidden = super().forward(*args, **kwargs)
+        return hidden if float(hidden.float().sum()) != 0.5 else hidden + 1  # a number from the device
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     torch.manual_seed(1)
@@ -62,3 +68,16 @@ def test_captured_steps_give_the_tokens_of_hugging_face(llama, kind, monkeypatch
         assert way or {("plain", 1), ("hidden", 1)} <= captured(engine)
         end(engine)
     assert said[0] == said[1]
+
+
+def test_a_model_that_asks_the_device_is_told_so(llama, monkeypatch):
+    folder, _ = llama
+    monkeypatch.setattr(ModelRegistry, "_registered", dict(ModelRegistry._registered))
+    ModelRegistry.register_model("OwnForCausalLM", Asking)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"]}))
+    with pytest.raises(RuntimeError, match="asks the device for a number.*enforce_eager=True"):
+        run(core(folder), [greedy("0", [5] * 9, COUNT)])
+    engine = core(folder, enforce_eager=True)
+    assert len(run(engine, [greedy("0", [5] * 9, COUNT)]).tokens["0"]) == COUNT
+    end(engine)

@@ -264,12 +264,20 @@ class CudaContext:
         graph = torch.cuda.CUDAGraph()
         main, stream = torch.cuda.current_stream(), _recording_stream(self.device)
         stream.wait_stream(main)
-        with torch.cuda.stream(stream), _no_collection():
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
+        try:
+            with torch.cuda.stream(stream), _no_collection():
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                "A step of this model cannot be captured as a CUDA graph, probably because a layer asks the device for a "
+                f"number ({_first_line(error)}). Keep such numbers on the device, or set enforce_eager=True."
+            ) from error
         main.wait_stream(stream)
         return graph
 
@@ -283,6 +291,13 @@ class CudaContext:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+def _first_line(error: BaseException) -> str:
+    """What was said of the failure that came first: one inside a capture makes its end fail, too."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0]
 
 
 @contextmanager
