@@ -214,11 +214,7 @@ class FaultyPreparation:
 
     async def tokenized(self, request: RequestInput, deadline: float | None) -> RequestInput:
         """Raise or sleep first, in a thread as tokenizing would, if this request is the one."""
-        from vllm.engine.texts import INLINE_CHARACTERS
-
-        await self._preparation.in_lane(
-            deadline, INLINE_CHARACTERS + 1, self._faults.on_request, "tokenizer", request.request_id
-        )
+        await self._preparation.beside(deadline, self._faults.on_request, "tokenizer", request.request_id)
         return await self._preparation.tokenized(request, deadline)
 
     async def processed(self, request: RequestInput, deadline: float | None) -> ProcessedRequest:

@@ -57,8 +57,12 @@ class Preparation:
         """The checked request. To look at a schema may take long, and is done in another thread."""
         params = request.params
         if isinstance(params, SamplingParams) and (params.guided_decoding or params.structured_outputs):
-            return await self.in_lane(deadline, INLINE_CHARACTERS + 1, self._input.process, request)  # type: ignore[no-any-return]
+            return await self.beside(deadline, self._input.process, request)  # type: ignore[no-any-return]
         return self._input.process(request)
+
+    async def beside(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any:
+        """In another thread, whatever the size."""
+        return await self.in_lane(deadline, INLINE_CHARACTERS + 1, function, *args)
 
     async def in_lane(self, deadline: float | None, size: int, function: Callable[..., Any], *args: Any) -> Any:
         """`Lanes.run`, until the deadline."""
