@@ -275,8 +275,8 @@ class CudaContext:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                "A step of this model cannot be captured as a CUDA graph, probably because a layer asks the device for a "
-                f"number ({_first_line(error)}). Keep such numbers on the device, or set enforce_eager=True."
+                "A step of this model cannot be captured as a CUDA graph, probably because a layer asks the device for "
+                f"a number ({_first_line(error)}). Keep such numbers on the device, or set enforce_eager=True."
             ) from error
         main.wait_stream(stream)
         return graph
