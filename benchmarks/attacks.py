@@ -30,6 +30,11 @@ COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/r
 STREAM = {"prompt": "Hello", "max_tokens": 64, "stream": True, "ignore_eos": True, "temperature": 0}
 USER = {"role": "user", "content": "Hi"}
 MEGABYTE = 1 << 20
+KNOWN = {
+    **{"input": "a", "max_output_tokens": 1500, "ignore_eos": True, "store": True},
+    **{"top_logprobs": 20, "include": ["message.output_text.logprobs"]},
+}
+SWITCHES = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # what is off by default
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,8 @@ FOUND = [
             "stream": True,
         },
     ),
+    Attack("a stored response with 20 log probabilities of 1,500 tokens", RESPONSES, lambda: dict(KNOWN)),
+    Attack("the same response as a stream", RESPONSES, lambda: {**KNOWN, "stream": True}),
     Attack(
         "64 beams",
         COMPLETIONS,
@@ -409,7 +416,7 @@ def main() -> None:
     first, step = map(int, args.part.split("/"))
     attacks = (list(family(pools=bool(args.task))) if args.family else [*FOUND, *TEMPLATES])[first - 1 :: step]
     flags = ["--task", args.task] if args.task else ["--enable-lora"]
-    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    os.environ.update(SWITCHES)
     results = []
     with serving("--trust-request-chat-template", *(flags if args.family else [])) as (port, pid):
         watched = Bystanders(port, "demo", pools=bool(args.task))

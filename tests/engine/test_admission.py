@@ -56,6 +56,17 @@ def test_others_find_room_beside_an_account_that_wants_everything():
         admission.check(1, 3)
 
 
+def test_many_accounts_leave_half_of_the_queue_to_others():
+    admission, accounts = new(slots=4), [Account() for _ in range(20)]
+    for i, account in enumerate(accounts):
+        found = messages([f"{i}-{j}" for j in range(admission.room(account, 3))])
+        assert found  # each has a place at least
+        admission.enter(found, account)
+    assert admission.waiting == 16 + 16  # four with all of their share, and a place for each of the others
+    assert [admission.room(account, 3) for account in accounts] == [0] * 20
+    admission.check(admission.max_sequences - admission.waiting, 3)
+
+
 def test_n_counts_as_n():
     admission = new(slots=2, sequences=6, tokens=100)
     admission.enter(messages(["a"]))

@@ -11,7 +11,19 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
-from benchmarks.attacks import CHAT, COMPLETIONS, FOUND, PAIRS, TEMPLATES, Attack, Bystanders, bodies, family, measure
+from benchmarks.attacks import (
+    CHAT,
+    COMPLETIONS,
+    FOUND,
+    PAIRS,
+    SWITCHES,
+    TEMPLATES,
+    Attack,
+    Bystanders,
+    bodies,
+    family,
+    measure,
+)
 from tests.server.http_server import MODEL, Server
 from tests.tiny_encoders import save_bert
 from vllm.entrypoints.openai.routes import LATER_ROUTES, OTHER_MODELS_ROUTES, router
@@ -33,7 +45,7 @@ QUEUED = ("n = 2,000", "1,000 prompts", "64 beams")  # honest work, see the test
 @pytest.fixture(scope="module")
 def attacked(model_folder: Path) -> Iterator[Server]:
     flags = ("--trust-request-chat-template", "--enable-lora")
-    with Server(model_folder, *flags, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as running:
+    with Server(model_folder, *flags, env=SWITCHES) as running:
         before = running.canary()
         yield running
         assert running.alive, running.log[-3000:]

@@ -208,9 +208,9 @@ def answered(text: str, settings: ParsingSettings, **fields: Any) -> tuple[dict[
         body = ChatCompletionRequest(messages=[{"role": "user", "content": "q"}], tools=TOOLS, **fields)
         parsing = wanted_of(settings, tokenizer, body, "").parsing
         made = chat.Chat(body, "c", "m", 1, source, TokenText(None, True), "assistant", "", parsing)
-        return responses.Work(ResponsesRequest(input="q"), "resp_1", "msg_1", made)
+        return responses.Work(ResponsesRequest(input="q"), "resp_1", "msg_1", made, b'{"tools": []}')
 
-    whole = asyncio.run(responses.complete(context, work()))
+    whole = json.loads(asyncio.run(responses.complete(context, work())))
     writer = responses.ResponseEvents(work(), context)
     stream = b"".join([*(writer.feed(0, output) for output in source.pieces(random.Random(0))), writer.end()]).decode()
     return whole, [json.loads(part.partition("data: ")[2]) for part in stream.split("\n\n") if part]
@@ -244,18 +244,43 @@ def test_thoughts_text_and_calls_are_items_in_order() -> None:
     assert without_ids(done_items) == without_ids(whole["output"])
 
 
+def test_a_conversation_goes_on_without_the_log_probabilities_of_its_answers(stored: Server) -> None:
+    ask = {"input": "Where is Oslo?", "temperature": 0, "max_output_tokens": 20}
+    known = {**ask, "include": ["message.output_text.logprobs"], "top_logprobs": 5}
+    followed = []
+    for body in (ask, known, {**known, "background": True}):
+        first = stored.post("/v1/responses", body).json
+        for _ in range(200):
+            if first["status"] not in ("queued", "in_progress"):
+                break
+            time.sleep(0.05)
+            first = stored.get(f"/v1/responses/{first['id']}").json
+        assert bool(first["output"][0]["content"][0]["logprobs"]) == ("include" in body)
+        further = {**ask, "input": "And Rome?", "previous_response_id": first["id"]}
+        followed.append(stored.post("/v1/responses", further).json)
+    assert {made["output"][0]["content"][0]["text"] for made in followed} == {
+        followed[0]["output"][0]["content"][0]["text"]
+    }
+    assert len({made["usage"]["input_tokens"] for made in followed}) == 1
+
+
+def stored_of(size: int) -> Stored:
+    """A response of so many bytes."""
+    return Stored("completed", lambda status: b"x" * (size - 4), b"[]", b"[]")
+
+
 def test_store_forgets_the_oldest() -> None:
     store = ResponseStore(enabled=True, max_entries=3, max_bytes=1200)
     for i in range(5):
-        store.put(f"r{i}", Stored({"status": "completed"}, [], []))
+        store.put(f"r{i}", stored_of(20))
     assert len(store) == 3
     with pytest.raises(APIError, match="not found"):
         store.get("r1")
-    store.put("large", Stored({"status": "completed", "text": "x" * 900}, [], []))
+    store.put("large", stored_of(900))
     assert len(store) == 3  # within both bounds
-    store.put("large too", Stored({"status": "completed", "text": "x" * 900}, [], []))
+    store.put("large too", stored_of(900))
     assert len(store) == 1
-    store.put("too large", Stored({"status": "completed", "text": "x" * 2000}, [], []))
+    store.put("too large", stored_of(2000))
     assert len(store) == 0
 
 

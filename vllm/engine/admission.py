@@ -78,10 +78,12 @@ class Admission:
             )
 
     def room(self, account: Account, tokens: int) -> int:
-        """How many sequences with prompts of so many tokens the account may add to the queue."""
-        if not account.waiting:
-            return max(1, min(self.share, self.share_of_tokens // max(1, tokens)))
-        return max(0, min(self.share - account.waiting, (self.share_of_tokens - account.tokens) // max(1, tokens)))
+        """How many sequences with prompts of so many tokens the account may add to the queue. All accounts together
+        leave half of it to those who come with a single one.
+        """
+        shared = self.max_sequences // 2 - self.waiting
+        room = min(self.share - account.waiting, shared, (self.share_of_tokens - account.tokens) // max(1, tokens))
+        return max(room, 0 if account.waiting else 1)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ def count_entries(outputs: Iterable[RequestOutput]) -> int:
     return count
 
 
-def encode_at_once(answer: dict[str, Any]) -> bytes:
+def encode_at_once(answer: dict[str, Any] | list[Any]) -> bytes:
     """The answer as JSON. Lists in it may be iterators, of which little is there at a time."""
     return b"".join(_pieces(answer))
 

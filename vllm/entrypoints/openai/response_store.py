@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
 
-from vllm.entrypoints.openai.answers import encode_at_once
 from vllm.entrypoints.openai.errors import bad_request, not_found, overloaded
 
 SWITCH = "VLLM_ENABLE_RESPONSES_API_STORE=1"
@@ -18,33 +16,31 @@ MAX_RUNNING = 64  # in the background
 
 
 class Stored:
-    """A response: its newest body, the conversation that it ended with, without instructions, and its input.
+    """A response, the conversation that it ended with, without instructions, and its input: all as JSON, which takes a
+    tenth of the memory of objects.
 
-    The body is kept as JSON (`text`), which takes a tenth of the memory. task: what computes it, if that goes on in the
+    body: of a status, as an answer.   messages, input_items: lists.   task: what computes it, if that goes on in the
     background.
     """
 
     def __init__(
         self,
-        body: dict[str, Any],
-        messages: list[Any],
-        input_items: list[Any],
+        status: str,
+        body: Callable[[str], bytes],
+        messages: bytes,
+        input_items: bytes,
         task: asyncio.Task[None] | None = None,
     ) -> None:
         self.messages = messages
         self.input_items = input_items
         self.task = task
-        self.update(body)
-        self.size = len(self.text) + len(json.dumps([messages, input_items]))
+        self._body = body
+        self.set_status(status)
+        self.size = len(self.text) + len(messages) + len(input_items)
 
-    def update(self, body: dict[str, Any]) -> None:
-        self.status = body["status"]
-        self.text = encode_at_once(body)
-
-    @property
-    def body(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.text)
-        return found
+    def set_status(self, status: str) -> None:
+        self.status = status
+        self.text = self._body(status)
 
 
 class ResponseStore:
@@ -111,7 +107,7 @@ class ResponseStore:
             raise bad_request("Cannot cancel a synchronous response: only those with background=true.")
         if entry.status in ("queued", "in_progress"):
             entry.task.cancel()
-            entry.update({**entry.body, "status": "cancelled"})
+            entry.set_status("cancelled")
         return entry
 
     def _drop(self, response_id: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as json_text
 from typing import Any
 
-from vllm.engine.texts import INLINE_CHARACTERS
+from vllm.engine.texts import LONG_CHARACTERS
 from vllm.entrypoints.openai import chat
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once
 from vllm.entrypoints.openai.context import ServerContext, as_api_error, merge, new_id
@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.protocol import SHARED_WITH_CHAT, ChatCompletionReq
 from vllm.entrypoints.openai.response_items import Event, OutputItems, to_chat_choice, to_chat_tools, to_messages
 from vllm.entrypoints.openai.response_store import Stored
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.deltas import Content, Delta
 
 # What the chat that a response comes down to calls otherwise.
@@ -38,15 +39,17 @@ EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations": 
 class Work:
     """A checked request: the chat it comes down to.
 
-    conversation: the messages before the answer, without instructions; input_items: those of this request.
+    echoed: the fields of the response that repeat the request.   conversation: the messages before the answer, without
+    instructions; input_items: those of this request. All as JSON, made once: a request may have megabytes of them.
     """
 
     request: ResponsesRequest
     id: str
     message_id: str
     chat: chat.Chat
-    conversation: list[Any] = field(default_factory=list)
-    input_items: list[Any] = field(default_factory=list)
+    echoed: bytes
+    conversation: bytes = b"[]"
+    input_items: bytes = b"[]"
     is_stored: bool = False
 
 
@@ -65,10 +68,13 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         shared["response_format"] = form
     is_stored = _is_stored(context, request)
     items = _input_items(request)
-    conversation = to_messages(items)
+    conversation: list[Any] = to_messages(items)
+    before = 0
     if request.previous_response_id is not None:
         context.responses.check("previous_response_id")
-        conversation = [*context.responses.get(request.previous_response_id).messages, *conversation]
+        kept = context.responses.get(request.previous_response_id).messages
+        before = len(kept)
+        conversation = [*await context.in_lane(before, json.loads, kept), *conversation]
     instructions = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
     body = ChatCompletionRequest(
         messages=[*instructions, *conversation],
@@ -81,8 +87,7 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
         reasoning_effort=(request.reasoning or {}).get("effort"),
         **shared,
     )
-    # A conversation that goes on is longer than what came now: it is not for the event loop.
-    body._size = request.size + (INLINE_CHARACTERS if request.previous_response_id is not None else 0)
+    body._size = request.size + before
     try:
         work = await chat.prepare(context, body, None)
     except APIError as error:
@@ -91,7 +96,14 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
     # Whoever knows the id of a stored response may read it, so that no part of it is the client's.
     wanted = None if is_stored else request.request_id or request_id
     response_id, _ = new_id("resp", wanted, "_")
-    return Work(request, response_id, new_id("msg", None, "_")[0], work, conversation, items, is_stored)
+
+    def written() -> tuple[bytes, bytes, bytes]:
+        kept = (encode_at_once(conversation), encode_at_once(items)) if is_stored else (b"[]", b"[]")
+        return encode_at_once(_echoed(request, work.prompt.params, is_stored)), *kept
+
+    size = request.size + before
+    parts = await context.engine.lanes.write(written) if size > LONG_CHARACTERS else written()
+    return Work(request, response_id, new_id("msg", None, "_")[0], work, *parts, is_stored)
 
 
 def _is_stored(context: ServerContext, request: ResponsesRequest) -> bool:
@@ -117,25 +129,9 @@ def _input_items(request: ResponsesRequest) -> list[Any]:
     return request.input
 
 
-def _body(
-    work: Work,
-    status: str,
-    usage: dict[str, Any] | None = None,
-    output: Sequence[Any] = (),
-    reason: str | None = None,
-) -> dict[str, Any]:
-    """The response as an object. `reason`: why it is not complete."""
-    request, params = work.request, work.chat.prompt.params
-    body = {
-        "id": work.id,
-        "object": "response",
-        "created_at": work.chat.created,
-        "status": status,
-        "model": work.chat.model,
-        "output": list(output),
-        "usage": usage,
-        "error": None,
-        "incomplete_details": None if reason is None else {"reason": reason},
+def _echoed(request: ResponsesRequest, params: SamplingParams, is_stored: bool) -> dict[str, Any]:
+    """The fields of a response that say what was asked for."""
+    fields: dict[str, Any] = {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
@@ -148,13 +144,36 @@ def _body(
         "tool_choice": (request.tool_choice or "auto") if request.tools else "none",
         "tools": request.tools or [],
         "truncation": "disabled",
-        "store": work.is_stored,
+        "store": is_stored,
         "background": bool(request.background),
         "user": request.user,
     }
     if request.reasoning is not None:
-        body["reasoning"] = {"effort": None, "summary": None, **request.reasoning}
-    return body
+        fields["reasoning"] = {"effort": None, "summary": None, **request.reasoning}
+    return fields
+
+
+def _body(
+    work: Work,
+    status: str,
+    usage: dict[str, Any] | None = None,
+    output: Sequence[Any] = (),
+    reason: str | None = None,
+    error: dict[str, Any] | None = None,
+) -> bytes:
+    """The response as JSON. `reason`: why it is not complete."""
+    found = {
+        "id": work.id,
+        "object": "response",
+        "created_at": work.chat.created,
+        "status": status,
+        "model": work.chat.model,
+        "output": list(output),
+        "usage": usage,
+        "error": error,
+        "incomplete_details": None if reason is None else {"reason": reason},
+    }
+    return encode_at_once(found)[:-1] + b", " + work.echoed[1:]
 
 
 def _message(work: Work, text: str, logprobs: list[Any] | None, status: str) -> dict[str, Any]:
@@ -186,37 +205,53 @@ def _ending(finish_reason: str | None) -> tuple[str, str | None]:
     return ("incomplete", "max_output_tokens") if finish_reason == "length" else ("completed", None)
 
 
-def _keep(context: ServerContext, work: Work, body: dict[str, Any], task: asyncio.Task[None] | None = None) -> None:
+@dataclass(slots=True)
+class Finished:
+    """A response that has ended: its output, and all of it as JSON."""
+
+    status: str
+    output: Sequence[Any]
+    body: bytes
+
+
+def _keep(context: ServerContext, work: Work, done: Finished, task: asyncio.Task[None] | None = None) -> None:
     """Store the response, if it is to be stored, with the conversation as the next one will see it."""
     if work.is_stored:
-        messages = [*work.conversation, *to_messages(body["output"])]
-        context.responses.put(work.id, Stored(body, messages, work.input_items, task))
+        answer = encode_at_once(to_messages([_remembered(item) for item in done.output]))
+        messages = answer if work.conversation == b"[]" else work.conversation[:-1] + b", " + answer[1:]
+        if answer == b"[]":
+            messages = work.conversation
+        body = done.body  # and nothing else of it: objects take ten times as much
+        context.responses.put(work.id, Stored(done.status, lambda _: body, messages, work.input_items, task))
+
+
+def _remembered(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of an answer as a part of a conversation: its texts, without what else is known of their tokens."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}
 
 
 # -- whole -------------------------------------------------------------------------------------------------------------
 
 
-async def complete(context: ServerContext, work: Work) -> bytes | dict[str, Any]:
-    """The answer as one JSON object, encoded already if it is large."""
+async def complete(context: ServerContext, work: Work) -> bytes:
+    """The answer as one JSON object."""
+    done = await _finished(work, lambda done: _keep(context, work, done))
+    return done.body
+
+
+async def _finished(work: Work, keep: Callable[[Finished], None]) -> Finished:
+    """The answer, after `keep` has seen it. What is large is written beside the event loop."""
     final = await _final(work)
-    if count_entries([final]) > INLINE_ENTRIES:
-        return await context.engine.lanes.write(_finish, context, work, final)
-    body = _answer(work, final)
-    _keep(context, work, body)
-    return body
 
+    def finish() -> Finished:
+        done = _answer(work, final)
+        keep(done)
+        return done
 
-def _finish(context: ServerContext, work: Work, final: RequestOutput) -> bytes:
-    body = _answer(work, final)
-    _keep(context, work, body)
-    return encode_at_once(body)
-
-
-async def _compute(work: Work) -> dict[str, Any]:
-    final = await _final(work)
-    if count_entries([final]) > INLINE_ENTRIES:
-        return await work.chat.prompt.engine.lanes.write(_answer, work, final)
-    return _answer(work, final)
+    is_large = count_entries([final]) > INLINE_ENTRIES
+    return await work.chat.prompt.engine.lanes.write(finish) if is_large else finish()
 
 
 async def _final(work: Work) -> RequestOutput:
@@ -228,7 +263,7 @@ async def _final(work: Work) -> RequestOutput:
     return final
 
 
-def _answer(work: Work, final: RequestOutput) -> dict[str, Any]:
+def _answer(work: Work, final: RequestOutput) -> Finished:
     answer = final.outputs[0]
     status, reason = _ending(answer.finish_reason)
     parsing = work.chat.parsing
@@ -242,32 +277,33 @@ def _answer(work: Work, final: RequestOutput) -> dict[str, Any]:
             _ = list(items.add(delta, (_logprobs(work, answer) or ()) if isinstance(delta, Content) else ()))
         _ = list(items.close(status))
         output_items = items.items
-    return _body(work, status, usage, output_items, reason)
+    return Finished(status, output_items, _body(work, status, usage, output_items, reason))
 
 
 def _items(work: Work) -> OutputItems:
     return OutputItems(work.message_id, work.chat.role, work.request.wants_logprobs)
 
 
-def begin(context: ServerContext, work: Work) -> dict[str, Any]:
+def begin(context: ServerContext, work: Work) -> bytes:
     """Compute the answer in the background; returns the response as it is now."""
+    entry = Stored("queued", lambda status: _body(work, status), work.conversation, work.input_items)
+    context.responses.put(work.id, entry)
+
+    def keep(done: Finished) -> None:
+        if entry.status != "cancelled":
+            _keep(context, work, done, entry.task)
 
     async def run() -> None:
-        entry = context.responses.get(work.id)
-        entry.update({**entry.body, "status": "in_progress"})
+        entry.set_status("in_progress")
         try:
-            body = await _compute(work)
+            await _finished(work, keep)
         except Exception as error:
-            problem = as_api_error(error)
-            message = problem.body["message"]
-            body = {**_body(work, "failed"), "error": {"code": "server_error", "message": message}}
-        if entry.status != "cancelled":
-            _keep(context, work, body, entry.task)
+            message = as_api_error(error).body["message"]
+            problem = {"code": "server_error", "message": message}
+            keep(Finished("failed", (), _body(work, "failed", error=problem)))
 
-    body = _body(work, "queued")
-    _keep(context, work, body)
-    context.responses.get(work.id).task = asyncio.ensure_future(run())
-    return body
+    entry.task = asyncio.ensure_future(run())
+    return entry.text
 
 
 # -- streamed ----------------------------------------------------------------------------------------------------------
@@ -292,13 +328,14 @@ class ResponseEvents(AnswerEvents):
         self._token_ids: list[int] = []
 
     def _opening(self, result: RequestOutput) -> str:
-        created: list[Event] = [("response.created", {"response": _body(self._work, "in_progress")})]
-        created.append(("response.in_progress", {"response": _body(self._work, "in_progress")}))
+        body = _body(self._work, "in_progress").decode()
+        begun = "".join(self._response_event(kind, body) for kind in ("response.created", "response.in_progress"))
+        created: list[Event] = []
         if self._items is None:  # nothing but a message can come
             item = {**_message(self._work, "", None, "in_progress"), "content": []}
             created.append(("response.output_item.added", {"output_index": 0, "item": item}))
             created.append(("response.content_part.added", {**self._place, "part": EMPTY_TEXT}))
-        return self._all(created)
+        return begun + self._all(created)
 
     def _plain(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
         self._sent[0] += len(output.token_ids)
@@ -347,13 +384,19 @@ class ResponseEvents(AnswerEvents):
                 ("response.content_part.done", {**self._place, "part": part}),
                 ("response.output_item.done", {"output_index": 0, "item": output[0]}),
             ]
-        body = _body(work, status, usage, output, why)
+        done = Finished(status, output, _body(work, status, usage, output, why))
         if self._context is not None:
-            _keep(self._context, work, body)
-        return (self._all(events) + self._event(f"response.{status}", response=body)).encode()
+            _keep(self._context, work, done)
+        return (self._all(events) + self._response_event(f"response.{status}", done.body.decode())).encode()
 
     def _all(self, events: Iterable[Event]) -> str:
         return "".join([self._event(kind, **fields) for kind, fields in events])
+
+    def _response_event(self, kind: str, body: str) -> str:
+        """An event that brings the whole response, as JSON."""
+        self._number += 1
+        data = f'"type": "{kind}", "sequence_number": {self._number}, "response": {body}'
+        return f"event: {kind}\ndata: {{{data}}}\n\n"
 
     def _event(self, kind: str, **fields: Any) -> str:
         self._number += 1

@@ -264,7 +264,7 @@ async def create_response(request: Request) -> Response:
     except Exception as error:
         raise as_api_error(error) from error
     if body.background:
-        return JSONResponse(responses.begin(context, work))
+        return Response(responses.begin(context, work), media_type="application/json")
     if body.stream:
         return await stream(request, EventStream([work.chat.prompt], responses.ResponseEvents(work, context)))
     return await answer(request, lambda: responses.complete(context, work))
@@ -284,7 +284,8 @@ async def delete_response(request: Request, response_id: str) -> Response:
 @router.get("/v1/responses/{response_id}/input_items", responses=NAMED_ERRORS)
 async def list_input_items(request: Request, response_id: str) -> Response:
     items = context_of(request).responses.get(response_id).input_items
-    return JSONResponse({"object": "list", "data": items, "first_id": None, "last_id": None, "has_more": False})
+    body = b'{"object": "list", "data": %s, "first_id": null, "last_id": null, "has_more": false}' % items
+    return Response(body, media_type="application/json")
 
 
 @router.post("/v1/responses/{response_id}/cancel", responses=NAMED_ERRORS)
