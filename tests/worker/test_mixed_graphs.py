@@ -39,14 +39,14 @@ def test_a_bucket_covers_its_step_and_launches_both_kernels_of_attention(
 
 
 def test_padding_must_fit_into_a_row_of_the_block_table() -> None:
-    assert bucket(1100, 9, 200, 256, room=272) is None
-    assert bucket(1100, 9, 200, 256) == (2048, 32, 1024)
+    assert bucket(1600, 9, 200, 256, room=272) is None
+    assert bucket(1600, 9, 200, 256) == (2048, 32, 1024)
     assert bucket(900, 9, 200, 256, room=272) == (1024, 32, 1024)
 
 
 def test_large_models_have_graphs_of_small_steps_only() -> None:
-    assert step_sizes(600_000_000) == (32, 64, 128, 256, 512, 1024, 2048, 3072, 4096)
-    assert step_sizes(8_000_000_000) == (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
+    assert step_sizes(600_000_000) == (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)
+    assert step_sizes(8_000_000_000) == (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
     assert bucket(1100, 1, 600, 16384, step_sizes(8_000_000_000)) is None
 
 

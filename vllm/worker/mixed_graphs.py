@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 2048, 3072, 4096)
+TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096)
 _WITH_LONG_CONTEXTS = 2048  # tokens of a step: in larger ones, long prompts take the attention kernel that gathers
 _WORK = 1e13  # tokens x parameters: with more, the device takes longer than the host
-_EVEN = 1e12  # with fewer, a step of twice as many tokens takes about as long
-REQUESTS = (2, 8, 32, 128, 512)
+_EVEN = 2.5e11  # with fewer, a step of twice as many tokens takes about as long
+REQUESTS = (2, 8, 32, 128, 272, 528)  # the last two: 256 and 512 that run, those that end, and the padding
 _LONG_QUERY = 17  # tokens: certainly too many for the attention kernel for short queries
 CONTEXTS = (1024, 4096, 16384)  # longer ones are better gathered
 _EAGER_USES = 2  # so often a kind of step runs one kernel after the other before it is captured
-_MOST_GRAPHS = 120
+_MOST_GRAPHS = 160
 
 
 class _Key(NamedTuple):
