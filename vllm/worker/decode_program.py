@@ -49,6 +49,7 @@ from vllm.ops.triton.decode_linear import (
     run_product,
 )
 from vllm.ops.triton.decode_lora import Change, counters, look_up, room
+from vllm.ops.triton.decode_parts import processors
 from vllm.ops.triton.decode_step import (
     Drawing,
     argmax_tiles,
@@ -86,7 +87,7 @@ class StepTiling:
 
     up: of gate and up, or of up alone.   up, down: not used if all layers have experts.   router: of experts.
     splits, tile, warps, stages: of latent attention only the splits count.
-    early, ahead: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
+    early, ahead, least: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these to cuBLAS.
     """
 
     qkv: Tiling
@@ -103,6 +104,7 @@ class StepTiling:
     wide_gate: WideTiling | None = None
     wide_head: WideTiling | None = None
     router: Tiling | None = None
+    least: int = 0
 
 
 def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool = False) -> StepTiling:
@@ -127,10 +129,15 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     # that pays where they need little
     eight = attn.cache.element_size() == 1
     wide = few and width <= 16384  # of longer sequences every program has enough keys to read alone
+    one = rows == 1 and wide and not eight
     long = rows * kv_heads <= 16 and not (wide or large)  # so few programs that each must ask for much at once
+    # as many programs as the processors hold at once, of which each reads a short context alone
+    some = not few and not eight and rows * kv_heads <= 2 * processors()
     light = layer.o.weight.shape.numel() <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
+    if one:
+        splits = max(1, min(splits, (256 if light else 512) // kv_heads))
     if isinstance(attn, LatentDecode):
         splits = choose_latent_splits(rows, attn.heads)
     up = down = o = product(layer.o, RESIDUAL)
@@ -147,13 +154,18 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         down,
         o if w.head is None else product(Linear(w.head), ARGMAX),
         splits,
-        tile=128 if eight and not (few or large) else 64 if (wide or long or (few and light)) and not large else 32,
-        warps=4 if large or long or (few and light) or (eight and not few) else 2 if wide else 1,
+        tile=128
+        if some or (eight and not (few or large))
+        else 64
+        if (wide or long or (few and light)) and not large
+        else 32,
+        warps=4 if one or some or large or long or (few and light) or (eight and not few) else 2 if wide else 1,
         stages=3 if long or (eight and not (few or large)) else 2,
-        early=few and light and not large,
+        early=one or (few and light and not large),
         wide_gate=wide_gate,
         wide_head=choose_wide_head(rows) if plain_head and not adapted else None,
         router=None if experts is None else product(experts.router, STORE),
+        least=512 if some else 0,
     )
 
 
@@ -307,7 +319,7 @@ class DecodeProgram:
         else:
             rows = DecodeRows(
                 self._slots, self._positions, table.tables, self._part, self._lse, self._arrived,
-                t.splits, t.tile, t.warps, t.stages, t.early, t.ahead, self._shared,
+                t.splits, t.tile, t.warps, t.stages, t.early, t.ahead, self._shared, t.least,
             )  # fmt: skip
         entries = [_entry(layer, p) for layer, p in zip(w.layers, self._products, strict=True)]
         if self._adapters is not None:

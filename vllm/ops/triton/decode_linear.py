@@ -477,11 +477,13 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     if mode == RESIDUAL and outputs <= 2048:
         return Tiling(True, 4, min(2048, limit), 8)
     if mode == RESIDUAL and _is_narrow(outputs):
-        return Tiling(True, 8, min(1024, limit), 8, unroll=1 if inputs >= 8192 else 2, whole=True)
+        return Tiling(True, 2, min(1024, limit), 4, whole=True)
     if mode == RESIDUAL:
         wide = inputs >= 8192
         return Tiling(True, 16 if wide else 8, min(1024, limit), 8 if wide else 4, whole=True)
     if mode == STORE and inputs > 1024 and inputs % 1024:  # short pieces, or many are half empty
+        if outputs < 4 * 16 * processors() and inputs > 2048:
+            return Tiling(True, 1, 2048, 4, unroll=2)
         return Tiling(True, 16 if outputs >= 4 * 16 * processors() else 8, 256, 4, unroll=2, whole=True)
     return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 4, 2048, 8, whole=True)
 
