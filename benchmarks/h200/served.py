@@ -105,14 +105,18 @@ def _client(load: Load, streams: int, each: int, seed: int, start: Any, queue: A
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """Processor time so far of a server's front end and of the processes below it."""
+    """Processor time so far of a server's front ends and of the processes below it."""
 
     def used(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     children = [child for own in Path(f"/proc/{pid}/task").glob("*/children") for child in own.read_text().split()]
-    return {"front_end": used(pid), "core": sum(used(int(child)) for child in children)}
+    found = {"front_end": used(pid), "core": 0.0}
+    for child in children:
+        named = b"openai.front_end" in Path(f"/proc/{child}/cmdline").read_bytes()
+        found["front_end" if named else "core"] += used(int(child))
+    return found
 
 
 def level(load: Load, pid: int, streams: int, each: int) -> dict[str, Any]:

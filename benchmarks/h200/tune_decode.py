@@ -89,9 +89,12 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
 
 
 ATTENTION = [
-    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e, "ahead": a}
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e, "ahead": a, "least": 512 if s > 1 and t == 128 else 0}
     for s in (1, 2, 4, 8, 16, 32, 64)
     for t, n, g, e, a in (  # fmt: skip
+        (128, 4, 2, False, 0),
+        (64, 4, 2, True, 0),
+        (64, 4, 2, False, 0),
         (32, 1, 2, False, 0),
         (32, 1, 2, False, 64),
         (32, 1, 2, False, 128),
@@ -103,13 +106,10 @@ ATTENTION = [
         (32, 4, 2, False, 0),
         (32, 4, 2, False, 64),
         (32, 4, 2, True, 0),
-        (64, 4, 2, False, 0),
         (64, 2, 2, False, 0),
         (64, 4, 3, False, 0),
         (64, 2, 3, False, 0),
-        (64, 4, 2, True, 0),
         (64, 4, 2, True, 64),
-        (128, 4, 2, False, 0),
     )
 ]
 WIDE = [

@@ -11,6 +11,7 @@ from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
+    from vllm.engine.tally import Tally
     from vllm.step.messages import CoreRequest
 
 # Used when the configuration names no bounds. Waiting costs memory and patience, nothing else: these are generous.
@@ -18,6 +19,7 @@ DEFAULT_SEQUENCES_PER_SLOT = 8
 DEFAULT_QUEUED_TOKENS = 1 << 22
 # Of the queue, for one account: no more than the slots that it could have if it were alone.
 ACCOUNT_SHARE = 4
+COLUMNS = 2  # of a tally: sequences that wait, tokens of their prompts
 
 
 class Account:
@@ -50,6 +52,18 @@ class Admission:
         self._waiting: dict[str, tuple[int, Account | None]] = {}  # id in the core -> prompt tokens, account
         self._tokens = 0
         self._arriving = 0
+        self._tally: Tally | None = None
+
+    def count_with(self, tally: Tally) -> None:
+        """Share the queue with other front ends of the same core. Of those that ask at the same moment each may still
+        get the last place.
+        """
+        self._tally = tally
+
+    def _tell(self) -> None:
+        if self._tally is not None:
+            self._tally.put(0, self.waiting)
+            self._tally.put(1, self._tokens)
 
     @property
     def waiting(self) -> int:
@@ -63,7 +77,9 @@ class Admission:
         """Raise QueueOverflowError if there is no room; n = 4 counts four times. An empty queue takes anything."""
         if self.closed:
             raise QueueOverflowError("The server is shutting down.")
-        waiting = self.waiting
+        waiting, queued = self.waiting, self._tokens
+        if self._tally is not None:
+            waiting, queued = waiting + self._tally.others(0), queued + self._tally.others(1)
         if not waiting:
             return
         if waiting + sequences > self.max_sequences:
@@ -71,9 +87,9 @@ class Admission:
                 f"The waiting queue is full: {waiting} sequences wait, at most {self.max_sequences} may. "
                 "Try again later."
             )
-        if self._tokens + tokens > self.max_tokens:
+        if queued + tokens > self.max_tokens:
             raise MaxQueuedTokensError(
-                f"The waiting requests have {self._tokens} prompt tokens, at most {self.max_tokens} may wait. "
+                f"The waiting requests have {queued} prompt tokens, at most {self.max_tokens} may wait. "
                 "Try again later."
             )
 
@@ -89,10 +105,12 @@ class Admission:
     def arriving(self) -> Iterator[None]:
         """Count one request that is still being tokenized."""
         self._arriving += 1
+        self._tell()
         try:
             yield
         finally:
             self._arriving -= 1
+            self._tell()
 
     def enter(self, requests: Iterable[CoreRequest], account: Account | None = None) -> None:
         """Sequences were sent to the core."""
@@ -103,6 +121,7 @@ class Admission:
             if account is not None:
                 account.waiting += 1
                 account.tokens += length
+        self._tell()
 
     def leave(self, core_id: str) -> Account | None:
         """A sequence has its first token, or has ended; ids that do not wait are ignored.
@@ -111,6 +130,8 @@ class Admission:
         """
         length, account = self._waiting.pop(core_id, (0, None))
         self._tokens -= length
+        if length:
+            self._tell()
         if account is None:
             return None
         account.waiting -= 1
@@ -120,3 +141,4 @@ class Admission:
     def clear(self) -> None:
         self._waiting.clear()
         self._tokens = 0
+        self._tell()

@@ -33,6 +33,7 @@ from vllm.usage.usage_lib import UsageContext, record_usage
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from vllm.engine.tally import Tally
     from vllm.engine.tokenizer import Tokenizer
     from vllm.inputs import PromptType
     from vllm.lora.request import LoRARequest
@@ -54,7 +55,10 @@ class AsyncLLMEngine:
     """Serves requests concurrently. Create it with `from_engine_args`; use it on one event loop.
 
     The model is loaded when the object is made. The first use on an event loop starts the background work, unless
-    `start_engine_loop` is False: then `start_background_loop()` must come first. `core` is for tests and benchmarks.
+    `start_engine_loop` is False: then `start_background_loop()` must come first. `core` is for tests, benchmarks, and
+    servers with several front ends, of which all but the first have no usage_context, so that nothing counts twice.
+
+    before_core_ends: awaited before the core is stopped, when all requests of this front end have ended.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class AsyncLLMEngine:
         vllm_config: VllmConfig,
         *,
         start_engine_loop: bool = True,
-        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
+        usage_context: UsageContext | None = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Mapping[str, Any] | Sequence[Any] | None = None,
         log_requests: bool = True,
         log_stats: bool = True,
@@ -107,7 +111,9 @@ class AsyncLLMEngine:
         self._death: BaseException | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None  # a reference, so that it is not collected
-        record_usage(vllm_config, usage_context)
+        self.before_core_ends: Callable[[], Awaitable[None]] | None = None
+        if usage_context is not None:
+            record_usage(vllm_config, usage_context)
 
     # -- making one ----------------------------------------------------------------------------------------------------
 
@@ -285,6 +291,8 @@ class AsyncLLMEngine:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
             self._ticker = None
+        if self.before_core_ends is not None:
+            await self.before_core_ends()
         await self._core.stop()
         self.lanes.close()
 
@@ -292,6 +300,10 @@ class AsyncLLMEngine:
         core = self.__dict__.get("_core")
         if core is not None:
             core.kill()
+
+    def count_with(self, tally: Tally) -> None:
+        """Share the bounds of the waiting queue with other front ends of the same core."""
+        self._admission.count_with(tally)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

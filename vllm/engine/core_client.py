@@ -280,14 +280,15 @@ class CoreProcess(CorePeer):
         health_seconds: float | None = None,
         further: int = 0,
     ) -> None:
-        """further: how many other front ends there will be."""
+        """further: how many other front ends there will be; `further` has their sockets from the start."""
         super().__init__(None, stall_seconds, health_seconds)
         self._config = config
         self._module = module
-        self._num_further = further
+        pairs = [wide_pair(_BUFFER_BYTES) for _ in range(further)]
+        self.further = [ours for ours, _ in pairs]
+        self._further_ends = [theirs for _, theirs in pairs]
         self._process: subprocess.Popen[bytes] | None = None
         self._group_ended = False
-        self.further: list[socket.socket] = []
 
     def launch(self) -> None:
         """Spawn the core and wait until it is ready. Raises RuntimeError with the core's own words if it fails."""
@@ -304,9 +305,7 @@ class CoreProcess(CorePeer):
             raise
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        pairs = [wide_pair(_BUFFER_BYTES) for _ in range(self._num_further)]
-        self.further = [ours for ours, _ in pairs]
-        theirs = [end for _, end in pairs]
+        theirs, self._further_ends = self._further_ends, []
         return start_child(self._module, leads_session=True, buffer_bytes=_BUFFER_BYTES, further=theirs)
 
     def check_health(self) -> None:
@@ -529,9 +528,14 @@ class CoreThread:
                 core.check_idle()
 
 
+def patience() -> tuple[float, float]:
+    """Seconds after which a core that is stuck is given up, and after which it is not healthy."""
+    return float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S), float(envs.VLLM_HEALTH_TIMEOUT_S)
+
+
 def make_core_client(config: VllmConfig, multiprocessing: bool) -> AsyncCoreClient:
     """A core that is not started yet, as a process or as a thread."""
-    stall, health = float(envs.VLLM_ENGINE_ITERATION_TIMEOUT_S), float(envs.VLLM_HEALTH_TIMEOUT_S)
+    stall, health = patience()
     copies = config.parallel_config.local_replicas
     if multiprocessing:
         if copies == 1:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import vllm
 
@@ -35,13 +36,13 @@ def start_child(
     leads_session: bool = False,
     buffer_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
-    further: Sequence[socket.socket] = (),
+    further: Sequence[socket.socket | BinaryIO] = (),
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run `python -m module FD PARENT [FD ...]` with one end of a socket pair; the process, and the other end.
 
     leads_session: one signal to its group then reaches it and all processes it starts.   buffer_bytes: of the sockets.
-    environment: its variables, but for where modules are found; None for ours.   further: sockets that it gets, too,
-    and which are its own from here on.
+    environment: its variables, but for where modules are found; None for ours.   further: sockets and files that
+    it gets, too, and which are its own from here on.
 
     It is started by a thread that outlives it: the kernel ends a process with the *thread* it came from
     (`end_with_parent`).
@@ -60,7 +61,7 @@ def run_child(
     *,
     leads_session: bool = False,
     environment: Mapping[str, str] | None = None,
-    further: Sequence[socket.socket] = (),
+    further: Sequence[socket.socket | BinaryIO] = (),
 ) -> subprocess.Popen[bytes]:
     """As `start_child`, with a socket that is there already; it is the child's from here on."""
     # The same modules as here, in the same order: the package itself, and the user's own models.

@@ -221,6 +221,17 @@ class EngineMetrics:
         """Share of prompt tokens found in the prefix cache, 0 to 1."""
         return _hit_rate(self.stats)
 
+    @property
+    def tokens(self) -> int:
+        """All that the core has reported, prompts and answers."""
+        return self.prompt_tokens + self.generation_tokens
+
+    def core_families(self) -> set[str]:
+        """Names of what the core reports, which each of several front ends hears."""
+        own = self._engines[0]
+        found = {name for name, *_ in (*self._gauges(own.stats, True), *self._counters(own))}
+        return found | {"vllm:iteration_tokens_total", "vllm:cache_config_info", "vllm:lora_requests_info"}
+
     # -- Prometheus ----------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
@@ -351,4 +362,67 @@ def render(collectors: Iterable[Any]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     for collector in collectors:
         registry.register(collector)
+    return generate_latest(registry)
+
+
+def snapshot(engine: EngineMetrics, others: Iterable[Any]) -> dict[str, Any]:
+    """What one of several front ends has counted, as plain data: `core` is what the core has told it, of which `tokens`
+    says how much that is; `own` is what happened in this process.
+    """
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry(auto_describe=False)
+    for collector in (engine, *others):
+        registry.register(collector)
+    names = engine.core_families()
+    found: dict[str, Any] = {"tokens": engine.tokens, "core": [], "own": []}
+    for family in registry.collect():
+        samples = [[sample.name, sample.labels, float(sample.value)] for sample in family.samples]
+        part = found["core" if family.name in names else "own"]
+        part.append([family.name, family.documentation, family.type, samples])
+    return found
+
+
+# Of several processes not added up: the least, or the first one's.
+_LEAST = frozenset({"process_start_time_seconds"})
+_FIRST = frozenset({"python_info", "process_max_fds"})
+_OF_FIRST_LOG = "vllm:avg_"  # counted where the log line is written
+
+
+def render_all(snapshots: Sequence[dict[str, Any]]) -> bytes:
+    """The text exposition format of several front ends of one core, the first one's first: what the core reports from
+    the one that has heard most of it, all else added up.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.metrics_core import Metric
+
+    newest = max(snapshots, key=lambda found: found["tokens"])
+    logged = [family for family in snapshots[0]["core"] if family[0].startswith(_OF_FIRST_LOG)]
+    parts = [logged, [family for family in newest["core"] if not family[0].startswith(_OF_FIRST_LOG)]]
+    sums: dict[str, tuple[str, str, dict[tuple[str, tuple[tuple[str, str], ...]], float]]] = {}
+    for name, text, kind, samples in (family for part in parts for family in part):
+        sums[name] = (text, kind, {(of, tuple(labels.items())): value for of, labels, value in samples})
+    for found in snapshots:
+        for name, text, kind, samples in found["own"]:
+            total = sums.setdefault(name, (text, kind, {}))[2]
+            for of, labels, value in samples:
+                key = of, tuple(labels.items())
+                before = total.get(key)
+                if before is None or name in _FIRST:
+                    total.setdefault(key, value)
+                else:
+                    total[key] = min(before, value) if name in _LEAST else before + value
+    families = []
+    for name, (text, kind, values) in sums.items():
+        family = Metric(name, text, kind)
+        for (of, labels), value in values.items():
+            family.add_sample(of, dict(labels), value)
+        families.append(family)
+
+    class All:
+        def collect(self) -> Iterator[Metric]:
+            yield from families
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(All())  # type: ignore[arg-type]
     return generate_latest(registry)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
 
     from vllm.engine.async_llm_engine import AsyncLLMEngine
+    from vllm.entrypoints.openai.front_ends import FrontEnds
     from vllm.entrypoints.openai.limits import App
 
 logger = init_logger("vllm.entrypoints.openai.api_server")  # also when run as __main__
@@ -437,17 +438,24 @@ def make_engine(args: argparse.Namespace) -> AsyncLLMEngine:
     )
 
 
-def bind(args: argparse.Namespace) -> socket.socket:
-    """The listening socket, bound before the model is loaded, so that a taken port is known at once."""
+def bind(args: argparse.Namespace, shared_port: int | None = None) -> socket.socket:
+    """The listening socket, bound before the model is loaded, so that a taken port is known at once.
+
+    shared_port: in place of the one that the flags name; several sockets of this user may have it.
+    """
     family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    port = args.port
+    if shared_port is not None:
+        port = shared_port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        listener.bind((args.host or "", args.port))
+        listener.bind((args.host or "", port))
     except OSError as error:
         listener.close()
-        raise ValueError(f"Cannot listen on {args.host}:{args.port}: {error.strerror or error}.") from error
+        raise ValueError(f"Cannot listen on {args.host}:{port}: {error.strerror or error}.") from error
     listener.setblocking(False)
     return listener
 
@@ -495,7 +503,10 @@ def uvicorn_config(app: App, args: argparse.Namespace) -> Any:
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
         http=connection_class(
-            args.header_timeout, room_for_connections(args.max_connections), args.write_timeout, direct
+            args.header_timeout,
+            room_for_connections(-(-args.max_connections // args.api_server_count)),
+            args.write_timeout,
+            direct,
         ),
         ws="none",
         timeout_keep_alive=75,
@@ -505,29 +516,97 @@ def uvicorn_config(app: App, args: argparse.Namespace) -> Any:
     )
 
 
+def prepare_process() -> None:
+    """Settings of the interpreter for a process that serves."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    keep_little_freed_memory()
+
+
+def bind_all(args: argparse.Namespace) -> list[socket.socket]:
+    """As `bind`, a socket for each front end, among which the kernel divides connections."""
+    first = bind(args)
+    if args.api_server_count == 1:
+        return [first]
+    port = first.getsockname()[1]
+    first.close()  # it had the port for itself, so that nobody else has it
+    return [bind(args, port) for _ in range(args.api_server_count)]
+
+
+def make_front_ends(args: argparse.Namespace, listeners: list[socket.socket]) -> tuple[AsyncLLMEngine, FrontEnds]:
+    """The engine that the flags ask for, loaded, and the other front ends, one for each of `listeners`."""
+    from vllm.entrypoints.openai.front_ends import FirstOfSeveral, FrontEnds
+
+    if not listeners:
+        return make_engine(args), FrontEnds()
+    from vllm.engine.async_llm_engine import AsyncLLMEngine
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    front_ends = FirstOfSeveral.start(config, args, listeners)
+    try:
+        engine = AsyncLLMEngine(
+            config,
+            core=front_ends.core,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            log_requests=False,
+            log_stats=not args.disable_log_stats,
+        )
+    except BaseException:
+        front_ends.kill()
+        raise
+    engine.count_with(front_ends.tally)
+    return engine, front_ends
+
+
 async def run_server(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
     """Serve until told to stop or until the engine dies; returns the exit status of the process."""
-    import uvicorn
+    from vllm.entrypoints.openai.front_ends import check_front_ends
 
     validate_parsed_serve_args(args)
     check_files(args)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    keep_little_freed_memory()
-    listener = bind(args)
+    check_front_ends(args)
+    if args.api_server_count > 1 and build is not build_app:
+        raise ValueError("--api-server-count: this server has one front end. Use `vllm serve` for several.")
+    prepare_process()
+    listeners = bind_all(args)
     warn_of_open_door(args)
     if args.prompt_adapters:
         import vllm.lora.adapter  # noqa: F401 - with torch, which takes seconds: before a core wants to be heard
-    engine = await asyncio.get_running_loop().run_in_executor(None, make_engine, args)
+    loop = asyncio.get_running_loop()
+    engine, front_ends = await loop.run_in_executor(None, make_front_ends, args, listeners[1:])
+    return await serve_engine(args, engine, listeners[0], front_ends, build)
+
+
+async def serve_engine(
+    args: argparse.Namespace, engine: AsyncLLMEngine, listener: socket.socket, front_ends: FrontEnds, build: AppBuilder
+) -> int:
+    """As `run_server`, with what that has made; front_ends: as this one of them sees them."""
+    import uvicorn
+
     try:
         await _load_adapters(args, engine)
         app = build(args, engine)
     except BaseException:
         await engine.shutdown(0.0)
         raise
+    _answer_others(front_ends, engine, app.state)
     server = uvicorn.Server(uvicorn_config(app, args))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
-    return await _serve(args, server, engine, listener)
+    return await _serve(args, server, engine, listener, front_ends)
+
+
+def _answer_others(front_ends: FrontEnds, engine: AsyncLLMEngine, state: Any) -> None:
+    """What front ends ask each other for, so that clients find the same at each."""
+    from vllm.metrics.registry import of_this_process, snapshot
+
+    async def figures() -> Any:
+        return snapshot(engine.metrics, [state.http_metrics, *of_this_process()])
+
+    async def load() -> int:
+        return int(state.context.load)
+
+    front_ends.handlers |= {"metrics": figures, "load": load}
+    state.context.front_ends = front_ends
 
 
 def _no_signals() -> Any:
@@ -536,7 +615,9 @@ def _no_signals() -> Any:
     return contextlib.nullcontext()
 
 
-async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, listener: socket.socket) -> int:
+async def _serve(
+    args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, listener: socket.socket, front_ends: FrontEnds
+) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     signals = 0
@@ -549,11 +630,18 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
             server.force_exit = True
             engine.shutdown_background_loop()
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal)
+    async def on_end() -> None:
+        on_signal()
+
+    if front_ends.takes_signals:
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, on_signal)
+    else:
+        front_ends.handlers["end"] = on_end
+    await front_ends.attach()
     await engine.check_health()  # begins to listen to the core
     gc.freeze()  # what start-up has made stays: collections need not look at it again and again
 
@@ -573,14 +661,23 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not (server.started or serving.done()):
         await asyncio.sleep(0.005)
-    url = url_of(listener, tls=bool(args.ssl_keyfile))
-    logger.info("Serving on %s", url)
-    logger.info("Uvicorn running on %s (Press CTRL+C to quit)", url)  # what scripts wait for
     watching = asyncio.ensure_future(_watch(engine))
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({serving, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    losing = asyncio.ensure_future(front_ends.lost())
+    ready = asyncio.ensure_future(front_ends.serving())
+    ends = {serving, watching, stopping, losing}
+    await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    if ready.done() and ready.exception() is None:
+        if front_ends.takes_signals:
+            url = url_of(listener, tls=bool(args.ssl_keyfile))
+            logger.info("Serving on %s", url)
+            logger.info("Uvicorn running on %s (Press CTRL+C to quit)", url)  # what scripts wait for
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     status = 0
-    if watching.done() and not stop.is_set():
+    if losing.done() and not (stop.is_set() or engine.errored):
+        status = 1
+        logger.error("%s The server ends.", losing.result())
+    elif watching.done() and not stop.is_set():
         status = 1
         logger.error("The engine has died; the server ends.")
         if envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
@@ -589,14 +686,17 @@ async def _serve(args: argparse.Namespace, server: Any, engine: AsyncLLMEngine, 
             await asyncio.sleep(HEALTH_POLL_SECONDS)  # let the requests in flight hear of it
     else:
         logger.info("Shutting down: requests in progress get %g s.", args.shutdown_timeout)
-    await engine.shutdown(args.shutdown_timeout if status == 0 else 0.0)
+    seconds = args.shutdown_timeout if status == 0 else 0.0
+    engine.before_core_ends = functools.partial(front_ends.ended, seconds)
+    front_ends.end()
+    await engine.shutdown(seconds)
     server.should_exit = True
     try:
         await asyncio.wait_for(serving, 5.0)
     except asyncio.TimeoutError:  # noqa: UP041 - another class before Python 3.11
         server.force_exit = True
         serving.cancel()
-    for task in (watching, stopping, *housekeeping):
+    for task in (watching, stopping, losing, ready, *housekeeping):
         task.cancel()
     return status
 

@@ -194,6 +194,15 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         action="store_true",
         help="Run the engine core in the server's process instead of one of its own.",
     )
+    add(
+        "--api-server-count",
+        "-asc",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Processes that speak HTTP, in front of one engine core: for more tokens per second than one of them can "
+        "write. Default: 1.",
+    )
     add_parsing_flags(add)
     add(
         "--max-log-len",

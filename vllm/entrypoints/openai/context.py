@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.engine.texts import TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
+from vllm.entrypoints.openai.front_ends import FrontEnds
 from vllm.entrypoints.openai.message import ParsingSettings
 from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.sampling import RequestLimits
@@ -66,6 +67,7 @@ class ServerContext:
     prompt_adapters: Mapping[str, PromptAdapterRequest] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
+    front_ends: FrontEnds = field(default_factory=FrontEnds)
     strangers: TemplateProcess = field(default_factory=TemplateProcess)
     stranger_lane: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="template")

@@ -484,16 +484,23 @@ async def version(request: Request) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    from vllm.metrics.registry import of_this_process, render
+    from vllm.metrics.registry import of_this_process, render, render_all
 
-    body = render([context_of(request).engine.metrics, request.app.state.http_metrics, *of_this_process()])
+    context = context_of(request)
+    if context.front_ends.count > 1:
+        body = render_all(await context.front_ends.gather("metrics"))
+    else:
+        body = render([context.engine.metrics, request.app.state.http_metrics, *of_this_process()])
     return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/load")
 async def load(request: Request) -> Response:
     tracked = request.app.state.args.enable_server_load_tracking
-    return JSONResponse({"server_load": context_of(request).load if tracked else 0})
+    context, found = context_of(request), 0
+    if tracked:
+        found = sum(await context.front_ends.gather("load")) if context.front_ends.count > 1 else context.load
+    return JSONResponse({"server_load": found})
 
 
 @router.get("/is_sleeping")
