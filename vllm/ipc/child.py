@@ -72,7 +72,10 @@ def run_child(
     def keep() -> None:
         try:
             with contextlib.ExitStack() as ends:
-                first, *others = [ends.enter_context(end).fileno() for end in (theirs, *further)]
+                every: list[socket.socket | BinaryIO] = [theirs, *further]
+                for end in every:
+                    ends.callback(end.close)
+                first, *others = [end.fileno() for end in every]
                 process = subprocess.Popen(
                     [sys.executable, "-m", module, str(first), str(os.getpid()), *map(str, others)],
                     pass_fds=[first, *others],

@@ -588,7 +588,7 @@ async def serve_engine(
     except BaseException:
         await engine.shutdown(0.0)
         raise
-    _answer_others(front_ends, engine, app.state)
+    _answer_others(front_ends, engine, app.state)  # type: ignore[attr-defined]
     server = uvicorn.Server(uvicorn_config(app, args))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]

@@ -221,7 +221,7 @@ class FirstOfSeveral(FrontEnds):
             async def serves(other: _Other = other) -> None:
                 other.serves.set()
 
-            handlers = {"gather": self.gather, "serves": serves}
+            handlers: dict[str, Handler] = {"gather": self.gather, "serves": serves}
             other.link = await Link.over(other.connection, handlers)
 
     async def gather(self, what: str, *args: Any) -> list[Any]:
