@@ -68,12 +68,13 @@ A repository's own code (`auto_map`) runs with `--trust-remote-code` only. Held 
 NanoChat, Jais 2, Solar Open, AFMoE, and listed families once more. Whatever is neither listed nor in
 transformers is an error that lists the near names; [adding_a_model.md](adding_a_model.md) says how to run it.
 
-Known limits: `chatglm2-6b-32k` divides positions where its config reads as if the base grew, which is what happens
-here. Qwen 1 runs up to its `seq_length`, without what it does beyond. A Jais whose distances are scaled by its trained
-length is refused; the error names the setting that runs it unscaled.
+Beyond the length of training: Qwen 1 rotates a prompt by its own length and scales queries, as its code does (steps
+with such a prompt are not captured on a GPU). `chatglm2-6b-32k` divides positions; its config, which reads as if the
+base grew, is known by `_name_or_path`. A Jais or BTLM with `train_seq_len` divides distances by how far a token is
+beyond it, which is what its code computes token by token.
 
-Not supported, with an error that says so: models that mix Mamba 2 with attention, ChatGLM 1, NomicBERT with experts,
-and models that see or hear.
+Not supported, with an error that says so: models that mix Mamba 2 with attention, ChatGLM 1, and models that see or
+hear.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from vllm.config.quantization import resolve_quantization
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.kv_groups import layout_of
-from vllm.step.inputs import GroupInputs, StepInputs
+from vllm.step.inputs import GroupInputs, StepFeatures, StepInputs
 from vllm.step.kv_policy import KVKind
 from vllm.worker.kv_memory import allocate
 
@@ -117,9 +118,11 @@ class PagedDriver:
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks, dtype=np.int32))
         self.tables = torch.from_numpy(ids.reshape(groups, requests, per_request))
 
-    def step(self, chunks: list[tuple[int, int, Tensor]], rows: Tensor | None = None) -> Tensor:
+    def step(
+        self, chunks: list[tuple[int, int, Tensor]], rows: Tensor | None = None, prompts: list[int] | None = None
+    ) -> Tensor:
         """chunks: (request, tokens computed before, new token ids). Logits of all new tokens, [tokens, vocabulary], or
-        of those that `rows` names.
+        of those that `rows` names. prompts: lengths of all requests' prompts, for models that ask for it.
         """
         ids = torch.cat([tokens for _, _, tokens in chunks])
         positions = torch.cat([torch.arange(start, start + len(tokens)) for _, start, tokens in chunks])
@@ -145,9 +148,18 @@ class PagedDriver:
             groups=tuple(groups),
             host_query_starts=starts,
             host_seq_lens=seq_lens,
+            features=None if prompts is None else self._rotated(positions, owner, prompts),
         )
         with torch.inference_mode():
             return self.model.logits(self.model(step, self.caches))
+
+    def _rotated(self, positions: Tensor, owner: Tensor, prompts: list[int]) -> StepFeatures | None:
+        """Which rows of rotary tables tokens read, where that depends on the prompt's length."""
+        known = self.model.traits.known_prompt
+        if known is None:
+            return None
+        stages = torch.tensor([max(0, math.ceil(math.log2(length / known))) for length in prompts])
+        return StepFeatures(rotary=positions + stages[owner] * self.model.traits.rotary_rows)
 
     def run(self, prompts: list[Tensor], chunk_sizes: list[int]) -> list[Tensor]:
         """Logits at every position of every prompt, computed together in chunks of cycling sizes."""
@@ -160,7 +172,9 @@ class PagedDriver:
                 turn += 1
                 if done[request] < len(prompt):
                     chunks.append((request, done[request], prompt[done[request] : done[request] + size]))
-            logits = self.step(chunks).split([len(tokens) for _, _, tokens in chunks])
+            logits = self.step(chunks, prompts=[len(prompt) for prompt in prompts]).split(
+                [len(tokens) for _, _, tokens in chunks]
+            )
             for (request, start, tokens), piece in zip(chunks, logits, strict=True):
                 parts[request].append(piece)
                 done[request] = start + len(tokens)

@@ -48,6 +48,9 @@ def angles(n: int, base: float, dim: int, i: int, c: Config) -> tuple[Tensor, fl
         known = c["max_position_embeddings"]
         grown = base * (factor * (p + 1) / known - (factor - 1)).clamp(min=1) ** (dim / (dim - 2))
         return p * grown ** (-2 * i / dim), 1.0
+    if "use_dynamic_ntk" in c and n > c["seq_length"]:  # Qwen 1, of a prompt of n tokens
+        alpha = max(2 ** math.ceil(math.log2(c.get("prompt", n) / c["seq_length"]) + 1) - 1, 1)
+        return p * (base * alpha ** (dim / (dim - 2))) ** (-2 * i / dim), 1.0
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
@@ -82,15 +85,21 @@ def slopes(heads: int) -> list[float]:
     return first + more
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: list[float] | None = None) -> Tensor:
-    """Causal attention of q [n, heads, d] over k, v [n, kv heads, d] -> [n, heads * d]."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: list[float] | None = None, trained: int | None = None
+) -> Tensor:
+    """Causal attention of q [n, heads, d] over k, v [n, kv heads, d] -> [n, heads * d].
+
+    trained: a sequence that is s times as long, when a query's token is its last one, has a bias of 1 / s.
+    """
     n, heads, _ = q.shape
     out = []
     for h in range(heads):
         g = h * k.shape[1] // heads
         scores = q[:, h] @ k[:, g].T * scale
         if bias is not None:
-            scores = scores + bias[h] * (torch.arange(n)[None] - torch.arange(n)[:, None])
+            times = (torch.arange(1, n + 1) / (trained or n)).clamp(min=1.0)
+            scores = scores + bias[h] / times[:, None] * (torch.arange(n)[None] - torch.arange(n)[:, None])
         scores = scores + torch.full((n, n), float("-inf")).triu(1)
         out.append(scores.softmax(-1) @ v[:, g])
     return torch.cat(out, -1)
@@ -166,6 +175,9 @@ def llama(c: Config, w: Weights, ids: Tensor, *, alibi: bool = False, **scales: 
         if not alibi:
             base = c.get("rope_theta", 10000.0)
             q, k = turn(q, base, d, "half", c), turn(k, base, d, "half", c)
+        if c.get("use_logn_attn"):
+            long = torch.arange(1, len(ids) + 1).clamp(min=c["seq_length"])
+            q = q * (long.log() / math.log(c["seq_length"]))[:, None, None]
         a = attention(q, k, v, d**-0.5, slopes(heads) if alibi else None)
         x = x + branch * linear(w, f"{at}.self_attn.o_proj", a)
         y = norm(f"{at}.post_attention_layernorm", x)
@@ -352,7 +364,12 @@ def chatglm(c: Config, w: Weights, ids: Tensor) -> Tensor:
         qkv = linear(w, f"{at}.self_attention.query_key_value", y)
         q, k, v = (part.reshape(len(x), -1, d) for part in qkv.split([heads * d, groups * d, groups * d], -1))
         pairs = "next" if c.get("original_rope", True) else "half"
-        q, k = (turn(t, 10000.0 * c.get("rope_ratio", 1), d // 2, pairs, c) for t in (q, k))
+        base, how, ratio = 10000.0, c, c.get("rope_ratio", 1)
+        if c.get("_name_or_path") == "THUDM/chatglm2-6b-32k":  # position interpolation, says its card
+            how = {**c, "rope_scaling": {"type": "linear", "factor": ratio}}
+        else:
+            base = base * ratio
+        q, k = (turn(t, base, d // 2, pairs, how) for t in (q, k))
         x = x + linear(w, f"{at}.self_attention.dense", attention(q, k, v, d**-0.5))
         y = rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)
         gate, up = linear(w, f"{at}.mlp.dense_h_to_4h", y).chunk(2, -1)
@@ -431,7 +448,8 @@ def jais(c: Config, w: Weights, ids: Tensor) -> Tensor:
     h, heads, eps = c["n_embd"], c["n_head"], c["layer_norm_epsilon"]
     d = h // heads
     alibi = c.get("position_embedding_type", "learned") == "alibi"
-    factor = (c.get("alibi_scaling") or {}).get("factor", 1.0)
+    scaling = c.get("alibi_scaling") or {}
+    factor, trained = scaling.get("factor", 1.0), scaling.get("train_seq_len")
 
     def conv(name: str, x: Tensor) -> Tensor:
         return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
@@ -444,7 +462,7 @@ def jais(c: Config, w: Weights, ids: Tensor) -> Tensor:
         at = f"transformer.h.{i}"
         q, k, v = conv(f"{at}.attn.c_attn", ln(w, f"{at}.ln_1", x, eps)).view(len(x), 3, heads, d).unbind(1)
         scale = 1 / d if c.get("mup_scale_qk_dot_by_d", c.get("scale_qk_dot_by_d", False)) else d**-0.5
-        a = attention(q, k, v, scale, [s / factor for s in slopes(heads)] if alibi else None)
+        a = attention(q, k, v, scale, [s / factor for s in slopes(heads)] if alibi else None, trained)
         x = x + conv(f"{at}.attn.c_proj", a)
         y = ln(w, f"{at}.ln_2", x, eps)
         x = x + conv(f"{at}.mlp.c_proj", conv(f"{at}.mlp.c_fc", y) * F.silu(conv(f"{at}.mlp.c_fc2", y)))
@@ -644,3 +662,58 @@ def phi3_small(c: Config, w: Weights, ids: Tensor) -> Tensor:
 
 DECI = Reference(deci_shapes, deci)
 PHI_3_SMALL = Reference(phi3_small_shapes, phi3_small)
+
+
+# ---- NomicBERT with experts: states of all tokens, no logits ---------------------------------------------------------
+
+
+def nomic_shapes(c: Config) -> Shapes:
+    h, inner, number = c["n_embd"], c["n_inner"], c["num_experts"]
+    found: Shapes = {
+        "embeddings.word_embeddings.weight": (c["vocab_size"], h),
+        "embeddings.token_type_embeddings.weight": (c["type_vocab_size"], h),
+        "emb_ln.weight": (h,), "emb_ln.bias": (h,),
+    }  # fmt: skip
+    for i in range(c["n_layer"]):
+        at = f"encoder.layers.{i}"
+        rows = {"attn.Wqkv": (3 * h, h), "attn.out_proj": (h, h)}
+        if i % c["moe_every_n_layers"] == 1:
+            found[f"{at}.mlp.router.layer.weight"] = (number, h)
+            found |= {f"{at}.mlp.experts.mlp.{name}": (number * inner, h) for name in ("w1", "w2")}
+            found[f"{at}.mlp.experts.bias"] = (h,)
+        else:
+            rows |= {"mlp.fc1": (inner, h), "mlp.fc2": (h, inner)}
+        for name, shape in rows.items():
+            found |= {f"{at}.{name}.weight": shape, f"{at}.{name}.bias": shape[:1]}
+        for name in ("norm1", "norm2"):
+            found |= {f"{at}.{name}.weight": (h,), f"{at}.{name}.bias": (h,)}
+    return found
+
+
+def nomic(c: Config, w: Weights, ids: Tensor) -> Tensor:
+    """The softmax of the router is over all experts, and what the chosen ones have of it stays as it is."""
+    h, heads, eps, inner = c["n_embd"], c["n_head"], c["layer_norm_epsilon"], c["n_inner"]
+    d = h // heads
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.token_type_embeddings.weight"][0]
+    x = ln(w, "emb_ln", x, eps)
+    for i in range(c["n_layer"]):
+        at = f"encoder.layers.{i}"
+        q, k, v = linear(w, f"{at}.attn.Wqkv", x).view(len(ids), 3, heads, d).unbind(1)
+        q, k = (turn(t, c["rotary_emb_base"], d, "half", c) for t in (q, k))
+        a = [((q[:, n] @ k[:, n].T) * d**-0.5).softmax(-1) @ v[:, n] for n in range(heads)]
+        x = ln(w, f"{at}.norm1", x + linear(w, f"{at}.attn.out_proj", torch.cat(a, -1)), eps)
+        router = w.get(f"{at}.mlp.router.layer.weight")
+        if router is None:
+            y = linear(w, f"{at}.mlp.fc2", F.gelu(linear(w, f"{at}.mlp.fc1", x)))
+        else:
+            up, down = (w[f"{at}.mlp.experts.mlp.{name}"].view(-1, inner, h) for name in ("w1", "w2"))
+
+            def expert(e: int, t: Tensor, up: Tensor = up, down: Tensor = down) -> Tensor:
+                return F.gelu(t @ up[e].T) @ down[e]
+
+            y = experts(x, router, expert, c["moe_top_k"], divide=False) + w[f"{at}.mlp.experts.bias"]
+        x = ln(w, f"{at}.norm2", x + y, eps)
+    return x
+
+
+NOMIC_EXPERTS = Reference(nomic_shapes, nomic)

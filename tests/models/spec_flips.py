@@ -18,6 +18,7 @@ from vllm.model_executor.layers.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    PromptScaling,
     YarnScaling,
 )
 from vllm.model_executor.models.decoder import DecoderModel
@@ -32,6 +33,7 @@ from vllm.model_executor.models.spec import (
     HeadNorm,
     Layout,
     LearnedPositions,
+    LogTemperature,
     Mlp,
     Moe,
     Norm,
@@ -64,7 +66,9 @@ BASES = {
     ),
     "sparse": _decoder(replace(_ATTN, sparse=BlockSparse(2, 2, 3))),
     "temperature": _decoder(replace(_ATTN, temperature=Temperature(2, 0.9))),
-    "alibi": _decoder(replace(_ATTN, alibi=Alibi())),
+    "log temperature": _decoder(replace(_ATTN, temperature=LogTemperature(2))),
+    "alibi": _decoder(replace(_ATTN, alibi=Alibi(known=4))),
+    "prompt": _decoder(replace(_ATTN, rope=Rope(64, scaling=PromptScaling(4)))),
     "positions": _decoder(replace(_ATTN, rope=None), positions=LearnedPositions(POSITIONS)),
     "linear": _decoder(replace(_ATTN, rope=Rope(64, scaling=LinearScaling(4.0)))),
     "dynamic": _decoder(replace(_ATTN, rope=Rope(64, scaling=DynamicScaling(4.0, 4)))),
@@ -150,6 +154,9 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Temperature, "scale"): (0.1,),
     (Alibi, "largest_exponent"): (1.0,),
     (Alibi, "factor"): (9.0,),
+    (Alibi, "known"): (2, None),
+    (LogTemperature, "known"): (3,),
+    (PromptScaling, "original_positions"): (2,),
     (Mlp, "act"): ("swish", "gelu", "relu"),
     (Mlp, "hidden"): (128,),
     (Mlp, "gated"): (False,),
@@ -167,6 +174,8 @@ VALUES: dict[tuple[type, str], tuple[Any, ...]] = {
     (Moe, "bias"): (True,),
     (Moe, "limit"): (0.3,),
     (Moe, "weigh_inputs"): (True,),
+    (Moe, "gated"): (False,),
+    (Moe, "sum_bias"): (True,),
     (Moe, "score"): ("softmax",),
     (Moe, "scale"): (4.0,),
     (Moe, "choice_bias"): (False,),
@@ -320,7 +329,9 @@ def flips() -> Iterator[Flip]:
                     last = replace(base, norm=replace(base.norm, **{field: value}))
                     yield Flip(f"{label} (of the decoder)", base, last, seen)
                 table = kind not in (Attn, Block, Mlp, Moe, Norm, Rope)  # through the rotary table alone
-                for blocks in [(0, 1)] if field in _EVERYWHERE else [(1,)] if table else [(1,), (0, 1)]:
+                for blocks in (
+                    [(0, 1)] if field in _EVERYWHERE or kind is PromptScaling else [(1,)] if table else [(1,), (0, 1)]
+                ):
                     yield Flip(f"{label} in {blocks}", base, _changed(base, kind, field, value, blocks), seen)
 
 

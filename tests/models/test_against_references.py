@@ -14,6 +14,7 @@ from tests.models import references
 from tests.models.harness import PagedDriver, load, on_ranks, relative_error
 from tests.models.kernels import kernels
 from tests.models.test_against_hugging_face import check_that_no_field_is_decoration, check_wanted_rows
+from vllm import LLM, SamplingParams
 from vllm.config.hf import HFConfig
 from vllm.model_executor.models.registry import family_of
 from vllm.model_executor.models.spec import Block
@@ -139,6 +140,14 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
         "rope_scaling": {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 16}},
     ),
     "qwen": ("QWenLMHeadModel", "qwen", references.QWEN_1, QWEN),
+    "qwen-14b": ("QWenLMHeadModel", "qwen", references.QWEN_1, {**QWEN, "seq_length": 12}),
+    "qwen-long": (
+        "QWenLMHeadModel", "qwen", references.QWEN_1, {**QWEN, "seq_length": 16, "use_logn_attn": False},
+    ),
+    "chatglm2-32k": (
+        "ChatGLMModel", "chatglm", references.CHATGLM,
+        {**CHATGLM, "_name_or_path": "THUDM/chatglm2-6b-32k", "original_rope": True, "rope_ratio": 4},
+    ),
     "chatglm2": ("ChatGLMModel", "chatglm", references.CHATGLM, {**CHATGLM, "original_rope": True}),
     "glm4-9b": ("ChatGLMForConditionalGeneration", "chatglm", references.CHATGLM, {**CHATGLM, "rope_ratio": 500}),
     "glm4-9b-1m": (
@@ -165,6 +174,10 @@ CASES: dict[str, tuple[str, str, references.Reference, dict[str, Any]]] = {
         "JAISLMHeadModel", "jais", references.JAIS,
         {**JAIS, "position_embedding_type": "alibi", "mup_embeddings_scale": 2.0, "mup_width_scale": 0.5,
         "mup_output_alpha": 1.7, "mup_scale_qk_dot_by_d": False, "alibi_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "jais-scaled": (
+        "JAISLMHeadModel", "jais", references.JAIS,
+        {**JAIS, "position_embedding_type": "alibi", "alibi_scaling": {"type": "linear", "train_seq_len": 16}},
     ),
     "jais-learned": ("JAISLMHeadModel", "jais", references.JAIS, {**JAIS, "mup_embeddings_scale": 2.0}),
     "deepseek-moe": (
@@ -241,6 +254,23 @@ def test_logits_equal_the_reference_at_every_position(case: str, tmp_path: Path)
             assert relative_error(logits, wanted) < 1e-5, kind
     with kernels("reference"):
         check_that_no_field_is_decoration(tmp_path, prompts[2], expected[2])
+
+
+def test_a_cached_prefix_is_that_of_prompts_with_the_same_rotations(tmp_path: Path) -> None:
+    """Qwen 1 rotates prompts of other lengths in other ways: what is cached of one is not a longer one's."""
+    architecture, model_type, reference, config = CASES["qwen-14b"]
+    weights = save_config(architecture, model_type, reference, config, tmp_path)
+    ids = torch.randint(0, 131, (60,)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
+    with LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, block_size=8) as llm:
+        assert llm.llm_engine.model_config.max_model_len == 64  # longer than the model was trained with
+        for length, cached in ((20, 0), (10, 0), (23, 16), (30, 0), (12, 8), (57, 0), (31, 24), (60, 56)):
+            (out,) = llm.generate({"prompt_token_ids": ids[:length]}, params, use_tqdm=False)
+            tokens = list(out.outputs[0].token_ids)
+            assert out.num_cached_tokens == cached, length
+            own = {**config, "prompt": length}
+            expected = reference.logits(own, weights, torch.tensor([*ids[:length], *tokens[:-1]]))
+            assert tokens == expected[length - 1 :].argmax(-1).tolist()
 
 
 def test_two_ranks_share_layers_of_different_kinds(tmp_path: Path) -> None:

@@ -64,8 +64,10 @@ def even(config: Any) -> Any:
     return config
 
 
-def save(case: str, folder: Path, *, divided: bool = False) -> Callable[[Tensor], Tensor]:
-    """A random checkpoint of a case; what gives the oracle's logits at every position of a prompt."""
+def save(case: str, folder: Path, *, divided: bool = False) -> Callable[..., Tensor]:
+    """A random checkpoint of a case; what gives the oracle's logits at every position of a sequence, of which so many
+    tokens are the prompt if that is said, else all.
+    """
     if case in described.CASES:
         architecture, model_type, reference, config = described.CASES[case]
         if not {"n_positions", "max_seq_len"} & config.keys() and config.get("max_position_embeddings") != 16:
@@ -73,12 +75,12 @@ def save(case: str, folder: Path, *, divided: bool = False) -> Callable[[Tensor]
         if divided:
             config = even(dict(config))
         weights = described.save_config(architecture, model_type, reference, config, folder)
-        return lambda prompt: reference.logits(config, weights, prompt)
+        return lambda ids, prompt=None: reference.logits({**config, "prompt": prompt or len(ids)}, weights, ids)
     hf = known.CASES["llama" if case in OWN else case]()
     model = save_random_hf_model(
         even(hf) if divided else hf, folder, attention="sdpa" if case in known.SDPA else "eager"
     )
-    return lambda prompt: known.logits_of(model, prompt, case)
+    return lambda ids, prompt=None: known.logits_of(model, ids, case)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +122,7 @@ def test_tokens_are_those_of_the_oracle_in_any_company(case: str, tmp_path: Path
     found = drive(tmp_path)
     assert len(found) == len(LENGTHS)
     for prompt, tokens in found.values():
-        expected = logits(torch.tensor([*prompt, *tokens[:-1]]))[len(prompt) - 1 :]
+        expected = logits(torch.tensor([*prompt, *tokens[:-1]]), len(prompt))[len(prompt) - 1 :]
         assert tokens == expected.argmax(-1).tolist()
         assert len(tokens) == TOKENS
 

@@ -11,8 +11,10 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from tests.models import references
 from tests.models.harness import PagedDriver, on_ranks, relative_error
 from tests.models.test_against_hugging_face import GEMMA2, GQA, SIZES, without_each
+from tests.models.test_against_references import save_config
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
 from vllm.config.hf import HFConfig
@@ -119,6 +121,60 @@ def test_scores_by_distance_hold_beyond_the_farthest_and_on_two_ranks(tmp_path: 
 
     for found in on_ranks(2, on_rank):
         assert_near(found, want)
+
+
+NOMIC = {
+    "vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_inner": 78, "n_positions": 64, "type_vocab_size": 1,
+    "activation_function": "gelu", "rotary_emb_base": 3000.0, "rotary_emb_fraction": 1.0, "layer_norm_epsilon": 1e-5,
+    "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True, "prenorm": False,
+    "rotary_emb_interleaved": False, "num_experts": 5, "moe_top_k": 2, "moe_every_n_layers": 2,
+    "expert_choice_router": False,
+    "num_shared_experts": 0, "moe_normalize_expert_weights": False, "ffn_div": 1,
+}  # fmt: skip
+
+
+def test_an_encoder_with_experts(tmp_path: Path) -> None:
+    """NomicBERT as nomic-embed-text-v2-moe is: beside a plain model, from which every field leads away."""
+    reference = references.NOMIC_EXPERTS
+    weights = save_config("NomicBertModel", "nomic_bert", reference, NOMIC, tmp_path)
+    want = [reference.logits(NOMIC, weights, torch.tensor(ids)) for ids in PROMPTS]
+    with start(tmp_path, task="embed", override_pooler_config={"pooling_type": "ALL", "normalize": False}) as llm:
+        for found, wanted in zip(encode(llm), want, strict=True):
+            assert_near(found, wanted)
+    with start(tmp_path) as llm:
+        for found, wanted in zip(encode(llm), want, strict=True):
+            assert_near(found, torch.nn.functional.normalize(wanted.mean(0), dim=-1))
+    config, cpu = HFConfig.load(tmp_path), torch.device("cpu")
+    family = family_of("NomicBertModel")
+    assert family is not None
+
+    def states_of(spec: Any, tp: TensorParallel) -> Tensor:
+        model = build_decoder(spec, torch.float32, 48, cpu, tp, modules=family.modules)
+        fill_from_checkpoint(model, family, spec, find_checkpoint(tmp_path, "auto").tensors(), cpu)
+        return PagedDriver(_States(model)).run([torch.tensor(PROMPTS[2])], [64])[0]
+
+    for found in on_ranks(2, lambda tp: states_of(family.decoder(config), tp)):
+        assert_near(found, want[2])
+    for name, spec in without_each(family.decoder(config)):
+        try:
+            found = states_of(spec, TensorParallel())
+        except ValueError:
+            continue
+        assert relative_error(found, want[2]) > 1e-4, name
+
+
+def test_experts_of_another_kind_are_refused(tmp_path: Path) -> None:
+    for name, value in (("moe_normalize_expert_weights", True), ("num_shared_experts", 1), ("ffn_div", 2)):
+        config = HFConfig.from_dict(
+            {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", **NOMIC, name: value}
+        )
+        family = family_of("NomicBertModel")
+        assert family is not None
+        with pytest.raises(ValueError, match=name):
+            family.decoder(config)
+    gated = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", **NOMIC, "activation_function": "swiglu"}
+    with pytest.raises(ValueError, match="experts with a gate"):
+        family.decoder(HFConfig.from_dict(gated))
 
 
 class _States:

@@ -33,7 +33,10 @@ def attend(q: Tensor, kv_cache: Tensor, params: AttentionParams, step: StepInput
                 if params.softcap is not None:
                     scores = params.softcap * torch.tanh(scores / params.softcap)
                 if params.alibi_slopes is not None:
-                    scores = scores + float(params.alibi_slopes[h]) * torch.arange(first - at, 1, dtype=torch.float64)
+                    slope = float(params.alibi_slopes[h])
+                    if params.alibi_known is not None and at + 1 > params.alibi_known:
+                        slope = slope * params.alibi_known / (at + 1)
+                    scores = scores + slope * torch.arange(first - at, 1, dtype=torch.float64)
                 out[t, h] = torch.softmax(scores, 0) @ v
     return out
 

@@ -21,13 +21,15 @@ BATCHES = [
 
 @pytest.mark.parametrize("query_lens,seq_lens", BATCHES)
 @pytest.mark.parametrize("window", [None, 1, 10])
-@pytest.mark.parametrize("softcap,alibi", [(None, False), (5.0, False), (None, True)])
-def test_attend_agrees_with_a_loop(query_lens, seq_lens, window, softcap, alibi):
+@pytest.mark.parametrize(
+    "softcap,alibi,known", [(None, False, None), (5.0, False, None), (None, True, None), (None, True, 9)]
+)
+def test_attend_agrees_with_a_loop(query_lens, seq_lens, window, softcap, alibi, known):
     heads, kv_heads, head_dim = 6, 2, 12
     kv_cache, step, group = brute_force.mixed_batch(query_lens, seq_lens, kv_heads, head_dim, 4, torch.float32)
     q = torch.randn(sum(query_lens), heads, head_dim)
     slopes = torch.rand(heads) if alibi else None
-    params = AttentionParams(0.3, window, softcap, slopes, k_scale=0.5, v_scale=2.0)
+    params = AttentionParams(0.3, window, softcap, slopes, k_scale=0.5, v_scale=2.0, alibi_known=known)
     got = attend.reference(q, kv_cache, params, step, group)
     torch.testing.assert_close(got.double(), brute_force.attend(q, kv_cache, params, step, group), rtol=1e-4, atol=1e-5)
 

@@ -55,6 +55,7 @@ class Facts:
     encoder: every token sees the whole prompt, so that it is computed in one piece and leaves no cache.
     padding_positions: the first position is that behind the padding token's id; so many fewer can be used.
     pooling: of an architecture that pools; None for one that generates.
+    known_prompt: the longest prompt whose keys are those of any prompt that goes on after it; None: there is none.
     """
 
     windows: Windows = Windows.CONFIG
@@ -69,6 +70,7 @@ class Facts:
     encoder: bool = False
     padding_positions: bool = False
     pooling: Pooling | None = None
+    known_prompt: Callable[[HFConfig], int | None] | None = None
 
 
 USUAL = Facts()

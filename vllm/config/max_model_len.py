@@ -43,6 +43,9 @@ def resolve_max_model_len(
 def _derive(hf: HFConfig, disable_sliding_window: bool) -> tuple[str, int | None]:
     lengths = {name: hf.get_int(name, default=None) for name in _LENGTH_FIELDS}
     stated = {name: length for name, length in lengths.items() if length is not None}
+    facts = hf.facts
+    if facts.known_prompt is not None and facts.known_prompt(hf) is not None and len(stated) > 1:
+        stated.pop("seq_length", None)  # as long as those of training; longer ones are known to work
     key, derived = min(stated.items(), key=lambda item: item[1], default=("", None))
     if derived is not None and hf.facts.padding_positions:
         derived -= hf.pad_token_id + 1

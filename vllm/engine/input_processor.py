@@ -95,6 +95,8 @@ class InputProcessor:
         if lora is not None and lora.long_lora_scaling_factors:  # for requests without an adapter
             own, _ = resolve_max_model_len(None, model.hf, model.disable_sliding_window)
             self._longest = min(own, model.max_model_len)
+        known = None if model.hf.facts.known_prompt is None else model.hf.facts.known_prompt(model.hf)
+        self._known_prompt = known if known is not None and known < model.max_model_len else None
         self.prompt_adapters: dict[tuple[int, str], VirtualTokens] = {}  # by number and folder, the newest last
         self.adapter_names: dict[int, str] = {}  # of adapters that requests have named, by number
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None
@@ -559,6 +561,7 @@ class InputProcessor:
             lora_folder="" if request.lora_request is None else self.lora_folder(request.lora_request),
             virtual=virtual,
             tokenizer=None if request.lora_request is None else self._lora(request.lora_request).tokenizer,
+            known_prompt=self._known_prompt,
         )
         return made if beams is not None else made._replace(children=self._children(made))
 
@@ -588,6 +591,7 @@ class InputProcessor:
             lora_folder="" if request.lora_request is None else self.lora_folder(request.lora_request),
             pooled=own,
             second_from=prompt.second_from,
+            known_prompt=self._known_prompt,
         )
 
     def _children(self, request: ProcessedRequest) -> Children:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.rope import prompt_stage
 from vllm.pooling_params import PoolingParams
 from vllm.prompt_adapter.source import VirtualTokens
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -50,6 +51,7 @@ class ProcessedRequest(NamedTuple):
     `pooled` are the parameters of a request that is pooled, which others of its batch may have in common with it;
     `params` are neutral ones then, and `children` empty. `second_from` is where the second text of a pair begins.
     `tokenizer` is that of the request's adapter, if it has one.
+    `known_prompt` is as of `Facts`, None where no prompt can be longer.
     """
 
     request_id: str
@@ -70,6 +72,7 @@ class ProcessedRequest(NamedTuple):
     second_from: int | None = None
     virtual: VirtualTokens | None = None
     tokenizer: Tokenizer | None = None
+    known_prompt: int | None = None
 
 
 class Children(Sequence[CoreRequest]):
@@ -130,6 +133,9 @@ def core_request(
     ids, virtual = request.prompt_token_ids if token_ids is None else token_ids, request.virtual
     if virtual is not None:  # a token that the prompt has anyway holds their places, so that no penalty sees others
         ids = [ids[0]] * virtual.count + ids
+    keys = () if virtual is None else ((0, virtual.count, virtual.key),)
+    if request.known_prompt is not None and len(ids) > request.known_prompt:
+        keys = (*keys, (0, 1, b"prompt stage %d" % prompt_stage(len(ids), request.known_prompt)))
     return CoreRequest(
         request_id=request_id,
         prompt_token_ids=ids,
@@ -145,7 +151,7 @@ def core_request(
         grammar=request.grammar,
         lora_id=0 if request.lora_request is None else request.lora_request.lora_int_id,
         lora_path=request.lora_folder,
-        content_keys=() if virtual is None else ((0, virtual.count, virtual.key),),
+        content_keys=keys,
         virtual=b"" if virtual is None else virtual.embeddings,
         lends=lends,
     )

@@ -36,6 +36,7 @@ class AttentionParams:
     chunk: queries see keys of their own `chunk` tokens only, which begin at multiples of it.
     relative: [heads, 2 * n + 1] fp32, added to the scores of keys by their distance from the query, -n to n; what is
         farther counts as n. Only where tokens see later ones (`encoder_attention`).
+    alibi_known: slopes of a query at position p >= alibi_known are divided by (p + 1) / alibi_known.
     """
 
     scale: float
@@ -48,6 +49,7 @@ class AttentionParams:
     chunk: int | None = None
     sparse: SparseBlocks | None = None
     relative: Tensor | None = None
+    alibi_known: int | None = None
 
     @property
     def is_unusual(self) -> str | None:
@@ -56,6 +58,8 @@ class AttentionParams:
             return "attention sinks"
         if self.chunk is not None:
             return "attention within chunks"
+        if self.alibi_known is not None:
+            return "ALiBi beyond the length it was trained with"
         return None if self.sparse is None else "block-sparse attention"
 
 
@@ -291,13 +295,12 @@ def _attend_single(q: Tensor, kv_cache: Tensor, params: AttentionParams, table: 
     k = kv_cache[:, 0][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.k_scale
     v = kv_cache[:, 1][table].transpose(1, 2).reshape(requests, kv_heads, -1, head_dim).float() * params.v_scale
     q_pos, k_pos = seq_lens[:, None] - 1, torch.arange(k.shape[2], device=q.device)[None]
-    distance = q_pos - k_pos  # [requests, keys]
     hidden = _out_of_reach(q_pos, k_pos, params)
     # unwritten cache may hold anything, NaN included, and 0 * NaN is NaN
     v = v.masked_fill(hidden[:, None, :, None], 0.0)
     scores = torch.matmul(q.float().view(requests, kv_heads, -1, head_dim), k.transpose(2, 3))
     scores = scores.view(requests, heads, 1, -1) * params.scale
-    scores = _cap_and_bias(scores, params, -distance[:, None, None])
+    scores = _cap_and_bias(scores, params, q_pos[:, None, None], k_pos)
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     if params.sparse is not None:
         left_out = _left_out(q_pos[:, None, :, None], k_pos, params.sparse, params.sparse.heads[:, None, None])
@@ -324,7 +327,7 @@ def _attend_request(q: Tensor, kv_cache: Tensor, params: AttentionParams, table:
     q_pos = torch.arange(seq_len - m, seq_len, device=q.device)[:, None]
     k_pos = torch.arange(first * block_size, seq_len, device=q.device)[None]
     scores = torch.matmul(rows, k.transpose(1, 2)).view(heads, m, -1) * params.scale
-    scores = _cap_and_bias(scores, params, k_pos - q_pos)
+    scores = _cap_and_bias(scores, params, q_pos, k_pos)
     scores = scores.masked_fill(_out_of_reach(q_pos, k_pos, params), float("-inf"))
     if params.sparse is not None:
         left_out = _left_out(q_pos, k_pos, params.sparse, params.sparse.heads[:, None, None])
@@ -358,11 +361,14 @@ def _softmax(scores: Tensor, params: AttentionParams) -> Tensor:
     return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
-def _cap_and_bias(scores: Tensor, params: AttentionParams, offset: Tensor) -> Tensor:
-    """Soft-cap, then ALiBi. scores: [..., heads, m, keys]; offset: key position - query position, [..., m, keys]."""
+def _cap_and_bias(scores: Tensor, params: AttentionParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """Soft-cap, then ALiBi. scores: [..., heads, m, keys]; the positions of queries [..., m, 1] and keys [1, keys]."""
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     if params.alibi_slopes is not None:
+        offset = k_pos - q_pos
+        if params.alibi_known is not None:
+            offset = offset * (params.alibi_known / (q_pos + 1)).clamp(max=1.0)
         scores = scores + params.alibi_slopes.float()[:, None, None] * offset
     return scores
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.ops.activation import activate_gated
+from vllm.ops.activation import activate, activate_gated
 from vllm.ops.lora import LowRank, add_lora
 from vllm.ops.registry import op
 from vllm.step.inputs import RowView
@@ -90,11 +90,18 @@ class ExpertExtras:
     """What some experts have beyond their weights.
 
     gate_up_bias: [experts, 2 * inter].   down_bias: [experts, hidden].   limit: as of `activate_gated`.
+    gated: if not, experts are down(act(up x)), and `up` [experts, inter, hidden] stands where `gate_up` does.
     """
 
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     limit: float | None = None
+    gated: bool = True
+
+    def activated(self, h: Tensor, act: str) -> Tensor:
+        """What `down` takes in, of the first product."""
+        out: Tensor = activate_gated(h, act, self.limit) if self.gated else activate(h, act)
+        return out
 
 
 NO_EXTRAS = ExpertExtras()
@@ -123,7 +130,7 @@ def expert_mlp(
             h = rows @ gate_up[expert].T
             if extras.gate_up_bias is not None:
                 h = h + extras.gate_up_bias[expert]
-            y = activate_gated(h, act, extras.limit) @ down[expert].T
+            y = extras.activated(h, act) @ down[expert].T
             outputs.append(y if extras.down_bias is None else y + extras.down_bias[expert])
     return _weighted_sum(x, torch.cat(outputs) if outputs else x[:0], weights, order, tokens)
 
@@ -155,7 +162,7 @@ def expert_mlp_lora(
         if extras.gate_up_bias is not None:
             h = h + extras.gate_up_bias[expert]
         add_lora(h, own, inner, view)
-        activated = activate_gated(h, act, extras.limit)
+        activated = extras.activated(h, act)
         y = activated @ down[expert].T
         add_lora(y, activated, outer, view)
         outputs.append(y if extras.down_bias is None else y + extras.down_bias[expert])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.distributed.pipeline import ONE_STAGE, Pipeline
+from vllm.model_executor.layers.rope import prompt_stage
 from vllm.model_executor.models.traits import Model
 from vllm.ops.logprobs import top_logprobs
 from vllm.pooling_params import PoolingParams
@@ -144,10 +145,12 @@ class ModelRunner:
                 self._serve_experts()
             return NothingComputed(plan.step_id)
         adapted = frozenset[str]() if self.adapters is None else self.adapters.features(plan)
+        stages = self._prompt_stages(plan)
+        asked = adapted if stages is None else adapted | {"other rotations"}
         virtual = None if self._virtual is None else self._virtual.of(plan)
         kind = None
         if virtual is None and (self.decode_steps is not None or self.mixed_steps is not None):
-            kind = StepKind.of(plan, self.sampler.params, adapted)
+            kind = StepKind.of(plan, self.sampler.params, asked)
         if self.decode_steps is not None and kind is not None and self.decode_steps.accepts(plan, kind):
             self._note_lengths(plan)
             handle = self.decode_steps.execute(plan, kind)
@@ -171,12 +174,26 @@ class ModelRunner:
             features = replace(features or StepFeatures(), token_types=token_types)
         if virtual is not None:
             features = replace(features or StepFeatures(), virtual=virtual)
+        if stages is not None:
+            rows = laid.positions + np.repeat(stages, plan.num_tokens) * self.model.traits.rotary_rows
+            (rotary,) = self.context.upload([rows])
+            features = replace(features or StepFeatures(), rotary=rotary)
         tokens = len(laid.positions)
         if self.mixed_steps is not None and features is None:
             laid = self.mixed_steps.rounded(laid)
         batch = self.builder.build(plan, laid, features)
         hidden = self._forward(batch.step, tokens)
         return self.finish(plan, batch, hidden, start)
+
+    def _prompt_stages(self, plan: StepPlan) -> np.ndarray | None:
+        """The `prompt_stage` of each row, [rows] int64; None if all are 0."""
+        known = self.model.traits.known_prompt
+        if known is None:
+            return None
+        lengths = self.table.num_prompt[plan.slots]
+        if not (lengths > known).any():
+            return None
+        return np.array([prompt_stage(length, known) for length in lengths.tolist()])
 
     def _forward(self, step: StepInputs, tokens: int) -> Tensor:
         """tokens: of the step's own, which are all that stages exchange."""

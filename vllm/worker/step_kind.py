@@ -23,7 +23,8 @@ class StepKind(msgspec.Struct, frozen=True):
     query: tokens that its longest row computes, if all rows sample behind their last token and have but drafts beside
     it; else 0.   needs: `Needs` of any row, as a number.
     features: fields of the plan that are not neutral, and "rows with adapters" and what else
-    adapters ask for (`WorkerAdapters.features`), "prompt_logprobs".
+    adapters ask for (`WorkerAdapters.features`), "prompt_logprobs", "other rotations" where a row's prompt is longer
+    than `Traits.known_prompt`.
     """
 
     query: int
@@ -32,7 +33,7 @@ class StepKind(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, plan: StepPlan, params: ParamsTable, adapted: frozenset[str] = frozenset()) -> StepKind:
-        """adapted: the features that adapters of the rows bring (`WorkerAdapters.features`)."""
+        """adapted: the features that adapters of the rows (`WorkerAdapters.features`) and their prompts bring."""
         slots = plan.slots
         features = used_fields(plan) - _BEFORE | adapted
         if not len(slots):

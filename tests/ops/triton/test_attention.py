@@ -83,6 +83,7 @@ def test_softcap_and_alibi():
     check(batch, ops.AttentionParams(scale=0.25, softcap=3.0))
     check(batch, ops.AttentionParams(scale=0.25, alibi_slopes=slopes))
     check(batch, ops.AttentionParams(scale=0.25, alibi_slopes=slopes, softcap=5.0, window=9))
+    check(batch, ops.AttentionParams(scale=0.25, alibi_slopes=slopes * 9, alibi_known=7))
 
 
 def test_keys_of_one_query_are_split_over_programs():

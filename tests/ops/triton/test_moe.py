@@ -53,6 +53,25 @@ def test_biases_and_limits_match_the_reference(tokens):
         assert error(kernels.expert_mlp(*args), ops.expert_mlp.reference(*args)) < 1e-5
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_experts_without_a_gate_match_the_reference(tokens):
+    x, up, down = (torch.randn(*shape) for shape in ((tokens, 33), (5, 21, 33), (5, 33, 21)))
+    weights, chosen = ops.route.reference(torch.randn(tokens, 5), 2, False)
+    for extras in (
+        ops.ExpertExtras(gated=False),
+        ops.ExpertExtras(torch.randn(5, 21), torch.randn(5, 33), gated=False),
+    ):
+        args = (x, weights, chosen, up, down, "gelu", extras)
+        want = torch.zeros(tokens, 33)
+        for token, (p, e) in enumerate(zip(weights, chosen, strict=True)):
+            for weight, i in zip(p, e.tolist(), strict=True):
+                h = up[i] @ x[token] + (0 if extras.gate_up_bias is None else extras.gate_up_bias[i])
+                y = down[i] @ torch.nn.functional.gelu(h) + (0 if extras.down_bias is None else extras.down_bias[i])
+                want[token] += weight * y
+        assert error(kernels.expert_mlp(*args), want) < 1e-5
+        assert error(ops.expert_mlp.reference(*args), want) < 1e-5
+
+
 def test_of_equal_experts_the_lowest_are_taken():
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0] * 5])
     assert kernels.route(logits, 2, True)[1].tolist() == [[1, 2], [0, 1]]

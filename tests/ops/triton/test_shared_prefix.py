@@ -92,6 +92,13 @@ PARAMS = {
     "half": (8, 2, 16, torch.float16, {}),
     "softcap": (4, 2, 16, torch.float32, {"softcap": 3.0}),
     "alibi": (4, 2, 16, torch.float32, {"alibi_slopes": torch.tensor([0.05, 0.02, 0.1, 0.07])}),
+    "scaled alibi": (
+        4,
+        2,
+        16,
+        torch.float32,
+        {"alibi_slopes": torch.tensor([0.05, 0.02, 0.1, 0.07]), "alibi_known": 50},
+    ),
     "float8": (4, 2, 16, torch.float32, {"k_scale": 0.5, "v_scale": 3.0}),
 }
 

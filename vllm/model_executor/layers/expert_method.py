@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """`experts` gated MLPs from `hidden` features over `inner` back to `hidden`; act: as in `ops.activation`.
+    """`experts` MLPs from `hidden` features over `inner` back to `hidden`; act: as in `ops.activation`.
 
-    bias: of every product.   limit: as of `activate_gated`.
+    bias: of every product.   limit: as of `activate_gated`.   gated: if not, there is no gate, only `up`.
     choices: experts of each row.   rows: of the experts' input for each token.
     """
 
@@ -35,11 +35,17 @@ class ExpertShape:
     limit: float | None = None
     choices: int = 1
     rows: int = 1
+    gated: bool = True
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts have nothing beside their weights."""
-        return not self.bias and self.limit is None
+        """Whether experts are gated and have nothing beside their weights."""
+        return self.gated and not self.bias and self.limit is None
+
+    @property
+    def first(self) -> tuple[str, ...]:
+        """The parts of the first product."""
+        return ("gate", "up") if self.gated else ("up",)
 
 
 class ExpertMethod(ABC):
@@ -85,7 +91,9 @@ class ExpertMethod(ABC):
 
 
 class UnquantizedExpertMethod(ExpertMethod):
-    """gate_up: [experts, 2 * inner / world, hidden], gate rows first.   down: [experts, hidden, inner / world].
+    """gate_up: [experts, 2 * inner / world, hidden], gate rows first; without a gate up alone.
+
+    down: [experts, hidden, inner / world].
 
     gate_up_bias: [experts, 2 * inner / world].   down_bias: [experts, hidden], which the first rank adds.
     """
@@ -94,13 +102,14 @@ class UnquantizedExpertMethod(ExpertMethod):
 
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden
-        gate_up = ShardSpec(1, (whole(inner, "gate"), whole(inner, "up")), stack=1)
-        layer.gate_up = ShardedParameter.empty((n, 2 * inner, hidden), gate_up, tp.rank, tp.world, dtype)
+        width = len(shape.first) * inner
+        gate_up = ShardSpec(1, tuple(whole(inner, name) for name in shape.first), stack=1)
+        layer.gate_up = ShardedParameter.empty((n, width, hidden), gate_up, tp.rank, tp.world, dtype)
         down = ShardSpec(2, (whole(inner),), stack=1)
         layer.down = ShardedParameter.empty((n, hidden, inner), down, tp.rank, tp.world, dtype)
         if shape.bias:
-            biases = ShardSpec(1, (whole(inner, "gate_bias"), whole(inner, "up_bias")), stack=1)
-            layer.gate_up_bias = ShardedParameter.empty((n, 2 * inner), biases, tp.rank, tp.world, dtype)
+            biases = ShardSpec(1, tuple(whole(inner, f"{name}_bias") for name in shape.first), stack=1)
+            layer.gate_up_bias = ShardedParameter.empty((n, width), biases, tp.rank, tp.world, dtype)
             layer.down_bias = ShardedParameter.empty((n, hidden), ShardSpec(stack=1), 0, 1, dtype)
 
     def compute(
@@ -108,10 +117,10 @@ class UnquantizedExpertMethod(ExpertMethod):
     ) -> Tensor:
         shape, extras = layer.shape, NO_EXTRAS
         if not shape.is_plain:
-            extras = ExpertExtras(limit=shape.limit)
+            extras = ExpertExtras(limit=shape.limit, gated=shape.gated)
             if shape.bias:
                 down_bias = layer.down_bias if self._adds_bias(layer) else None
-                extras = ExpertExtras(layer.gate_up_bias, down_bias, shape.limit)
+                extras = ExpertExtras(layer.gate_up_bias, down_bias, shape.limit, shape.gated)
         if adapters is not None and layer.lora is not None:
             changes = layer.lora.changes
             return expert_mlp_lora(x, weights, experts, layer.gate_up, layer.down, shape.act, extras, changes, adapters)
@@ -143,13 +152,14 @@ class DealtExpertMethod(UnquantizedExpertMethod):
             smaller = "tensor_parallel_size" if tp.exchange is None else "tensor_parallel_size or data_parallel_size"
             raise ValueError(f"{n} experts cannot be dealt out to {world} ranks. Use a smaller {smaller}.")
         self._mine = share(n, rank, world)
-        pair = ShardSpec(1, (whole(inner, "gate"), whole(inner, "up")), stack=1, dealt=True)
-        layer.gate_up = ShardedParameter.empty((n, 2 * inner, hidden), pair, rank, world, dtype)
+        width = len(shape.first) * inner
+        pair = ShardSpec(1, tuple(whole(inner, name) for name in shape.first), stack=1, dealt=True)
+        layer.gate_up = ShardedParameter.empty((n, width, hidden), pair, rank, world, dtype)
         one = ShardSpec(2, (whole(inner),), stack=1, dealt=True)
         layer.down = ShardedParameter.empty((n, hidden, inner), one, rank, world, dtype)
         if shape.bias:
-            biases = ShardSpec(1, (whole(inner, "gate_bias"), whole(inner, "up_bias")), stack=1, dealt=True)
-            layer.gate_up_bias = ShardedParameter.empty((n, 2 * inner), biases, rank, world, dtype)
+            biases = ShardSpec(1, tuple(whole(inner, f"{name}_bias") for name in shape.first), stack=1, dealt=True)
+            layer.gate_up_bias = ShardedParameter.empty((n, width), biases, rank, world, dtype)
             last = ShardSpec(stack=1, dealt=True)
             layer.down_bias = ShardedParameter.empty((n, hidden), last, rank, world, dtype)
 

@@ -57,7 +57,21 @@ class LongRopeScaling:
     long_attention_factor: float | None = None
 
 
-Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True)
+class PromptScaling:
+    """The base grows with the prompt, in stages: the first for those of up to `original_positions` tokens, each further
+    one for those of up to twice as many as the one before. What is generated stays with the stage of its prompt.
+    """
+
+    original_positions: int
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | PromptScaling
+
+
+def prompt_stage(length: int, original_positions: int) -> int:
+    """The stage of `PromptScaling` that a prompt of `length` tokens has: 0, 1, ..."""
+    return (max(0, length - 1) // original_positions).bit_length()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Rotary frequencies of every scaling kind, and the cos | sin table that the kernels read.
 
 Formulas: RoPE (arXiv 2104.09864), NTK-aware and YaRN (2309.00071), LongRoPE (2402.13753), Llama 3.1's model card;
-numerically as Hugging Face evaluates them, in fp32. Two kinds depend on the length of a sequence, but a cached key is
+numerically as Hugging Face evaluates them, in fp32. Three kinds depend on the length of a sequence, but a cached key is
 rotated once:
 
 - dynamic: the row of position p uses the base of a sequence of p + 1 tokens. Within `original_positions` this is plain
@@ -10,11 +10,13 @@ rotated once:
   `original_positions`, else the long ones. So an engine whose `max_model_len` is at most the original length agrees
   with Hugging Face on every sequence; a longer one agrees on sequences beyond the original length, and rotates shorter
   ones with the long factors too, because keys of both kinds cannot meet in one cache.
+- by prompt (Qwen 1): the table of each stage lies behind that of the one before; steps say which a request reads.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,13 +26,23 @@ from vllm.model_executor.layers.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    PromptScaling,
     Rope,
     YarnScaling,
+    prompt_stage,
 )
 
 
 def rope_table(rope: Rope, positions: int) -> Tensor:
-    """[positions, rope.dim] fp32 on the CPU: cos | sin, dim / 2 each, of positions 0, 1, ..."""
+    """[positions, rope.dim] fp32 on the CPU: cos | sin, dim / 2 each, of positions 0, 1, ...; with `PromptScaling` as
+    many rows for each stage that a prompt of so many positions may have.
+    """
+    if isinstance(rope.scaling, PromptScaling):
+        plain = replace(rope, scaling=None)
+        stages = range(prompt_stage(positions, rope.scaling.original_positions) + 1)
+        # twice the alpha of NTK-aware scaling, and 1, for each doubling (Qwen 1's model code)
+        bases = [rope.theta * (2.0 ** (stage + 1) - 1) ** (rope.dim / (rope.dim - 2)) for stage in stages]
+        return torch.cat([rope_table(replace(plain, theta=base), positions) for base in bases])
     steps = torch.arange(positions, dtype=torch.float32, device="cpu")
     # [dim / 2], or [positions, dim / 2] where the frequencies depend on the position
     frequencies, factor = _frequencies(rope, positions)

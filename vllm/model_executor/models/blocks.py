@@ -41,11 +41,13 @@ from vllm.model_executor.models.spec import (
     BlockSpec,
     HeadNorm,
     Layout,
+    LogTemperature,
     Mlp,
     Moe,
     Norm,
     RelativeBias,
     Rope,
+    Temperature,
 )
 from vllm.ops.activation import activate, activate_gated
 from vllm.ops.attention import AttentionParams, SparseBlocks, attend, write_kv
@@ -113,6 +115,14 @@ def distance_buckets(spec: RelativeBias) -> Tensor:
     grown = (away.clamp(min=1) / exact).log() / math.log(spec.distance / exact) * (half - exact)
     bucket = torch.where(away < exact, away, (exact + grown.long()).clamp(max=half - 1))
     return torch.cat([bucket.flip(0)[:-1], bucket[:1], bucket[1:] + half])
+
+
+def query_growth(spec: Temperature | LogTemperature, positions: int) -> Tensor:
+    """What queries at positions 0, 1, ... are multiplied by: [positions] fp32."""
+    lengths = torch.arange(1, positions + 1, dtype=torch.float32, device="cpu")
+    if isinstance(spec, LogTemperature):
+        return (lengths.log() / math.log(spec.known)).clamp_min(1.0)
+    return torch.log1p((lengths / spec.floor).floor()) * spec.scale + 1
 
 
 def build_norm(spec: Norm, size: int, dtype: torch.dtype) -> RMSNorm | LayerNorm:
@@ -242,14 +252,14 @@ class SelfAttention(nn.Module):
             alibi_slopes=slopes,
             chunk=spec.chunk,
             sparse=sparse,
+            alibi_known=None if spec.alibi is None else spec.alibi.known,
         )
         self.sinks = None
         if spec.sinks:
             cut = ShardSpec(0, (Part(spec.heads, spec.heads),))
             self.sinks = ShardedParameter.empty((spec.heads,), cut, ctx.tp.rank, ctx.tp.world, ctx.dtype)
         if spec.temperature is not None:
-            positions = torch.arange(ctx.max_positions, dtype=torch.float32, device="cpu")
-            growth = torch.log1p(((positions + 1) / spec.temperature.floor).floor()) * spec.temperature.scale + 1
+            growth = query_growth(spec.temperature, ctx.max_positions)
             self.register_buffer("growth", growth.to(ctx.device), persistent=False)
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
@@ -494,7 +504,12 @@ class MixtureOfExperts(nn.Module):
             reduce = False  # the sum of both is reduced once
         choices, rows = (1, spec.top_k) if spec.weigh_inputs else (spec.top_k, 1)
         act = activation_kind(spec.act)
-        shape = ExpertShape(spec.experts, hidden_size, spec.hidden, act, spec.bias, spec.limit, choices, rows)
+        shape = ExpertShape(
+            spec.experts, hidden_size, spec.hidden, act, spec.bias, spec.limit, choices, rows, spec.gated
+        )
+        self.sum_bias = None
+        if spec.sum_bias:
+            self.sum_bias = ShardedParameter.empty((hidden_size,), REPLICATED, 0, 1, ctx.dtype)
         self.experts = Experts(shape, ctx, f"{prefix}.experts", reduce=reduce)
 
     def forward(self, x: Tensor, view: RowView | None = None) -> Tensor:
@@ -512,6 +527,8 @@ class MixtureOfExperts(nn.Module):
             out: Tensor = found.unflatten(0, weights.shape).sum(1)
         else:
             out = self.experts(x, weights, chosen, view)
+        if self.sum_bias is not None and (self.tp.is_first or self.experts.reduce):
+            out = out + self.sum_bias
         if self.shared is None:
             return out
         shared = self.shared(x, view)

@@ -134,6 +134,11 @@ class DecoderModel(nn.Module):
             for i, block in enumerate(spec.blocks)
         )
         whole = any(block.needs_whole_prompt() for block in spec.blocks)
+        known = {block.known_prompt() for block in spec.blocks} - {None}
+        if len(known) > 1:
+            raise ValueError(
+                "Layers whose rotation depends on the prompt's length in different ways are not supported."
+            )
         self.traits = Traits(
             spec.hidden_size,
             dtype,
@@ -151,6 +156,8 @@ class DecoderModel(nn.Module):
             chunkable=not whole,
             prefix=0 if whole else 1,
             splits=True,
+            known_prompt=known.pop() if known else None,
+            rotary_rows=max_positions,
         )
         self.fused_blocks: FusedBlocks | None = None
         self.fuse_again: Callable[[], None] | None = None  # after weights have moved
@@ -224,7 +231,7 @@ class DecoderModel(nn.Module):
             path: module
             for path, module in self.named_modules()
             if isinstance(module, LinearBase | VocabParallelEmbedding)
-            or (isinstance(module, Experts) and module.method.takes_adapters)
+            or (isinstance(module, Experts) and module.method.takes_adapters and module.shape.gated)
         }
 
     def stretch(self, factors: Sequence[float]) -> list[int]:

@@ -140,7 +140,7 @@ _ENCODERS: dict[str, tuple[str, str, str]] = {
     "ModernBertForSequenceClassification": (
         "encoders", "MODERNBERT_CLASSIFIER", "Alibaba-NLP/gte-reranker-modernbert-base"
     ),
-    "NomicBertModel": ("encoders", "NOMIC_BERT", "nomic-ai/nomic-embed-text-v1.5"),
+    "NomicBertModel": ("encoders", "NOMIC_BERT", "nomic-ai/nomic-embed-text-v1.5, nomic-ai/nomic-embed-text-v2-moe"),
     "GteModel": ("encoders", "GTE", "Snowflake/snowflake-arctic-embed-m-v2.0"),
     "GteNewModel": ("encoders", "GTE", "Alibaba-NLP/gte-multilingual-base"),
     "NewModel": ("encoders", "GTE", "Alibaba-NLP/gte-base-en-v1.5, Alibaba-NLP/gte-multilingual-base"),

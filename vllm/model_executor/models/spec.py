@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from vllm.model_executor.layers.rope import Rope
+from vllm.model_executor.layers.rope import PromptScaling, Rope
 from vllm.step.kv_need import KVNeed, attention_need
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "HeadNorm",
     "Layout",
     "LearnedPositions",
+    "LogTemperature",
     "Mlp",
     "Moe",
     "Norm",
@@ -59,10 +60,14 @@ class HeadNorm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Alibi:
-    """Slopes of ALiBi (`layers/alibi.py`), times `factor`, in place of or beside a rotation."""
+    """Slopes of ALiBi (`layers/alibi.py`), times `factor`, in place of or beside a rotation.
+
+    known: of a query at position p >= known they are divided by (p + 1) / known.
+    """
 
     largest_exponent: float = 8.0
     factor: float = 1.0
+    known: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,13 @@ class Temperature:
 
     floor: int
     scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogTemperature:
+    """Queries at position p >= known are multiplied by ln(p + 1) / ln(known)."""
+
+    known: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +139,7 @@ class Attn:
     sinks: bool = False
     chunk: int | None = None
     norm_after_rope: bool = False
-    temperature: Temperature | None = None
+    temperature: Temperature | LogTemperature | None = None
     sparse: BlockSparse | None = None
     relative: RelativeBias | None = None
 
@@ -158,7 +170,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """`top_k` of `experts` gated MLPs, weighted by the router's softmax.   renormalize: the chosen weights sum to 1.
+    """`top_k` of `experts` MLPs, weighted by the router's softmax.   renormalize: the chosen weights sum to 1.
 
     score: "softmax", or "sigmoid" of each logit.   scale: of the weights, behind that.
     choice_bias: the experts with the best score plus a learned bias of their own are chosen; weights are without it.
@@ -166,6 +178,7 @@ class Moe:
     good as the sum of its `group_best` best experts.
     bias: of the router and of every product of the experts.   limit: as of `Mlp`.
     weigh_inputs: weights multiply what experts read, not what they return.
+    gated: experts are gated MLPs; if not, down(act(up(x))).   sum_bias: a bias is added to what the experts' sum is.
 
     jitter: experts are chosen one after the other, each weighted by a softmax over those whose logit is within 2 *
     jitter of the best one's, relative to its own size (SparseMixer, arXiv 2409.12136).
@@ -189,6 +202,8 @@ class Moe:
     bias: bool = False
     limit: float | None = None
     weigh_inputs: bool = False
+    gated: bool = True
+    sum_bias: bool = False
 
 
 class Layout(Enum):
@@ -220,7 +235,9 @@ class BlockSpec:
     """One layer of any kind. A kind of its own derives from this; `Family.modules` says which module it becomes."""
 
     def within(self, max_positions: int) -> BlockSpec:
-        """The same layer for sequences of at most `max_positions` tokens: without a window that none outgrows."""
+        """The same layer for sequences of at most `max_positions` tokens: without a window that none outgrows, and
+        without what only longer ones have.
+        """
         return self
 
     def need(self, world: int) -> KVNeed | None:
@@ -230,6 +247,10 @@ class BlockSpec:
     def needs_whole_prompt(self) -> bool:
         """Whether a prompt must be computed in one step, because its tokens see later ones."""
         return False
+
+    def known_prompt(self) -> int | None:
+        """The longest prompt that is rotated like all shorter ones, where longer ones are not."""
+        return None
 
     def heads(self) -> tuple[int, int]:
         """Query heads and key/value heads of the whole layer, which some checkpoints' fused weights are laid out by."""
@@ -257,9 +278,15 @@ class Block(BlockSpec):
         sparse = attn.sparse
         if sparse is not None and sparse.block * sparse.local >= max_positions:
             sparse = None
-        if (window, chunk, sparse) == (attn.window, attn.chunk, attn.sparse):
-            return self
-        return replace(self, attn=replace(attn, window=window, chunk=chunk, sparse=sparse))
+        alibi, temperature, rope = attn.alibi, attn.temperature, attn.rope
+        if alibi is not None and alibi.known is not None and alibi.known >= max_positions:
+            alibi = replace(alibi, known=None)
+        if isinstance(temperature, LogTemperature) and temperature.known >= max_positions:
+            temperature = None
+        if rope is not None and isinstance(rope.scaling, PromptScaling):
+            rope = rope if rope.scaling.original_positions < max_positions else replace(rope, scaling=None)
+        same = replace(attn, window=window, chunk=chunk, sparse=sparse, alibi=alibi, temperature=temperature, rope=rope)
+        return self if same == attn else replace(self, attn=same)
 
     def need(self, world: int) -> KVNeed | None:
         attn = self.attn
@@ -271,6 +298,10 @@ class Block(BlockSpec):
 
     def needs_whole_prompt(self) -> bool:
         return not self.attn.causal
+
+    def known_prompt(self) -> int | None:
+        rope = self.attn.rope
+        return rope.scaling.original_positions if rope is not None and isinstance(rope.scaling, PromptScaling) else None
 
     def heads(self) -> tuple[int, int]:
         return self.attn.heads, self.attn.kv_heads

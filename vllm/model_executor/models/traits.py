@@ -39,6 +39,8 @@ class Traits:
     decoder: what the model computes, if it is built from that, block by block, in a `DecoderModel`'s modules: other
         programs may then compute the same from its weights. None for any other model.
     splits: the model can be a stage of a pipeline: it takes a stream, and returns one if it lacks the last layer.
+    known_prompt: longer prompts read other rows of rotary tables: `rotary_rows` further for each `prompt_stage`.
+        None: all prompts read the same.
     """
 
     hidden_size: int
@@ -57,6 +59,8 @@ class Traits:
     capturable: bool = True
     decoder: Decoder | None = None
     splits: bool = False
+    known_prompt: int | None = None
+    rotary_rows: int = 0
 
 
 class PagedAttention(Protocol):

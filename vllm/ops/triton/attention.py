@@ -192,7 +192,7 @@ def _shared_kernel(
     stride_table, stride_q, stride_qh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv_heads, items): one item of a `SharedPlan`. Every request has one new token."""
     kv_head = tl.program_id(0)
@@ -213,6 +213,8 @@ def _shared_kernel(
     slope = tl.zeros([BM], tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=ok, other=0.0) * 1.4426950408889634
+        if KNOWN > 0:
+            slope = slope * tl.minimum(KNOWN / (q_pos + 1).to(tl.float32), 1.0)
     lo = tl.load(item + 2)
     hi = tl.load(item + 3)
     table = table_ptr + tl.load(members + first).to(tl.int64) * stride_table
@@ -237,7 +239,7 @@ def _attend_kernel(
     BM: tl.constexpr, BQ: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SMALL: tl.constexpr,
     MIN_QUERY: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     CHUNK: tl.constexpr, SPARSE: tl.constexpr, LOCAL: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """SMALL: grid (kv_heads, splits, requests), queries of at most BQ tokens.
     Else: grid (tiles, kv_heads), those of MIN_QUERY to max_query tokens.
@@ -291,6 +293,8 @@ def _attend_kernel(
     slope = tl.zeros([BM], tl.float32)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=ok, other=0.0) * 1.4426950408889634
+        if KNOWN > 0:
+            slope = slope * tl.minimum(KNOWN / (q_pos + 1).to(tl.float32), 1.0)
     number = head
     if SPARSE > 0:
         number = tl.load(numbers_ptr + head, mask=ok, other=0)
@@ -438,6 +442,7 @@ def _common(q: Tensor, kv_cache: Tensor, params: AttentionParams) -> dict:
         "BS": kv_cache.shape[3],
         "SOFTCAP": params.softcap is not None,
         "ALIBI": params.alibi_slopes is not None,
+        "KNOWN": params.alibi_known or 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
 

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops import moe as ops
 from vllm.ops.moe import NO_EXTRAS, Choice, ExpertExtras
-from vllm.ops.triton.activation import KINDS, gated
+from vllm.ops.triton.activation import KINDS, apply_activation, gated
 from vllm.ops.triton.decode_parts import processors
 from vllm.ops.triton.packed_experts import PackedStack, grouped_mlp, tile_rows
 
@@ -263,13 +263,13 @@ def _route_and_sort_kernel(
 @triton.jit(do_not_specialize=["most", "group"])
 def _grouped_kernel(
     x, w, bias, out, order, tiles, most, group, limit, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows times one tile of its expert's weight [N (2 x N if GATED), K].
 
-    GATED: row r of the product is that of token order[r] // TOP_K, and what is stored is act(gate) * up, each rounded
-    to the model's dtype first. Otherwise x is in sorted order already.
+    FIRST: row r of the product is that of token order[r] // TOP_K, and what is stored is act(gate) * up, each rounded
+    to the model's dtype first, or act(up) if not GATED. Otherwise x is in sorted order already.
     """
     if PDL:
         gdc_launch_dependents()
@@ -286,7 +286,7 @@ def _grouped_kernel(
     n = (inside // group) * BN + tl.arange(0, BN)
     in_n = n < N
     source = row
-    if GATED:
+    if FIRST:
         source = tl.load(order + row, mask=in_m, other=0) // TOP_K
     x_rows = x + source[:, None].to(tl.int64) * K
     w_rows = w + expert * (K * N * (2 if GATED else 1)) + n[None, :].to(tl.int64) * K
@@ -318,6 +318,8 @@ def _grouped_kernel(
     y = acc.to(dtype)
     if GATED:
         y = gated(y, up.to(dtype), limit, KIND, LIMITED)
+    elif FIRST:
+        y = apply_activation(y.to(tl.float32), KIND).to(dtype)
     tl.store(out + row[:, None].to(tl.int64) * N + n[None, :], y, mask=in_m[:, None] & in_n[None, :])
 
 
@@ -426,16 +428,17 @@ def route_and_sort(
 
 def _grouped(
     x: Tensor, w: Tensor, bias: Tensor | None, s: Sorted, out: Tensor, rows: int, cut: tuple[int, int, int, int],
-    top_k: int, kind: int, limit: float | None = None, pdl: bool = False,
+    top_k: int, kind: int, limit: float | None = None, pdl: bool = False, has_gate: bool = True,
 ) -> None:  # fmt: skip
-    """One grouped product; kind: of the activation between gate and up, below 0 for a plain product."""
+    """One grouped product; kind: of the activation behind it (between gate and up, if has_gate), below 0 for none."""
     bn, bk, warps, stages = cut
     group = min(_GROUP, triton.next_power_of_2(s.most))
     grid = (triton.cdiv(s.most, group) * group * triton.cdiv(out.shape[1], bn),)
     _grouped_kernel[grid](
         x, w, out if bias is None else bias, out, s.order, s.tiles, s.most, group, limit or 0.0,
         N=out.shape[1], K=w.shape[2], TOP_K=top_k, BM=rows, BN=bn,
-        BK=min(bk, max(16, triton.next_power_of_2(w.shape[2]))), STAGES=stages, GATED=kind >= 0, KIND=max(kind, 0),
+        BK=min(bk, max(16, triton.next_power_of_2(w.shape[2]))), STAGES=stages, FIRST=kind >= 0,
+        GATED=kind >= 0 and has_gate, KIND=max(kind, 0),
         BIAS=bias is not None, LIMITED=limit is not None, PDL=pdl, num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -501,7 +504,8 @@ def _apply(
     """[pairs, hidden]: the outputs of the experts, in sorted order."""
     pairs = len(x) * top_k
     h, outputs = x.new_empty(pairs, down.shape[2]), x.new_empty(pairs, down.shape[1])
-    _grouped(x, gate_up, extras.gate_up_bias, s, h, cut.rows, cut.gated, top_k, KINDS[act], extras.limit, pdl)
+    kind, bias = KINDS[act], extras.gate_up_bias
+    _grouped(x, gate_up, bias, s, h, cut.rows, cut.gated, top_k, kind, extras.limit, pdl, extras.gated)
     _grouped(h, down, extras.down_bias, s, outputs, cut.rows, cut.plain, top_k, -1, None, pdl)
     return outputs
 

@@ -20,6 +20,7 @@ from vllm.model_executor.models.spec import (
     Layout,
     LearnedPositions,
     Mlp,
+    Moe,
     Norm,
     PoolHead,
     RelativeBias,
@@ -319,8 +320,8 @@ MODERNBERT_CLASSIFIER = Family(
 
 
 def nomic_bert(hf: HFConfig) -> Decoder:
-    """NomicBERT: BERT with rotations and, usually, a gated MLP. Names of fields as in its own code, or as in
-    transformers'.
+    """NomicBERT: BERT with rotations and, usually, a gated MLP; with experts in every so-manieth layer. Names of fields
+    as in its own code, or as in transformers'.
     """
     _check_nomic(hf)
     norm = layer_norm(hf.get_float("layer_norm_epsilon", "layer_norm_eps", minimum=0))
@@ -328,25 +329,43 @@ def nomic_bert(hf: HFConfig) -> Decoder:
     gated = act in ("swiglu", "silu", "geglu")
     kind = {"swiglu": "silu", "geglu": "gelu"}.get(act, act)
     biases = [hf.get_bool("qkv_proj_bias"), hf.get_bool("mlp_fc1_bias"), hf.get_bool("mlp_fc2_bias")]
-    mlp = Mlp(kind, hf.get_int("n_inner", "intermediate_size"), gated, bias=biases[1], down_bias=biases[2])
+    mlp = Mlp(kind, hf.get_int("n_inner", "intermediate_size"), gated, bias=biases[1], down_bias=biases[2] > biases[1])
     rope = rope_of(hf)
     if hf.get("rotary_emb_fraction", default=None) is not None:
         rope = replace(rope, dim=int(hf.head_dim * hf.get_float("rotary_emb_fraction", minimum=0, maximum=1)))
     rope = replace(rope, interleaved=hf.get_bool("rotary_emb_interleaved", default=False))
     block = Block(_attn(hf, rope=rope, qkv_bias=biases[0], out_bias=biases[0]), mlp, norm, Layout.POST)
-    return _encoder(hf, norm, block)
+    number = hf.get_int("num_experts", default=0, minimum=0)
+    if not number:
+        return _encoder(hf, norm, block)
+    experts = Moe(
+        act, mlp.hidden, number, hf.get_int("moe_top_k", default=1), renormalize=False, gated=False, sum_bias=True
+    )
+    every = hf.get_int("moe_every_n_layers")
+    return _encoder(
+        hf, norm, tuple(replace(block, ffn=experts) if i % every == 1 else block for i in range(hf.num_layers))
+    )
 
 
 def _check_nomic(hf: HFConfig) -> None:
-    refused = {"prenorm": False, "use_rms_norm": False, "num_experts": 0, "parallel_block": False}
+    refused = {
+        "prenorm": False, "use_rms_norm": False, "parallel_block": False, "expert_choice_router": False, "ffn_div": 1,
+        "moe_normalize_expert_weights": False, "num_shared_experts": 0,
+    }  # fmt: skip
     for name, usual in refused.items():
         value = hf.get(name, default=usual)
         if value not in (usual, None):
             raise ValueError(f"{hf.file}: {name} is {value!r}, but only {usual!r} is supported for NomicBERT.")
     if hf.get_bool("mlp_fc1_bias") and not hf.get_bool("mlp_fc2_bias"):
         raise ValueError(f"{hf.file}: mlp_fc1_bias without mlp_fc2_bias is not supported.")
+    if (
+        hf.get_int("num_experts", default=0, minimum=0)
+        and hf.get_str("activation_function", "hidden_act") not in _PLAIN
+    ):
+        raise ValueError(f"{hf.file}: experts with a gate are not supported for NomicBERT.")
 
 
+_PLAIN = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu")
 _NOMIC_LAYER, _NOMIC_NEW = "bert.encoder.layers.{i}.", "bert.layers.{i}."
 NOMIC_NAMES = renames(
     {
@@ -361,6 +380,8 @@ NOMIC_NAMES = renames(
         _NOMIC_LAYER + "mlp.fc1.{p}": "blocks.{i}.ffn.up.{p}",
         _NOMIC_LAYER + "mlp.fc2.{p}": "blocks.{i}.ffn.down.{p}",
         _NOMIC_LAYER + "norm2.{p}": "blocks.{i}.norms.1.{p}",
+        _NOMIC_LAYER + "mlp.router.layer.{p}": "blocks.{i}.ffn.router.{p}",
+        _NOMIC_LAYER + "mlp.experts.bias": "blocks.{i}.ffn.sum_bias",
         # transformers' own form
         "bert.embeddings.LayerNorm.{p}": "embed_norm.{p}",
         _NOMIC_NEW + "self_attn.q_proj.{p}": "blocks.{i}.attn.q.{p}",
@@ -373,6 +394,10 @@ NOMIC_NAMES = renames(
         _NOMIC_NEW + "post_attention_layernorm.{p}": "blocks.{i}.norms.0.{p}",
         _NOMIC_NEW + "post_mlp_layernorm.{p}": "blocks.{i}.norms.1.{p}",
     }
+)
+NOMIC_NAMES += renames({_NOMIC_LAYER + "mlp.experts.mlp.w1": "blocks.{i}.ffn.experts.up"}, WeightLayout.STACKED)
+NOMIC_NAMES += renames(
+    {_NOMIC_LAYER + "mlp.experts.mlp.w2": "blocks.{i}.ffn.experts.down"}, WeightLayout.STACKED_TRANSPOSED
 )
 NOMIC_FACTS = Facts(
     Windows.NONE,

@@ -7,12 +7,14 @@ from typing import Any
 
 from vllm.config.facts import Facts, Windows
 from vllm.config.hf import HFConfig
+from vllm.model_executor.layers.rope import LinearScaling, PromptScaling
 from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.models.families.llama import (
     NAMES,
     NO_WINDOWS,
     ROTARY_FREQUENCIES,
     llama_like,
+    rope_of,
 )
 from vllm.model_executor.models.families.moe import experts_of
 from vllm.model_executor.models.family import Family, renames
@@ -22,6 +24,7 @@ from vllm.model_executor.models.spec import (
     Block,
     Decoder,
     LearnedPositions,
+    LogTemperature,
     Mlp,
     Norm,
     Rope,
@@ -103,15 +106,32 @@ def minicpm(hf: HFConfig) -> Decoder:
 
 
 def qwen(hf: HFConfig) -> Decoder:
-    """Qwen 1. `intermediate_size` counts gate and up together. Within `seq_length`, which is as far as sequences may
-    go, neither its scaling of the base nor that of queries applies.
+    """Qwen 1. `intermediate_size` counts gate and up together. Beyond `seq_length` the base of rotations grows with the
+    prompt, and queries with their position.
     """
+    known, rope = qwen_known(hf), rope_of(hf)
+    logn = hf.get_bool("use_logn_attn", default=True)
     return llama_like(
         hf,
         norm=Norm("rms", hf.get_float("layer_norm_epsilon", minimum=0)),
-        attn={"qkv_bias": True},
+        attn={
+            "qkv_bias": True,
+            "rope": rope if qwen_known_prompt(hf) is None else replace(rope, scaling=PromptScaling(known)),
+            "temperature": LogTemperature(known) if logn else None,
+        },
         ffn=Mlp("silu", hf.get_int("intermediate_size", "ffn_hidden_size") // 2),
     )
+
+
+def qwen_known(hf: HFConfig) -> int:
+    """The length that the model was trained with."""
+    known: int = hf.get_int("seq_length", default=8192, minimum=2)
+    return known
+
+
+def qwen_known_prompt(hf: HFConfig) -> int | None:
+    """As of `Facts`."""
+    return qwen_known(hf) if hf.get_bool("use_dynamic_ntk", default=True) else None
 
 
 def chatglm_kv_heads(hf: HFConfig) -> int:
@@ -123,7 +143,9 @@ def chatglm_kv_heads(hf: HFConfig) -> int:
 
 
 def chatglm(hf: HFConfig) -> Decoder:
-    """ChatGLM 2 and 3, GLM-4 9B and CodeGeeX in their original format: half of each head is rotated."""
+    """ChatGLM 2 and 3, GLM-4 9B and CodeGeeX in their original format: half of each head is rotated. `rope_ratio`
+    multiplies the base, but in ChatGLM 2, whose config says so by its name alone, it divides positions.
+    """
     for name, wanted in (
         ("multi_query_attention", True),
         ("post_layer_norm", True),
@@ -135,12 +157,19 @@ def chatglm(hf: HFConfig) -> Decoder:
     if hf.is_multimodal:
         raise ValueError(f"{hf.file}: ChatGLM models that see images are not supported.")
     bias = hf.get_bool("add_bias_linear", default=False)
-    theta = 10000.0 * hf.get_float("rope_ratio", default=1.0, minimum=1e-6)
+    ratio = hf.get_float("rope_ratio", default=1.0, minimum=1e-6)
+    second = "chatglm2" in hf.get_str("_name_or_path", default="").lower()
+    rope = Rope(
+        hf.head_dim // 2,
+        10000.0 if second else 10000.0 * ratio,
+        interleaved=hf.get_bool("original_rope", default=True),
+        scaling=LinearScaling(ratio) if second and ratio != 1.0 else None,
+    )
     return llama_like(
         hf,
         norm=Norm("rms", hf.get_float("layernorm_epsilon", minimum=0)),
         attn={
-            "rope": Rope(hf.head_dim // 2, theta, interleaved=hf.get_bool("original_rope", default=True)),
+            "rope": rope,
             "qkv_bias": hf.get_bool("add_qkv_bias", default=False) or bias,
             "out_bias": bias,
         },
@@ -162,7 +191,7 @@ def jais(hf: HFConfig) -> Decoder:
         scale=1.0 / hf.head_dim if by_dim else None,
         qkv_bias=True,
         out_bias=True,
-        alibi=Alibi(factor=_jais_alibi_factor(hf)) if placed == "alibi" else None,
+        alibi=_jais_alibi(hf) if placed == "alibi" else None,
     )
     inner = hf.get_int("n_inner", default=None) or 4 * hf.hidden_size
     act = hf.get_str("activation_function")
@@ -183,18 +212,23 @@ def jais(hf: HFConfig) -> Decoder:
     )
 
 
-def _jais_alibi_factor(hf: HFConfig) -> float:
-    """What a linear scaling of distances makes of the slopes."""
+def _jais_alibi(hf: HFConfig) -> Alibi:
+    """Distances may be divided by a factor, or by how much longer the sequence is than those of training: then as it
+    is when a query's token comes, which is what Jais computes when it generates token by token.
+    """
     scaling = hf.nested("alibi_scaling")
     if not scaling.raw:
-        return 1.0
-    factor = scaling.get_float("factor", default=None, minimum=1e-6)
-    if scaling.get_str("type", default="linear") != "linear" or factor is None:
+        return Alibi()
+    factor, known = (
+        scaling.get_float("factor", default=None, minimum=1e-6),
+        scaling.get_int("train_seq_len", default=None),
+    )
+    if scaling.get_str("type", default="linear") != "linear" or (factor is None and known is None):
         raise ValueError(
-            f"{hf.file}: alibi_scaling={scaling.raw} is not supported, expected a linear one with a factor. To run the "
-            'model unscaled, as far as it was trained: hf_overrides={"alibi_scaling": null}.'
+            f"{hf.file}: alibi_scaling={scaling.raw} is not supported, expected a linear one with a factor or a "
+            'train_seq_len. To run the model unscaled, as far as it was trained: hf_overrides={"alibi_scaling": null}.'
         )
-    return 1.0 / float(factor)
+    return Alibi(known=known) if factor is None else Alibi(factor=1.0 / float(factor))
 
 
 INTERNLM2_NAMES = renames(
@@ -318,7 +352,11 @@ QWEN = Family(
     QWEN_NAMES,
     "transformer.",
     ("transformer.rotary_emb.inv_freq",),
-    Facts(Windows.NONE, defaults={"tie_word_embeddings": False, "layer_norm_epsilon": 1e-6}),
+    Facts(
+        Windows.NONE,
+        defaults={"tie_word_embeddings": False, "layer_norm_epsilon": 1e-6},
+        known_prompt=qwen_known_prompt,
+    ),
 )
 CHATGLM = Family(
     chatglm,
