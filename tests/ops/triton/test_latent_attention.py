@@ -1,5 +1,7 @@
 """Kernels of latent attention against the torch reference, and that against attention over expanded keys."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from tests.ops.triton.batches import make_batch
 from vllm.ops import attention, latent_attention
 from vllm.ops.shared_prefix import Group
 from vllm.ops.triton import latent_attention as kernels
+from vllm.ops.triton.prefill import attend_runs
 
 NOPE, ROPE, V, RANK, HEADS = 24, 8, 16, 40, 5
 
@@ -58,6 +61,23 @@ def test_every_number_of_heads(heads):
 )
 def test_many_queries_are_expanded(query_lens, seq_lens, dtype, tolerance):
     check(*make(query_lens, seq_lens, dtype, heads=2, groups=()), tolerance)
+
+
+@pytest.mark.parametrize("query_lens", [[1930], [2048, 2048, 5]])
+def test_prompts_that_are_computed_whole_are_left_to_a_library(query_lens, monkeypatch):
+    """Here torch's own for the processor, which wants values as wide as keys."""
+    q, cache, _, step, group = make(query_lens, query_lens, torch.float16, heads=2, groups=())
+    kv_b = (torch.randn(2, 2 * NOPE + ROPE, RANK) * RANK**-0.5).half()
+    runs = attention.dense_runs(np.array(query_lens), np.array(query_lens))
+    assert [run.prompts for run in runs] == ([1] if len(query_lens) == 1 else [2])
+    group = type(group)(group.slot_mapping, group.block_table, dataclasses.replace(group.plan, runs=runs))
+    seen = []
+    monkeypatch.setattr(kernels, "attend_runs", lambda *args: seen.append(args) or attend_runs(*args))
+    wider = torch.zeros(len(q), 2 * (NOPE + ROPE) + 8, dtype=q.dtype)  # as a part of a product
+    wider[:, : q[0].numel()] = q.flatten(1)
+    q = wider[:, : q[0].numel()].view(q.shape)
+    check(q, cache, kv_b, step, group, 3e-3)
+    assert len(seen) == 1
 
 
 def test_heads_of_odd_sizes_are_not_expanded():

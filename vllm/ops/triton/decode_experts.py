@@ -144,8 +144,6 @@ def _rise_kernel(
     The shared expert comes first: its weights are loaded while the others are being chosen.
     """
     ALIKE: tl.constexpr = (SHARED + N - 1) // N
-    if PDL:
-        gdc_launch_dependents()
     chosen = tl.program_id(1) - ALIKE
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -166,6 +164,7 @@ def _rise_kernel(
     a, b = _pair(rows, apart * K, k, in_n, K, WHOLE)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()  # `fall` reads which experts were chosen before it waits
     xv = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     parts, _ = ask_inputs(squares, tiles, x, n, in_n, 0, NORM, SQUARES)
     acc = _products(a, xv, BN, BK, FOLD)
@@ -191,11 +190,11 @@ def _falling(w, experts, weights, n, in_n, at, N: tl.constexpr, K: tl.constexpr,
     live = at < TOP_K * K
     choice = tl.minimum(at // K, TOP_K - 1)
     inside = at - choice * K
-    expert = tl.load(experts + choice).to(tl.int64)
+    expert = tl.load(experts + choice, cache_modifier=".cg").to(tl.int64)
     if K % 8 == 0:  # eight neighbours are one expert's, which the compiler does not see
         inside = tl.max_contiguous(tl.multiple_of(inside, 8), 8)
         expert = tl.max_constancy(expert, 8)
-    weight = tl.load(weights + choice)
+    weight = tl.load(weights + choice, cache_modifier=".cg")
     a = tl.load(
         w + (expert * (N * K) + inside)[None, :] + n[:, None] * K, mask=in_n[:, None] & live[None, :], other=0.0,
         eviction_policy="evict_first",
@@ -204,12 +203,23 @@ def _falling(w, experts, weights, n, in_n, at, N: tl.constexpr, K: tl.constexpr,
 
 
 @triton.jit
+def _falling_shared(shared, n, in_n, at, SHARED: tl.constexpr):
+    """Columns `at` of the shared expert's matrix."""
+    live = in_n[:, None] & (at < SHARED)[None, :]
+    return tl.load(shared + n[:, None] * SHARED + at[None, :], mask=live, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
 def _fall_kernel(
     x, w, shared, experts, weights, out, h, next_weight, scaled, squares_out, scale: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FOLD: tl.constexpr,
     MODE: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N / BN,). x: [TOP_K * K + SHARED], what `_rise_kernel` left; w: [experts, N, K]; shared: [N, SHARED]."""
+    """Grid (N / BN,). x: [TOP_K * K + SHARED], what `_rise_kernel` left; w: [experts, N, K]; shared: [N, SHARED].
+
+    Each tile's weights are asked for before the one before it is used, the first before `_rise_kernel` has ended: that
+    lets this one begin when the experts have been chosen.
+    """
     pid = tl.program_id(0)
     n = pid * BN + tl.arange(0, BN)
     in_n = n < N
@@ -217,26 +227,26 @@ def _fall_kernel(
     if PDL:
         gdc_launch_dependents()
     first_bias, second_bias, next_part = ask_constants(out, next_weight, n, in_n, N, MODE, NEXT, False)
+    a, weight = _falling(w, experts, weights, n, in_n, k, N, K, TOP_K)
     if PDL:
         gdc_wait()
     parts, before = ask_inputs(squares_out, 1, h, n, in_n, MODE, False, 2)
-    a, weight = _falling(w, experts, weights, n, in_n, k, N, K, TOP_K)
-    xv = tl.load(x + k, mask=k < TOP_K * K, other=0.0).to(tl.float32) * weight
-    acc = _products(a, xv[None, :], BN, BK, FOLD)
-    for start in tl.range(BK, TOP_K * K, BK):
+    acc = tl.zeros([BN, BK // FOLD], tl.float32)
+    for start in tl.range(0, TOP_K * K, BK):
         at = start + k
-        a, weight = _falling(w, experts, weights, n, in_n, at, N, K, TOP_K)
+        after, next_one = _falling(w, experts, weights, n, in_n & (start + BK < TOP_K * K), at + BK, N, K, TOP_K)
         xv = tl.load(x + at, mask=at < TOP_K * K, other=0.0).to(tl.float32) * weight
         acc += _products(a, xv[None, :], BN, BK, FOLD)
-    for start in tl.range(0, SHARED, BK):
-        at = start + k
-        live = at < SHARED
-        a = tl.load(
-            shared + n[:, None] * SHARED + at[None, :], mask=in_n[:, None] & live[None, :], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        xv = tl.load(x + TOP_K * K + at, mask=live, other=0.0).to(tl.float32)
-        acc += _products(a, xv[None, :], BN, BK, FOLD)
+        a = after
+        weight = next_one
+    if SHARED > 0:
+        a = _falling_shared(shared, n, in_n, k, SHARED)
+        for start in tl.range(0, SHARED, BK):
+            at = start + k
+            after = _falling_shared(shared, n, in_n, at + BK, SHARED)
+            xv = tl.load(x + TOP_K * K + at, mask=at < SHARED, other=0.0).to(tl.float32)
+            acc += _products(a, xv[None, :], BN, BK, FOLD)
+            a = after
     y = tl.sum(acc, 1)
     finish_row(
         y, y, n, in_n, pid, first_bias, second_bias, next_part, parts, before, 0.0, out, h, scaled, squares_out, out,

@@ -17,11 +17,12 @@ from vllm.ops import latent_attention as ops
 from vllm.ops.attention import GATHERED_ABOVE, GatherPlan
 from vllm.ops.triton.attention import fp8_limit
 from vllm.ops.triton.decode_parts import processors
+from vllm.ops.triton.prefill import TAIL, attend_runs
 from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
 _GATHER = 32  # tokens a program copies
-_TAIL = 64  # rows behind the gathered ones
+_TAIL = 64  # rows behind the gathered ones, for our own kernel
 _EXPANDED = 128, 64, 2, 8  # queries and keys of a tile, stages, warps
 _ABSORBED = {16: (32, 2, 4), 32: (32, 2, 4), 64: (32, 2, 8)}  # rows of a tile -> keys, stages, warps
 
@@ -366,7 +367,7 @@ def attend_latent(
         return out
     first, end, longest = 0, tokens, tokens
     if isinstance(group.plan, GatherPlan) and _can_expand(q, cache, kv_b, nope_dim):
-        _attend_expanded(q, cache, kv_b, nope_dim, scale, step, group, group.plan, out)
+        out = _attend_expanded(q, cache, kv_b, nope_dim, scale, step, group, group.plan, out)
         starts, longest = step.host_query_starts, GATHERED_ABOVE
         short = np.flatnonzero(starts[1:] - starts[:-1] <= longest)
         if not len(short):
@@ -443,11 +444,12 @@ def _splits(programs: int, max_seq_len: int) -> int:
 def _attend_expanded(
     q: Tensor, cache: Tensor, kv_b: Tensor, nope_dim: int, scale: float, step: StepInputs, group: GroupInputs,
     plan: GatherPlan, out: Tensor,
-) -> None:  # fmt: skip
-    """Every request that `plan` gathers, in its rows of `out`."""
+) -> Tensor:  # fmt: skip
+    """Every request that `plan` gathers, in its rows of `out` or of the result."""
     heads, _, rank = kv_b.shape
     width, rope_dim, v_dim = cache.shape[2], q.shape[2] - nope_dim, out.shape[2]
-    rows = plan.rows + _TAIL
+    dense = bool(plan.runs) and _is_dense(q, v_dim)
+    rows = plan.rows + (TAIL if dense else _TAIL)
     latents = q.new_empty(rows, width)
     latents[plan.rows :].zero_()
     _gather_kernel[(triton.cdiv(plan.longest, _GATHER), plan.pieces.shape[0])](
@@ -458,6 +460,12 @@ def _attend_expanded(
     wide = q.new_empty(rows, columns)
     if not q.is_meta:
         torch.mm(latents[:, :rank], kv_b.reshape(columns, rank).t(), out=wide)
+    if dense:
+        by_head = wide.view(rows, heads, nope_dim + v_dim)
+        whole = q.new_empty(rows, heads, nope_dim + rope_dim)
+        whole[..., :nope_dim] = by_head[..., :nope_dim]
+        whole[..., nope_dim:] = latents[:, None, rank:]
+        return attend_runs(q, whole, by_head[..., nope_dim:], scale, plan, out, False)
     exact = q.dtype == torch.float32
     block, tile, stages, warps = (16, 16, 2, 4) if exact else _EXPANDED
     requests = step.seq_lens.shape[0]
@@ -472,6 +480,13 @@ def _attend_expanded(
         HEADS=heads, NOPE=nope_dim, NP=keys, ROPE=rope_dim, PP=places, V=v_dim, VP=values, RANK=rank, BM=block,
         TILE=tile, STAGES=stages, SHARED=plan.shared, PRECISION="ieee" if exact else "tf32", num_warps=warps,
     )  # fmt: skip
+    return out
+
+
+def _is_dense(q: Tensor, v_dim: int) -> bool:
+    """Whether attention of prompts as a whole is left to a library."""
+    fits = all(n % 8 == 0 and n <= 256 for n in (q.shape[2], v_dim)) and q.dtype in (torch.bfloat16, torch.float16)
+    return fits and q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % 8 == 0
 
 
 def _can_expand(q: Tensor, cache: Tensor, kv_b: Tensor, nope_dim: int) -> bool:

@@ -23,7 +23,7 @@ from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
 _GATHER = 64  # keys a program
-_TAIL = 1024  # rows behind the gathered ones
+TAIL = 1024  # rows behind the gathered ones
 _DENSE_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
@@ -211,7 +211,7 @@ def attend_gathered(
     window = params.window if params.window is not None and step.max_seq_len > params.window else None
     softcap = params.softcap
     if plan.runs and window is None and softcap is None and params.sinks is None:
-        return _attend_runs(q, keys, values, params.scale, plan, out, fresh)
+        return attend_runs(q, keys, values, params.scale, plan, out, fresh)
     k, v = (x.as_strided((x.shape[0], kv_heads * head_dim), (x.stride(0), 1)) for x in (keys, values))
     padded = triton.next_power_of_2(head_dim)
     rows, tile, stages, warps = 128, 64, 2, 4 if padded <= 128 else 8  # as measured on an H200
@@ -245,7 +245,7 @@ def _gather(
     """Keys and values of `plan`, copied to consecutive rows: [rows, kv_heads, head_dim] in q's dtype."""
     _, _, kv_heads, block_size, head_dim = kv_cache.shape
     # a tile or a padded prompt may reach past the last gathered row, where memory must at least be finite
-    k, v = (torch.empty(plan.rows + _TAIL, kv_heads, head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
+    k, v = (torch.empty(plan.rows + TAIL, kv_heads, head_dim, dtype=q.dtype, device=q.device) for _ in range(2))
     k[plan.rows :].zero_()
     v[plan.rows :].zero_()
     _gather_kernel[(triton.cdiv(plan.longest, _GATHER), kv_heads, plan.pieces.shape[0])](
@@ -257,9 +257,13 @@ def _gather(
     return k, v
 
 
-def _attend_runs(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: GatherPlan, out: Tensor, fresh: bool) -> Tensor:
+def attend_runs(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: GatherPlan, out: Tensor, fresh: bool) -> Tensor:
     """Plain causal attention through cuDNN, a quarter faster than ours on long prompts. Keys behind a query's own are
-    hidden from it, so that what stands in the padding does not matter."""
+    hidden from it, so that what stands in the padding does not matter.
+
+    k, v: [rows, kv_heads, ...] as gathered, with TAIL rows behind, or those of the step itself if `fresh`. In `out`
+    [tokens, heads, width of v], or in the result alone.
+    """
     tokens, heads, head_dim = q.shape
     for run in plan.runs:
         first, rows = run.first_token, run.prompts * run.padded
@@ -269,7 +273,7 @@ def _attend_runs(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: GatherPlan
         else:
             queries = torch.cat([q[first:], q.new_zeros(first + rows - tokens, heads, head_dim)])
         keys, values = (x[first_row : first_row + rows] for x in (k, v))
-        shape = (run.prompts, run.padded, k.shape[1], head_dim)
+        shape = (run.prompts, run.padded, k.shape[1], -1)
         with sdpa_kernel(_DENSE_BACKENDS, set_priority=True):
             found = F.scaled_dot_product_attention(
                 queries.view(run.prompts, run.padded, heads, head_dim).transpose(1, 2),
@@ -279,7 +283,7 @@ def _attend_runs(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: GatherPlan
                 scale=scale,
                 enable_gqa=True,
             )
-        found = found.transpose(1, 2).reshape(rows, heads, head_dim)
+        found = found.transpose(1, 2).reshape(rows, heads, v.shape[2])
         length = run.prompts * run.length
         if length == tokens:
             return found[:tokens]
