@@ -190,10 +190,11 @@ class ModelRunner:
         known = self.model.traits.known_prompt
         if known is None:
             return None
-        lengths = self.table.num_prompt[plan.slots]
+        lengths: np.ndarray = self.table.num_prompt[plan.slots]
         if not (lengths > known).any():
             return None
-        return np.array([prompt_stage(length, known) for length in lengths.tolist()])
+        stages: np.ndarray = np.array([prompt_stage(length, known) for length in lengths.tolist()])
+        return stages
 
     def _forward(self, step: StepInputs, tokens: int) -> Tensor:
         """tokens: of the step's own, which are all that stages exchange."""

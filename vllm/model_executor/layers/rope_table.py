@@ -56,7 +56,7 @@ def _frequencies(rope: Rope, positions: int) -> tuple[Tensor, float]:
     plain = 1.0 / (rope.theta**exponents)
     scaling = rope.scaling
     match scaling:
-        case None:
+        case None | PromptScaling():  # of its first stage
             return plain, 1.0
         case LinearScaling():
             return plain / scaling.factor, 1.0
