@@ -1,0 +1,1 @@
+"""Newer public paths; each file says where its names live."""
