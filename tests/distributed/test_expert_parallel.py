@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,14 @@ from hypothesis import strategies as st
 from tests.distributed.workload import answers, differences, engine
 from tests.models.harness import PagedDriver, load, on_ranks, relative_error, save_random_hf_model
 from tests.models.test_against_hugging_face import CASES
+from tests.quantization import writers
+from tests.quantization.harness import plain_model, quantize_folder
+from tests.quantization.test_formats import GPTQ, every
 from vllm.config import ParallelConfig
+from vllm.model_executor.layers.quantization.method import DealtQuantizedExpertMethod
 from vllm.model_executor.layers.sharding import ShardedParameter, ShardSpec, load_weight, share, whole
 from vllm.ops import moe as ops
+from vllm.ops.quantized import pack_experts
 from vllm.ops.triton import moe as kernels
 from vllm.worker.expert_balance import balance, owners, swaps_for
 
@@ -56,6 +62,45 @@ def test_each_rank_has_its_own_experts(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(list(parts)), whole_model.blocks[0].ffn.experts.down)
     with pytest.raises(ValueError, match="5 experts cannot be dealt out to 6 ranks"):
         on_ranks(6, lambda tp: load(tmp_path, tp=tp, parallel_config=EP))
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "at once"])
+def test_quantized_experts_are_dealt_out_as_they_are_stored(at_once: bool, tmp_path: Path) -> None:
+    """Four experts for three ranks. at_once: on a device that multiplies all experts together."""
+    reference, state = plain_model(tmp_path, "mixtral", num_attention_heads=3, num_key_value_heads=3, hidden_size=192)
+    quantize_folder(tmp_path, reference, state, every(writers.gptq, group=64), {**GPTQ, "group_size": 64})
+    prompts = [torch.randint(0, 100, (n,)) for n in (23, 1, 9)]
+    one = load(tmp_path)
+    expected = PagedDriver(one, requests=3).run(prompts, [5, 1, 8])
+    if at_once:
+        pack_experts.register("cpu", lambda weights, device, dtype: pack_experts.reference(weights, device, dtype))
+    try:
+        ranks = on_ranks(3, lambda tp: load(tmp_path, tp=tp, parallel_config=replace(EP, tensor_parallel_size=3)))
+    finally:
+        if at_once:
+            pack_experts.unregister("cpu")
+    methods = [rank.blocks[0].ffn.experts.method for rank in ranks]
+    assert [method.mine for method in methods] == [range(2), range(2, 3), range(3, 4)]
+    for method in methods:
+        assert isinstance(method, DealtQuantizedExpertMethod) and (method.stacks is not None) == at_once
+        if not at_once:
+            parts = zip(method._parts, [one.blocks[0].ffn.experts.method._parts[n] for n in method.mine], strict=True)
+            assert all(mine[1].weight.num_bytes == whole[1].weight.num_bytes for mine, whole in parts)
+    found = on_ranks(3, lambda tp: PagedDriver(ranks[tp.rank], requests=3).run(prompts, [5, 1, 8]))
+    for rank in found:
+        assert max(relative_error(a, b) for a, b in zip(rank, expected, strict=True)) < 1e-4
+
+
+def test_experts_that_may_change_places_are_numbers(tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, "mixtral")
+    quantize_folder(tmp_path, reference, state, every(writers.gptq), GPTQ)
+    prompts = [torch.randint(0, 100, (n,)) for n in (23, 9)]
+    expected = PagedDriver(load(tmp_path), requests=2).run(prompts, [5, 8])
+    moving = replace(EP, enable_eplb=True)
+    for rank in on_ranks(
+        2, lambda tp: PagedDriver(load(tmp_path, tp=tp, parallel_config=moving), requests=2).run(prompts, [5, 8])
+    ):
+        assert max(relative_error(a, b) for a, b in zip(rank, expected, strict=True)) < 1e-4
 
 
 def test_things_are_dealt_out_evenly() -> None:
@@ -99,6 +144,16 @@ def test_the_engine_gives_the_same_tokens(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path)
     expected = answers(engine(tmp_path), 10)
     dealt = engine(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True)
+    try:
+        assert differences(answers(dealt, 10), expected) == []
+    finally:
+        dealt.llm_engine.model_executor.shutdown()
+
+
+def test_the_engine_gives_the_same_tokens_with_experts_of_eight_bits(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    expected = answers(engine(tmp_path, quantization="experts_int8"), 10)
+    dealt = engine(tmp_path, quantization="experts_int8", tensor_parallel_size=2, enable_expert_parallel=True)
     try:
         assert differences(answers(dealt, 10), expected) == []
     finally:

@@ -45,12 +45,15 @@ MOVING = {"enable_eplb": True, "eplb_step_interval": 4, "eplb_window_size": 4}
 
 
 @pytest.mark.parametrize(
-    ("case", "tp", "more"), [("mixtral", 1, MOVING), ("qwen2_moe-mixed", 2, {})], ids=["mixtral", "qwen2"]
+    ("case", "tp", "more"),
+    [("mixtral", 1, MOVING), ("qwen2_moe-mixed", 2, {"quantization": "experts_int8"})],
+    ids=["mixtral", "qwen2"],
 )
 async def test_two_copies_give_the_answers_of_one(case: str, tp: int, more: dict[str, Any], tmp_path: Path) -> None:
-    """Also where experts change places between the copies."""
+    """Also where experts change places between the copies, and where they are quantized."""
     save(case, tmp_path, 512)
-    async with running(tmp_path, separate=False, skip_tokenizer_init=True) as engine:
+    stored = more.get("quantization")
+    async with running(tmp_path, separate=False, skip_tokenizer_init=True, quantization=stored) as engine:
         expected = await answers(engine, 24)
     async with running(tmp_path, tensor_parallel_size=tp, **SHARED, **more) as engine:
         fleet: Any = engine._core

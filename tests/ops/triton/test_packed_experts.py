@@ -44,6 +44,16 @@ def test_experts_match_the_reference(tokens, hidden, inter, experts, top_k, kind
     assert torch.allclose(ops.expert_mlp.reference(x, weights, chosen, gate_up, down, "silu"), want, 1e-3, 1e-4)
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_choices_of_other_ranks_add_nothing(tokens):
+    gate_up, gate_up_numbers = stack("int4", 3, 64, 96)
+    down, down_numbers = stack("int4", 3, 96, 32)
+    x, weights, chosen = torch.randn(tokens, 96), torch.rand(tokens, 2), torch.randint(4, (tokens, 2))
+    weights[chosen == 3] = 0.0
+    want = ops.expert_mlp.reference(x, weights, chosen, gate_up_numbers, down_numbers, "silu")
+    torch.testing.assert_close(moe.expert_mlp(x, weights, chosen, gate_up, down, "silu"), want, rtol=1e-3, atol=1e-4)
+
+
 def test_very_many_rows_are_multiplied_by_numbers():
     assert [tile_rows(pairs, 4) for pairs in (1, 64, 65, 128, 129, 1024, 1025)] == [16, 16, 32, 32, 64, 64, 0]
     gate_up, gate_up_numbers = stack("int4", 2, 64, 32)

@@ -60,9 +60,20 @@ class ExpertMethod(ABC):
     repacks_whole = False
     takes_adapters = False
 
+    def dealt(self) -> ExpertMethod:
+        """The same for whole experts that are dealt out to the ranks (`Dealt`). Raises ValueError where there is none."""
+        raise ValueError(
+            "enable_expert_parallel: experts of this format cannot be dealt out. Leave it out: each rank then has a "
+            "share of every expert."
+        )
+
     @abstractmethod
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         """Register the layer's parameters, each a `ShardedParameter`, uninitialised, on torch's default device."""
+
+    def place(self, layer: Experts) -> tuple[torch.dtype, torch.device]:
+        """Of the tokens that `compute` takes, once the weights are there."""
+        return layer.down.dtype, layer.down.device
 
     def process_after_load(self, layer: Experts) -> None:
         """Called once when every parameter of the layer is filled: repack, dequantize. By default nothing."""
@@ -100,6 +111,9 @@ class UnquantizedExpertMethod(ExpertMethod):
 
     takes_adapters = True
 
+    def dealt(self) -> ExpertMethod:
+        return DealtExpertMethod()
+
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden
         width = len(shape.first) * inner
@@ -132,26 +146,62 @@ class UnquantizedExpertMethod(ExpertMethod):
         return layer.tp.is_first
 
 
-class DealtExpertMethod(UnquantizedExpertMethod):
-    """Whole experts, dealt out to the ranks (expert parallelism).
+class Dealt(ExpertMethod):
+    """Whole experts, dealt out to the ranks (expert parallelism), whatever their format.
+
+    The ranks that share a layer's attention have all of its tokens, so none must be sent: each computes its own experts'
+    part of every token, and the parts are added up. Where copies of the engine share experts, a rank is sent the tokens
+    of the other copies, and sends back its part of them.
+    """
+
+    mine: range  # the experts that this rank has at first
+    tally: Tensor | None = None  # [experts + 1] int64: how often each was chosen since somebody began to count
+    places: Tensor | None = None  # [experts + 1] int64: the slot of each among those of all ranks, if experts may move
+
+    def dispatch(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Experts by their numbers on this rank; of other ranks' nothing is computed."""
+        exchange = layer.tp.exchange
+        if exchange is not None:
+            top_k = weights.shape[1]
+            choices = torch.cat([weights.view(torch.int32), experts.to(torch.int32)], 1)
+            x, choices = (exchange.gather(part, layer.shape.rows, value) for part, value in ((x, 0.0), (choices, -1)))
+            weights, experts = choices[:, :top_k].view(torch.float32), choices[:, top_k:].to(torch.int64)
+        if self.tally is not None and self.places is not None:
+            experts = experts.remainder(len(self.tally))  # that of padding is the last
+            chosen = experts.flatten()
+            self.tally.scatter_add_(0, chosen, torch.ones_like(chosen))
+            experts = self.places[experts]
+        local = experts - self.mine.start
+        foreign = (local < 0) | (local >= len(self.mine))
+        return x, weights.masked_fill(foreign, 0.0), local.masked_fill(foreign, len(self.mine))
+
+    def combine(self, layer: Experts, out: Tensor, rows: int) -> Tensor:
+        exchange = layer.tp.exchange
+        return super().combine(layer, out if exchange is None else exchange.scatter(out, layer.shape.rows)[:rows], rows)
+
+
+def dealt_to(tp: TensorParallel, experts: int) -> range:
+    """Which of a layer's experts this rank has. Raises ValueError if there are fewer than ranks."""
+    rank, world = tp.experts
+    if experts < world:
+        smaller = "tensor_parallel_size" if tp.exchange is None else "tensor_parallel_size or data_parallel_size"
+        raise ValueError(f"{experts} experts cannot be dealt out to {world} ranks. Use a smaller {smaller}.")
+    return share(experts, rank, world)
+
+
+class DealtExpertMethod(Dealt, UnquantizedExpertMethod):
+    """Plain experts that are dealt out, and may change places.
 
     gate_up: [experts of this rank, 2 * inner, hidden], gate rows first.   down: [experts of this rank, hidden, inner].
-    Biases alike. The ranks that share a layer's attention have all of its tokens, so none must be sent: each computes
-    its own experts' part of every token, and the parts are added up. Where copies of the engine share experts, a rank
-    is sent the tokens of the other copies, and sends back its part of them.
+    Biases alike.
     """
 
     takes_adapters = False
-    load: Tensor | None = None  # [experts + 1] int64: how often each was chosen since somebody began to count
-    places: Tensor | None = None  # [experts + 1] int64: the slot of each among those of all ranks, if experts may move
 
     def create_weights(self, layer: Experts, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
         n, inner, hidden = shape.experts, shape.inner, shape.hidden
+        self.mine = dealt_to(tp, n)
         rank, world = tp.experts
-        if n < world:
-            smaller = "tensor_parallel_size" if tp.exchange is None else "tensor_parallel_size or data_parallel_size"
-            raise ValueError(f"{n} experts cannot be dealt out to {world} ranks. Use a smaller {smaller}.")
-        self._mine = share(n, rank, world)
         width = len(shape.first) * inner
         pair = ShardSpec(1, tuple(whole(inner, name) for name in shape.first), stack=1, dealt=True)
         layer.gate_up = ShardedParameter.empty((n, width, hidden), pair, rank, world, dtype)
@@ -163,38 +213,17 @@ class DealtExpertMethod(UnquantizedExpertMethod):
             last = ShardSpec(stack=1, dealt=True)
             layer.down_bias = ShardedParameter.empty((n, hidden), last, rank, world, dtype)
 
-    def dispatch(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Experts by their numbers on this rank; of other ranks' nothing is computed."""
-        exchange = layer.tp.exchange
-        if exchange is not None:
-            top_k = weights.shape[1]
-            choices = torch.cat([weights.view(torch.int32), experts.to(torch.int32)], 1)
-            x, choices = (exchange.gather(part, layer.shape.rows, value) for part, value in ((x, 0.0), (choices, -1)))
-            weights, experts = choices[:, :top_k].view(torch.float32), choices[:, top_k:].to(torch.int64)
-        if self.load is not None and self.places is not None:
-            experts = experts.remainder(len(self.load))  # that of padding is the last
-            chosen = experts.flatten()
-            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
-            experts = self.places[experts]
-        local = experts - self._mine.start
-        foreign = (local < 0) | (local >= len(self._mine))
-        return x, weights.masked_fill(foreign, 0.0), local.masked_fill(foreign, len(self._mine))
-
-    def combine(self, layer: Experts, out: Tensor, rows: int) -> Tensor:
-        exchange = layer.tp.exchange
-        return super().combine(layer, out if exchange is None else exchange.scatter(out, layer.shape.rows)[:rows], rows)
-
     def count(self, layer: Experts) -> None:
         """From now on count how often each expert is chosen, and let experts change places."""
         device = layer.down.device
-        self.load = torch.zeros(layer.shape.experts + 1, dtype=torch.int64, device=device)
+        self.tally = torch.zeros(layer.shape.experts + 1, dtype=torch.int64, device=device)
         self.places = torch.arange(layer.shape.experts + 1, device=device)
 
     def counted(self) -> Tensor:
         """[experts] how often each was chosen since counting began."""
-        if self.load is None:
+        if self.tally is None:
             raise RuntimeError("The experts of this layer are not counted.")
-        return self.load[:-1]
+        return self.tally[:-1]
 
     def move(self, places: Tensor) -> None:
         """The experts are in these slots now. places: [experts] int64."""

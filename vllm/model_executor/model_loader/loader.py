@@ -144,8 +144,7 @@ def new_decoder(
     quantized, own = config.quantized, vllm_config.quant_config
     quantization = None
     if quantized is not None:
-        dealt = vllm_config.parallel_config.enable_expert_parallel  # whole experts, as numbers
-        packs = device.type == "cpu" or not dealt
+        packs = not vllm_config.parallel_config.enable_eplb  # who may change places does so as numbers
         quantization = ModelQuantization(format_of(quantized), family, packs_experts=packs, keeps_table=keeps_table)
     source, family = family, converted(family, config.convert_type)
     spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)

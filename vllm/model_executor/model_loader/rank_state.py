@@ -259,8 +259,8 @@ def fill(module: nn.Module, state: RankState, device: torch.device, prefix: str 
             missing.append(path)
             continue
         with _damage(state, prefix + path):
-            if len(stored) != experts.shape.experts:
-                raise ValueError(f"{len(stored)} experts are described, expected {experts.shape.experts}")
+            if len(stored) != len(experts.mine):
+                raise ValueError(f"{len(stored)} experts are described, expected {len(experts.mine)}")
             size += sum(experts.keep(_weights(state, prefix + path, n, s), device) for n, s in enumerate(stored))
     if missing:
         raise ValueError(f"{state.where}: missing {', '.join(missing[:8])}.")

@@ -405,13 +405,8 @@ class Experts(nn.Module):
         self.shape, self.tp, self.reduce = shape, ctx.tp, reduce
         self.lora: Any = None  # what adapters add to the experts' products, where there are any
         method = None if ctx.quant_config is None else ctx.quant_config.get_expert_method(self, prefix)
-        if ctx.deals_experts and method is not None:
-            raise ValueError(
-                f"enable_expert_parallel deals out plain experts; those of this checkpoint are stored quantized "
-                f"({prefix}). Leave it out: each rank then has a share of every expert."
-            )
-        plain = DealtExpertMethod() if ctx.deals_experts else UnquantizedExpertMethod()
-        self.method: ExpertMethod = plain if method is None else method
+        method = UnquantizedExpertMethod() if method is None else method
+        self.method: ExpertMethod = method.dealt() if ctx.deals_experts else method
         self.method.create_weights(self, shape, ctx.dtype, ctx.tp)
 
     @property
@@ -446,8 +441,8 @@ class Experts(nn.Module):
 
     def serve(self) -> None:
         """Compute this rank's part for other copies of the engine, in a step in which its own has no tokens."""
-        choices, device = self.shape.choices, self.down.device
-        x = torch.empty(0, self.shape.hidden, dtype=self.down.dtype, device=device)
+        choices, (dtype, device) = self.shape.choices, self.method.place(self)
+        x = torch.empty(0, self.shape.hidden, dtype=dtype, device=device)
         self(x, torch.empty(0, choices, device=device), torch.empty(0, choices, dtype=torch.int64, device=device))
 
 

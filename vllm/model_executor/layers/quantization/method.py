@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed import TensorParallel
+from vllm.distributed.parallel_state import SINGLE
 from vllm.model_executor.layers.embedding_method import EmbeddingMethod, UnquantizedEmbeddingMethod
-from vllm.model_executor.layers.expert_method import ExpertMethod, ExpertShape
+from vllm.model_executor.layers.expert_method import Dealt, ExpertMethod, ExpertShape, dealt_to
 from vllm.model_executor.layers.linear_method import LinearMethod, LinearShape, QuantizationConfig
 from vllm.model_executor.layers.quantization.base_config import Format, Reader, Tensors, is_plain, plain_weight
 from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec, shard_part, whole
@@ -315,20 +316,32 @@ class QuantizedExpertMethod(ExpertMethod):
     packed_bytes: int = 0
     sink: Sink | None = None
     stacks: tuple[Any, Any] | None = None
+    mine: range = range(0)  # the experts that this rank has, whole or a share of each
+    _seen: int = 0
     _taken: int = 0
+    _device: torch.device = torch.device("cpu")
     _waiting: list[tuple[GroupedWeight | Tensor, GroupedWeight | Tensor]] = field(default_factory=list)
     _parts: list[tuple[PackedPart, PackedPart]] = field(default_factory=list)  # of each expert: gate and up, down
 
     takes_adapters = True
 
     def create_weights(self, layer: Any, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
-        self.shape, self.dtype, self.tp = shape, dtype, tp
+        self.shape, self.dtype, self.tp, self.mine = shape, dtype, tp, range(shape.experts)
+
+    def dealt(self) -> ExpertMethod:
+        return DealtQuantizedExpertMethod(self.format)
+
+    def place(self, layer: Any) -> tuple[torch.dtype, torch.device]:
+        return self.dtype, self._device
 
     def load(self, readers: Sequence[Reader | None], tensors: Sequence[Tensors], device: torch.device) -> int:
         """The next expert's gate, up and down, as they are in the checkpoint. Returns the bytes they take.
 
         Raises ValueError that says what is wrong with the tensors.
         """
+        self._seen += 1
+        if self._seen - 1 not in self.mine:
+            return 0
         inner, hidden = self.shape.inner, self.shape.hidden
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         weights = [_read(r, t, *shape) for r, t, shape in zip(readers, tensors, shapes, strict=True)]
@@ -337,12 +350,13 @@ class QuantizedExpertMethod(ExpertMethod):
     def load_random(self, reader: Reader, device: torch.device, generator: torch.Generator, scale: float) -> int:
         """Random weights for all experts."""
         total, inner, hidden = 0, self.shape.inner, self.shape.hidden
-        for _ in range(self.shape.experts):
-            weights = []
-            for shape in ((inner, hidden), (inner, hidden), (hidden, inner)):
-                weight = torch.empty(shape, device=generator.device).uniform_(-scale, scale, generator=generator)
-                weights.append(reader.example(weight))
-            total += self._add(weights, device)
+        for expert in range(self.shape.experts):
+            shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+            drawn = [
+                torch.empty(s, device=generator.device).uniform_(-scale, scale, generator=generator) for s in shapes
+            ]
+            if expert in self.mine:
+                total += self._add([reader.example(weight) for weight in drawn], device)
         return total
 
     def _add(self, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
@@ -353,7 +367,8 @@ class QuantizedExpertMethod(ExpertMethod):
         return self.keep([*cut, down], device)
 
     def keep(self, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
-        """Take the next expert's gate, up and down, cut for this rank. Returns the bytes that they take."""
+        """Take the next of this rank's experts: gate, up and down, cut for it. Returns the bytes that they take."""
+        self._device = device
         inner, hidden = whole(self.shape.inner).cut(self.tp.rank, self.tp.world)[1], self.shape.hidden
         _check_shapes(weights, [(inner, hidden), (inner, hidden), (hidden, inner)])
         if self.sink is not None:
@@ -366,7 +381,7 @@ class QuantizedExpertMethod(ExpertMethod):
             joined_pair = [torch.cat([w if isinstance(w, Tensor) else w.dequantize() for w in cut])]
         if packs_experts(device):
             self._waiting.append((joined_pair[0], down))
-            return self._stack(device) if len(self._waiting) == self.shape.experts else 0
+            return self._stack(device) if len(self._waiting) == len(self.mine) else 0
         pair = (packed_part(joined_pair[0], device, self.dtype), packed_part(down, device, self.dtype))
         for part in pair:
             if part.packed_bytes:
@@ -376,7 +391,7 @@ class QuantizedExpertMethod(ExpertMethod):
         return sum(part.weight.num_bytes for part in pair)
 
     def _stack(self, device: torch.device) -> int:
-        """Pack all experts together. Returns the bytes that they take."""
+        """Pack all of the rank's experts together. Returns the bytes that they take."""
         total, parts = 0, list(zip(*self._waiting, strict=True))
         stacks = [pack_experts.kernel(device.type)(weights, device, self.dtype) for weights in parts]
         if any(isinstance(stack, Tensor) for stack in stacks):  # kernels take both as they are, or none
@@ -401,6 +416,8 @@ class QuantizedExpertMethod(ExpertMethod):
             return sum_of_chosen
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
+            if expert == len(self._parts):  # another rank's
+                continue
             tokens, choice = (experts == expert).nonzero(as_tuple=True)
             gate_up, down = self._parts[expert]
             own = x[tokens]
@@ -414,3 +431,13 @@ class QuantizedExpertMethod(ExpertMethod):
                 add_lora(y, h, layer.lora.changes[expert][1], view)
             out.index_add_(0, tokens, y * weights[tokens, choice, None])
         return out.to(x.dtype)
+
+
+class DealtQuantizedExpertMethod(Dealt, QuantizedExpertMethod):
+    """Quantized experts that are dealt out. They stay where they are."""
+
+    takes_adapters = False
+
+    def create_weights(self, layer: Any, shape: ExpertShape, dtype: torch.dtype, tp: TensorParallel) -> None:
+        super().create_weights(layer, shape, dtype, SINGLE)
+        self.mine = dealt_to(tp, shape.experts)
