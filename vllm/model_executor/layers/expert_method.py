@@ -61,7 +61,7 @@ class ExpertMethod(ABC):
     takes_adapters = False
 
     def dealt(self) -> ExpertMethod:
-        """The same for whole experts that are dealt out to the ranks (`Dealt`). Raises ValueError where there is none."""
+        """The same for whole experts that are dealt out to the ranks (`Dealt`). Raises ValueError if there is none."""
         raise ValueError(
             "enable_expert_parallel: experts of this format cannot be dealt out. Leave it out: each rank then has a "
             "share of every expert."
@@ -149,9 +149,9 @@ class UnquantizedExpertMethod(ExpertMethod):
 class Dealt(ExpertMethod):
     """Whole experts, dealt out to the ranks (expert parallelism), whatever their format.
 
-    The ranks that share a layer's attention have all of its tokens, so none must be sent: each computes its own experts'
-    part of every token, and the parts are added up. Where copies of the engine share experts, a rank is sent the tokens
-    of the other copies, and sends back its part of them.
+    The ranks that share a layer's attention have all of its tokens, so none must be sent: each computes the part of its
+    own experts for every token, and the parts are added up. Where copies of the engine share experts, a rank is sent
+    the tokens of the other copies, and sends back its part of them.
     """
 
     mine: range  # the experts that this rank has at first
