@@ -158,26 +158,57 @@ class Dealt(ExpertMethod):
     tally: Tensor | None = None  # [experts + 1] int64: how often each was chosen since somebody began to count
     places: Tensor | None = None  # [experts + 1] int64: the slot of each among those of all ranks, if experts may move
 
+    _copies: Tensor | None = None  # [slots] the copy of the engine to which this rank sends tokens for each, or -1
+
     def dispatch(self, layer: Experts, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Experts by their numbers on this rank; of other ranks' nothing is computed."""
         exchange = layer.tp.exchange
-        if exchange is not None:
-            top_k = weights.shape[1]
-            choices = torch.cat([weights.view(torch.int32), experts.to(torch.int32)], 1)
-            x, choices = (exchange.gather(part, layer.shape.rows, value) for part, value in ((x, 0.0), (choices, -1)))
-            weights, experts = choices[:, :top_k].view(torch.float32), choices[:, top_k:].to(torch.int64)
-        if self.tally is not None and self.places is not None:
-            experts = experts.remainder(len(self.tally))  # that of padding is the last
-            chosen = experts.flatten()
-            self.tally.scatter_add_(0, chosen, torch.ones_like(chosen))
-            experts = self.places[experts]
-        local = experts - self.mine.start
+        if exchange is None:
+            return self._own(x, weights, self._slots(experts))
+        top_k, times = weights.shape[1], layer.shape.rows
+        deals = exchange.deals(top_k, x.shape[1] * x.element_size(), times)
+        if deals:
+            experts = self._slots(experts, exchange.world)
+        choices = torch.cat([weights.view(torch.int32), experts.to(torch.int32)], 1)
+        if deals:
+            x, choices = exchange.deal(self._copies_of(layer, experts), (x, choices))
+        else:
+            x, choices = (exchange.gather(part, times, value) for part, value in ((x, 0.0), (choices, -1)))
+        weights, experts = choices[:, :top_k].view(torch.float32), choices[:, top_k:].to(torch.int64)
+        return self._own(x, weights, experts if deals else self._slots(experts))
+
+    def _slots(self, experts: Tensor, times: int = 1) -> Tensor:
+        """Where the experts are, each choice counted so many times: as often as by gathered tokens of all copies."""
+        if self.tally is None or self.places is None:
+            return experts
+        experts = experts.remainder(len(self.tally))  # that of padding is the last
+        chosen = experts.flatten()
+        self.tally.scatter_add_(0, chosen, torch.full_like(chosen, times))
+        return self.places[experts]
+
+    def _own(self, x: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        local = slots - self.mine.start
         foreign = (local < 0) | (local >= len(self.mine))
         return x, weights.masked_fill(foreign, 0.0), local.masked_fill(foreign, len(self.mine))
 
+    def _copies_of(self, layer: Experts, slots: Tensor) -> Tensor:
+        """Where this rank sends tokens for these slots: its own counterparts have some, and the others of its copy send
+        to theirs.
+        """
+        if self._copies is None:
+            tp, world = layer.tp, layer.tp.experts[1]
+            sizes = [len(share(layer.shape.experts, rank, world)) for rank in range(world)]
+            copies = [rank // tp.world if rank % tp.world == tp.rank else -1 for rank in range(world)]
+            self._copies = torch.tensor(copies).repeat_interleave(torch.tensor(sizes)).to(slots.device)
+        return self._copies[slots]
+
     def combine(self, layer: Experts, out: Tensor, rows: int) -> Tensor:
         exchange = layer.tp.exchange
-        return super().combine(layer, out if exchange is None else exchange.scatter(out, layer.shape.rows)[:rows], rows)
+        if exchange is not None and exchange.is_dealt:
+            out = exchange.collect(out, rows)
+        elif exchange is not None:
+            out = exchange.scatter(out, layer.shape.rows)[:rows]
+        return super().combine(layer, out, rows)
 
 
 def dealt_to(tp: TensorParallel, experts: int) -> range:
