@@ -4,37 +4,20 @@
 // Rows of x are rounded to 8 bits on the way, each group with a scale of its own, so that the inner sums are exact in integers (as
 // llama.cpp does; bf16 rows lose about as much again as they have lost already). Between groups a row's sums are one chain of
 // additions in ascending order, whatever the batch.
-//
-// Packed: panels of 32 outputs; in a panel group after group: 32 scales (fp16), 32 offsets (fp16) if there are any, then the codes,
-// for each step of four k (4 bits: eight, those of the upper half in the upper nibbles) a quad of bytes for each output. Behind the
-// groups 32 factors (fp32): scales and offsets are stored relative to each output's largest, so that fp16 always has the range.
 #include <cmath>
 #include <new>
 
-#include "panels.h"
+#include "groups.h"
 #include "scratch.h"
 
 namespace {
 
-constexpr int64_t kMostGroup = 128, kLeastGroup = 16;
 #if defined(__AVX512F__)
 constexpr int kGroupRows = 6;
 #else
 constexpr int kGroupRows = 4;
 #endif
 constexpr int64_t kBlockBytes = 384 << 10;  // rows of x that are multiplied with all panels before the next ones
-
-struct Shape {
-    int64_t n, k, group;
-    int32_t bits, zero, has_offsets;
-
-    int64_t groups() const { return k / group; }
-    int64_t panels() const { return (n + kPanel - 1) / kPanel; }
-    int64_t header_bytes() const { return kPanel * (has_offsets ? 4 : 2); }
-    int64_t group_bytes() const { return header_bytes() + group * kPanel * bits / 8; }
-    int64_t panel_bytes() const { return groups() * group_bytes() + kPanel * 4; }
-    bool known() const { return (bits == 4 || bits == 8) && group >= kLeastGroup && group <= kMostGroup && group % 8 == 0 && k % group == 0; }
-};
 
 // Rows of x, rounded: tiles of up to kGroupRows rows. quads: [k / 4][rows]; scales, sums: [groups][rows].
 struct Rows {
@@ -78,7 +61,7 @@ inline vi dot(vi sum, vi codes, int32_t x) {
 
 // Vectors [v, v + Vectors) of one panel times Rows rows: adds each group's share to sums [Rows][kPanel].
 template <int Bits, bool Offsets, int Count, int Vectors>
-void multiply_groups(const Shape& a, const uint8_t* panel, const Rows& x, int v, float* sums) {
+void multiply_groups(const GroupShape& a, const uint8_t* panel, const Rows& x, int v, float* sums) {
     vf total[Count * Vectors];
     const auto each = [](auto&& body) ALWAYS_INLINE { unrolled(std::make_integer_sequence<int, Count * Vectors>(), body); };
     each([&](auto i) ALWAYS_INLINE { total[i] = vf{}; });
@@ -124,7 +107,7 @@ void multiply_groups(const Shape& a, const uint8_t* panel, const Rows& x, int v,
 }
 
 template <int Bits, bool Offsets, int Count = kGroupRows>
-void multiply_rows(int64_t rows, const Shape& a, const uint8_t* panel, const Rows& x, float* sums) {
+void multiply_rows(int64_t rows, const GroupShape& a, const uint8_t* panel, const Rows& x, float* sums) {
     if constexpr (Count > 0) {
         if (rows == Count) {
             constexpr int kTogether = Count <= 2 ? kVectors : 2;
@@ -135,16 +118,16 @@ void multiply_rows(int64_t rows, const Shape& a, const uint8_t* panel, const Row
     }
 }
 
-using Multiply = void (*)(int64_t, const Shape&, const uint8_t*, const Rows&, float*);
+using Multiply = void (*)(int64_t, const GroupShape&, const uint8_t*, const Rows&, float*);
 
-Multiply multiply_for(const Shape& a) {
+Multiply multiply_for(const GroupShape& a) {
     if (a.bits == 4) return a.has_offsets ? multiply_rows<4, true> : multiply_rows<4, false>;
     return a.has_offsets ? multiply_rows<8, true> : multiply_rows<8, false>;
 }
 
 // One row into its place `r` of a tile of `rows` rows.
 template <class T>
-void round_row(const T* x, const Shape& a, const Rows& to, int64_t rows, int64_t r) {
+void round_row(const T* x, const GroupShape& a, const Rows& to, int64_t rows, int64_t r) {
     for (int64_t g = 0; g < a.groups(); g++) {
         const T* from = x + g * a.group;
         vf top = {};
@@ -173,7 +156,7 @@ void round_row(const T* x, const Shape& a, const Rows& to, int64_t rows, int64_t
 }
 
 template <class T, class Out>
-void product_of_groups(Team& team, const Shape& a, const Product& p, void* scratch) {
+void product_of_groups(Team& team, const GroupShape& a, const Product& p, void* scratch) {
     const int64_t tiles = (p.m + kGroupRows - 1) / kGroupRows, panels = a.panels(), groups = a.groups();
     const auto first_of = [&](int64_t tile) { return p.m * tile / tiles; };
     const auto rows_of = [&](int64_t first) {
@@ -221,14 +204,14 @@ void product_of_groups(Team& team, const Shape& a, const Product& p, void* scrat
 
 // Bytes of packed [n, k] codes; 0 if this file does not know their shape. Groups: multiples of 8 from 16 to 128 that divide k.
 VLLM_API int64_t vllm_packed_groups_bytes(int64_t n, int64_t k, int64_t group, int32_t bits, int32_t has_offsets) {
-    const Shape a = {n, k, group, bits, 0, has_offsets};
+    const GroupShape a = {n, k, group, bits, 0, has_offsets};
     return a.known() ? a.panels() * a.panel_bytes() : 0;
 }
 
 // codes: [n, k]; scales, offsets (or null): [n, k / group]. Returns kOk, or kOutOfRange for a shape that is not known.
 VLLM_API int vllm_pack_groups(void* packed, const uint8_t* codes, const float* scales, const float* offsets, int64_t n, int64_t k,
                               int64_t group, int32_t bits) {
-    const Shape a = {n, k, group, bits, 0, offsets != nullptr};
+    const GroupShape a = {n, k, group, bits, 0, offsets != nullptr};
     if (!a.known()) return kOutOfRange;
     const int64_t groups = a.groups();
 #pragma omp parallel for schedule(static) num_threads(threads_for(n * k))
@@ -265,7 +248,7 @@ VLLM_API int vllm_pack_groups(void* packed, const uint8_t* codes, const float* s
 VLLM_API int vllm_linear_groups(void* out, const void* x, const void* packed, const void* bias, int64_t m, int64_t n, int64_t k,
                                 int64_t x_stride, int64_t group, int32_t bits, int32_t zero, int32_t has_offsets, int32_t dtype,
                                 int32_t out_dtype) {
-    const Shape a = {n, k, group, bits, zero, has_offsets};
+    const GroupShape a = {n, k, group, bits, zero, has_offsets};
     if (!a.known() || (out_dtype != dtype && out_dtype != kFloat32)) return kUnknownType;
     if (m == 0) return kOk;
     const Product p = {out, x, packed, bias, m, n, k, x_stride, n, {}};

@@ -9,9 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm.ops.cpu.packed import PackedGroups
+from vllm.gguf.container import TYPES
+from vllm.model_executor.layers.quantization.gguf_blocks import read_blocks
+from vllm.ops.cpu.packed import STORED, PackedGroups
 from vllm.ops.quantized import DenseWeight
-from vllm.ops.quantized_weights import GroupedWeight, joined, round_to_fp8, round_to_groups
+from vllm.ops.quantized_weights import GroupedWeight, StoredRows, grouped, joined, round_to_fp8, round_to_groups
 
 quick = settings(
     max_examples=min(25, settings().max_examples),
@@ -101,6 +103,27 @@ def test_one_scale_for_all_inputs_orders_of_inputs_and_tables(native):
         got = native.quantized_linear(x, packed, None, torch.float32)
         expected = x.float() @ weight.dequantize().T
         assert ((got - expected).norm() / expected.norm()).item() < 0.015
+
+
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("rows", [(1,), (32,), (7, 64, 30), (40, 3)])
+def test_blocks_of_a_file_are_packed_as_the_codes_that_they_stand_for(native, kind, rows):
+    _, values, size = next(entry for entry in TYPES.values() if entry[0] == kind)
+    generator = torch.Generator().manual_seed(sum(rows))
+    halves = {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}.get(kind, (0,))
+    pieces = []
+    for count in rows:
+        raw = torch.randint(0, 256, (count, 768 // values, size), generator=generator, dtype=torch.uint8)
+        for at in halves:  # scales that are numbers
+            scales = torch.randn(count, 768 // values, 1, generator=generator).half()
+            raw[:, :, at : at + 2] = scales.view(torch.uint8)
+        pieces.append(raw.view(count, -1))
+    stored = StoredRows(kind, tuple(pieces), torch.Size((sum(rows), 768)), read_blocks)
+    packed, expected = (native.pack_quantized(w, torch.bfloat16) for w in (stored, grouped(stored)))
+    assert type(packed) is PackedGroups
+    for field in ("shape", "group", "bits", "zero", "has_offsets"):
+        assert getattr(packed, field) == getattr(expected, field)
+    assert torch.equal(packed.memory, expected.memory)
 
 
 def test_what_there_is_no_kernel_for_becomes_numbers(native):

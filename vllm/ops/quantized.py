@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from vllm.ops.linear import linear, pack_weight
-from vllm.ops.quantized_weights import GroupedWeight
+from vllm.ops.quantized_weights import GroupedWeight, StoredRows, grouped
 from vllm.ops.registry import op
 
-__all__ = ["DenseWeight", "GroupedWeight", "pack_experts", "pack_quantized", "packs_experts", "quantized_linear"]
+__all__ = [
+    "DenseWeight", "GroupedWeight", "StoredRows", "pack_experts", "pack_quantized", "packs_experts", "packs_stored",
+    "quantized_linear",
+]  # fmt: skip
 
 
 class DenseWeight:
@@ -26,9 +29,15 @@ class DenseWeight:
 
 
 @op
-def pack_quantized(weight: GroupedWeight, dtype: torch.dtype) -> Any:
+def pack_quantized(weight: GroupedWeight | StoredRows, dtype: torch.dtype) -> Any:
     """Repack a weight for `quantized_linear` with inputs of `dtype`, once at load. The original may be freed."""
-    return DenseWeight(weight.dequantize(dtype))
+    return DenseWeight(grouped(weight).dequantize(dtype))
+
+
+@op
+def packs_stored(weight: StoredRows, dtype: torch.dtype) -> bool:
+    """Whether `pack_quantized` takes a weight as its file stores it; asked of the device that packs it."""
+    return False
 
 
 @op

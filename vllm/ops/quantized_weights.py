@@ -4,7 +4,7 @@ inputs. It can be cut by rows and by columns, joined, and turned back into numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -224,6 +224,46 @@ def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         offsets=offsets,
         table=table,
     )
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a weight [out, in] as a file stores them, which some devices pack as they are.
+
+    kind: the name of a block format of GGUF.   pieces: uint8 [rows, bytes of a row], one behind the other.
+    shape: [out, in].   read: (kind, piece, in) -> what a piece stands for.
+    """
+
+    kind: str
+    pieces: tuple[Tensor, ...]
+    shape: torch.Size
+    read: Callable[[str, Tensor, int], GroupedWeight]
+
+    @property
+    def device(self) -> torch.device:
+        return self.pieces[0].device
+
+    def rows(self, index: Tensor | slice) -> StoredRows:
+        """Some outputs, in the order that `index` gives."""
+        chosen = (self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces))[index]
+        return replace(self, pieces=(chosen,), shape=torch.Size((len(chosen), self.shape[1])))
+
+    def joins(self, other: StoredRows) -> bool:
+        """Whether both can be rows of one weight."""
+        return (self.kind, self.shape[1], self.read) == (other.kind, other.shape[1], other.read)
+
+
+def joined_rows(weights: Sequence[StoredRows]) -> StoredRows:
+    """Weights that join, as one, their outputs one after the other. Nothing is copied."""
+    shape = torch.Size((sum(weight.shape[0] for weight in weights), weights[0].shape[1]))
+    return replace(weights[0], pieces=tuple(piece for weight in weights for piece in weight.pieces), shape=shape)
+
+
+def grouped(weight: GroupedWeight | StoredRows) -> GroupedWeight:
+    """What a weight stands for in the one form."""
+    if isinstance(weight, GroupedWeight):
+        return weight
+    return joined([weight.read(weight.kind, piece, weight.shape[1]) for piece in weight.pieces])
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "_native"
-INTERFACE_VERSION = 12
+INTERFACE_VERSION = 13
 
 # Best first; the processor flags each needs, by Linux's names.
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
@@ -98,6 +98,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vllm_linear_int8": (_I, [_P, _P, _P, _P, _P, _P, _L, _L, _L, _I]),
     "vllm_packed_groups_bytes": (_L, [_L, _L, _L, _I, _I]),
     "vllm_pack_groups": (_I, [_P, _P, _P, _P, _L, _L, _L, _I]),
+    "vllm_pack_blocks": (_I, [_P, _P, _P, _L, _L, _I]),
     "vllm_linear_groups": (_I, [_P, _P, _P, _P, *[_L] * 5, *[_I] * 5]),
     "vllm_add_lora": (_I, [ctypes.POINTER(LoraArguments), _I, _I]),
     "vllm_norm": (_I, [_P, _P, _P, _P, _P, _L, _L, _L, _F, _F, _I, _I]),

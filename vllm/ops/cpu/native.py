@@ -14,7 +14,17 @@ from vllm.ops.attention import AttentionParams, OwnKV, attend, write_kv
 from vllm.ops.bitmask import apply_bitmask, apply_bitmask_and_finite, greedy_under_masks
 from vllm.ops.cpu import lora
 from vllm.ops.cpu.library import ACTIVATION_CODES, CACHE_CODES, DTYPE_CODES, AttentionCall
-from vllm.ops.cpu.packed import PackedGroups, PackedInt8, PackedWeight, WeightMemory, pack, pack_groups, pack_int8
+from vllm.ops.cpu.packed import (
+    STORED,
+    PackedGroups,
+    PackedInt8,
+    PackedWeight,
+    WeightMemory,
+    pack,
+    pack_groups,
+    pack_int8,
+    pack_stored,
+)
 from vllm.ops.draw import DrawParams, draw, draw_and_finite
 from vllm.ops.embedding import embedding, pack_table
 from vllm.ops.greedy import finite_rows, greedy, greedy_and_finite
@@ -22,8 +32,8 @@ from vllm.ops.linear import linear, pack_weight
 from vllm.ops.logprobs import top_logprobs
 from vllm.ops.lora import add_lora, lay_out_b
 from vllm.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from vllm.ops.quantized import pack_quantized, quantized_linear
-from vllm.ops.quantized_weights import GroupedWeight
+from vllm.ops.quantized import pack_quantized, packs_stored, quantized_linear
+from vllm.ops.quantized_weights import GroupedWeight, StoredRows, grouped
 from vllm.ops.rotary import QKNorm, rotate, rotate_and_write_kv
 from vllm.step.inputs import GroupInputs, StepInputs
 
@@ -57,6 +67,7 @@ class NativeKernels:
             (linear, self.linear),
             (pack_weight, self.pack_weight),
             (pack_quantized, self.pack_quantized),
+            (packs_stored, self.packs_stored),
             (quantized_linear, self.quantized_linear),
             (pack_table, self.pack_weight),
             (embedding, self.embedding),
@@ -159,10 +170,18 @@ class NativeKernels:
 
     # ---- products with quantized weights
 
-    def pack_quantized(self, weight: GroupedWeight, dtype: torch.dtype) -> Any:
+    def pack_quantized(self, weight: GroupedWeight | StoredRows, dtype: torch.dtype) -> Any:
         """fp32 means exact: only rows of 16 bits, which are rounded already, are rounded to 8 on the way."""
-        packed = None if dtype == torch.float32 else pack_groups(self.library, self._memory, weight)
+        packed: PackedGroups | None = None
+        if dtype != torch.float32:
+            if isinstance(weight, StoredRows):
+                packed = pack_stored(self.library, self._memory, weight)
+            if packed is None:
+                packed = pack_groups(self.library, self._memory, grouped(weight))
         return pack_quantized.reference(weight, dtype) if packed is None else packed
+
+    def packs_stored(self, weight: StoredRows, dtype: torch.dtype) -> bool:
+        return weight.kind in STORED and dtype != torch.float32
 
     def quantized_linear(
         self, x: Tensor, weight: Any, bias: Tensor | None = None, out_dtype: torch.dtype | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import DTYPE_CODES
-from vllm.ops.quantized_weights import GroupedWeight
+from vllm.ops.quantized_weights import GroupedWeight, StoredRows
 
 _ALIGNMENT = 4096
 _CHUNK_BYTES = 64 << 20
@@ -42,9 +42,12 @@ class PackedGroups:
 
     __slots__ = ("bits", "group", "has_offsets", "memory", "num_bytes", "order", "pointer", "shape", "zero")
 
-    def __init__(self, weight: GroupedWeight, memory: Tensor) -> None:
-        self.shape, self.group, self.bits, self.zero = weight.shape, weight.group, weight.bits, weight.zero
-        self.has_offsets, self.order = weight.offsets is not None, weight.order
+    def __init__(
+        self, shape: torch.Size, group: int, bits: int, zero: int, has_offsets: bool, memory: Tensor,
+        order: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.group, self.bits, self.zero = shape, group, bits, zero
+        self.has_offsets, self.order = has_offsets, order
         self.memory, self.pointer, self.num_bytes = memory, memory.data_ptr(), memory.numel()
 
 
@@ -113,7 +116,37 @@ def pack_groups(library: ctypes.CDLL, memory: WeightMemory, weight: GroupedWeigh
         taken.data_ptr(), codes.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(),
         n, k, weight.group, weight.bits,
     )  # fmt: skip
-    return PackedGroups(weight, taken)
+    return PackedGroups(weight.shape, weight.group, weight.bits, weight.zero, has_offsets, taken, weight.order)
+
+
+# The block formats that the library packs as they are: GGUF's number, and as what they are packed: inputs that share a
+# scale, bits, zero, whether there are offsets.
+STORED = {
+    "q4_0": (2, (32, 4, 8, False)),
+    "q8_0": (8, (32, 8, 128, False)),
+    "q4_k": (12, (32, 4, 0, True)),
+    "q5_k": (13, (32, 8, 0, True)),
+    "q6_k": (14, (16, 8, 32, False)),
+}
+
+
+def pack_stored(library: ctypes.CDLL, memory: WeightMemory, weight: StoredRows) -> PackedGroups | None:
+    """Copy a weight into panels, straight from a file's blocks; None if the library does not know their format."""
+    if weight.kind not in STORED or not weight.pieces:
+        return None
+    type_, form = STORED[weight.kind]
+    n, k = weight.shape
+    group, bits, _, has_offsets = form
+    size = library.vllm_packed_groups_bytes(n, k, group, bits, has_offsets)
+    if not size:
+        return None
+    taken = memory.take(size)
+    pieces = [piece.contiguous() for piece in weight.pieces]
+    places = (ctypes.c_void_p * len(pieces))(*[piece.data_ptr() for piece in pieces])
+    rows = (ctypes.c_int64 * len(pieces))(*[len(piece) for piece in pieces])
+    if library.vllm_pack_blocks(taken.data_ptr(), places, rows, n, k, type_):
+        return None
+    return PackedGroups(weight.shape, *form, taken)
 
 
 def as_integers(weight: GroupedWeight) -> GroupedWeight:

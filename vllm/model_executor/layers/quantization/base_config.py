@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.linear_method import LinearMethod, QuantizationConfig
-from vllm.ops.quantized_weights import GroupedWeight, round_to_groups
+from vllm.ops.quantized_weights import GroupedWeight, StoredRows, round_to_groups
 
 __all__ = ["Format", "LinearMethod", "QuantizationConfig", "Reader", "Tensors", "setting", "take"]
 
@@ -34,6 +34,10 @@ class Reader(ABC):
 
         Raises ValueError that names the tensor which is missing or wrong.
         """
+
+    def stored(self, tensors: Tensors, n: int, k: int) -> StoredRows | None:
+        """The projection as its file stores it, for devices that pack that; None if none can. Raises as `read`."""
+        return None
 
     def example(self, weight: Tensor) -> GroupedWeight | Tensor:
         """A plain weight [n, k] as this format would about hold it, for random weights."""

@@ -279,12 +279,18 @@ BLOCK_TYPES = tuple(_READERS)
 _ROWS_AT_ONCE = 1 << 22  # bytes of blocks that are read together, so that what lies between stays small
 
 
-def read_blocks(kind: str, raw: Tensor, k: int) -> GroupedWeight:
-    """A weight [out, k] from its rows' bytes, uint8 [out, bytes of a row]."""
+def check_blocks(kind: str, raw: Tensor, k: int) -> None:
+    """Raise ValueError unless `raw`, uint8 [out, bytes of a row], is rows of k values."""
     values, size = _SIZES[kind]
-    n = len(raw)
     if raw.dtype != torch.uint8 or raw.dim() != 2 or k % values or raw.shape[1] != k // values * size:
         raise ValueError(f"{list(raw.shape)} bytes are not rows of {k} values of the type {kind}")
+
+
+def read_blocks(kind: str, raw: Tensor, k: int) -> GroupedWeight:
+    """A weight [out, k] from its rows' bytes, uint8 [out, bytes of a row]."""
+    check_blocks(kind, raw, k)
+    values, size = _SIZES[kind]
+    n = len(raw)
     rows = max(1, _ROWS_AT_ONCE // raw.shape[1])
     parts = [_READERS[kind](piece.reshape(-1, size)) for piece in raw.split(rows)]
     first = parts[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,15 @@ from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpe
 from vllm.ops.activation import activate_gated
 from vllm.ops.lora import add_lora
 from vllm.ops.moe import NO_EXTRAS, expert_mlp, expert_mlp_lora
-from vllm.ops.quantized import DenseWeight, pack_experts, pack_quantized, packs_experts, quantized_linear
-from vllm.ops.quantized_weights import GroupedWeight, joined
+from vllm.ops.quantized import (
+    DenseWeight,
+    pack_experts,
+    pack_quantized,
+    packs_experts,
+    packs_stored,
+    quantized_linear,
+)
+from vllm.ops.quantized_weights import GroupedWeight, StoredRows, grouped, joined, joined_rows
 from vllm.step.inputs import RowView
 
 if TYPE_CHECKING:
@@ -85,6 +92,8 @@ def containers_of(prefix: str, shape: LinearShape) -> list[str]:
     return [f"{parent}.{part.name}" if parent else part.name for part in shape.outputs]
 
 
+Weight = GroupedWeight | StoredRows | Tensor
+WeightType = TypeVar("WeightType", GroupedWeight | Tensor, Weight)
 Sink = Callable[[int, list[GroupedWeight | Tensor]], None]
 
 
@@ -100,8 +109,10 @@ class PackedPart:
     packed_bytes: int = 0
 
 
-def packed_part(weight: GroupedWeight | Tensor, device: torch.device, dtype: torch.dtype) -> PackedPart:
+def packed_part(weight: Weight, device: torch.device, dtype: torch.dtype) -> PackedPart:
     """A weight for products on `device` with inputs of `dtype`."""
+    if isinstance(weight, StoredRows):
+        return PackedPart(weight.shape[0], pack_quantized.kernel(device.type)(weight, dtype))
     if isinstance(weight, Tensor):
         return PackedPart(weight.shape[0], DenseWeight(weight.to(device, dtype)))
     made = pack_quantized(weight.to(device), dtype)
@@ -139,7 +150,7 @@ class QuantizedLinearMethod(LinearMethod):
 
         Raises ValueError that says what is wrong with the tensors.
         """
-        cut = [self._cut(weight, part) for weight, part in self._parts(tensors, order)]
+        cut = [self._cut(weight, part) for weight, part in self._parts(tensors, order, device)]
         return self.pack(layer, cut, device)
 
     def load_random(self, layer: Any, device: torch.device, generator: torch.Generator, scale: float) -> int:
@@ -155,12 +166,12 @@ class QuantizedLinearMethod(LinearMethod):
         return self.readers if len(self.readers) > 1 else self.readers * len(self.shape.outputs)
 
     def _parts(
-        self, tensors: Mapping[int | None, Tensors], order: Tensor | None
-    ) -> list[tuple[GroupedWeight | Tensor, Part]]:
-        k, outputs = self.shape.in_features, self.shape.outputs
+        self, tensors: Mapping[int | None, Tensors], order: Tensor | None, device: torch.device
+    ) -> list[tuple[Weight, Part]]:
+        outputs = self.shape.outputs
         if None in tensors:
             reader = next((reader for reader in self.readers if reader is not None), None)
-            whole = _read(reader, tensors[None], self.shape.out_features, k)
+            whole = self._read(reader, tensors[None], self.shape.out_features, device)
             if order is not None:
                 whole = _rows(whole, order)
             starts = [sum(part.size for part in outputs[:i]) for i in range(len(outputs))]
@@ -169,12 +180,25 @@ class QuantizedLinearMethod(LinearMethod):
                 for start, part in zip(starts, outputs, strict=True)
             ]
         return [
-            (_read(reader, tensors[i], part.size, k), part)
+            (self._read(reader, tensors[i], part.size, device), part)
             for i, (reader, part) in enumerate(zip(self._readers(), outputs, strict=True))
         ]
 
-    def _cut(self, weight: GroupedWeight | Tensor, part: Part) -> GroupedWeight | Tensor:
+    def _read(self, reader: Reader | None, tensors: Tensors, n: int, device: torch.device) -> Weight:
+        """A projection; as its file stores it, if the device packs all of it as it is."""
+        k = self.shape.in_features
+        if reader is not None and self.sink is None and self._tp.world == 1:
+            stored = reader.stored(tensors, n, k)
+            if stored is not None and packs_stored.kernel(device.type)(stored, self.dtype):
+                return stored
+        return _read(reader, tensors, n, k)
+
+    def _cut(self, weight: Weight, part: Part) -> Weight:
         """This rank's rows or columns."""
+        if isinstance(weight, StoredRows):
+            if tuple(weight.shape) == self._local_shape(part):
+                return weight
+            weight = grouped(weight)
         rank, world = self._tp.rank, self._tp.world
         if self.shape.split == "in":
             start, length = self.shape.inputs.cut(rank, world)
@@ -192,11 +216,11 @@ class QuantizedLinearMethod(LinearMethod):
         rows = part.cut(rank, world)[1] if self.shape.split == "out" else part.size
         return rows, self.shape.inputs.cut(rank, world)[1] if self.shape.split == "in" else self.shape.in_features
 
-    def pack(self, layer: Any, weights: list[GroupedWeight | Tensor], device: torch.device) -> int:
+    def pack(self, layer: Any, weights: Sequence[Weight], device: torch.device) -> int:
         """Make the layer of its parts, cut for this rank. Returns the bytes that they take."""
         _check_shapes(weights, [self._local_shape(part) for part in self.shape.outputs])
         if self.sink is not None:
-            self.sink(0, weights)
+            self.sink(0, [grouped(w) if isinstance(w, StoredRows) else w for w in weights])
             return 0
         packed: list[PackedPart] = []
         for weight in _join_neighbours(weights):
@@ -218,7 +242,7 @@ class QuantizedLinearMethod(LinearMethod):
         return torch.cat(outs, -1)
 
 
-def _check_shapes(weights: Sequence[GroupedWeight | Tensor], expected: list[tuple[int, int]]) -> None:
+def _check_shapes(weights: Sequence[Weight], expected: list[tuple[int, int]]) -> None:
     """Raise ValueError unless the weights have these shapes: kernels read as much as a layer says."""
     found = [tuple(weight.shape) for weight in weights]
     if found != expected:
@@ -232,22 +256,29 @@ def _read(reader: Reader | None, tensors: Tensors, n: int, k: int) -> GroupedWei
     return reader.read(tensors, n, k)
 
 
-def _rows(weight: GroupedWeight | Tensor, index: Tensor | slice) -> GroupedWeight | Tensor:
+def _rows(weight: WeightType, index: Tensor | slice) -> WeightType:
     return weight[index] if isinstance(weight, Tensor) else weight.rows(index)
 
 
-def _join_neighbours(weights: list[GroupedWeight | Tensor]) -> list[GroupedWeight | Tensor]:
+def _join_neighbours(weights: Sequence[WeightType]) -> list[WeightType]:
     """Neighbouring weights of one kind become one, so that they are multiplied together."""
     runs: list[list[Any]] = []
     for weight in weights:
         last = runs[-1][-1] if runs else None
         both_plain = isinstance(weight, Tensor) and isinstance(last, Tensor)
         both_joined = isinstance(weight, GroupedWeight) and isinstance(last, GroupedWeight) and last.joins(weight)
-        if both_plain or both_joined:
+        both_stored = isinstance(weight, StoredRows) and isinstance(last, StoredRows) and last.joins(weight)
+        if both_plain or both_joined or both_stored:
             runs[-1].append(weight)
         else:
             runs.append([weight])
-    return [torch.cat(run) if isinstance(run[0], Tensor) else joined(run) for run in runs]
+    return [_joined(run) for run in runs]
+
+
+def _joined(run: list[Any]) -> Any:
+    if isinstance(run[0], Tensor):
+        return torch.cat(run)
+    return joined_rows(run) if isinstance(run[0], StoredRows) else joined(run)
 
 
 class StoredEmbeddingMethod(EmbeddingMethod):
