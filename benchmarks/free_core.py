@@ -43,6 +43,9 @@ class FreeCore:
     def has_unfinished(self) -> bool:
         return bool(self._left)
 
+    def has_work(self) -> bool:
+        return self.has_unfinished()
+
     def has_waiting(self) -> bool:
         return False
 

@@ -69,7 +69,7 @@ class StepSize:
     why: str
 
 
-_SERVER_GAP = 100.0  # milliseconds
+_SERVER_GAP = 60.0  # milliseconds
 _LEAST_STAGE_TOKENS = 2048  # of a default step: with fewer, a GPU is not busy
 _CPU_STEP = StepSize(4096, 2048, 256, "on the CPU")
 _CUDA_STEP = StepSize(8192, 2048, 256, "on a GPU with less than 70 GiB")

@@ -49,7 +49,6 @@ from vllm.ops.triton.decode_linear import (
     run_product,
 )
 from vllm.ops.triton.decode_lora import Change, counters, look_up, room
-from vllm.ops.triton.decode_parts import processors
 from vllm.ops.triton.decode_step import (
     Drawing,
     argmax_tiles,
@@ -131,8 +130,6 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     wide = few and width <= 16384  # of longer sequences every program has enough keys to read alone
     one = rows == 1 and wide and not eight
     long = rows * kv_heads <= 16 and not (wide or large)  # so few programs that each must ask for much at once
-    # as many programs as the processors hold at once, of which each reads a short context alone
-    some = not few and not eight and rows * kv_heads <= 2 * processors()
     light = layer.o.weight.shape.numel() <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
@@ -154,18 +151,13 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         down,
         o if w.head is None else product(Linear(w.head), ARGMAX),
         splits,
-        tile=128
-        if some or (eight and not (few or large))
-        else 64
-        if (wide or long or (few and light)) and not large
-        else 32,
-        warps=4 if one or some or large or long or (few and light) or (eight and not few) else 2 if wide else 1,
+        tile=128 if eight and not (few or large) else 64 if (wide or long or (few and light)) and not large else 32,
+        warps=4 if one or large or long or (few and light) or (eight and not few) else 2 if wide else 1,
         stages=3 if long or (eight and not (few or large)) else 2,
         early=one or (few and light and not large),
         wide_gate=wide_gate,
         wide_head=choose_wide_head(rows) if plain_head and not adapted else None,
         router=None if experts is None else product(experts.router, STORE),
-        least=512 if some else 0,
     )
 
 
