@@ -60,9 +60,11 @@ class Workload:
         )
         self.depth = rng.choice([1, 1, 2, 3])
         self.arrivals = rng.choice([0.1, 0.3, 0.6])
-        # A suspect that could not start lost its place by priority in the earlier core: there, everybody can.
+        # A suspect that could not start lost its place by priority in the earlier core, and was believed to have been
+        # tried: there, everybody can start.
         suspects_start = blocks > limits.max_num_seqs * (most + len(groups))
-        self.failures = rng.choice([0.0, 0.02]) if suspects_start or not (policies or priority) else 0.0  # of steps
+        self.failures = rng.choice([0.0, 0.02]) if suspects_start and not policies else 0.0  # of steps
+        self.chunk = min(budget, threshold or budget)
         self.ends = rng.choice([0.0, 0.0, 0.005])  # of steps that fail for all
         self.errors = rng.choice([0.0, 0.0, 0.01])  # of rows
         self.common = [rng.randrange(VOCAB) for _ in range(40)]
@@ -144,7 +146,7 @@ class Workload:
                 self.flying.clear()
                 yield self._outputs(self.scheduler.fail_all("everything failed"))
                 return
-            if self.rng.random() < self.failures:
+            if self.rng.random() < self.failures and self._suspects_need_a_step_each():
                 self.flying.clear()
                 yield self._outputs(self.scheduler.isolate("a step failed"))
                 return
@@ -152,6 +154,10 @@ class Workload:
                 self.scheduler.settle()
         if self.flying and (plan is None or len(self.flying) >= self.depth):
             yield self._outputs(self.scheduler.apply(self._result(self.flying.popleft())))
+
+    def _suspects_need_a_step_each(self) -> bool:
+        """The earlier core tried suspects for one step, however far they had come."""
+        return all((plan.num_computed + plan.num_tokens <= self.chunk).all() for plan in self.flying)
 
     def _result(self, plan: StepPlan) -> StepResult:
         """What a device would sample: a function of the request and the position."""

@@ -59,7 +59,7 @@ class Request:
         "capacity", "tables", "starts_from", "num_drafted", "proposal", "epoch", "entered_with", "pooled",
         "max_pending", "unwritten", "encoder_tokens", "encoder_key", "content_keys", "virtual", "parts",
         "hashes", "num_registered", "freed_behind_window", "shares_tail",
-        "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "cached_reported", "fetched",
+        "plan_step", "plan_tokens", "num_cached_tokens", "suspected", "doubtful", "cached_reported", "fetched",
         "num_prompt_logprobs", "num_preemptions", "lends",
         "rests_since", "first_scheduled_time",
     )  # fmt: skip
@@ -129,6 +129,7 @@ class Request:
         self.plan_tokens = 0
         self.num_cached_tokens = 0
         self.suspected = False  # was in a step that failed, and has been tried alone since
+        self.doubtful = 0  # tokens that it then computes alone: as many as that step would have left it with
         self.cached_reported = False
         self.fetched = False  # the lower tier was asked for its prefix
         self.num_prompt_logprobs = 0

@@ -102,7 +102,7 @@ class Scheduler:
         self._num_resting = 0  # requests that the newest plan left out for those that will be forked from them
         self._step_id = 0
         self._sequence = 0
-        self._suspects: deque[Request] = deque()  # to be tried alone, one step each
+        self._suspects: deque[Request] = deque()  # to be tried alone, one after the other
         self._isolated = False
         self._ahead = -1  # the step in flight that the plan being made follows
 
@@ -177,12 +177,16 @@ class Scheduler:
     def isolate(self, error: str) -> list[CoreOutput]:
         """A step failed as a whole, and the device survived: find out which request it was.
 
-        Everything in flight is forgotten and computed again; the requests concerned take their next step alone. One
-        that then fails ends with the error, the others never notice. If they fail only together, all of them end.
+        Everything in flight is forgotten and computed again; the requests concerned do so alone, as far as they had
+        come. One that then fails ends with the error, the others never notice. If they fail only together, all of them
+        end.
         """
         involved = {r.id: r for _, built, _ in self._in_flight for r in built.requests if r.id in self.requests}
         if not involved or (len(involved) > 1 and all(r.suspected for r in involved.values())):
             return self.fail_all(error)
+        for _, built, _ in self._in_flight:
+            for request, start, count in zip(built.requests, built.num_computed, built.num_tokens, strict=True):
+                request.doubtful = min(start + count, len(request.tokens))
         self._forget_plans()
         self._isolated = True
         outputs: list[CoreOutput] = []
@@ -356,18 +360,45 @@ class Scheduler:
             request.proposal = list(token_ids[: self.kv.max_drafts])
 
     def _plan_suspect(self, builder: PlanBuilder) -> None:
-        """Give the next suspect a step of its own; nothing else is in flight meanwhile.
+        """Give the next suspect steps of its own until it has computed what is doubtful; nothing else is in flight
+        meanwhile.
 
         Those of several steps may be more than there are slots. Who finds no room waits for its turn, as all others do,
-        and this plan may then be empty.
+        and will be tried if a step fails again; this plan may then be empty.
         """
         while self._suspects and not self._in_flight and not builder.requests:
             suspect = self._suspects.popleft()
-            if suspect.status is not Status.WAITING:
-                continue
-            self._waiting.remove([suspect])
-            if not self._slots.free or self._admit(builder, suspect, self._view()) is not Verdict.ADMIT:
-                self._waiting.push(suspect)
+            if suspect.status is Status.RUNNING:
+                self._go_on_alone(builder, suspect)
+            elif suspect.status is Status.WAITING:
+                self._waiting.remove([suspect])
+                if not self._slots.free or self._admit(builder, suspect, self._view()) is not Verdict.ADMIT:
+                    self._waiting.push(suspect)
+            if not builder.requests:
+                suspect.suspected = False
+            elif suspect.num_computed < suspect.doubtful:
+                self._suspects.appendleft(suspect)
+
+    def _go_on_alone(self, builder: PlanBuilder, request: Request) -> None:
+        """Add the next chunk of a running request. Others that run make way, if it needs their blocks."""
+        start = request.num_computed
+        count = min(len(request.tokens) - start, self._chunk, builder.budget)
+        if self.kv.takes_snapshots:
+            count = self.kv.cut(request, start, count)
+        for policy in self._limiting:
+            count = policy.limit(request, count)
+        if count <= 0:
+            return
+        while (start + count > request.capacity or request.shares_tail) and not self.kv.grow(
+            request, start + count, builder.blocks, builder.transfers
+        ):
+            victim = next((r for r in reversed(self.running) if r is not request), None)
+            if victim is None:
+                return
+            self.running.remove(victim)
+            self._preempt(victim)
+        builder.take(request, count)
+        builder.budget -= count
 
     def _make_way(self) -> None:
         """Preempt while requests whose turn it is find no slot or too few blocks, and others should yield to them."""
