@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.executor.configs import config_for
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from tests.tenants.drive import core_of, greedy
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import renames
@@ -129,6 +132,33 @@ def test_a_block_with_a_state(tmp_path: Path) -> None:
                 x = x + torch.stack(means) @ out.T
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
             assert relative_error(logits, reference.lm_head(reference.model.norm(x))) < 1e-5
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda out, rows: (out[0][:1], out[1]), r"Layer 0 \(TealLayer\) returned 1 rows, expected all 16 tokens"),
+        (lambda out, rows: out if rows is None else (torch.cat([out[0]] * 2), None), "Layer 2 .* returned 2 rows"),
+    ],
+)
+def test_a_block_that_returns_other_rows_is_named(tmp_path: Path, lie: Any, message: str) -> None:
+    save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    weights = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if ".self_attn." not in k}
+    for i in range(3):
+        layer = f"model.layers.{i}.mean."
+        weights |= {layer + "value.weight": torch.eye(48), layer + "out.weight": torch.eye(48)}
+        weights[layer + "decay"] = torch.zeros(48)
+    save(tmp_path, weights, "TealForCausalLM")
+    engine = core_of(config_for(tmp_path, skip_tokenizer_init=True))
+    model: Any = engine.executor.worker.runner.model  # type: ignore[attr-defined]
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda *args, f=forward: lie(f(*args), args[4])
+    assert not engine.add_requests([greedy("0", list(range(21)), 3)])
+    errors = [out.error or "" for _ in range(4) for out in engine.step()]
+    assert len(errors) == 1 and re.search(message, errors[0])
+    engine.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,14 @@ def test_states_have_a_pool_of_their_own() -> None:
         ((KVNeed(KVKind.CROSS, LATENT.tensors),), "cross attention, and nothing else, has encoder_tokens"),
         ((attention_need(1, 8), KVNeed(KVKind.SLIDING, (), same_as=0)), "blocks of the same kind"),
         ((KVNeed(KVKind.FULL, (), same_as=5),), "reads the blocks of layer 5"),
+        ((KVNeed(KVKind.FULL, (), same_as=0),), "reads the blocks of layer 0"),
+        ((KVNeed(KVKind.FULL, LATENT.tensors, window=5),), "a sliding KV group, and no other, has a window"),
+        ((KVNeed(KVKind.SLIDING, LATENT.tensors),), "has a window of at least one token"),
+        ((KVNeed(KVKind.RECURRENT, (KVTensor((0, 8)),)),), "every dimension must be at least 1"),
+        (("full",), "keeps 'full', expected a KVNeed"),
     ],
 )
-def test_what_no_cache_can_be_laid_out_for_is_refused(kv: tuple[KVNeed, ...], message: str) -> None:
+def test_what_no_cache_can_be_laid_out_for_is_refused(kv: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout_of(traits(*kv), 16)
 

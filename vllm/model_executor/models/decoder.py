@@ -280,8 +280,12 @@ class DecoderModel(nn.Module):
             x, residual = fused(x, step, kv_caches, rows)
         else:
             last, taps = len(self.blocks) - 1, self._taps(step)
+            tokens = x.shape[0]
             for i in self.layers:
-                x, residual = self.blocks[i](x, residual, step, kv_caches, rows if i == last else None)
+                wanted = rows if i == last else None
+                x, residual = self.blocks[i](x, residual, step, kv_caches, wanted)
+                if x.shape[0] != (tokens if wanted is None else wanted.shape[0]):
+                    raise ValueError(self._wrong_rows(i, x, tokens, wanted))
                 if i in taps:
                     taps[i].copy_(x if residual is None else x + residual)
         if not self.is_last:
@@ -293,6 +297,11 @@ class DecoderModel(nn.Module):
         elif residual is not None:
             x = x + residual
         return x if rows is not None else step.wanted(x)
+
+    def _wrong_rows(self, layer: int, x: Tensor, tokens: int, rows: Tensor | None) -> str:
+        """What is said of a block that returns another number of tokens than it was asked for."""
+        asked = f"all {tokens} tokens" if rows is None else f"the {len(rows)} of {tokens} tokens that `rows` names"
+        return f"Layer {layer} ({type(self.blocks[layer]).__name__}) returned {len(x)} rows, expected {asked}."
 
     def _taps(self, step: StepInputs) -> Mapping[int, Tensor]:
         """Where the output of some layers is to go. Raises ValueError for one that cannot be handed out."""

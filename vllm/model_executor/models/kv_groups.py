@@ -51,8 +51,10 @@ def group_layers(kv: Sequence[KVNeed | None]) -> tuple[KVGroup, ...]:
     attention, and all recurrent layers as the last.
 
     A kind with more layers than the group size gets several groups; see `group_size`. Layers that keep nothing, or read
-    another's blocks, are in no group.
+    another's blocks, are in no group. Raises ValueError for needs that no cache can be laid out for.
     """
+    for layer, need in enumerate(kv):
+        _check(layer, need, kv)
     kinds: dict[tuple[KVKind, int], list[int]] = {}
     for layer, need in enumerate(kv):
         if need is not None and need.same_as is None:
@@ -143,8 +145,6 @@ def layout_of(
     Raises ValueError for layers that no cache can be laid out for.
     """
     kv, element_bytes = traits.kv, cache_element_bytes(cache_dtype, traits.dtype)
-    for layer, need in enumerate(kv):
-        _check(layer, need, kv)
     groups = group_layers(kv)
     states = [need for need in kv if need is not None and need.kind is KVKind.RECURRENT]  # of all stages of a pipeline
     state_size = sum(_bytes_of(tensor, 0, element_bytes) for need in states for tensor in need.tensors)
@@ -197,6 +197,8 @@ def _check(layer: int, need: KVNeed | None, kv: Sequence[KVNeed | None]) -> None
     """Raise ValueError for a layer's need that contradicts itself or the others'."""
     if need is None:
         return
+    if not isinstance(need, KVNeed):
+        raise ValueError(f"Layer {layer} says that it keeps {need!r}, expected a KVNeed, or None if it keeps nothing.")
     if need.same_as is not None:
         owner = kv[need.same_as] if 0 <= need.same_as < len(kv) else None
         if need.tensors or owner is None or owner.same_as is not None or owner.kind is not need.kind:
@@ -207,7 +209,13 @@ def _check(layer: int, need: KVNeed | None, kv: Sequence[KVNeed | None]) -> None
         return
     if (need.encoder_tokens > 0) != (need.kind is KVKind.CROSS):
         raise ValueError(f"Layer {layer}: cross attention, and nothing else, has encoder_tokens, got {need}.")
+    if (need.window is not None) != (need.kind is KVKind.SLIDING) or (need.window is not None and need.window < 1):
+        raise ValueError(
+            f"Layer {layer}: a sliding KV group, and no other, has a window of at least one token, got {need}."
+        )
     for tensor in _need(kv, layer).tensors:
+        if any(n < 1 and n != TOKENS for n in tensor.shape):
+            raise ValueError(f"Layer {layer} keeps {tensor}: every dimension must be at least 1.")
         wanted = 0 if need.kind is KVKind.RECURRENT else 1
         if tensor.shape.count(TOKENS) != wanted:
             what = "a recurrent state has no dimension of tokens" if wanted == 0 else "one dimension must be TOKENS"
