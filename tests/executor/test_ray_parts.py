@@ -14,7 +14,7 @@ from vllm.exceptions import EngineDeadError
 from vllm.executor import executor_class
 from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
-from vllm.executor.ray_executor import _own_device
+from vllm.executor.ray_executor import View, views_of
 from vllm.executor.ray_nodes import accept, carried_environment, check_model, check_versions, free_port
 from vllm.executor.ray_utils import order_of_bundles
 from vllm.executor.uniproc import UniprocExecutor
@@ -78,11 +78,21 @@ def test_nodes_with_other_versions_are_refused() -> None:
         check_versions([{"address": "10.0.0.2", "versions": {**versions(), "torch": "1.0"}}])
 
 
-def test_the_first_ranks_gpu_is_found_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [_own_device([]), _own_device(["3"])] == [0, 3]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert [_own_device(["5"]), _own_device(["GPU-x"])] == [1, 0]
+def test_ranks_of_a_node_number_its_gpus_alike() -> None:
+    """Also where the process of the first rank sees some of the node's only."""
+    assert views_of(["a", "a"], [["3"], ["1"]], None) == [View("0,1,2,3", 3), View("0,1,2,3", 1)]
+    assert views_of(["a", "a"], [["5"], ["2"]], "2, 5,7") == [View("2,5,7", 1), View("2,5,7", 0)]
+    names = [["GPU-x"], ["GPU-y"]]
+    assert views_of(["a", "a"], names, "GPU-y,GPU-x") == [View("GPU-y,GPU-x", 1), View("GPU-y,GPU-x", 0)]
+    views = views_of(["a", "b", "b"], [["0"], ["6"], ["4"]], None)
+    assert views == [View("0", 0), View("6,4", 0), View("6,4", 1)]
+
+
+def test_ranks_see_what_ray_shows_them_where_the_first_one_cannot_see_theirs() -> None:
+    assert views_of(["a", "a"], [["1"], ["2"]], "0") == [View(), View()]
+    assert views_of(["a", "a"], [["1"], ["2"]], "0,1") == [View(None, 1), View()]
+    assert views_of(["a", "a"], [["GPU-x"], ["GPU-y"]], None) == [View(), View()]
+    assert views_of(["a", "a"], [[], []], None) == [View(), View()]
 
 
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

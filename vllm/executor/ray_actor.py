@@ -73,10 +73,15 @@ class RankActor:
             "has_model": Path(model).is_dir(),
         }
 
-    def start(self, host: str, port: int, secret: bytes, threads: int | None) -> int:
-        """Start the rank's process, connected to the first rank; its pid. threads: for computing on the CPU."""
+    def start(self, host: str, port: int, secret: bytes, threads: int | None, visible: str | None = None) -> int:
+        """Start the rank's process, connected to the first rank; its pid. threads: for computing on the CPU.
+
+        visible: CUDA_VISIBLE_DEVICES of the process; None: the devices that Ray has given to this actor.
+        """
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(threads)
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
         connection = socket.create_connection((host, port), _CONNECT_S)
         connection.settimeout(None)
         keep_alive(connection)

@@ -13,6 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -102,14 +103,16 @@ class RayExecutor(MultiprocExecutor):
         check_model(found, model)
         nodes = [about["node"] for about in found]
         host = address_of(ray, alone=len(set(nodes)) == 1)
-        self._connect_all(ray, actors, found, host, device)
+        own = os.environ.get("CUDA_VISIBLE_DEVICES")
+        views = views_of(nodes, [about["gpus"] for about in found], own) if device == "cuda" else [View()] * len(nodes)
+        self._connect_all(ray, actors, found, views, host, device)
         logger.info(
             "Ray has placed %d ranks on %s.", len(actors), ", ".join(dict.fromkeys(a["address"] for a in found))
         )
         places = []
-        for rank, about in enumerate(found):
-            local = (nodes[:rank].count(about["node"]), nodes.count(about["node"]))
-            places.append(Place(_own_device(about["gpus"]) if rank == 0 else 0, local))
+        for rank in range(len(found)):
+            local = (nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank]))
+            places.append(Place(views[rank].device, local))
         return Cast(host, 0 if envs.VLLM_PORT is None else free_port(host), places)
 
     def _actors(self, ray: Any, group: Any, kind: str, world: int) -> list[Any]:
@@ -135,7 +138,9 @@ class RayExecutor(MultiprocExecutor):
             made.append(remote.remote(rank))
         return made
 
-    def _connect_all(self, ray: Any, actors: list[Any], found: list[dict[str, Any]], host: str, device: str) -> None:
+    def _connect_all(
+        self, ray: Any, actors: list[Any], found: list[dict[str, Any]], views: list[View], host: str, device: str
+    ) -> None:
         """Let every actor but the first start its rank's process, and take in their connections."""
         secret = secrets.token_bytes(SECRET_BYTES)
         with rendezvous.open_listener(host, 0 if envs.VLLM_PORT is None else free_port(host)) as listener:
@@ -146,7 +151,7 @@ class RayExecutor(MultiprocExecutor):
                 count = sum(other["node"] == about["node"] for other in found)
                 threads = max(1, about["cores"] // count) if device == "cpu" else None
                 threads = int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else threads
-                starts.append(actor.start.remote(host, port, secret, threads))
+                starts.append(actor.start.remote(host, port, secret, threads, views[rank].visible))
             connections = accept(listener, secret, len(starts), time.monotonic() + START_S)
         pids = answers(ray, starts, "The ranks of the cluster")
         for rank, pid in enumerate(pids, 1):
@@ -156,11 +161,33 @@ class RayExecutor(MultiprocExecutor):
             )
 
 
-def _own_device(gpus: list[str]) -> int:
-    """The number, as this process counts, of the GPU that Ray has reserved for the first rank."""
-    if not gpus:
-        return 0
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if gpus[0] in visible:
-        return visible.index(gpus[0])
-    return int(gpus[0]) if gpus[0].isdecimal() and not visible else 0
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a rank's process sees. visible: its CUDA_VISIBLE_DEVICES, None for what it has anyway.   device: its own."""
+
+    visible: str | None = None
+    device: int = 0
+
+
+def views_of(nodes: list[str], gpus: list[list[str]], own: str | None) -> list[View]:
+    """How the ranks see GPUs: on each node all alike, so that the number of a GPU is the same in each process. Ranks
+    that write into each other's memory tell each other's GPUs apart by it.
+
+    nodes, gpus: of each rank, its node and what Ray has reserved for it there.   own: CUDA_VISIBLE_DEVICES of this
+    process, which is the first rank; None if it is not set.
+    """
+    names = [found[0] if found else "" for found in gpus]
+    here = [name for place, name in zip(nodes, names, strict=True) if place == nodes[0]]
+    if own is not None:
+        ours = [name.strip() for name in own.split(",") if name.strip()]
+    else:
+        ours = [str(n) for n in range(1 + max(map(int, here)))] if all(name.isdecimal() for name in here) else []
+    views = []
+    for rank, (node, name) in enumerate(zip(nodes, names, strict=True)):
+        neighbours = [other for place, other in zip(nodes, names, strict=True) if place == node]
+        visible = ours if node == nodes[0] else neighbours
+        if set(neighbours) <= set(visible) and len(set(neighbours)) == len(neighbours):
+            views.append(View(",".join(visible), visible.index(name)))
+        else:  # this process is an actor itself, say, to which Ray shows other devices
+            views.append(View(None, ours.index(name) if rank == 0 and name in ours else 0))
+    return views
