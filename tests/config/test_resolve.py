@@ -266,7 +266,7 @@ def test_a_step_fits_what_was_given(make: Any, kwargs: dict[str, Any], tokens: i
 
 def test_stages_share_a_prompt_in_pieces(make: Any) -> None:
     """By default a step is smaller with a pipeline, so that several are under way; what a user says is kept."""
-    for stages, tokens in ((1, 16384), (2, 4096)):
+    for stages, tokens in ((1, 16384), (2, 8192)):
         config = make(
             BIG_GPU, UsageContext.LLM_CLASS, pipeline_parallel_size=stages, distributed_executor_backend="ray"
         )

@@ -62,6 +62,25 @@ def test_without_a_limit_or_without_answers_steps_are_full() -> None:
     assert set(run(Pace(0.1, 8192), 1e-3, 6, 0, 100_000)) == {8192}
 
 
+def test_a_pipeline_takes_large_steps_only_of_very_many_prompts_and_not_to_the_end() -> None:
+    assert set(run(Pace(0.0, 8192, stages=2), 1e-3, 6, 40, 100_000)) == {4096}
+    pace, waiting, found = Pace(0.0, 8192, stages=2), 0, []
+    for _ in range(400):
+        pace.came(500)
+        waiting += 1
+    while waiting:
+        found.append(pace.budget(waiting))
+        waiting = max(0, waiting - found[-1] // 500)
+        pace.planned([500] * (found[-1] // 500), 0)
+    assert found[0] == 8192 and found[-1] == 4096 and sorted(found, reverse=True) == found
+    assert 4 <= found.count(4096) <= 9
+    pace.came(8000)
+    assert pace.budget(1) == 4096, "one prompt keeps all stages busy"
+    slow = Pace(0.1, 8192, stages=2)
+    assert set(run(slow, 24e-6, 12, 40, 100_000)[2:]) == {4096}
+    assert set(run(slow, 50e-6, 30, 40, 100_000)[20:]) == {1792}
+
+
 def test_prompts_go_on_however_slow_steps_are() -> None:
     assert run(Pace(0.001, 8192), 1e-3, 6, 300, 100_000)[1:] == [640] * 5
 

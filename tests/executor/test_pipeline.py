@@ -149,6 +149,7 @@ def test_tokens_of_requests_that_left_their_slot_are_not_told() -> None:
 def test_accepted_drafts_are_told_one_behind_the_other() -> None:
     known = KnownTokens()
     plan = replace(_plan(0, [3, 4], [4, 3], [10, 20]), drafts=np.array([3, 2], np.int32))
+    known.planned(plan)
     known.sampled(plan, StepResult(0, [7, 8, 9, 5], {}, {}, {}, 0.0, counts=[3, 1]))
     found = known.take()
     assert found is not None

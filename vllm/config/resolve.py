@@ -70,7 +70,7 @@ class StepSize:
 
 
 _SERVER_GAP = 60.0  # milliseconds
-_LEAST_STAGE_TOKENS = 2048  # of a default step: with fewer, a GPU is not busy
+_LEAST_STAGE_TOKENS = 2048  # of half a default step (`core/pace`): with fewer, a GPU is not busy
 _CPU_STEP = StepSize(4096, 2048, 256, "on the CPU")
 _CUDA_STEP = StepSize(8192, 2048, 256, "on a GPU with less than 70 GiB")
 _WHOLE_PROMPTS = (
@@ -460,7 +460,7 @@ def _scheduler(
     if whole_prompts and offline and not platform.is_cpu():
         tokens, reason = _WHOLE_PROMPTS * tokens, f"{reason}, for a model that sees whole prompts"
     if args["pipeline_parallel_size"] > 1:  # else a prompt is one step, and stages wait for each other
-        tokens = min(tokens, max(_LEAST_STAGE_TOKENS, tokens // (2 * args["pipeline_parallel_size"])))
+        tokens = min(tokens, max(2 * _LEAST_STAGE_TOKENS, tokens // args["pipeline_parallel_size"]))
         reason += ", cut so that all stages work on a prompt"
     if chunked is False and tokens < max_model_len:
         tokens, reason = max_model_len, "max_model_len, because prompts are not divided over steps"

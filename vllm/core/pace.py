@@ -1,5 +1,5 @@
-"""How many tokens a step may have while answers are in progress: as many as bring the prompts that wait on in a few
-steps, and no more than measured steps say take no longer than a limit.
+"""How many tokens a step may have. While answers are in progress: as many as bring the prompts that wait on in a few
+steps, and no more than measured steps say take no longer than a limit. In a pipeline: few enough that all stages work.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ _LEAST = 256  # tokens beside those of the answers: prompts go on, whatever a st
 _SHORT = 0.01  # seconds: a step that takes no longer is not made shorter
 _ANSWER = 16  # tokens a step computes of a request that answers, drafts included, at most
 _STEPS = 8  # in which prompts that wait are computed: then answers wait less, and weights are read for both at once
+# Of a pipeline: large steps save a few percent of the time, and cost the last stage half a step's wait for the first,
+# and the first one's for the last.
+_MANY_STEPS = 16  # so many large steps' worth of prompts must have come for it to pay
+_LAST_STEPS = 4  # of what is left then, smaller steps are made
+_LEAST_OF_STAGES = 2048  # tokens: with fewer a GPU is not busy
 
 
 class Pace:
@@ -20,9 +25,9 @@ class Pace:
     flight are not counted twice.
     """
 
-    def __init__(self, limit: float, max_num_batched_tokens: int) -> None:
-        """limit: seconds, 0 for none."""
-        self._limit, self._most = limit, max_num_batched_tokens
+    def __init__(self, limit: float, max_num_batched_tokens: int, stages: int = 1) -> None:
+        """limit: seconds, 0 for none.   stages: of a pipeline."""
+        self._limit, self._most, self._stages = limit, max_num_batched_tokens, stages
         self._per_token = 0.0  # seconds; 0: not known yet
         self._ended = 0.0  # when the last step did
         self._answers = 0  # in the newest plan
@@ -36,20 +41,25 @@ class Pace:
 
     def budget(self, waiting: int) -> int:
         """Tokens that the next step may have, of the sizes in `step.sizes`. waiting: requests without a slot."""
-        if not (self._limit and self._answers):
+        if not (self._limit and self._answers) and self._stages == 1:
             return self._most
         backlog = self._cut + int(waiting * self._length)
         self._backlog = max(self._backlog, backlog) if backlog else 0
+        most = self._most
+        if self._stages > 1 and (self._backlog < _MANY_STEPS * most or backlog < _LAST_STEPS * most):
+            most = min(most, max(most // 2, _LEAST_OF_STAGES, self._answers))
+        if not (self._limit and self._answers):
+            return most
         allowed = least = self._answers + _LEAST  # a small step tells what tokens take
         if self._per_token:
             allowed = int(self._limit / self._per_token)
             least = max(least, int(min(_SHORT, self._limit) / self._per_token))
         wanted = min(allowed, self._answers + -(-self._backlog // _STEPS))
-        return min(self._most, max(rounded_up(least), rounded_down(wanted)))
+        return min(most, max(rounded_up(least), rounded_down(wanted)))
 
     def planned(self, num_tokens: list[int], cut: int) -> None:
         """A step of so many tokens of each request has been planned; so many tokens of their prompts are left."""
-        if self._limit:
+        if self._limit or self._stages > 1:
             self._answers, self._cut = _answers(num_tokens), cut
 
     def took(self, begun: float, now: float, num_tokens: list[int]) -> None:

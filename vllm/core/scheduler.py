@@ -86,7 +86,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(limits.priority, limits.max_num_seqs, limits.account_share)
         self._crowd = Crowd(self._waiting, limits.max_num_batched_tokens)
-        self._pace = Pace(limits.max_gap, limits.max_num_batched_tokens)
+        stages = limits.stages if limits.chunked_prefill else 1  # else a prompt may be as long as a step
+        self._pace = Pace(limits.max_gap, limits.max_num_batched_tokens, stages)
         self._blocked: dict[str, Request] = {}
         self._slots = Slots(limits.max_num_seqs, limits.priority, self._waiting, self._policies)
         self._yielding = Yielding(

@@ -24,19 +24,29 @@ class KnownTokens:
     """Gathers sampled tokens from results, until the next plan is sent."""
 
     def __init__(self) -> None:
-        self._entered: dict[int, int] = {}  # slot -> the step in which its request entered it
+        self._entered: np.ndarray = np.zeros(0, np.int64)  # by slot: the step in which its request entered it
         self._found: list[Known] = []
 
     def planned(self, plan: StepPlan) -> None:
         """A plan was sent: the slots that it fills begin anew."""
-        self._entered.update((init.slot, plan.step_id) for init in plan.new)
+        most = max([init.slot for init in plan.new], default=-1)
+        if len(plan.slots):
+            most = max(most, int(plan.slots.max()))
+        if most >= len(self._entered):
+            more: np.ndarray = np.full(2 * most + 2 - len(self._entered), -1, np.int64)
+            self._entered = np.concatenate([self._entered, more])
+        for init in plan.new:
+            self._entered[init.slot] = plan.step_id
 
     def sampled(self, plan: StepPlan, result: StepResult) -> None:
         """A plan's result is there. Tokens of requests that have left their slot meanwhile are nobody's."""
-        last = np.array([self._entered.get(slot, -1) <= plan.step_id for slot in plan.slots.tolist()])
+        last = self._entered[plan.slots] <= plan.step_id
         first = plan.num_computed.astype(np.int64) + plan.num_tokens
         ids = np.array(result.token_ids, np.int64)
         counts: np.ndarray
+        if result.counts is None and bool(last.all()) and (not len(ids) or int(ids.min()) >= 0):  # as nearly always
+            self._found.append(Known(plan.slots.astype(np.int64), first, ids))
+            return
         if result.counts is None:
             counts = (ids >= 0).astype(np.int64)
             ids = ids[ids >= 0]
