@@ -20,8 +20,9 @@ def make(query_lens, seq_lens, heads, dtype, gathers):
     group = batch.group
     if gathers:
         found = attention.plan_gathering(np.array(query_lens), np.array(seq_lens))
+        runs = attention.dense_runs(np.array(query_lens), np.array(seq_lens))
         pieces, requests = (torch.from_numpy(x).cuda() for x in (found.pieces, found.requests))
-        group = GroupInputs(group.slot_mapping, group.block_table, found.on_device(pieces, requests))
+        group = GroupInputs(group.slot_mapping, group.block_table, found.on_device(pieces, requests, runs))
     return q, cache, kv_b, NOPE, 0.07, batch.step, group
 
 
@@ -34,6 +35,8 @@ def make(query_lens, seq_lens, heads, dtype, gathers):
         ([1] * 300, [200] * 300, False),
         ([40, 1, 7], [400, 90, 7], False),
         ([1, 600, 2, 300, 1], [50, 1200, 9, 300, 700], True),
+        ([1, 2048, 2048, 5], [50, 2048, 2048, 9], True),  # whole prompts, which a library takes
+        ([1950], [1950], True),
     ],
 )
 def test_attention_matches_the_reference(query_lens, seq_lens, gathers, heads, dtype):

@@ -161,6 +161,6 @@ def _architectures(config: Any) -> list[str]:
 
 # Older names of architectures that have a case, and the text model inside a larger one.
 ALIASES = {
-    "LLaMAForCausalLM", "Llama4ForConditionalGeneration", "PhiMoEForCausalLM", "RWForCausalLM",
+    "LLaMAForCausalLM", "Llama4ForConditionalGeneration", "OLMoForCausalLM", "PhiMoEForCausalLM", "RWForCausalLM",
     "StableLMEpochForCausalLM",
 }  # fmt: skip

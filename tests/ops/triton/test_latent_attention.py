@@ -63,21 +63,23 @@ def test_many_queries_are_expanded(query_lens, seq_lens, dtype, tolerance):
     check(*make(query_lens, seq_lens, dtype, heads=2, groups=()), tolerance)
 
 
-@pytest.mark.parametrize("query_lens", [[1930], [2048, 2048, 5]])
-def test_prompts_that_are_computed_whole_are_left_to_a_library(query_lens, monkeypatch):
+@pytest.mark.parametrize(("query_lens", "v_dim"), [([1930], NOPE + ROPE), ([2048, 2048, 5], V)])
+def test_prompts_that_are_computed_whole_are_left_to_a_library(query_lens, v_dim, monkeypatch):
     """Here torch's own for the processor, which wants values as wide as keys."""
     q, cache, _, step, group = make(query_lens, query_lens, torch.float16, heads=2, groups=())
-    kv_b = (torch.randn(2, 2 * NOPE + ROPE, RANK) * RANK**-0.5).half()
+    kv_b = (torch.randn(2, NOPE + v_dim, RANK) * RANK**-0.5).half()
     runs = attention.dense_runs(np.array(query_lens), np.array(query_lens))
     assert [run.prompts for run in runs] == ([1] if len(query_lens) == 1 else [2])
     group = type(group)(group.slot_mapping, group.block_table, dataclasses.replace(group.plan, runs=runs))
     seen = []
-    monkeypatch.setattr(kernels, "attend_runs", lambda *args: seen.append(args) or attend_runs(*args))
+    monkeypatch.setattr(kernels, "attend_runs", lambda *args: seen.append(args[2].shape[2]) or attend_runs(*args))
     wider = torch.zeros(len(q), 2 * (NOPE + ROPE) + 8, dtype=q.dtype)  # as a part of a product
     wider[:, : q[0].numel()] = q.flatten(1)
     q = wider[:, : q[0].numel()].view(q.shape)
     check(q, cache, kv_b, step, group, 3e-3)
-    assert len(seen) == 1
+    assert seen == [NOPE + ROPE]
+    monkeypatch.setattr(kernels, "library_takes", lambda *_: False)
+    assert kernels._width_taken(q, v_dim) == 0
 
 
 def test_heads_of_odd_sizes_are_not_expanded():

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +18,7 @@ from vllm.ops import latent_attention as ops
 from vllm.ops.attention import GATHERED_ABOVE, GatherPlan
 from vllm.ops.triton.attention import fp8_limit
 from vllm.ops.triton.decode_parts import processors
-from vllm.ops.triton.prefill import TAIL, attend_runs
+from vllm.ops.triton.prefill import TAIL, attend_runs, library_takes
 from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
@@ -448,8 +449,8 @@ def _attend_expanded(
     """Every request that `plan` gathers, in its rows of `out` or of the result."""
     heads, _, rank = kv_b.shape
     width, rope_dim, v_dim = cache.shape[2], q.shape[2] - nope_dim, out.shape[2]
-    dense = bool(plan.runs) and _is_dense(q, v_dim)
-    rows = plan.rows + (TAIL if dense else _TAIL)
+    taken = _width_taken(q, v_dim) if plan.runs else 0
+    rows = plan.rows + (TAIL if taken else _TAIL)
     latents = q.new_empty(rows, width)
     latents[plan.rows :].zero_()
     _gather_kernel[(triton.cdiv(plan.longest, _GATHER), plan.pieces.shape[0])](
@@ -460,12 +461,17 @@ def _attend_expanded(
     wide = q.new_empty(rows, columns)
     if not q.is_meta:
         torch.mm(latents[:, :rank], kv_b.reshape(columns, rank).t(), out=wide)
-    if dense:
+    if taken:
         by_head = wide.view(rows, heads, nope_dim + v_dim)
         whole = q.new_empty(rows, heads, nope_dim + rope_dim)
         whole[..., :nope_dim] = by_head[..., :nope_dim]
         whole[..., nope_dim:] = latents[:, None, rank:]
-        return attend_runs(q, whole, by_head[..., nope_dim:], scale, plan, out, False)
+        values = by_head[..., nope_dim:]
+        if taken == v_dim:
+            return attend_runs(q, whole, values, scale, plan, out, False)
+        wider = F.pad(values, (0, taken - v_dim))
+        out.copy_(attend_runs(q, whole, wider, scale, plan, out.new_empty(len(out), heads, taken), False)[..., :v_dim])
+        return out  # the rows of other requests are still to be computed
     exact = q.dtype == torch.float32
     block, tile, stages, warps = (16, 16, 2, 4) if exact else _EXPANDED
     requests = step.seq_lens.shape[0]
@@ -483,10 +489,13 @@ def _attend_expanded(
     return out
 
 
-def _is_dense(q: Tensor, v_dim: int) -> bool:
-    """Whether attention of prompts as a whole is left to a library."""
-    fits = all(n % 8 == 0 and n <= 256 for n in (q.shape[2], v_dim)) and q.dtype in (torch.bfloat16, torch.float16)
-    return fits and q.stride(2) == 1 and q.stride(1) == q.shape[2] and q.stride(0) % 8 == 0
+def _width_taken(q: Tensor, v_dim: int) -> int:
+    """How wide values must be for a library to do attention of whole prompts: `v_dim`, or as keys; 0 if it does not."""
+    fits = q.shape[2] % 8 == 0 and q.dtype in (torch.bfloat16, torch.float16)
+    if not fits or q.stride(2) != 1 or q.stride(1) != q.shape[2] or q.stride(0) % 8:
+        return 0
+    widths = (n for n in (v_dim, q.shape[2]) if n >= v_dim)
+    return next((n for n in widths if library_takes(q.shape[2], n, q.dtype, q.device)), 0)
 
 
 def _can_expand(q: Tensor, cache: Tensor, kv_b: Tensor, nope_dim: int) -> bool:

@@ -8,7 +8,9 @@ queries on. It also turns a float8 cache into the dtype of the queries.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -255,6 +257,18 @@ def _gather(
         DP=triton.next_power_of_2(head_dim), BS=block_size, KEYS=_GATHER, SCALED=kv_cache.dtype != q.dtype, num_warps=4,
     )  # fmt: skip
     return k, v
+
+
+@functools.cache
+def library_takes(width: int, values: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `attend_runs` can be used for queries and keys of `width` and values of `values` numbers: tried once."""
+    q, v = (torch.zeros(1, 1, 128, n, dtype=dtype, device=device) for n in (width, values))
+    try:
+        with warnings.catch_warnings(), sdpa_kernel(_DENSE_BACKENDS, set_priority=True):
+            warnings.simplefilter("ignore")  # each library's reason
+            return F.scaled_dot_product_attention(q, q, v, is_causal=True, enable_gqa=True).shape == v.shape
+    except RuntimeError:
+        return False
 
 
 def attend_runs(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: GatherPlan, out: Tensor, fresh: bool) -> Tensor:
