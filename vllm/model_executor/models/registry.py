@@ -41,7 +41,7 @@ _FAMILIES: dict[str, tuple[str, str, str]] = {
     "CohereForCausalLM": ("kin", "COHERE", "CohereLabs/c4ai-command-r-v01, CohereLabs/c4ai-command-r-plus"),
     "Cohere2ForCausalLM": ("kin", "COHERE2", "CohereLabs/c4ai-command-r7b-12-2024"),
     "OlmoForCausalLM": ("kin", "OLMO", "allenai/OLMo-7B-hf"),
-    "OLMoForCausalLM": ("kin", "OLMO", "allenai/OLMo-7B-hf, by its older name"),
+    "OLMoForCausalLM": ("kin", "OLMO", "allenai/OLMo-1B-hf (older name)"),
     "Olmo2ForCausalLM": ("kin", "OLMO2", "allenai/OLMo-2-1124-7B"),
     "GraniteForCausalLM": ("kin", "GRANITE", "ibm-granite/granite-3.1-8b-instruct"),
     "GlmForCausalLM": ("kin", "GLM", "zai-org/glm-4-9b-chat-hf"),
