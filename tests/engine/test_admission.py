@@ -30,7 +30,7 @@ def test_an_account_has_a_share_of_the_queue(slots, sequences, share):
     admission.enter(messages([f"{i}" for i in range(share)]), account)
     assert admission.room(account, 3) == 0
     assert admission.leave("0") is None  # nothing is held back
-    account.held_back.append("r")
+    admission.hold_back(account, "r")
     assert admission.room(account, 3) == min(1, share)
     if share > 1:
         assert admission.leave("1") is account
@@ -65,6 +65,23 @@ def test_many_accounts_leave_half_of_the_queue_to_others():
     assert admission.waiting == 16 + 16  # four with all of their share, and a place for each of the others
     assert [admission.room(account, 3) for account in accounts] == [0] * 20
     admission.check(admission.max_sequences - admission.waiting, 3)
+
+
+def test_many_short_prompts_need_room_for_one_and_for_the_others_to_be_held_back():
+    admission, account = new(slots=1, sequences=6), Account()
+    admission.enter(messages(["a"]))
+    admission.check(24, 9, short=True)
+    for i in range(4):
+        admission.hold_back(account, f"{i}")
+    admission.check(20, 9, short=True)
+    with pytest.raises(QueueOverflowError, match="4 prompts are held back .* at most 24 may be"):
+        admission.check(21, 9, short=True)
+    for i in (2, 2, 0, 3, 1):
+        admission.let_go(account, f"{i}")
+    admission.check(24, 9, short=True)
+    admission.enter(messages(["b", "c", "d", "e", "f"]))
+    with pytest.raises(QueueOverflowError, match="is full"):
+        admission.check(2, 9, short=True)
 
 
 def test_n_counts_as_n():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +19,9 @@ DEFAULT_QUEUED_TOKENS = 1 << 22
 # Of the queue, for one account: no more than the slots that it could have if it were alone.
 ACCOUNT_SHARE = 4
 COLUMNS = 2  # of a tally: sequences that wait, tokens of their prompts
+# Requests held back of all accounts, for each sequence that may wait: those of calls that are let in although the queue
+# has no room for all of them.
+HELD_PER_PLACE = 4
 
 
 class Account:
@@ -31,7 +33,7 @@ class Account:
         self.requests = 0  # in progress
         self.waiting = 0  # sequences in the queue
         self.tokens = 0  # of their prompts
-        self.held_back: deque[str] = deque()  # requests with sequences that were not sent to the core
+        self.held_back: dict[str, None] = {}  # requests with sequences that were not sent to the core, in order
 
 
 class Admission:
@@ -52,6 +54,7 @@ class Admission:
         self._waiting: dict[str, tuple[int, Account | None]] = {}  # id in the core -> prompt tokens, account
         self._tokens = 0
         self._arriving = 0
+        self._held = 0  # requests held back
         self._tally: Tally | None = None
 
     def count_with(self, tally: Tally) -> None:
@@ -73,8 +76,11 @@ class Admission:
     def waiting_tokens(self) -> int:
         return self._tokens
 
-    def check(self, sequences: int = 1, tokens: int = 0) -> None:
-        """Raise QueueOverflowError if there is no room; n = 4 counts four times. An empty queue takes anything."""
+    def check(self, sequences: int = 1, tokens: int = 0, short: bool = False) -> None:
+        """Raise QueueOverflowError if there is no room; n = 4 counts four times. An empty queue takes anything.
+
+        short: each takes one step. Then there need be room for the first, and to hold the others back.
+        """
         if self.closed:
             raise QueueOverflowError("The server is shutting down.")
         waiting, queued = self.waiting, self._tokens
@@ -82,6 +88,14 @@ class Admission:
             waiting, queued = waiting + self._tally.others(0), queued + self._tally.others(1)
         if not waiting:
             return
+        if short and sequences > 1:
+            most = HELD_PER_PLACE * self.max_sequences
+            if self._held + sequences > most:
+                raise QueueOverflowError(
+                    f"{self._held} prompts are held back until the queue has room for them, at most {most} may be. "
+                    "Try again later."
+                )
+            sequences = 1
         if waiting + sequences > self.max_sequences:
             raise QueueOverflowError(
                 f"The waiting queue is full: {waiting} sequences wait, at most {self.max_sequences} may. "
@@ -97,7 +111,8 @@ class Admission:
         """How many sequences with prompts of so many tokens the account may add to the queue. All accounts together
         leave half of it to those who come with a single one.
         """
-        shared = self.max_sequences // 2 - self.waiting
+        others = 0 if self._tally is None else self._tally.others(0)
+        shared = self.max_sequences // 2 - self.waiting - others
         room = min(self.share - account.waiting, shared, (self.share_of_tokens - account.tokens) // max(1, tokens))
         return max(room, 0 if account.waiting else 1)
 
@@ -111,6 +126,17 @@ class Admission:
         finally:
             self._arriving -= 1
             self._tell()
+
+    def hold_back(self, account: Account, request_id: str) -> None:
+        """Not all of a request was sent to the core."""
+        account.held_back[request_id] = None
+        self._held += 1
+
+    def let_go(self, account: Account, request_id: str) -> None:
+        """All of it was sent, or it has ended."""
+        if request_id in account.held_back:
+            del account.held_back[request_id]
+            self._held -= 1
 
     def enter(self, requests: Iterable[CoreRequest], account: Account | None = None) -> None:
         """Sequences were sent to the core."""

@@ -307,9 +307,9 @@ class AsyncLLMEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def check_admission(self, sequences: int = 1, prompt_tokens: int = 0) -> None:
-        """Raise QueueOverflowError if the waiting queue has no room; n = 4 counts four times."""
-        self._admission.check(sequences, prompt_tokens)
+    def check_admission(self, sequences: int = 1, prompt_tokens: int = 0, short: bool = False) -> None:
+        """Raise QueueOverflowError if the waiting queue has no room, see `Admission.check`."""
+        self._admission.check(sequences, prompt_tokens, short)
 
     async def add_request(
         self,

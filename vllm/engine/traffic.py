@@ -70,7 +70,7 @@ class Traffic:
         )
         self._admission.enter(messages, account)
         if account is not None and len(messages) < max(1, len(request.children)):
-            account.held_back.append(request_id)
+            self._admission.hold_back(account, request_id)
             self._send_held_back(account)
         return stream
 
@@ -148,7 +148,7 @@ class Traffic:
         """Send the core what an account has room for, at most as much as takes a few milliseconds, the rest soon."""
         left = TOKENS_PER_TURN
         while account.held_back and not self._ended:
-            request_id = account.held_back[0]
+            request_id = next(iter(account.held_back))
             tokens = self._outputs.prompt_length(request_id)
             room = self._admission.room(account, tokens)
             if not room:
@@ -159,7 +159,7 @@ class Traffic:
             most = min(room, max(1, left // (tokens + TOKENS_PER_MESSAGE)))
             messages = self._outputs.more(request_id, most)
             if len(messages) < most:
-                account.held_back.popleft()  # that was all of it
+                self._admission.let_go(account, request_id)  # that was all of it
             left -= len(messages) * (tokens + TOKENS_PER_MESSAGE)
             self._admission.enter(messages, account)
             with contextlib.suppress(EngineDeadError):  # which everybody hears of in another way
@@ -178,7 +178,6 @@ class Traffic:
             return
         account = self._accounts[name]
         account.requests -= 1
-        if request_id in account.held_back:
-            account.held_back.remove(request_id)
+        self._admission.let_go(account, request_id)
         if not account.requests:
             del self._accounts[name]

@@ -111,7 +111,7 @@ def _begin(
                 f"{length} tokens in the input. Please reduce the length of the input.",
                 "input",
             )
-    context.engine.check_admission(len(items), sum(len(item["prompt_token_ids"]) for item in items))
+    context.engine.check_admission(len(items), sum(len(item["prompt_token_ids"]) for item in items), short=True)
     shown, name = new_id(prefix, request.request_id or header_id)
     prompts = []
     for i, item in enumerate(items):
