@@ -266,7 +266,8 @@ class Simulation:
     def __init__(
         self, policy: KVPolicy, num_blocks: int, limits: SchedulerLimits, depth: int = 1, **kwargs: object
     ) -> None:
-        self.scheduler = Scheduler(limits, policy, num_blocks, **kwargs)  # type: ignore[arg-type]
+        self.now = 1000.0  # seconds; a step, or an attempt at one, takes 10 ms
+        self.scheduler = Scheduler(limits, policy, num_blocks, **{"clock": lambda: self.now, **kwargs})  # type: ignore[arg-type]
         self.device = FakeDevice(policy, num_blocks, policy.num_states(limits.max_num_seqs), limits.num_drafts)
         self.pooled: dict[str, bytes] = {}
         self.depth = depth
@@ -296,6 +297,7 @@ class Simulation:
 
     def step(self) -> bool:
         """Plan one more step if possible, then take in the oldest result. False when there was nothing to do."""
+        self.now += 0.01
         plan = self.scheduler.schedule() if self.scheduler.num_in_flight < self.depth else None
         if plan is not None:
             try:

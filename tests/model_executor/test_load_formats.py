@@ -19,6 +19,8 @@ from tests.models.own_models import NewLlamaForCausalLM
 from tests.models.test_against_hugging_face import CASES, GQA
 from vllm import LLM, EngineArgs, ModelRegistry, SamplingParams
 from vllm.config.model_source import copy_small_files
+from vllm.distributed import TensorParallel
+from vllm.model_executor.model_loader import weights
 from vllm.model_executor.model_loader.tensorizer import TensorizerConfig, tensorize_vllm_model
 
 ROOT = Path(__file__).parents[2]
@@ -292,6 +294,24 @@ def test_names_of_a_numpy_cache_cannot_leave_it(torch_folder: Path) -> None:
     (torch_folder / "np" / "weight_names.json").write_text('["../model"]')
     with pytest.raises(ValueError, match="is not a list of tensors' names"):
         load(torch_folder, load_format="npcache")
+
+
+def test_a_device_for_pytorch_files_is_said_to_be_idle_where_there_are_none(
+    folder: Path, torch_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(weights.logger, "warning", lambda text, *values: said.append(text % values))
+
+    def read(model: Path, **options: Any) -> None:
+        config = engine_args(model, **options).create_engine_config()
+        with weights.open_weights(config, torch.device("cpu"), TensorParallel(), 0):
+            pass
+
+    read(torch_folder, pt_load_map_location={"cuda:0": "cpu"})
+    read(folder)
+    assert said == []
+    read(folder, pt_load_map_location={"cuda:0": "cpu"})
+    assert said == ["pt_load_map_location has no effect: the weights are safetensors files."]
 
 
 def test_devices_of_pytorch_files_are_mapped(torch_folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed import TensorParallel
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
 from vllm.model_executor.model_loader.npcache import cached_tensors
@@ -18,6 +19,8 @@ from vllm.model_executor.model_loader.rank_state import RankState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 # (name, tensor, file) of a checkpoint; or one rank's weights as they are kept; or None for random ones
 Weights = Iterable[tuple[str, Tensor, Path]] | RankState | None
@@ -37,6 +40,8 @@ def open_weights(config: VllmConfig, device: torch.device, tp: TensorParallel, s
     elif name in ("auto", "bitsandbytes", "safetensors", "pt", "gguf"):
         kind = "auto" if name == "bitsandbytes" else name  # the same files
         checkpoint = find_checkpoint(folder, kind, load.pt_load_map_location)
+        if checkpoint.kind != "pt" and load.pt_load_map_location != "cpu" and rank == 0:
+            logger.warning("pt_load_map_location has no effect: the weights are %s files.", checkpoint.kind)
         yield checkpoint.tensors(progress=load.use_tqdm_on_load and rank == 0)
     elif name == "npcache":
         yield cached_tensors(folder)
