@@ -8,7 +8,8 @@ from vllm.core.request import Request
 from vllm.core.waiting import WaitingQueue
 
 EXPRESS_SHARE = 0.125  # of the time, for steps that leave the crowd out
-LONGEST = 4.0  # times as long as a newcomer's step may those with the crowd take, while others are there
+LONGEST = 5.0  # times as long as a newcomer's step may those with the crowd take, while others are there
+SHORT_SECONDS = 0.006  # a step that takes no longer is not made shorter
 MOST_PARTS = 4
 PROMPTS_SHARE = 0.125  # of the crowd's tokens in a step, for its prompts, at least
 UNMEASURED_SHARE = 0.0625  # of a step's tokens, for the crowd while it is not known what they take
@@ -66,7 +67,7 @@ class Crowd:
         newcomers, crowded = self._newcomers, self._crowded
         if not (newcomers.steps and crowded.steps):
             return max(1, int(self._most * UNMEASURED_SHARE))
-        longest = LONGEST * newcomers.seconds / newcomers.steps
+        longest = max(SHORT_SECONDS, LONGEST * newcomers.seconds / newcomers.steps)
         return max(1, min(self._most, int(longest * crowded.tokens / crowded.seconds)))
 
     def next_turn(self) -> int:

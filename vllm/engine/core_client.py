@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
+
 from vllm import envs
 from vllm.engine import wire
 from vllm.exceptions import EngineDeadError
@@ -33,6 +35,7 @@ logger = init_logger(__name__)
 
 _BUFFER_BYTES = 1 << 22  # of a socket
 _TURN_SECONDS = 0.005  # of the event loop, for what the core sends
+_ENDS_AT_ONCE = 32  # whose texts may have to be made; after them it may be others' turn
 
 OutputHandler = Callable[[list[CoreOutput], CoreStats], None]
 DeathHandler = Callable[[str], None]
@@ -81,7 +84,7 @@ class CorePeer:
         self._stall_seconds = stall_seconds
         self._health_seconds = stall_seconds if health_seconds is None else min(health_seconds, stall_seconds)
         self._frames = FrameReader()
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[bytes | wire.StepOutputs] = deque()
         self._catching_up = False
         self._transport: asyncio.Transport | None = None
         self._on_outputs: OutputHandler | None = None
@@ -209,7 +212,7 @@ class CorePeer:
         late = False
         try:
             while self._waiting and not late:
-                self._take(wire.decode_from_core(self._waiting.popleft()))
+                self._take(self._next())
                 late = time.perf_counter() > deadline
         except Exception as error:
             self._waiting.clear()
@@ -225,6 +228,20 @@ class CorePeer:
             transport.pause_reading()
         else:
             transport.resume_reading()
+
+    def _next(self) -> wire.FromCore:
+        """The next message. Of a step that ends many requests, what it brought for the others is one by itself."""
+        waiting = self._waiting.popleft()
+        message: wire.FromCore = waiting if isinstance(waiting, wire.StepOutputs) else wire.decode_from_core(waiting)
+        if not isinstance(message, wire.StepOutputs) or len(message.outputs) <= _ENDS_AT_ONCE or message is waiting:
+            return message
+        ends = [output for output in message.outputs if output.finish_reason is not None]
+        if len(ends) > _ENDS_AT_ONCE:
+            told = msgspec.structs.replace(message.stats, prompt_tokens=0, generation_tokens=0)
+            parts = [ends[i : i + _ENDS_AT_ONCE] for i in range(0, len(ends), _ENDS_AT_ONCE)]
+            self._waiting.extendleft(wire.StepOutputs(part, told) for part in reversed(parts))
+            message.outputs = [output for output in message.outputs if output.finish_reason is None]
+        return message
 
     def _take(self, message: wire.FromCore) -> None:
         if isinstance(message, wire.StepOutputs):
