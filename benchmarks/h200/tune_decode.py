@@ -112,6 +112,20 @@ ATTENTION = [
         (64, 4, 2, True, 64),
     )
 ]
+OF_BYTES = [  # of a cache of 8 bits
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": False, "ahead": 0, "least": 0}
+    for s in (1, 2, 4, 8)
+    for t, n, g in (
+        (128, 4, 2),
+        (128, 4, 3),
+        (128, 4, 4),
+        (128, 8, 2),
+        (128, 8, 3),
+        (64, 4, 3),
+        (64, 4, 4),
+        (256, 8, 2),
+    )
+]
 WIDE = [
     WideTiling(*tile)
     for tile in (
@@ -206,8 +220,9 @@ class Bench:
 def changes(name: str, rows: int, w: ProgramWeights) -> list[dict[str, Any]]:
     """What to try for one part of the step."""
     if name == "attention":
-        kv_heads = w.layers[0].attention.cache.shape[2]
-        return [change for change in ATTENTION if 256 <= change["splits"] * rows * kv_heads * 2 <= 4096]
+        cache = w.layers[0].attention.cache
+        kv_heads, tried = cache.shape[2], OF_BYTES if cache.element_size() == 1 else ATTENTION
+        return [change for change in tried if 256 <= change["splits"] * rows * kv_heads * 2 <= 4096]
     if name in MANY:
         ffn = w.layers[0].ffn
         if name == "wide_gate" and not (isinstance(ffn, MlpWeights) and ffn.gated and ffn.up.bias is None):
@@ -227,16 +242,16 @@ def parts_of(rows: int, wanted: str) -> list[str]:
     return [part for part in (FEW if rows <= MAX_ROWS else MANY) if not wanted or part in wanted.split(",")]
 
 
-def dry(folder: str, rows: int, context: int, kind: str, parts: str) -> None:
-    bench = Bench(folder, rows, context, "meta", kind)
+def dry(folder: str, rows: int, context: int, kind: str, parts: str, cache: str) -> None:
+    bench = Bench(folder, rows, context, "meta", kind, cache)
     if bench.weights is None:
         raise ValueError("The fused step does not cover this model.")
     for tiling in all_tilings(bench.weights, rows, bench.width, parts_of(rows, parts)):
         bench.program(tiling).run(bench.table, token_ids=bench.ids)
 
 
-def tune(folder: str, rows: int, context: int, kind: str, parts: str, seconds: float) -> dict:
-    bench = Bench(folder, rows, context, "cuda", kind)
+def tune(folder: str, rows: int, context: int, kind: str, parts: str, cache: str, seconds: float) -> dict:
+    bench = Bench(folder, rows, context, "cuda", kind, cache)
     if bench.weights is None:
         raise ValueError("The fused step does not cover this model.")
     best = choose_step_tiling(bench.weights, rows, bench.width)
@@ -266,20 +281,22 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--weights", default="plain", choices=("plain", *KINDS))
+    parser.add_argument("--cache", default="auto", choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"))
     parser.add_argument("--parts", default="", help="what to tune, separated by commas; everything by default")
     parser.add_argument("--seconds", type=float, default=60, help="per model and number of rows")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     cases = [
-        (m, int(r), args.context, args.weights, args.parts)
+        (m, int(r), args.context, args.weights, args.parts, args.cache)
         for m in args.models.split(",")
         for r in args.rows.split(",")
     ]
     compiling = precompile([lambda c=c: dry(*c) for c in cases], [], 90)
     print(f"compiled in {compiling.wait():.1f} s", flush=True)
     result = {}
-    for folder, rows, context, kind, parts in cases:
-        result[f"{Path(folder).name}/{kind}/{rows}/{context}"] = tune(folder, rows, context, kind, parts, args.seconds)
+    for case in cases:
+        folder, rows, context, kind, *_ = case
+        result[f"{Path(folder).name}/{kind}/{rows}/{context}"] = tune(*case, args.seconds)
         torch.cuda.empty_cache()
         with open(args.out, "w") as f:
             json.dump(result, f, indent=1)
