@@ -4,13 +4,15 @@
 
 Prints, per batch size, the median of the paired ratios (guided / free) of the time per output token and its quartiles.
 Offline: as it passes and as CPU time of all threads (on a busy machine look at the latter). Served: of streams, from
-the first event with text to the last, as clients see it. Grammars are compiled before the clock runs.
+the first event with text to the last, as clients see it. Grammars are compiled before the clock runs; no two rounds
+have the same prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import time
@@ -38,9 +40,13 @@ SCHEMA = {
 }
 
 
+_NUMBERS = itertools.count(1, 64)
+
+
 def seconds_per_token(llm: LLM, batch: int, params: SamplingParams) -> tuple[float, float]:
     """Time that passes, and CPU time."""
-    prompts: list[Any] = [f"People, as JSON, number {i}:" for i in range(batch)]
+    first = next(_NUMBERS)  # no two rounds ask for the same
+    prompts: list[Any] = [f"People, as JSON, number {first + i}:" for i in range(batch)]
     started = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started[0], time.process_time() - started[1]
@@ -73,7 +79,8 @@ async def stream(port: int, body: dict[str, Any]) -> float:
 async def streams(port: int, batch: int, more: dict[str, Any]) -> float:
     """Mean seconds per token after the first of equally many streams at once."""
     common = {"model": "demo", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True, **more}
-    bodies = [{**common, "prompt": f"People, as JSON, number {i}:"} for i in range(batch)]
+    first = next(_NUMBERS)
+    bodies = [{**common, "prompt": f"People, as JSON, number {first + i}:"} for i in range(batch)]
     return statistics.mean(await asyncio.gather(*(stream(port, body) for body in bodies))) / (TOKENS - 1)
 
 

@@ -46,7 +46,7 @@ COMPILING = "grammar"  # what a request waits for whose grammar is being compile
 # Nothing runs, and a grammar is being compiled: wait for it, but not so long that an abort goes unheard.
 IDLE_GRAMMAR_SECONDS = 0.005
 # Tokens that must follow are taken together where a step takes longer per row: they cost so much themselves.
-JUMP_SECONDS = 5e-5
+JUMP_SECONDS = 1.5e-5
 # What a token of a prompt may take on a slow CPU: by so much longer may a large step take before it counts as stuck.
 CPU_SECONDS_PER_TOKEN = 0.01
 

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.structured_output.backends import make_backend
 from vllm.structured_output.grammar import Backend, Grammar, GrammarError
+from vllm.structured_output.positions import MaskTable, Places
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import Vocabulary
 from vllm.structured_output.worker import CompileProcess, too_long
@@ -26,10 +28,11 @@ THREADS = 2
 
 
 class Compiled(NamedTuple):
-    """A grammar, and the back end that fills its masks."""
+    """A grammar, the back end that fills its masks, and its places, if those decide what the masks are."""
 
     grammar: Grammar
     backend: Backend
+    places: Places | None = None
 
 
 class GrammarCache:
@@ -165,7 +168,12 @@ class GrammarCompiler:
         _check_beginning(grammar, self.vocabulary.words)
         if time.monotonic() - started > self._seconds:
             raise GrammarError(too_long(self._seconds))
-        return Compiled(grammar, backend)
+        tokens = self.vocabulary.tokens
+        return Compiled(grammar, backend, Places.of(spec, tokens, self._table) if backend.places_decide else None)
+
+    @cached_property
+    def _table(self) -> MaskTable:
+        return MaskTable(self.vocabulary.words)
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -67,9 +67,12 @@ class Backend(Protocol):
 
     isolated: compiling may take very long or end the process, and so happens in a process that can be killed: `build`
     runs there, `load` here with what it returned. Otherwise `load` is called with b"".
+    places_decide: a mask depends on nothing but where the text stands in its grammar (`positions.py`), and the newest
+    token.
     """
 
     isolated: bool
+    places_decide: bool
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...
 

@@ -17,6 +17,7 @@ import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import Compiled, GrammarCompiler
 from vllm.structured_output.grammar import NO_TOKEN, Backend, GrammarError, Matcher, refused
+from vllm.structured_output.positions import MaskTable, Node
 from vllm.structured_output.vocabulary import WORD_BITS
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class _Waiting(NamedTuple):
 
 class _State:
     """One request. begin: of its output.   ends_late: it ends only if it can do nothing else.   jumps: a token that
-    must follow need not be sampled.   position: of the first token that was not taken in.   pending: the one before
-    it, if the matcher has not seen it.   seen: output tokens that were searched for the end of the reasoning.
+    must follow need not be sampled.   position: of the first token that was not taken in.   unseen: those before it
+    that the matcher has not seen.   node: where the text stands, if it can be told; then its mask may be known.   seen:
+    output tokens that were searched for the end of the reasoning.
     mask: of the token at `position`, once it is computed: a matrix and its row.   excess: seconds that masks have
     taken beyond what they may.   problem: why the request cannot go on there.   complete_early: its text is
     complete there, though it has fewer than min_tokens.
@@ -88,7 +90,7 @@ class _State:
 
     __slots__ = (
         "backend", "begin", "complete_early", "ends", "ends_late", "excess", "jumps", "mask", "matcher", "min_tokens",
-        "pending", "position", "problem", "reasoning", "seen",
+        "node", "places", "position", "problem", "reasoning", "seen", "table", "unseen",
     )  # fmt: skip
 
     def __init__(self, compiled: Compiled, request: Request, reasoning: bool) -> None:
@@ -102,11 +104,28 @@ class _State:
         self.begin = self.position = request.num_prompt_tokens
         self.seen = 0
         self.reasoning = reasoning
-        self.pending = NO_TOKEN
+        self.unseen: list[int] = []
+        self.places = compiled.places
+        self.node: Node | None = None if compiled.places is None else compiled.places.begin
         self.mask: tuple[np.ndarray, int] | None = None
+        self.table: MaskTable | None = None if compiled.places is None else compiled.places.table
         self.excess = 0.0
         self.problem: str | None = None
         self.complete_early = False
+
+    def take_in(self, token: int) -> None:
+        """The text goes on with a token that its mask allowed."""
+        self.unseen.append(token)
+        if self.node is not None and self.places is not None:
+            self.node = self.places.after(self.node, token)
+
+    def show_all_but_last(self) -> GrammarError | None:
+        """Show the matcher what it has not seen, but for the newest token. Returns what is wrong with it."""
+        for token in self.unseen[:-1]:
+            if not self.matcher.take(token):
+                return refused(token)
+        del self.unseen[:-1]
+        return None
 
 
 class GrammarRequests:
@@ -275,7 +294,8 @@ class GrammarRequests:
 
         jumps: whether steps take so long that it pays to take several tokens at once; else only ends are found.
         """
-        states, found, forced = self._states, [], []
+        states, found = self._states, []
+        forced: list[tuple[CoreOutput, list[int]]] = []
         for output in outputs:
             state = states.get(output.request_id)
             if state is None or output.finish_reason is not None or not output.new_token_ids:
@@ -285,15 +305,18 @@ class GrammarRequests:
                     found.append((output, state))
             except GrammarError:
                 pass  # `masks` says so
-        for bits, members, may_end in self._fill([state for _, state in found]):
-            for place in ((bits != 0).sum(1) == 1).nonzero()[0].tolist() if jumps else may_end:
-                output, state = found[members[place]]
-                if not state.jumps:
-                    continue
-                request = requests[output.request_id]
-                room = min(MAX_FORCED, request.max_len - len(request.tokens))
-                if tokens := self._forced(state, room, jumps):
-                    forced.append((output, tokens))
+        if not found:
+            return forced
+        members = [state for _, state in found]
+        may_end = self._fill(members)
+        for place in sorted({*_without_choice(members), *may_end}) if jumps else may_end:
+            output, state = found[place]
+            if not state.jumps:
+                continue
+            request = requests[output.request_id]
+            room = min(MAX_FORCED, request.max_len - len(request.tokens))
+            if tokens := self._forced(state, room, jumps):
+                forced.append((output, tokens))
         return forced
 
     def _forced(self, state: _State, most: int, jumps: bool) -> list[int]:
@@ -301,69 +324,98 @@ class GrammarRequests:
         tokens: list[int] = []
         while len(tokens) < most and state.problem is None and state.mask is not None:
             bits, place = state.mask
-            words = bits[place].nonzero()[0]
-            if len(words) != 1 or (word := int(bits[place, words[0]])) & (word - 1):
-                break
-            token = int(words[0]) * WORD_BITS + word.bit_length() - 1
+            token = _only(bits[place])
             if token in state.ends:
                 tokens.append(token)
                 break
-            if not jumps or not state.matcher.take(token):
+            if not jumps or token == NO_TOKEN:
                 break
             tokens.append(token)
+            state.take_in(token)
             state.position += 1
-            self._compute(state.backend, [state], bits[place : place + 1])
+            self._fill([state], bits[place : place + 1])
+            state.mask = bits, place
         return tokens
 
-    def _fill(self, states: list[_State]) -> list[tuple[np.ndarray, list[int], list[int]]]:
-        """Compute the masks of these. Returns them by back end: a matrix, whose its rows are, and in which the text may
-        end.
-        """
-        by_backend: dict[Backend, list[int]] = {}
-        if len({state.backend for state in states}) == 1:
-            by_backend[states[0].backend] = list(range(len(states)))
-        else:
-            for i, state in enumerate(states):
-                by_backend.setdefault(state.backend, []).append(i)
-        found = []
-        for backend, members in by_backend.items():
-            bits: np.ndarray = np.empty((len(members), self._words), np.uint32)
-            filled = [states[i] for i in members]
-            for place, state in enumerate(filled):
-                state.mask = bits, place
-            found.append((bits, members, self._compute(backend, filled, bits)))
-            self._filled = filled, bits
-        return found
+    def _fill(self, states: list[_State], bits: np.ndarray | None = None) -> list[int]:
+        """Find the masks of these, each in its row of `bits` if that is given. Returns those of texts that may end."""
+        if bits is None:
+            bits = np.empty((len(states), self._words), np.uint32)
+            self._filled = states, bits
+        known: list[int] = []
+        rows: list[int] = []
+        may_end: list[int] = []
+        missing: dict[Backend, list[int]] = {}
+        for i, state in enumerate(states):
+            state.mask = bits, i
+            node, table = state.node, state.table
+            if node is not None and table is not None and node.generation == table.generation:
+                known.append(i)
+                rows.append(node.row)
+                if node.may_end:
+                    may_end.append(i)
+            else:
+                missing.setdefault(state.backend, []).append(i)
+        if known:  # before others are kept, for which the table may have to forget these
+            table = states[known[0]].table
+            assert table is not None
+            if missing:
+                bits[known] = table.bits[rows]
+            else:
+                np.take(table.bits, rows, axis=0, out=bits, mode="clip")
+            for i in may_end:
+                self._settle(states[i], bits[i], True, None)
+        for backend, places in missing.items():
+            if len(places) == len(states):
+                may_end += self._compute(backend, states, bits)
+                continue
+            part: np.ndarray = np.empty((len(places), self._words), np.uint32)
+            may_end += [places[i] for i in self._compute(backend, [states[i] for i in places], part)]
+            bits[places] = part
+        return may_end
 
     def _compute(self, backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
         """Compute masks of one back end, each into its row. Returns the rows of texts that may end."""
         if self._slow and len(states) > 1:
             self._slow = False  # it stays if one of them is slow
-            rows = [self._compute(backend, [state], bits[i : i + 1]) for i, state in enumerate(states)]
-            return [i for i, may_end in enumerate(rows) if may_end]
+            found = [self._compute(backend, [state], bits[i : i + 1]) for i, state in enumerate(states)]
+            return [i for i, may_end in enumerate(found) if may_end]
         begun = time.perf_counter()
-        filled = backend.fill_all([state.matcher for state in states], [state.pending for state in states], bits)
-        for state in states:
-            state.pending = NO_TOKEN
+        lost = [state.show_all_but_last() for state in states]
+        tokens = [state.unseen[0] if state.unseen else NO_TOKEN for state in states]
+        filled = backend.fill_all([state.matcher for state in states], tokens, bits)
+        errors = filled.errors
+        for i, state in enumerate(states):
+            state.unseen.clear()
+            if (error := lost[i]) is not None:
+                errors[i] = error
         if time.perf_counter() - begun > MASK_SECONDS:
             self._slow = True
             if len(states) == 1:
                 states[0].excess += time.perf_counter() - begun - MASK_SECONDS
                 if states[0].excess > EXCESS_SECONDS:
-                    filled.errors[0] = GrammarError(
-                        "the grammar is too complex: what may follow takes too long to find out"
-                    )
-        if filled.may_end or filled.dead or filled.errors:
-            for place in {*filled.may_end, *filled.dead, *filled.errors}:
-                error, state, row = filled.errors.get(place), states[place], bits[place]
-                state.problem = str(error) if error else _end(state, row, place in filled.may_end)
-                if state.problem:
-                    row[:] = 0xFFFFFFFF  # its token will be dropped
+                    errors[0] = GrammarError("the grammar is too complex: what may follow takes too long to find out")
+        for i, state in enumerate(states):
+            if state.node is None or state.table is None or i in errors:
+                continue
+            if i in filled.may_end or i not in filled.dead:
+                state.node.may_end = i in filled.may_end
+                state.node.only = NO_TOKEN if state.node.may_end else _only(bits[i])
+                state.table.keep(state.node, bits[i])
+        for place in {*filled.may_end, *filled.dead, *errors}:
+            self._settle(states[place], bits[place], place in filled.may_end, errors.get(place))
         return filled.may_end
 
+    @staticmethod
+    def _settle(state: _State, row: np.ndarray, may_end: bool, error: GrammarError | None) -> None:
+        """Say in the mask whether the request ends there, or why it cannot go on."""
+        state.problem = str(error) if error else _end(state, row, may_end)
+        if state.problem:
+            row[:] = 0xFFFFFFFF  # its token will be dropped
+
     def _follow(self, state: _State, tokens: Sequence[int]) -> bool:
-        """Take in the request's new tokens; False if the grammar has not begun. The last one waits for `_compute`,
-        which shows it to the matcher and then computes the mask behind it.
+        """Take in the request's new tokens; False if the grammar has not begun. The matcher sees them when a mask has
+        to be computed.
         """
         count = len(tokens)
         if state.position >= count:
@@ -377,21 +429,42 @@ class GrammarRequests:
                 return False
             state.reasoning = False
             state.position = state.begin + begin
-            self._show(state, state.matcher.accept, tokens, count)  # nobody masked what stands behind the thoughts
+            self._show(state, tokens)
             return True
-        self._show(state, state.matcher.take, tokens, count - 1)
-        state.pending = tokens[count - 1]
+        state.mask = None
+        for position in range(state.position, count):
+            state.take_in(tokens[position])
         state.position = count
         return True
 
     @staticmethod
-    def _show(state: _State, take: Callable[[int], bool], tokens: Sequence[int], end: int) -> None:
-        """Show the matcher the tokens before `end`. Raises GrammarError."""
+    def _show(state: _State, tokens: Sequence[int]) -> None:
+        """Show the matcher the tokens that stand behind the thoughts, which nobody masked. Raises GrammarError."""
         state.mask = None
-        for position in range(state.position, end):
-            if not take(tokens[position]):
-                raise refused(tokens[position])
-            state.position = position + 1
+        for token in tokens[state.position :]:
+            if not state.matcher.accept(token):
+                raise refused(token)
+            state.take_in(token)
+            state.position += 1
+        state.unseen.clear()
+
+
+def _only(row: np.ndarray) -> int:
+    """The one token that a mask allows, NO_TOKEN if it is none or several."""
+    words = row.nonzero()[0]
+    if len(words) != 1 or (word := int(row[words[0]])) & (word - 1):
+        return NO_TOKEN
+    return int(words[0]) * WORD_BITS + word.bit_length() - 1
+
+
+def _without_choice(states: list[_State]) -> list[int]:
+    """Those whose masks may have one token only: all that have, and perhaps others."""
+    found = [i for i, state in enumerate(states) if state.node is not None and state.node.only != NO_TOKEN]
+    others = [i for i, state in enumerate(states) if state.node is None]
+    if others:
+        masks = np.stack([mask[0][mask[1]] for i in others if (mask := states[i].mask) is not None])
+        found += [others[i] for i in ((masks != 0).sum(1) == 1).nonzero()[0].tolist()]
+    return found
 
 
 def _jumps(params: SamplingParams) -> bool:

@@ -113,6 +113,7 @@ class Guidance:
     """The back end; see `grammar.Backend`."""
 
     isolated = False
+    places_decide = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._end = end_of(vocabulary)

@@ -97,6 +97,7 @@ class Lmfe:
     """The back end; see `grammar.Backend`."""
 
     isolated = True
+    places_decide = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._end = end_of(vocabulary)

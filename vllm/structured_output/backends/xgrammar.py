@@ -119,6 +119,7 @@ class Xgrammar:
     """The back end; see `grammar.Backend`."""
 
     isolated = True
+    places_decide = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._end = end_of(vocabulary)
