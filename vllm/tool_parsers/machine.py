@@ -12,6 +12,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import cache
 from itertools import groupby
 from typing import TypeVar
 
@@ -25,6 +26,15 @@ _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _INSIDE = re.compile(r'[^"\\]*')
 _SPACE = re.compile(r"\s*")
 _SCALAR = re.compile(r"[^\s,\]}{\[\"]*")
+_DECODER = json.JSONDecoder(strict=False)
+_CALL_TAIL = re.compile(r"\s*\}")
+
+
+@cache
+def _call_head(name_key: str, argument_keys: tuple[str, ...]) -> re.Pattern[str]:
+    """What stands before the arguments of a call, with its name."""
+    keys = "|".join(map(re.escape, argument_keys))
+    return re.compile(rf'\{{\s*"{re.escape(name_key)}"\s*:\s*"([^"\\]+)"\s*,\s*"(?:{keys})"\s*:\s*(?=\{{)')
 
 
 class Markers:
@@ -289,6 +299,8 @@ class CallMachine(Machine):
         """A call as an object with a name and arguments, in any order, the next character being its brace. False if
         this is none, or not complete. It is one as soon as its name and the beginning of its arguments are known.
         """
+        if self._whole_call(name_key, argument_keys, accepts):
+            return True
         self._take(self._at + 1)
         name: str | None = None
         held: list[str] | None = None  # arguments that came before the name
@@ -326,6 +338,24 @@ class CallMachine(Machine):
                     return False
             elif not (yield from self._json_value(drop)):
                 return False
+
+    def _whole_call(self, name_key: str, argument_keys: tuple[str, ...], accepts: Callable[[str], bool]) -> bool:
+        """Take a call as models write most of them, a name and then an object, if all of it is there."""
+        text = self._text
+        head = _call_head(name_key, argument_keys).match(text, self._at)
+        if head is None or not accepts(head[1]):
+            return False
+        try:
+            end = _DECODER.raw_decode(text, head.end())[1]
+        except (ValueError, RecursionError):
+            return False
+        tail = _CALL_TAIL.match(text, end)
+        if tail is None:
+            return False
+        self._begin(head[1])
+        self._arguments(text[head.end() : end])
+        self._at = tail.end()
+        return True
 
     def _json_arguments(self, sink: Sink) -> Routine[bool]:
         """Arguments as JSON text: of an object as the model wrote it, of a string what it says, {} for null."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import os
 import string
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,6 +19,9 @@ from vllm.tool_parsers.xml_calls import MINIMAX_M2, QWEN3_CODER, SEED_OSS, GlmCa
 
 Tools = Sequence[Any]
 
+_LETTERS = (string.ascii_letters + string.digits).encode()
+_LETTER_OF_BYTE = bytes(_LETTERS[byte % len(_LETTERS)] for byte in range(256))
+
 
 def default_id(number: int, name: str = "") -> str:
     """An id that no other call has."""
@@ -27,7 +30,7 @@ def default_id(number: int, name: str = "") -> str:
 
 def mistral_id(number: int, name: str = "") -> str:
     """Mistral's templates take nine letters and digits."""
-    return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
+    return os.urandom(9).translate(_LETTER_OF_BYTE).decode()
 
 
 def kimi_id(calls_before: int) -> MakeId:
