@@ -204,7 +204,7 @@ async def encoded(context: ServerContext, work: Chat) -> bytes | dict[str, Any]:
 
 async def _final(work: Chat) -> RequestOutput:
     final: RequestOutput | None = None
-    async for _, output in merge([work.prompt.generate()]):
+    async for _, output in merge([work.prompt]):
         final = output
     if final is None:
         raise bad_request("The request was aborted.")

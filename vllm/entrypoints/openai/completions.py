@@ -179,7 +179,7 @@ async def encoded(context: ServerContext, work: Completion) -> bytes | dict[str,
 
 async def _finals(work: Completion) -> list[RequestOutput]:
     finals: list[RequestOutput | None] = [None] * len(work.prompts)
-    async for i, result in merge([prompt.generate() for prompt in work.prompts]):
+    async for i, result in merge(work.prompts):
         finals[i] = result
     found = [final for final in finals if final is not None]
     if len(found) < len(finals):

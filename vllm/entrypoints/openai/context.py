@@ -8,9 +8,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.engine.request_stream import is_failed
 from vllm.engine.texts import TooManyTokensError
 from vllm.engine.tokenizer import Tokenizer
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found, overloaded
@@ -278,36 +281,43 @@ def as_api_error(error: BaseException) -> APIError:
     return APIError(500, "The server failed to process the request.", "InternalServerError")
 
 
-async def merge(
-    generators: Sequence[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of several generators as they come, with the generator's index. Closes all of them on the way out."""
-    if len(generators) == 1:
-        try:
-            async for output in generators[0]:
+async def merge(prompts: Sequence[Prompt]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of several prompts as they come, with the prompt's number. Leaving it aborts what still runs.
+
+    What it costs grows with the outputs alone, not with the prompts that still wait.
+    """
+    if len(prompts) == 1:
+        async with aclosing(prompts[0].generate()) as outputs:
+            async for output in outputs:
                 yield 0, output
-        finally:
-            await generators[0].aclose()
         return
-    waiting: dict[asyncio.Task[Any], int] = {}
+    streams: list[RequestStream] = []
+    due: dict[int, None] = {}  # prompts whose streams have something, in order
+    changed = asyncio.Event()
+
+    def on_output(index: int) -> None:
+        due[index] = None
+        changed.set()
+
     try:
-        for i, generator in enumerate(generators):
-            waiting[asyncio.ensure_future(anext(generator))] = i
-            if i % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
+        for index, prompt in enumerate(prompts):
+            stream = await prompt.open()
+            streams.append(stream)
+            stream.listen(partial(on_output, index))
+            if index % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
                 await asyncio.sleep(0)
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                try:
-                    output = task.result()
-                except StopAsyncIteration:
+        unfinished = len(prompts)
+        while unfinished:
+            await changed.wait()
+            changed.clear()
+            while due:
+                index = next(iter(due))
+                taken = streams[index].take()  # raises the error that follows the outputs, if any
+                if taken is None:
+                    del due[index]
                     continue
-                waiting[asyncio.ensure_future(anext(generators[i]))] = i
-                yield i, output
+                unfinished -= taken.finished and not is_failed(taken)
+                yield index, taken
     finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for generator in generators:
-            await generator.aclose()
+        for stream in streams:
+            stream.close()

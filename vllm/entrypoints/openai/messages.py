@@ -302,7 +302,7 @@ def _stop(output: CompletionOutput, has_calls: bool) -> tuple[str, str | None]:
 async def complete(context: ServerContext, work: chat.Chat) -> dict[str, Any]:
     """The answer as one JSON object."""
     final: RequestOutput | None = None
-    async for _, output in merge([work.prompt.generate()]):
+    async for _, output in merge([work.prompt]):
         final = output
     if final is None:
         raise bad_request("The request was aborted.")

@@ -42,7 +42,7 @@ class Pooled:
     async def outputs(self) -> list[PoolingRequestOutput[Any]]:
         """The answers to its prompts, in order. Leaving it aborts what still runs."""
         found: list[Any] = [None] * len(self.prompts)
-        async for i, output in merge([prompt.generate() for prompt in self.prompts]):
+        async for i, output in merge(self.prompts):
             found[i] = output
         if any(output is None for output in found):
             raise bad_request("The request was aborted.")

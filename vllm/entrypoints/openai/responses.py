@@ -256,7 +256,7 @@ async def _finished(work: Work, keep: Callable[[Finished], None]) -> Finished:
 
 async def _final(work: Work) -> RequestOutput:
     final: RequestOutput | None = None
-    async for _, output in merge([work.chat.prompt.generate()]):
+    async for _, output in merge([work.chat.prompt]):
         final = output
     if final is None:
         raise bad_request("The request was aborted.")

@@ -186,7 +186,7 @@ class OpenAIServing:
 
     async def _events(self, prompts: Sequence[Prompt], events: Events) -> AsyncGenerator[str, None]:
         """Server-sent events as the server writes them. Closing the generator aborts the request."""
-        async with aclosing(merge([prompt.generate() for prompt in prompts])) as outputs:
+        async with aclosing(merge(prompts)) as outputs:
             try:
                 async for index, output in outputs:
                     if piece := events.feed(index, output):
