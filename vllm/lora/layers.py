@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -107,6 +107,11 @@ def fill_slot(
         b[:, : own[1]].copy_(new[1], non_blocking=True)
 
 
+def concerns(view: RowView, filled: Container[int]) -> bool:
+    """Whether an adapter of these rows is in one of these slots, as far as the host knows."""
+    return not view.segments or any(segment.slot in filled for segment in view.segments)
+
+
 class LinearStack:
     """The adapters' matrices of one linear layer on this rank.
 
@@ -167,7 +172,8 @@ class LinearStack:
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the layer's output in place. out: [rows, outputs], x: [rows, inputs]."""
-        add_lora(out, x, self.matrices, rows)
+        if concerns(rows, self._filled):
+            add_lora(out, x, self.matrices, rows)
 
 
 class ShardedStack(LinearStack):
@@ -245,7 +251,8 @@ class EmbeddingStack:
 
     def add(self, out: Tensor, ids: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the embedding in place. out: [rows, width], ids: [rows]."""
-        add_embedding_lora(out, ids, self.matrices, rows)
+        if concerns(rows, self._filled):
+            add_embedding_lora(out, ids, self.matrices, rows)
 
 
 class ExpertStack:
