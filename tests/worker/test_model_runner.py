@@ -259,7 +259,7 @@ def test_step_inputs_are_what_the_plan_says() -> None:
     seen = []
 
     class Watched:
-        logits = staticmethod(model.logits)
+        logits, traits = staticmethod(model.logits), model.traits
 
         def __call__(self, step, caches):
             seen.append(step)
