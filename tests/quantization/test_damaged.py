@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from tests.quantization.test_gguf import add_demo_tokenizer, mixed, write
 from vllm.gguf.container import read_gguf
 from vllm.gguf.folder import folder_of
 from vllm.model_executor.model_loader import load_model
+from vllm.ops.cpu import library
+from vllm.ops.cpu.native import NativeKernels
+from vllm.ops.quantized import pack_quantized, packs_stored, quantized_linear
 
 MOST_KIB = 1 << 20  # that a series of damaged files may add to the memory of the process
 
@@ -91,8 +94,8 @@ def refused_or_loaded(load: Callable[[], Any], what: Any) -> bool:
         return False
 
 
-def load_gguf(file: Path) -> None:
-    model = load_model(engine_config(folder_of(file), max_model_len=64), "cpu")
+def load_gguf(file: Path, dtype: str = "float32") -> None:
+    model = load_model(engine_config(folder_of(file), max_model_len=64, dtype=dtype), "cpu")
     PagedDriver(model).run([PROMPT[:5]], [5])
 
 
@@ -103,18 +106,33 @@ def damage_gguf(data: bytes, folder: Path, seeds: range) -> None:
     for seed in seeds:
         file = folder / f"{seed}.gguf"
         file.write_bytes(mutated(data, end, np.random.default_rng(seed)))
-        loaded += refused_or_loaded(lambda file=file: load_gguf(file), seed)
+        dtype = ("float32", "bfloat16")[seed % 2]  # as numbers, and packed as the file stores them
+        loaded += refused_or_loaded(lambda file=file, dtype=dtype: load_gguf(file, dtype), seed)
         file.unlink()
     assert loaded < len(seeds)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KIB
 
 
-def test_damaged_gguf_files(gguf_bytes: bytes, tmp_path: Path) -> None:
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """The products of this machine's native library, if there is one, in place of the references."""
+    path, ops = library.find(), (pack_quantized, packs_stored, quantized_linear)
+    before = [op.kernel("cpu") for op in ops]
+    if path is not None:
+        native = NativeKernels(library.load(path))
+        for op in ops:
+            op.register("cpu", getattr(native, op.name))
+    yield
+    for op, kernel in zip(ops, before, strict=True):
+        op.register("cpu", kernel)
+
+
+def test_damaged_gguf_files(kernels: None, gguf_bytes: bytes, tmp_path: Path) -> None:
     damage_gguf(gguf_bytes, tmp_path, range(150))
 
 
 @pytest.mark.fuzz
-def test_many_damaged_gguf_files(gguf_bytes: bytes, tmp_path: Path) -> None:
+def test_many_damaged_gguf_files(kernels: None, gguf_bytes: bytes, tmp_path: Path) -> None:
     damage_gguf(gguf_bytes, tmp_path, range(10_000, 12_000))
 
 
