@@ -62,6 +62,9 @@ def main() -> None:
                 middle = {name: round(statistics.median(values), 2) for name, values in speeds.items()}
                 found[case] = {**middle, "ratio": round(middle["vllm"] / middle["llama.cpp"], 3)}
                 print(f"  {case}: {found[case]}", flush=True)
+                result["files"][file.name] = found
+                if args.out is not None:  # a run that is cut leaves what it has
+                    args.out.write_text(json.dumps(result, indent=1))
             found["peak_mib"] = {name: round(engine.ask("memory")) for name, engine in engines.items()}
             for engine in engines.values():
                 engine.close()
