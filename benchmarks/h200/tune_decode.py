@@ -89,7 +89,7 @@ def candidates(name: str, rows: int, w: ProgramWeights) -> list[Any]:
 
 
 ATTENTION = [
-    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e, "ahead": a, "least": 512 if s > 1 and t == 128 else 0}
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": e, "ahead": a}
     for s in (1, 2, 4, 8, 16, 32, 64)
     for t, n, g, e, a in (  # fmt: skip
         (128, 4, 2, False, 0),
@@ -113,7 +113,7 @@ ATTENTION = [
     )
 ]
 OF_BYTES = [  # of a cache of 8 bits
-    {"splits": s, "tile": t, "warps": n, "stages": g, "early": False, "ahead": 0, "least": 0}
+    {"splits": s, "tile": t, "warps": n, "stages": g, "early": False, "ahead": 0}
     for s in (1, 2, 4, 8)
     for t, n, g in (
         (128, 4, 2),

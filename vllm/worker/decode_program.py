@@ -86,7 +86,7 @@ class StepTiling:
 
     up: of gate and up, or of up alone.   up, down: not used if all layers have experts.   router: of experts.
     splits, tile, warps, stages: of latent attention only the splits count.
-    early, ahead, least: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these to cuBLAS.
+    early, ahead: as in `DecodeRows`.   wide_gate, wide_head: for many rows; None leaves these products to cuBLAS.
     """
 
     qkv: Tiling
@@ -103,7 +103,6 @@ class StepTiling:
     wide_gate: WideTiling | None = None
     wide_head: WideTiling | None = None
     router: Tiling | None = None
-    least: int = 0
 
 
 def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool = False) -> StepTiling:
@@ -311,7 +310,7 @@ class DecodeProgram:
         else:
             rows = DecodeRows(
                 self._slots, self._positions, table.tables, self._part, self._lse, self._arrived,
-                t.splits, t.tile, t.warps, t.stages, t.early, t.ahead, self._shared, t.least,
+                t.splits, t.tile, t.warps, t.stages, t.early, t.ahead, self._shared,
             )  # fmt: skip
         entries = [_entry(layer, p) for layer, p in zip(w.layers, self._products, strict=True)]
         if self._adapters is not None:

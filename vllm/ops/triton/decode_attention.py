@@ -262,7 +262,7 @@ def _decode_kernel(
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, HEADS_HERE: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr, SHARED: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, LEAST: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (KV_HEADS, splits, rows). A slot below 0 is padding. DP, GP: head size and query heads a KV head, padded.
     SPLITS: at least as many as there are.   HEADS_HERE: those heads as a power of two.   PARTS: shares of the keys that
@@ -274,7 +274,7 @@ def _decode_kernel(
     SHARED: the first keys of some rows have been taken care of (`SharedPlan`, with tiles of `tile_rows`).
     WINDOW > 0: keys that each query sees, the new one included.
     EARLY: the first tile is loaded before the kernel that computes the queries is waited for.   AHEAD: so many keys are
-    brought nearer before that.   LEAST: keys of a program, if there are as many.
+    brought nearer before that.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)
@@ -290,7 +290,7 @@ def _decode_kernel(
         begin = tl.maximum(position + 1 - WINDOW, 0)
     if SHARED:
         begin = tl.load(shared_rows + row * 4)
-    share = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE, LEAST)
+    share = tl.cdiv(tl.cdiv(position + 1 - begin, splits), TILE) * TILE
     if SHARED:
         share = tl.maximum(share, 8 * TILE)  # what is left is short, and merging costs as much as a few tiles
     active = tl.cdiv(position + 1 - begin, share)
@@ -538,7 +538,7 @@ class DecodeRows:
     part, lse, arrived: workspaces of the splits; `arrived` starts as zeros and is left so.   tile: keys at a time.
     early: load the first of them before waiting for the queries.   ahead: keys of each program to bring into the L2
     before that.   shared: keys that rows have in common, for layers of
-    the first group without a window.   least: keys that a program takes before another gets some, a multiple of `tile`.
+    the first group without a window.
     """
 
     slots: Tensor
@@ -554,7 +554,6 @@ class DecodeRows:
     early: bool = False
     ahead: int = 0
     shared: SharedPlan | None = None
-    least: int = 0
 
 
 def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool = False) -> None:
@@ -576,7 +575,7 @@ def decode_attention(qkv: Tensor, out: Tensor, a: DecodeAttention, rows: DecodeR
         WINDOW=a.window or 0, SPLITS=max(64, triton.next_power_of_2(rows.splits)),
         HEADS_HERE=heads_here, PARTS=max(1, min(8, 2048 * rows.warps // (heads_here * const["DP"]))),
         STAGES=rows.stages, SHARED=shared is not None, EARLY=rows.early,
-        AHEAD=_keys_ahead(rows, block_size), LEAST=rows.least, **const,
+        AHEAD=_keys_ahead(rows, block_size), **const,
         num_warps=rows.warps, **extra,
     )  # fmt: skip
 
