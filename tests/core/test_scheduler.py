@@ -311,6 +311,29 @@ def test_nobody_finds_the_blocks_of_a_request_that_failed(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_a_pooled_request_without_a_result_fails(depth: int) -> None:
+    """It would wait for ever: its prompt is computed, and nothing is left to plan."""
+    sim = Simulation(full_policy(), 100, limits(max_num_batched_tokens=16), depth)
+    collect = sim.device.collect
+
+    def without_the_second() -> StepResult:
+        result = collect()
+        return replace(result, news=result.news[:1])
+
+    sim.device.collect = without_the_second  # type: ignore[method-assign]
+    for name, length in (("a", 30), ("b", 5), ("c", 4), ("d", 9)):
+        sim.pool(name, list(range(length)))
+    sim.add("text", [1] * 20, 5)
+    sim.run()
+    assert sim.output["text"] == expected_output([1] * 20, 5) and set(sim.finished.values()) == {
+        "error",
+        "stop",
+        "length",
+    }
+    assert set(sim.pooled) == {name for name, reason in sim.finished.items() if reason == "stop"}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("alone", [True, False])
 def test_steps_that_fail_once_cost_nothing(depth: int, alone: bool) -> None:
     """Also for a request that is the only one: it is tried again, as often as it gets further in between."""

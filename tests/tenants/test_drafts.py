@@ -105,6 +105,25 @@ def test_drafts_of_the_host_without_pages_of_state_are_dropped(folder: Path, pla
         engine.shutdown()
 
 
+@pytest.mark.parametrize("drafts", [[VOCAB, 3], [10**12], [-1, -1], [-(2**31)]])
+def test_drafts_that_are_no_tokens_are_none(folder: Path, plainly: Run, drafts: list[int]) -> None:  # noqa: F811
+    settings = config(folder, 2)
+    executor = create_executor(settings)
+    engine = core_of(replace(settings, scheduler_config=replace(settings.scheduler_config, num_drafts=0)), executor)
+
+    def propose(found: Run) -> None:
+        for name, tokens in plainly.tokens.items():
+            known = len(found.tokens.get(name, ()))
+            engine.scheduler.propose(name, [*tokens[known : known + 1], *drafts])
+
+    assert run(engine, requests(), between=propose).tokens == plainly.tokens
+    assert not engine.add_requests([greedy("other", [5] * 9, 3)])
+    with pytest.raises(TypeError):
+        engine.scheduler.propose("other", ["five"])  # type: ignore[list-item]
+    engine.abort(["other"])
+    engine.shutdown()
+
+
 def test_a_prompt_that_comes_later_beside_drafts_is_left_alone(folder: Path, plainly: Run) -> None:  # noqa: F811
     settings = config(folder, 2)
     drafter = Drafter(create_executor(settings), plainly.tokens | {"late": []}, VOCAB, 2, 2)

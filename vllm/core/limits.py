@@ -18,6 +18,7 @@ class SchedulerLimits:
     as there are steps in flight.
     max_gap: seconds that a step may take which also computes an answer's next token; 0 for any.
     stages: of a pipeline; a step takes so small a part of the requests that all stages have work.
+    vocab_size: ids of tokens are below it.
     """
 
     max_num_seqs: int
@@ -31,3 +32,4 @@ class SchedulerLimits:
     max_pending: int | None = None
     stages: int = 1
     max_gap: float = 0.0
+    vocab_size: int = 1 << 31

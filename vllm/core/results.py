@@ -135,14 +135,20 @@ def _take_counted(
             kv.register_full_blocks(request, computed)
 
 
-def take_pooled(built: PlanBuilder, result: StepResult, taken: Taken) -> None:
-    """End the pooled requests whose vectors have come."""
-    for news in result.news:
-        if isinstance(news, Pooled) and (request := built.requests[news.row]).status is not Status.FINISHED:
+def take_pooled(built: PlanBuilder, result: StepResult, kv: KVManager, taken: Taken) -> None:
+    """End the pooled requests whose vectors have come, and those for which there is none at the end of the prompt."""
+    found = {news.row: news for news in result.news if isinstance(news, Pooled)}
+    rows = zip(built.requests, built.num_computed, built.num_tokens, strict=True)
+    for row, (request, start, count) in enumerate(rows):
+        if not request.pooled or row in result.errors or request.status is Status.FINISHED:
+            continue
+        if row in found:
             output = _output(request)
-            output.pooled, output.finish_reason = news, "stop"
+            output.pooled, output.finish_reason = found[row], "stop"
             taken.outputs.append(output)
             taken.finished.append(request)
+        elif start + count == request.num_prompt_tokens:
+            taken.failed(request, "Pooling gave nothing for this request.", kv)
 
 
 def _output(request: Request) -> CoreOutput:

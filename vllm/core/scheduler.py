@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from itertools import takewhile
+from operator import index
 from typing import Any
 
 from vllm.core import results
@@ -352,13 +354,15 @@ class Scheduler:
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Drafts of the host for the tokens behind the last one of a request, to be verified by its next step, if no
-        other step of it is in flight then. Those past the longest output are dropped, and those for which recurrent
-        layers have no page of state; an unknown id is ignored.
+        other step of it is in flight then. Those past the longest output are dropped, those for which recurrent layers
+        have no page of state, and those from the first on that is no token of the model; an unknown id is ignored.
+        Raises TypeError for drafts that are no integers.
         """
         request = self.requests.get(request_id)
         if request is not None:
             self._speculates = True
-            request.proposal = list(token_ids[: self.kv.max_drafts])
+            drafts = map(index, token_ids[: self.kv.max_drafts])
+            request.proposal = list(takewhile(lambda token: 0 <= token < self.limits.vocab_size, drafts))
 
     def _plan_suspect(self, builder: PlanBuilder) -> None:
         """Give the next suspect steps of its own until it has computed what is doubtful; nothing else is in flight
@@ -611,7 +615,7 @@ class Scheduler:
             if isinstance(news, Drafts) and built.requests[news.row].status is Status.RUNNING:
                 self.propose(built.requests[news.row].id, news.token_ids)
         if self._num_pooled:
-            results.take_pooled(built, result, taken)
+            results.take_pooled(built, result, self.kv, taken)
         if len(built.requests) > 1 or (taken.generated and len(self.requests) == 1):
             self._trust(built.requests)
         self._finish(taken.finished)

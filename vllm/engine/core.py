@@ -80,7 +80,9 @@ class EngineCore:
         self.adapters = None if lora is None else Adapters(executor, lora.max_loras, lora.host_adapters)
         policies = admission_policies(config.scheduler_config)
         self.scheduler = scheduler_class(config)(
-            scheduler_limits(config.scheduler_config, config.parallel_config.pipeline_parallel_size),
+            scheduler_limits(
+                config.scheduler_config, config.model_config.logits_width, config.parallel_config.pipeline_parallel_size
+            ),
             executor.kv_layout.policy,
             executor.num_blocks,
             enable_prefix_caching=config.cache_config.enable_prefix_caching,
@@ -530,8 +532,10 @@ def grammar_requests(config: VllmConfig) -> GrammarRequests:
     return GrammarRequests(compiler, lambda: reasoning_end(name, tokenizer()))
 
 
-def scheduler_limits(config: SchedulerConfig, stages: int = 1) -> SchedulerLimits:
-    """stages: of the pipeline; its first one must be told each token before it can compute the next."""
+def scheduler_limits(config: SchedulerConfig, vocab_size: int, stages: int = 1) -> SchedulerLimits:
+    """vocab_size: of the logits.   stages: of the pipeline; its first one must be told each token before it can compute
+    the next.
+    """
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -543,6 +547,7 @@ def scheduler_limits(config: SchedulerConfig, stages: int = 1) -> SchedulerLimit
         max_pending=1 if stages > 1 else None,
         stages=stages,
         max_gap=config.max_token_gap / 1000,
+        vocab_size=vocab_size,
     )
 
 
