@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from vllm.entrypoints.openai import chat, completions, responses
+from vllm.entrypoints.openai.answers import encode_at_once
 from vllm.entrypoints.openai.logprobs import TokenText
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -133,7 +134,9 @@ def response_work(fields: dict[str, Any]) -> responses.Work:
     body = ChatCompletionRequest(messages=MESSAGES, logprobs=request.wants_logprobs, top_logprobs=request.top_logprobs)
     source: Any = source_of(request, request.wants_logprobs)
     made = chat.Chat(body, "chatcmpl-1", "m", 123, source, TokenText(None, True), "assistant", "")
-    return responses.Work(request, "resp_1", "msg_1", made)
+    return responses.Work(
+        request, "resp_1", "msg_1", made, encode_at_once(responses._echoed(request, source.params, False))
+    )
 
 
 def streamed(events: Any, source: Any) -> str:
@@ -161,7 +164,7 @@ def answers() -> dict[str, str]:
         chatted = chat_work({**fields, "stream": True})
         found[f"chat, streamed, {name}"] = streamed(chat.ChatEvents(CONTEXT, chatted), chatted.prompt)
     for name, fields in RESPONSES.items():
-        found[f"response, {name}"] = json.dumps(asyncio.run(responses.complete(CONTEXT, response_work(fields))))
+        found[f"response, {name}"] = asyncio.run(responses.complete(CONTEXT, response_work(fields))).decode()
         response = response_work({**fields, "stream": True})
         found[f"response, streamed, {name}"] = streamed(responses.ResponseEvents(response), response.chat.prompt)
     return found
