@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from vllm.config import ParallelConfig
 from vllm.exceptions import EngineDeadError
-from vllm.executor import executor_class
+from vllm.executor import executor_class, ray_nodes
 from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
 from vllm.executor.ray_executor import View, views_of
@@ -53,6 +54,60 @@ def test_ranks_that_do_not_come_are_named() -> None:
         pytest.raises(EngineDeadError, match=r"1 of 1 ranks have not connected to 127\.0\.0\.1"),
     ):
         accept(listener, SECRET, 1, time.monotonic() + 0.05)
+
+
+def test_strangers_who_say_nothing_hold_up_no_rank() -> None:
+    """However many, and whether they came before it or not."""
+    with open_listener() as listener:
+        port = listener.getsockname()[1]
+        silent = [call(port, SECRET[: i % 9]) for i in range(100)]
+        rank = call(port, SECRET[:20])
+        threading.Timer(0.2, lambda: rank.sendall(SECRET[20:] + (1).to_bytes(4, "little"))).start()
+        found = accept(listener, SECRET, 1, time.monotonic() + 5)  # each was once waited for this long
+        assert sorted(found) == [1] and found[1].gettimeout() is None
+        assert all(stranger.recv(1) == b"" for stranger in silent)
+        for connection in (*silent, rank, *found.values()):
+            connection.close()
+
+
+def test_only_so_many_strangers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_nodes, "MOST_SILENT", 3)
+    with open_listener() as listener:
+        port = listener.getsockname()[1]
+        silent = [call(port, b"") for _ in range(9)]
+        late = threading.Timer(0.3, lambda: silent.append(call(port, SECRET + (1).to_bytes(4, "little"))))
+        late.start()
+        gone = []
+        threading.Timer(0.2, lambda: gone.append([_has_ended(stranger) for stranger in silent])).start()
+        found = accept(listener, SECRET, 1, time.monotonic() + 5)
+        assert sorted(found) == [1] and gone == [[True] * 6 + [False] * 3]
+        late.join()
+        for connection in (*silent, *found.values()):
+            connection.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def test_strangers_who_keep_coming_do_not_put_off_the_deadline() -> None:
+    done = threading.Event()
+    with open_listener() as listener:
+        port = listener.getsockname()[1]
+
+        def come_and_go() -> None:
+            while not done.is_set():
+                call(port, b"x").close()
+                time.sleep(0.005)
+
+        strangers = threading.Thread(target=come_and_go)
+        strangers.start()
+        try:
+            with pytest.raises(EngineDeadError, match="1 of 1 ranks have not connected"):
+                accept(listener, SECRET, 1, time.monotonic() + 0.3)
+        finally:
+            done.set()
+            strangers.join()
 
 
 def test_ranks_of_one_node_are_neighbours_and_the_drivers_come_first() -> None:

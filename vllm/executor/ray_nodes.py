@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import hmac
 import os
+import selectors
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import vllm
 from vllm import envs
@@ -23,6 +24,7 @@ from vllm.ipc.listeners import LOOPBACK, open_listener
 SECRET_BYTES = 32
 START_S = 120.0  # for actors to be there, and for their processes to connect
 END_S = 5.0
+MOST_SILENT = 128  # connections of which nobody knows yet who they are
 _PORTS = 200  # from VLLM_PORT on
 # What ranks on other nodes inherit from this process; keys and passwords are not among it.
 CARRIED = ("VLLM_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_", "HF_HUB_", "HF_HOME", "TRITON_", "UCX_", "TP_SOCKET_")
@@ -51,29 +53,71 @@ def answers(ray: Any, calls: list[Any], who: str) -> list[Any]:
 
 
 def accept(listener: socket.socket, secret: bytes, count: int, deadline: float) -> dict[int, socket.socket]:
-    """The connections of `count` ranks, by their numbers; of others, who do not know the secret, none is kept."""
+    """The connections of `count` ranks, by their numbers; of others, who do not know the secret, none is kept.
+
+    Nobody waits for who says nothing, and of those only so many are kept, the newest. Raises EngineDeadError if the
+    ranks are not there by `deadline` on the monotonic clock, whoever else comes.
+    """
     found: dict[int, socket.socket] = {}
-    while len(found) < count:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise EngineDeadError(
-                f"{count - len(found)} of {count} ranks have not connected to {listener.getsockname()[0]} within "
-                f"{START_S:.0f} s. Can the nodes reach it? VLLM_HOST_IP sets another address, VLLM_PORT the port."
-            ) from None
-        connection.settimeout(5.0)
-        with suppress(OSError):
-            greeting = connection.recv(SECRET_BYTES + 4, socket.MSG_WAITALL)
-            rank = int.from_bytes(greeting[SECRET_BYTES:], "little")
-            known = hmac.compare_digest(greeting[:SECRET_BYTES], secret)
-            if known and len(greeting) == SECRET_BYTES + 4 and rank not in found:
-                connection.settimeout(None)
-                keep_alive(connection)
-                found[rank] = connection
-                continue
-        connection.close()
+    callers: dict[socket.socket, bytearray] = {}  # what each has said, those that came first in front
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as news, ExitStack() as ends:
+        ends.callback(lambda: [caller.close() for caller in callers])
+        news.register(listener, selectors.EVENT_READ)
+
+        def dismiss(caller: socket.socket) -> None:
+            news.unregister(caller)
+            del callers[caller]
+
+        while len(found) < count:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                for connection in found.values():
+                    connection.close()
+                raise EngineDeadError(
+                    f"{count - len(found)} of {count} ranks have not connected to {listener.getsockname()[0]} within "
+                    f"{START_S:.0f} s. Can the nodes reach it? VLLM_HOST_IP sets another address, VLLM_PORT the port."
+                )
+            for key, _ in news.select(left):
+                caller = cast(socket.socket, key.fileobj)
+                if caller is listener:
+                    with suppress(BlockingIOError, ConnectionError):
+                        caller, _ = listener.accept()
+                        caller.setblocking(False)
+                        callers[caller] = bytearray()
+                        news.register(caller, selectors.EVENT_READ)
+                    continue
+                rank = _greeted(caller, callers[caller], secret)
+                if rank is None:
+                    continue
+                dismiss(caller)
+                if rank < 0 or rank in found:
+                    caller.close()
+                    continue
+                caller.settimeout(None)
+                keep_alive(caller)
+                found[rank] = caller
+            while len(callers) > MOST_SILENT:
+                oldest = next(iter(callers))
+                dismiss(oldest)
+                oldest.close()
     return found
+
+
+def _greeted(caller: socket.socket, said: bytearray, secret: bytes) -> int | None:
+    """The rank that has said all it has to, -1 for a stranger; None for one that may go on."""
+    wanted = len(secret) + 4
+    try:
+        heard = caller.recv(wanted - len(said))
+    except BlockingIOError:
+        return None
+    except OSError:
+        return -1
+    said += heard
+    if heard and len(said) < wanted:
+        return None
+    known = len(said) == wanted and hmac.compare_digest(bytes(said[: len(secret)]), secret)
+    return int.from_bytes(said[len(secret) :], "little") if known else -1
 
 
 def end_actors(ray: Any, actors: list[Any]) -> None:
