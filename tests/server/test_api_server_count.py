@@ -23,9 +23,10 @@ import vllm
 from tests.server.http_server import Server
 from vllm.engine.admission import COLUMNS, Admission
 from vllm.engine.tally import Tally, shared_file
-from vllm.entrypoints.openai import api_server
+from vllm.entrypoints.openai import api_server, front_ends, routes
 from vllm.entrypoints.openai.cli_args import make_arg_parser
-from vllm.entrypoints.openai.front_ends import Link, check_front_ends, plain_flags
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.front_ends import Further, Link, check_front_ends, plain_flags
 from vllm.exceptions import QueueOverflowError
 from vllm.metrics.registry import EngineMetrics, render_all, snapshot
 from vllm.step.messages import CoreStats
@@ -293,3 +294,19 @@ async def test_questions_go_both_ways_and_end_with_the_other_end() -> None:
     await second.lost
     with pytest.raises(ConnectionError):
         await second.ask("double", 1)
+
+
+@pytest.mark.parametrize("route", [routes.metrics, routes.load])
+async def test_a_front_end_that_hangs_is_named_instead_of_left_out_of_sums(route, monkeypatch) -> None:
+    monkeypatch.setattr(front_ends, "ANSWER_SECONDS", 0.01)
+    ours, theirs = socket.socketpair()
+    further = Further(ours, 2)
+    await further.attach()  # nobody reads at the other end
+    state = SimpleNamespace(
+        context=SimpleNamespace(front_ends=further), args=SimpleNamespace(enable_server_load_tracking=True)
+    )
+    with pytest.raises(APIError, match="front ends does not answer") as refused:
+        await route(SimpleNamespace(app=SimpleNamespace(state=state)))
+    assert refused.value.status == 503 and "retry-after" in refused.value.headers
+    further._link._transport.abort()  # type: ignore[union-attr]
+    theirs.close()

@@ -22,7 +22,7 @@ from vllm.entrypoints.openai.adapters import ServedAdapters
 from vllm.entrypoints.openai.answers import encode, encode_at_once
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
 from vllm.entrypoints.openai.direct import error_response
-from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found
+from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found, overloaded
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -482,13 +482,22 @@ async def version(request: Request) -> Response:
     return JSONResponse({"version": __version__})
 
 
+async def _of_all(context: ServerContext, what: str) -> list[Any]:
+    """What each front end answers. A sum that leaves one out would be wrong: then there is none for now."""
+    try:
+        return await context.front_ends.gather(what)
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        logger.error("Not all front ends have said their %s: %s", what, error)
+        raise overloaded("One of this server's front ends does not answer.") from error
+
+
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     from vllm.metrics.registry import of_this_process, render, render_all
 
     context = context_of(request)
     if context.front_ends.count > 1:
-        body = render_all(await context.front_ends.gather("metrics"))
+        body = render_all(await _of_all(context, "metrics"))
     else:
         body = render([context.engine.metrics, request.app.state.http_metrics, *of_this_process()])
     return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -499,7 +508,7 @@ async def load(request: Request) -> Response:
     tracked = request.app.state.args.enable_server_load_tracking
     context, found = context_of(request), 0
     if tracked:
-        found = sum(await context.front_ends.gather("load")) if context.front_ends.count > 1 else context.load
+        found = sum(await _of_all(context, "load")) if context.front_ends.count > 1 else context.load
     return JSONResponse({"server_load": found})
 
 
