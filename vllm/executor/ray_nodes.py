@@ -62,8 +62,12 @@ def accept(listener: socket.socket, secret: bytes, count: int, deadline: float) 
     callers: dict[socket.socket, bytearray] = {}  # what each has said, those that came first in front
     listener.setblocking(False)
     with selectors.DefaultSelector() as news, ExitStack() as ends:
-        ends.callback(lambda: [caller.close() for caller in callers])
         news.register(listener, selectors.EVENT_READ)
+
+        @ends.callback
+        def dismiss_all() -> None:
+            for caller in callers:
+                caller.close()
 
         def dismiss(caller: socket.socket) -> None:
             news.unregister(caller)
