@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from vllm.ipc import codec
 from vllm.ipc.functions import named, portable, received
@@ -53,3 +54,9 @@ def test_what_cannot_be_imported_is_said(path: str) -> None:
 def test_unknown_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="kind 9"):
         received(msgspec.msgpack.Ext(9, b"x"))
+
+
+def test_dtypes_and_shapes_of_tensors_travel() -> None:
+    weight = torch.zeros(3, 5, dtype=torch.bfloat16)
+    assert travelled(["w", weight.dtype, weight.shape]) == ["w", torch.bfloat16, [3, 5]]
+    assert travelled({"dtype": torch.float8_e4m3fn}) == {"dtype": torch.float8_e4m3fn}

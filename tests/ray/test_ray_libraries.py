@@ -83,6 +83,42 @@ print([len(vector) for vector in answers("embed", cut, "embeddings")])
     assert widths == str([llm.llm_engine.vllm_config.model_config.get_hidden_size()] * 2)
 
 
+def test_an_asynchronous_engine_in_an_actor_uses_the_actors_placement_group() -> None:
+    """There is nothing else: ranks that took places beside the group would wait for ever. It stays its owner's."""
+    program = f"""
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from vllm import SamplingParams
+
+class Engine:
+    def __init__(self, **settings):
+        from vllm import AsyncEngineArgs, AsyncLLMEngine
+        self.engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(**settings))
+    async def text(self, prompt):
+        async for output in self.engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=5), prompt):
+            pass
+        return output.outputs[0].text
+    async def stop(self):
+        await self.engine.shutdown()
+
+ray.init(num_cpus=2, include_dashboard=False)
+group = ray.util.placement_group([{{"CPU": 1}}] * 2)
+ray.get(group.ready())
+strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+actor = ray.remote(num_cpus=0)(Engine).options(scheduling_strategy=strategy).remote(
+    model={str(DEMO)!r}, max_model_len=256, tensor_parallel_size=2, distributed_executor_backend="ray")
+print(ray.get([actor.text.remote(f"The number {{i}} is") for i in range(2)]))
+ray.get(actor.stop.remote())
+print(ray.util.placement_group_table(group)["state"])
+"""
+    texts, state = run("-c", program).strip().splitlines()[-2:]
+    llm = LLM(str(DEMO), max_model_len=256)
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    outputs = llm.generate([f"The number {i} is" for i in range(2)], params, use_tqdm=False)
+    assert texts == str([output.outputs[0].text for output in outputs])
+    assert state == "CREATED"
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

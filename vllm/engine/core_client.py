@@ -21,6 +21,7 @@ import msgspec
 from vllm import envs
 from vllm.engine import wire
 from vllm.exceptions import EngineDeadError
+from vllm.executor.ray_utils import handed_on
 from vllm.ipc.child import start_child, wide_pair
 from vllm.ipc.frames import FrameReader, frame, receive_frames
 from vllm.logger import init_logger
@@ -323,7 +324,10 @@ class CoreProcess(CorePeer):
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         theirs, self._further_ends = self._further_ends, []
-        return start_child(self._module, leads_session=True, buffer_bytes=_BUFFER_BYTES, further=theirs)
+        environment = {**os.environ, **handed_on()}
+        return start_child(
+            self._module, leads_session=True, buffer_bytes=_BUFFER_BYTES, environment=environment, further=theirs
+        )
 
     def check_health(self) -> None:
         """Raise EngineDeadError unless the core process lives and makes progress."""

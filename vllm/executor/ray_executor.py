@@ -34,7 +34,13 @@ from vllm.executor.ray_nodes import (
     free_port,
     status_of,
 )
-from vllm.executor.ray_utils import connect, import_ray, initialize_ray_cluster, order_of_bundles
+from vllm.executor.ray_utils import (
+    connect,
+    current_placement_group,
+    import_ray,
+    initialize_ray_cluster,
+    order_of_bundles,
+)
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -91,7 +97,7 @@ class RayExecutor(MultiprocExecutor):
         if owner:
             ends.append(ray.shutdown)
         parallel, device = config.parallel_config, config.device_config.device
-        inherited = ray.util.get_current_placement_group()
+        inherited = current_placement_group()
         group = initialize_ray_cluster(parallel, device=device)
         if inherited is None:
             ends.append(lambda: ray.util.remove_placement_group(group))

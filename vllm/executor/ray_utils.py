@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ logger = init_logger(__name__)
 
 _WAIT_S = 300  # for devices that the cluster has, but others use
 _SAY_S = 10
+_GROUP = "_VLLM_RAY_PLACEMENT_GROUP"  # of the process that has started this one, in hexadecimal digits
 
 
 def import_ray() -> Any:
@@ -49,6 +52,29 @@ def connect(address: str | None = None) -> bool:
     return True
 
 
+def handed_on() -> dict[str, str]:
+    """Variables by which a process that this one starts finds the cluster and the placement group that this one is in;
+    empty if this one has not connected to Ray as a part of the cluster.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or ray.util.client.ray.is_connected():
+        return {}
+    variables = {"RAY_ADDRESS": str(ray.get_runtime_context().gcs_address)}
+    group = current_placement_group()
+    return variables if group is None else {**variables, _GROUP: group.id.hex()}
+
+
+def current_placement_group() -> Any:
+    """The placement group that this process is in, or the one that started it (`handed_on`); None without one."""
+    ray = import_ray()
+    group = ray.util.get_current_placement_group()
+    if group is None and os.environ.get(_GROUP):
+        from ray.util.placement_group import PlacementGroup
+
+        group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(os.environ[_GROUP])))
+    return group
+
+
 def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | None = None, device: str = "") -> Any:
     """Connect to Ray and reserve a place for each rank: the placement group, which is ready.
 
@@ -63,7 +89,7 @@ def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | N
     total = ray.cluster_resources()
     kind = {"cuda": "GPU", "cpu": "CPU"}.get(device) or ("GPU" if total.get("GPU") else "CPU")
     world = parallel_config.world_size
-    current = ray.util.get_current_placement_group()
+    current = current_placement_group()
     if current is not None:
         usable = [bundle for bundle in current.bundle_specs if bundle.get(kind, 0) >= 1]
         if len(usable) < world:

@@ -1,5 +1,5 @@
 """Functions in messages: by the name under which the other process imports them or, where the operator allows it, by
-value.
+value. Torch's dtypes travel by their names, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALLOW = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 def portable(value: Any) -> Any:
-    """`value`, a function in it as something that travels. Looks into lists, tuples and dictionaries.
+    """`value`, a function or a dtype in it as something that travels. Looks into lists, tuples and dictionaries.
 
     Raises TypeError for a function that has no name another process could import it by, unless
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 lets it go by value.
@@ -27,6 +27,9 @@ def portable(value: Any) -> Any:
         return [portable(item) for item in value]
     if isinstance(value, dict):
         return {key: portable(item) for key, item in value.items()}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.dtype):
+        return msgspec.msgpack.Ext(_NAMED, str(value).encode())
     return _sent(value) if callable(value) else value
 
 
