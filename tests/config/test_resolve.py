@@ -307,8 +307,12 @@ def test_key_value_heads_must_divide_or_repeat(make: Any) -> None:
     config = make(tensor_parallel_size=6)  # 6 heads, 2 key/value heads: each is on three ranks
     assert config.model_config.get_num_kv_heads(config.parallel_config) == 1
     assert config.model_config.get_num_attention_heads(config.parallel_config) == 1
-    with pytest.raises(ValueError, match="2 key/value heads can be neither divided by nor repeated over 3 ranks"):
+    with pytest.raises(
+        ValueError, match="2 key/value heads can be neither divided by nor repeated over 3 ranks.*: 1, 2, 6;"
+    ):
         make(tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=r"heads \(6\) must be divisible.*: 1, 2, 6; or use pipeline_parallel_size"):
+        make(tensor_parallel_size=4)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 32, 64, 128, 256])

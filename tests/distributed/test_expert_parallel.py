@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,20 @@ def test_the_engine_gives_the_same_tokens(tmp_path: Path) -> None:
         assert differences(answers(dealt, 10), expected) == []
     finally:
         dealt.llm_engine.model_executor.shutdown()
+
+
+def test_a_model_without_experts_says_that_dealing_them_out_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save("llama-tied-biased", tmp_path)
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        engine(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True).llm_engine.model_executor.shutdown()
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = "enable_expert_parallel changes nothing: this model's layers have no experts to deal out."
+    assert [r.getMessage() for r in caplog.records].count(said) == 1
 
 
 def test_the_engine_gives_the_same_tokens_with_experts_of_eight_bits(tmp_path: Path) -> None:

@@ -384,15 +384,17 @@ class ModelConfig(metaclass=_Resolving):
         if not self.hf.facts.attention:
             return  # what else is divided says so when it is built
         heads, kv_heads = self.hf.num_heads, self.hf.num_kv_heads
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        if size in fits:
+            return
         if heads % size:
-            raise ValueError(
-                f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
-            )
-        if kv_heads % size and size % kv_heads:
-            raise ValueError(
-                f"The {kv_heads} key/value heads can be neither divided by nor repeated over {size} ranks."
-                f" Use a divisor or a multiple of {kv_heads}."
-            )
+            why = f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
+        else:
+            why = f"The {kv_heads} key/value heads can be neither divided by nor repeated over {size} ranks."
+        sizes = ", ".join(map(str, fits))
+        raise ValueError(
+            f"{why} Sizes that do for this model: {sizes}; or use pipeline_parallel_size, which divides layers."
+        )
 
     # ---- sampling defaults ---------------------------------------------------------------------------------------
 

@@ -89,12 +89,7 @@ class Worker:
         attention = attention_backends.use(config.model_config.attention_backend, self.device)
         self._compiling = compiling
         self.model = self._load()
-        if self.tp.exchange is not None and not experts_of(cast(torch.nn.Module, self.model)):
-            raise ValueError(
-                "enable_expert_parallel with data_parallel_size deals out experts to all copies of the engine, and "
-                "this model has none that can be dealt out. Leave out enable_expert_parallel: then the copies are "
-                "independent."
-            )
+        self._check_experts()
         check_traits(
             self.model.traits,
             name=" or ".join(config.model_config.architectures) or "The model",
@@ -150,6 +145,20 @@ class Worker:
             torch.cuda.set_device(device)
             return device
         raise RuntimeError(f"Not support device type: {kind}")
+
+    def _check_experts(self) -> None:
+        """Say that there are no experts to deal out, or refuse what cannot do without them. Raises ValueError."""
+        if not self.config.parallel_config.enable_expert_parallel or experts_of(cast(torch.nn.Module, self.model)):
+            return
+        if self.tp.exchange is not None:
+            raise ValueError(
+                "enable_expert_parallel with data_parallel_size deals out experts to all copies of the engine, and "
+                "this model has none that can be dealt out. Leave out enable_expert_parallel: then the copies are "
+                "independent."
+            )
+        if self.tp.world > 1 and self.tp.rank == 0:  # with one rank the configuration has said so
+            layers = "this model's layers" if self.ranks.pp.world == 1 else "the layers of this pipeline stage"
+            logger.warning("enable_expert_parallel changes nothing: %s have no experts to deal out.", layers)
 
     def _load(self) -> Model:
         from vllm.model_executor.model_loader import load_model
