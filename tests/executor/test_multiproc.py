@@ -17,6 +17,7 @@ import pytest
 from tests.executor.configs import Masked, config_for, generate
 from tests.models.own_models import NewLlamaForCausalLM
 from tests.tiny_models import save_llama
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group, parallel_state
 from vllm.exceptions import EngineDeadError
 from vllm.executor import create_executor
 from vllm.executor.multiproc import MultiprocExecutor
@@ -84,6 +85,16 @@ def rank_and(worker: Any, function: Callable[[int], int], value: int) -> list[in
 
 def count_parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def ranks_as_functions_say(worker: Any) -> list[int]:
+    world = parallel_state.get_world_group()
+    return [world.rank, world.world_size, world.local_rank, get_tensor_model_parallel_rank(), get_tp_group().world]
+
+
+def test_functions_that_are_called_learn_their_rank(pair: MultiprocExecutor) -> None:
+    assert pair.collective_rpc(ranks_as_functions_say) == [[0, 2, 0, 0, 2], [1, 2, 1, 1, 2]]
+    assert parallel_state.get_world_group().world_size == get_tp_group().world == 1  # outside of it
 
 
 def test_calls_reach_every_rank(pair: MultiprocExecutor) -> None:

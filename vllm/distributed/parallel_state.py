@@ -2,7 +2,7 @@
 
 The project's own layers get a `TensorParallel` as an argument. Models from outside the tree were written for functions
 without arguments (`get_tensor_model_parallel_world_size()`); for them `use_tensor_parallel` names the current object
-while such a model is built or runs.
+while such a model is built or runs. `use_world` does so for what `collective_rpc` calls.
 """
 
 from __future__ import annotations
@@ -114,8 +114,23 @@ class PipelineRank:
         return self.rank == self.world - 1
 
 
+@dataclass(frozen=True, slots=True)
+class WorldRank:
+    """This worker's number among all `world_size` workers of its engine, and among those of its host."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @property
+    def rank_in_group(self) -> int:
+        return self.rank
+
+
 SINGLE = TensorParallel()
+ONLY_ONE = WorldRank()
 _CURRENT: ContextVar[TensorParallel] = ContextVar("tensor_parallel", default=SINGLE)
+_WORLD: ContextVar[WorldRank] = ContextVar("world", default=ONLY_ONE)
 
 
 def current_tensor_parallel() -> TensorParallel:
@@ -131,6 +146,21 @@ def use_tensor_parallel(tp: TensorParallel) -> Iterator[TensorParallel]:
         yield tp
     finally:
         _CURRENT.reset(token)
+
+
+@contextmanager
+def use_world(world: WorldRank) -> Iterator[WorldRank]:
+    """Inside, `get_world_group` says `world`."""
+    token = _WORLD.set(world)
+    try:
+        yield world
+    finally:
+        _WORLD.reset(token)
+
+
+def get_world_group() -> WorldRank:
+    """This worker among all of its engine, in what `collective_rpc` calls; a single one elsewhere."""
+    return _WORLD.get()
 
 
 def get_tp_group() -> TensorParallel:

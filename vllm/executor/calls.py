@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.parallel_state import WorldRank, use_tensor_parallel, use_world
 from vllm.ipc import functions
 
 if TYPE_CHECKING:
@@ -13,22 +14,28 @@ if TYPE_CHECKING:
     from vllm.worker.worker import Worker
 
 
-def callable_of(worker: object, method: Any) -> Callable[..., Any]:
+def callable_of(worker: Worker, method: Any) -> Callable[..., Any]:
     """What `collective_rpc` is to call: the worker's method of that name, or a function that is given the worker.
 
+    While it runs, `vllm.distributed` says which rank the worker is.
     method: a name, a function, or a function as `ipc.functions` sends it. Raises ValueError if the worker has no such
     method that may be called from outside.
     """
     method = functions.received(method)
     if not isinstance(method, str):
-        return partial(method, worker)
+        return partial(_call, worker, partial(method, worker))
     found = None
     if not method.startswith("_"):
         found = next((vars(kind)[method] for kind in type(worker).__mro__[:-1] if method in vars(kind)), None)
     if not callable(found):
         raise ValueError(f"The worker has no public method {method!r}.")
-    bound: Callable[..., Any] = found.__get__(worker)
-    return bound
+    return partial(_call, worker, found.__get__(worker))
+
+
+def _call(worker: Worker, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    ranks = worker.ranks
+    with use_tensor_parallel(ranks.tp), use_world(WorldRank(ranks.index, ranks.world, ranks.local[0])):
+        return function(*args, **kwargs)
 
 
 def worker_class(config: VllmConfig) -> type[Worker]:
