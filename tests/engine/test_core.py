@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from vllm import SamplingParams
-from vllm.config import CacheConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config.hf import HFConfig
 from vllm.engine.core import EngineCore
 from vllm.exceptions import EngineDeadError
 from vllm.step.kv_policy import KVGroup, KVKind, KVLayout
@@ -62,6 +64,7 @@ class Device:
 def new_core(max_in_flight=1, stages=1, **scheduler) -> tuple[EngineCore, Device]:
     parallel = ParallelConfig(pipeline_parallel_size=stages, distributed_executor_backend="mp")
     config = VllmConfig(
+        model_config=replace(ModelConfig(), hf=HFConfig({"vocab_size": 1000})),
         parallel_config=parallel,
         cache_config=CacheConfig(),
         scheduler_config=SchedulerConfig(

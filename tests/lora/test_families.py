@@ -61,8 +61,9 @@ class AdaptedModel:
 
     def __call__(self, step: StepInputs, caches: list[Tensor]) -> Tensor:
         view = view_of(self.slots)
-        features = None if view is None else StepFeatures(adapters=(view, view))
-        hidden: Tensor = self.model(replace(step, features=features), caches)
+        if view is not None:
+            step = replace(step, features=replace(step.features or StepFeatures(), adapters=(view, view)))
+        hidden: Tensor = self.model(step, caches)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -77,10 +78,12 @@ class AdaptedDriver(PagedDriver):
         super().__init__(AdaptedModel(model), requests=len(slots))
         self.slots = torch.tensor(slots)
 
-    def step(self, chunks: list[tuple[int, int, Tensor]], rows: Tensor | None = None) -> Tensor:
+    def step(
+        self, chunks: list[tuple[int, int, Tensor]], rows: Tensor | None = None, prompts: list[int] | None = None
+    ) -> Tensor:
         lengths = torch.tensor([len(tokens) for _, _, tokens in chunks])
         self.model.slots = self.slots[torch.tensor([request for request, _, _ in chunks])].repeat_interleave(lengths)
-        return super().step(chunks, rows)
+        return super().step(chunks, rows, prompts)
 
 
 def peft_adapters(reference: Any, folder: Path, ranks: tuple[int, ...], targets: Any) -> Any:
