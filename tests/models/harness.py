@@ -22,6 +22,7 @@ from vllm.config.quantization import resolve_quantization
 from vllm.distributed import TensorParallel
 from vllm.model_executor.model_loader import load_model
 from vllm.model_executor.models.kv_groups import layout_of
+from vllm.model_executor.models.traits import Traits
 from vllm.step.inputs import GroupInputs, StepFeatures, StepInputs
 from vllm.step.kv_policy import KVKind
 from vllm.worker.kv_memory import allocate
@@ -100,6 +101,14 @@ def load(
     return load_model(engine_config(folder, max_model_len=max_model_len, **config), "cpu", tp, stage)
 
 
+def rotated(traits: Traits, positions: Tensor, owner: Tensor, prompts: list[int]) -> StepFeatures | None:
+    """Which rows of rotary tables tokens read, where that depends on the length of the prompt that they belong to."""
+    if traits.known_prompt is None:
+        return None
+    stages = torch.tensor([max(0, math.ceil(math.log2(length / traits.known_prompt))) for length in prompts])
+    return StepFeatures(rotary=positions + stages[owner] * traits.rotary_rows)
+
+
 class PagedDriver:
     """Feeds requests through a model step by step, with block tables that are scattered over the cache on purpose."""
 
@@ -148,18 +157,10 @@ class PagedDriver:
             groups=tuple(groups),
             host_query_starts=starts,
             host_seq_lens=seq_lens,
-            features=None if prompts is None else self._rotated(positions, owner, prompts),
+            features=None if prompts is None else rotated(self.model.traits, positions, owner, prompts),
         )
         with torch.inference_mode():
             return self.model.logits(self.model(step, self.caches))
-
-    def _rotated(self, positions: Tensor, owner: Tensor, prompts: list[int]) -> StepFeatures | None:
-        """Which rows of rotary tables tokens read, where that depends on the prompt's length."""
-        known = self.model.traits.known_prompt
-        if known is None:
-            return None
-        stages = torch.tensor([max(0, math.ceil(math.log2(length / known))) for length in prompts])
-        return StepFeatures(rotary=positions + stages[owner] * self.model.traits.rotary_rows)
 
     def run(self, prompts: list[Tensor], chunk_sizes: list[int]) -> list[Tensor]:
         """Logits at every position of every prompt, computed together in chunks of cycling sizes."""

@@ -220,7 +220,6 @@ SAME = {
     (Mlp, "act", "swish"),
     (LearnedPositions, "rows", POSITIONS + 8),
     (Norm, "bias", True),  # of an RMS norm, which has none
-    (PromptScaling, "original_positions", 2),  # steps without lengths of prompts have the first stage
     (LongRopeScaling, "short_factors", (2.0,) * 32),  # positions beyond the original ones take the long ones
 }
 _GROUPED = {"score", "scale", "choice_bias", "groups", "top_groups", "group_best"}

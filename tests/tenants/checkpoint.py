@@ -118,7 +118,8 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rotated(heads: Tensor, position: int) -> Tensor:
-    angle = position * 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+    dim = heads.shape[-1]
+    angle = position * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
     cos, sin = torch.cat([angle.cos()] * 2), torch.cat([angle.sin()] * 2)
     first, second = heads.chunk(2, -1)
     return heads * cos + torch.cat([-second, first], -1) * sin
@@ -126,7 +127,7 @@ def _rotated(heads: Tensor, position: int) -> Tensor:
 
 def _attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     k, v = torch.stack(keys), torch.stack(values)
-    repeat = HEADS // k.shape[1]
+    repeat = q.shape[0] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = torch.einsum("hd,thd->ht", q, k) * DIM**-0.5
+    scores = torch.einsum("hd,thd->ht", q, k) * q.shape[-1] ** -0.5
     return torch.einsum("ht,thd->hd", scores.softmax(-1), v).reshape(-1)
