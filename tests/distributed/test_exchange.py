@@ -100,13 +100,21 @@ def test_rows_that_are_dealt_and_rows_that_are_gathered_give_the_same_sums() -> 
 
 
 @pytest.mark.parametrize(
-    ("copies", "choices", "rows", "deals"),
-    [(2, 8, 4096, False), (2, 1, 4096, True), (8, 2, 16, False), (8, 2, 4096, True), (64, 8, 512, True)],
+    ("backend", "copies", "choices", "rows", "deals"),
+    [
+        ("nccl", 2, 8, 4096, False),
+        ("nccl", 2, 1, 4096, False),
+        ("nccl", 8, 2, 16, False),
+        ("nccl", 8, 2, 4096, True),
+        ("nccl", 64, 8, 512, True),
+        ("gloo", 2, 2, 2, True),
+        ("gloo", 2, 8, 4, False),
+    ],
 )
 def test_rows_are_dealt_where_that_saves_more_than_it_costs(
-    copies: int, choices: int, rows: int, deals: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, copies: int, choices: int, rows: int, deals: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
     exchange = Exchange(0, copies, None)  # type: ignore[arg-type]
     exchange.expect(rows)
     assert exchange.deals(choices, 8192, 1) == deals
