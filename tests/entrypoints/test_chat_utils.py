@@ -175,6 +175,12 @@ def test_contents_take_the_form_of_the_template():
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"x": 1}'
 
 
+def test_arguments_that_are_no_json_stay_what_the_model_wrote():
+    cut = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Par'}}]}]
+    (message,) = checked_messages(cut, "string")
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Par'
+
+
 @pytest.mark.parametrize(
     ("messages", "error", "text"),
     [
@@ -193,11 +199,6 @@ def test_contents_take_the_form_of_the_template():
         ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "not multimodal.* no image"),
         ([{"role": "user", "content": [{"audio_url": "x"}]}], ValueError, "not multimodal.* no audio"),
         ([{"role": "assistant", "tool_calls": [{}]}], ValueError, "must be a dictionary with a 'function'"),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-            ValueError,
-            "arguments of a tool call are not valid JSON",
-        ),
     ],
 )
 def test_bad_messages_are_named(messages, error, text):

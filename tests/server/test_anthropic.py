@@ -62,6 +62,21 @@ def test_text(client: anthropic.Anthropic) -> None:
     assert final.usage == answer.usage and final.stop_reason == "end_turn"
 
 
+def test_system_messages_within_a_chat(client: anthropic.Anthropic) -> None:
+    """They are counted where they stand, and the client's blocks are one text."""
+    blocks = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    within: Any = [
+        *CAPITAL,
+        {"role": "assistant", "content": "Paris."},
+        {"role": "system", "content": blocks},
+        *CAPITAL,
+    ]
+    as_text: Any = [*within[:2], {"role": "system", "content": "Be brief.\nBe kind."}, *CAPITAL]
+    counts = [client.messages.count_tokens(model=MODEL, messages=m).input_tokens for m in (within, as_text)]
+    assert counts[0] == counts[1] > client.messages.count_tokens(model=MODEL, messages=CAPITAL * 2).input_tokens
+    assert client.messages.create(model=MODEL, max_tokens=20, messages=within, **GREEDY).content
+
+
 def test_ends(client: anthropic.Anthropic) -> None:
     cut = client.messages.create(model=MODEL, max_tokens=2, messages=CAPITAL, **GREEDY)
     assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 2
@@ -119,7 +134,11 @@ def test_errors(client: anthropic.Anthropic, running: Server) -> None:
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages\\[0\\].role must be user or assistant"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages\\[0\\].role must be user, assistant or system"),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "image"}]}]},
+            "messages\\[0\\].content may hold blocks of",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "blocks of type text only"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "this server calls no tools itself"),
         ({"tool_choice": {"type": "any"}, "tools": [{"name": 5}]}, "tools\\[0\\] must have a name"),

@@ -290,7 +290,11 @@ def _parse_part(part: Any, index: int) -> str:
 
 
 def _parse_tool_call(call: Any, index: int) -> dict[str, Any]:
-    """A call that the assistant made earlier. Templates want its arguments as data, the API sends them as JSON text."""
+    """A call that the assistant made earlier. Templates want its arguments as data, the API sends them as JSON text.
+
+    Arguments that are not valid JSON stay the text they are: an agent shows the model what it has written, with the
+    error as the call's result, so that it mends it.
+    """
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise ValueError(
             f"messages[{index}]: each of tool_calls must be a dictionary with a 'function', got {call!r:.200}."
@@ -300,8 +304,8 @@ def _parse_tool_call(call: Any, index: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise ValueError(f"messages[{index}]: the arguments of a tool call are not valid JSON: {error}") from error
+        except (ValueError, RecursionError):
+            function["arguments"] = arguments
     elif arguments is None:
         function["arguments"] = {}
     return {**call, "function": function}

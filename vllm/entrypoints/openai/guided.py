@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai.errors import bad_request
@@ -26,6 +27,9 @@ def form_of(request: CompletionRequest | ChatCompletionRequest) -> Form | None:
     given = [name for name in (*_KINDS, "structured_outputs") if getattr(request, name) is not None]
     if _wants_form(request.response_format):
         given.append("response_format")
+    if isinstance(request.structured_outputs, Mapping):  # programs for servers of any version say the same in both ways
+        again = request.structured_outputs
+        given = [name for name in given if name not in _KINDS or not _is_said(name, getattr(request, name), again)]
     if not given:
         return None
     if len(given) > 1:
@@ -49,6 +53,11 @@ def form_of(request: CompletionRequest | ChatCompletionRequest) -> Form | None:
         return GuidedDecodingParams(**{name.removeprefix("guided_"): getattr(request, name)}, **options)
     except (ValueError, TypeError) as error:
         raise bad_request(str(error).replace("guided_decoding.", "guided_"), name) from None
+
+
+def _is_said(name: str, value: Any, again: Mapping[str, Any]) -> bool:
+    """Whether `again` asks for the same form as the older field `name`."""
+    return bool(again.get(name.removeprefix("guided_")) == value)
 
 
 def _text(request: CompletionRequest | ChatCompletionRequest, name: str) -> str | None:

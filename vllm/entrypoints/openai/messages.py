@@ -137,20 +137,23 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(request.messages):
         role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant"):
-            raise bad_request(f"messages[{i}].role must be user or assistant.", "messages")
+        if role not in ("user", "assistant", "system"):
+            raise bad_request(f"messages[{i}].role must be user, assistant or system.", "messages")
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise bad_request(f"messages[{i}].content must be a text or a list of blocks.", "messages")
-        messages += _of_user(blocks, i) if role == "user" else [_of_assistant(blocks, i)]
+        if role == "system":
+            messages.append({"role": "system", "content": _system(blocks, f"messages[{i}].content")})
+        else:
+            messages += _of_user(blocks, i) if role == "user" else [_of_assistant(blocks, i)]
     return messages
 
 
-def _system(system: str | list[Any] | None) -> str:
+def _system(system: str | list[Any] | None, where: str = "system") -> str:
     if system is None or isinstance(system, str):
         return system or ""
-    texts = [_text(block, "system") for block in system]
+    texts = [_text(block, where) for block in system]
     return "\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
 
