@@ -101,7 +101,7 @@ class RayExecutor(MultiprocExecutor):
         group = initialize_ray_cluster(parallel, device=device)
         if inherited is None:
             ends.append(lambda: ray.util.remove_placement_group(group))
-        actors = self._actors(ray, group, "GPU" if device == "cuda" else "CPU", parallel.world_size)
+        actors = self._actors(ray, group, device == "cuda", parallel.world_size, shared=inherited is not None)
         ends.append(lambda: end_actors(ray, actors))
         model = str(config.model_config.path.absolute())
         found = answers(ray, [actor.describe.remote(model) for actor in actors], "The nodes of the cluster")
@@ -121,10 +121,14 @@ class RayExecutor(MultiprocExecutor):
             places.append(Place(views[rank].device, local))
         return Cast(host, 0 if envs.VLLM_PORT is None else free_port(host), places)
 
-    def _actors(self, ray: Any, group: Any, kind: str, world: int) -> list[Any]:
-        """An actor for each rank, on neighbouring bundles."""
+    def _actors(self, ray: Any, group: Any, gpus: bool, world: int, *, shared: bool) -> list[Any]:
+        """An actor for each rank, on neighbouring bundles.   shared: whether the group is that of the actor which this
+        engine is in. That one may have taken a CPU of it, which is then its first rank's: no rank asks for another.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        kind = "GPU" if gpus else "CPU"
+        wanted = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_gpus": 0, "num_cpus": 0 if shared else 1}
         usable = [i for i, bundle in enumerate(group.bundle_specs) if bundle.get(kind, 0) >= 1]
         nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
         driver = ray.get_runtime_context().get_node_id()
@@ -137,9 +141,8 @@ class RayExecutor(MultiprocExecutor):
         made = []
         for rank, bundle in enumerate(order):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            options = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
             remote = ray.remote(RankActor).options(
-                scheduling_strategy=strategy, runtime_env={"env_vars": carried_environment()}, max_restarts=0, **options
+                scheduling_strategy=strategy, runtime_env={"env_vars": carried_environment()}, max_restarts=0, **wanted
             )
             made.append(remote.remote(rank))
         return made
