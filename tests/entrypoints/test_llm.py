@@ -168,6 +168,11 @@ BAD_CALLS = [
         ValueError,
         "^You can only use one guided decoding but multiple is specified: ",
     ),
+    (
+        {"prompts": "a", "guided_options_request": [{"guided_regex": "a"}]},
+        TypeError,
+        "must be one dictionary or GuidedDecodingRequest for all prompts, got list; sampling_params may be a list",
+    ),
 ]
 
 

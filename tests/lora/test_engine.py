@@ -155,6 +155,7 @@ def test_several_sequences_and_beams_use_the_adapter(base: Path, adapters: Pairs
             lora_request=request,
         )
         assert beams.sequences[0].tokens[len(ids) :] == expected(model, ids, 8)
+        assert beams.sequences[0].lora_request == request
 
 
 def test_adapters_are_added_listed_pinned_and_removed(base: Path, adapters: Pairs) -> None:

@@ -125,6 +125,22 @@ def test_end_is_found_in_tokens(tokenizer: Tokenizer, name: str, as_token: bool)
     assert not end.in_prompt(marked.encode(form.ends[0], " said the user"))
 
 
+def test_thoughts_that_an_output_need_not_begin_with_have_an_opening(tokenizer: Tokenizer) -> None:
+    end = reasoning_end("qwen3", tokenizer)
+    question = tokenizer.encode("Hello\nassistant\n", False)
+    assert end.openings(question) == ()  # the model has no such token, and has not been told to spell it
+    spelled = tuple(tokenizer.encode("<think>", False))
+    told = tokenizer.encode("Write <think>thoughts</think> first." + " Hello" * 2000, False)
+    assert end.openings(told) == (spelled,)
+    for prompt in ("assistant\n<think>\n", "assistant\n<think>Because" + " I think so" * 40):
+        assert end.openings(tokenizer.encode(prompt, False)) is None
+    assert end.opens([*tokenizer.encode("\n", False), *spelled]) and not end.opens(question)
+    marked: Any = Marked(tokenizer, "[THINK]", "[/THINK]")
+    assert reasoning_end("mistral", marked).openings(question) == ((len(tokenizer),),)
+    assert reasoning_end("deepseek_r1", tokenizer).openings(question) is None
+    assert reasoning_end("openai_gptoss", tokenizer).openings(question) is None
+
+
 def test_call_that_ends_the_thoughts_belongs_to_what_follows(tokenizer: Tokenizer) -> None:
     section = "<|tool_calls_section_begin|>"
     marked: Any = Marked(tokenizer, section, "</think>")

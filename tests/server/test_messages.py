@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +37,14 @@ def tokenizer() -> Tokenizer:
 
 
 class Answer:
-    """In place of a prompt: a text, whole and in pieces."""
+    """In place of a prompt: a text, whole and in pieces. encode: the tokens of each."""
 
-    def __init__(self, text: str, reason: str) -> None:
-        self.text, self.reason = text, reason
+    def __init__(self, text: str, reason: str, encode: Callable[[str], list[int]] = lambda text: [5]) -> None:
+        self.text, self.reason, self.encode = text, reason, encode
 
     def _output(self, text: str, reason: str | None) -> RequestOutput:
         return RequestOutput(
-            "r", "p", [1], None, [CompletionOutput(0, text, [5], None, None, reason)], reason is not None
+            "r", "p", [1], None, [CompletionOutput(0, text, self.encode(text), None, None, reason)], reason is not None
         )
 
     async def generate(self) -> AsyncIterator[RequestOutput]:
@@ -265,6 +265,22 @@ def test_grammar_begins_after_the_thoughts() -> None:
         thinking = {**body, "chat_template_kwargs": {"enable_thinking": True}}
         thought = server.post("/v1/chat/completions", thinking).json["choices"][0]["message"]
         assert thought["content"] is None and not thought["reasoning_content"].lstrip().startswith("{")
+
+
+def test_answers_without_thoughts_have_the_form_and_count_no_thoughts() -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    body = {"messages": [USER], "max_tokens": 150, "temperature": 0, "tools": [tool], "parallel_tool_calls": False}
+    with Server(DEMO, "--reasoning-parser", "qwen3") as server:
+        for choice, reason in (("required", "tool_calls"), (NAMED, "stop")):
+            asked = {**body, "tool_choice": choice}
+            whole = server.post("/v1/chat/completions", asked).json["choices"][0]
+            assert whole["finish_reason"] == reason and whole["message"]["content"] is None
+            assert all(isinstance(json.loads(c["function"]["arguments"]), dict) for c in whole["message"]["tool_calls"])
+            same(whole, added_up(sse_events(server.post("/v1/chat/completions", {**asked, "stream": True}).text)))
+        found = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 8}).json
+        assert found["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+        assert [item["type"] for item in found["output"]] == ["message"]
 
 
 def test_thoughts_over_http() -> None:

@@ -201,7 +201,7 @@ def answered(text: str, settings: ParsingSettings, **fields: Any) -> tuple[dict[
     """The body of an answer with this text, and the events of a stream of it."""
     context: Any = SimpleNamespace(cached_tokens=lambda outputs: None, responses=ResponseStore())
     tokenizer = load_tokenizer(DEMO)
-    source: Any = Answer(text, "stop")
+    source: Any = Answer(text, "stop", lambda text: tokenizer.encode(text, False))
     source.params = SamplingParams()
 
     def work() -> responses.Work:
@@ -227,7 +227,8 @@ def test_thoughts_text_and_calls_are_items_in_order() -> None:
     assert whole["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert whole["output"][1]["content"][0]["text"] == "I look." and whole["output"][1]["id"] == "msg_1"
     assert [(c["name"], json.loads(c["arguments"])) for c in whole["output"][2:]] == CALLS
-    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    usage = whole["usage"]
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     added = [event for event in events if event["type"] == "response.output_item.added"]
     assert [event["output_index"] for event in added] == [0, 1, 2, 3]

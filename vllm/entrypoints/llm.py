@@ -290,6 +290,7 @@ class LLM:
                         text=None if tokenizer is None else tokenizer.decode(shown, params.skip_special_tokens),
                         finish_reason=beam.finish_reason,
                         stop_reason=beam.stop_reason,
+                        lora_request=output.lora_request,
                     )
                 )
             found.append(BeamSearchOutput(sequences))

@@ -71,6 +71,11 @@ def final_only(
             if len(guided.keys() & _CONSTRAINTS) > 1:
                 raise ValueError(f"You can only use one guided decoding but multiple is specified: {guided}")
             guided = GuidedDecodingRequest(**guided)
+        if not isinstance(guided, GuidedDecodingRequest):
+            raise TypeError(
+                "guided_options_request must be one dictionary or GuidedDecodingRequest for all prompts, got "
+                f"{type(guided).__name__}; sampling_params may be a list, each with its guided_decoding."
+            )
         if params.guided_decoding is not None:
             raise ValueError("Cannot set both guided_options_request and params.guided_decoding.")
         params.guided_decoding = guided.to_params()

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 GPT_OSS = "openai_gptoss"  # harmony has channels instead of tags: vllm.tool_parsers.harmony
 _FINAL = re.compile(r"<\|channel\|>final(?:[^<]{0,64}|<\|constrain\|>){0,4}<\|message\|>")
 _LOOK_BACK = 64  # tokens that a marker spelled in ordinary tokens may have
+_THOUGHTS_BACK = 1024  # tokens of a prompt that are looked at for thoughts that go on in its output
+_INSTRUCTIONS = 4096  # tokens of a prompt that may say how thoughts are marked
 
 FORMATS: dict[str, ThinkFormat] = {
     "deepseek_r1": ThinkFormat(opens_itself=True),
@@ -58,6 +60,28 @@ class ReasoningEnd:
             return self.find(ids, max(0, len(ids) - 16)) == len(ids)
         tail = "".join(map(self._tokenizer.token_text, ids[-_LOOK_BACK:]))
         return self._form.begins(tail) is Begins.SPEAKING
+
+    def openings(self, ids: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """The tokens with which an output may open thoughts before its answer, in each way that there is; None if it
+        begins inside thoughts. A tag that is no token can only be written by a model that the prompt tells of it.
+        """
+        if self._form is None or self._form.opens_itself:
+            return None
+        tail = "".join(map(self._tokenizer.token_text, ids[-_THOUGHTS_BACK:]))
+        if Begins.THINKING in (self._form.begins(tail), self._form.begins(tail, continues=True)):
+            return None
+        starts = self._form.starts
+        tokens = [token for token in map(self._tokenizer.token_to_id, starts) if token is not None]
+        if tokens:
+            return tuple((token,) for token in tokens)
+        head = "".join(map(self._tokenizer.token_text, ids[:_INSTRUCTIONS]))
+        return tuple(tuple(self._tokenizer.encode(start, False)) for start in starts if start in head or start in tail)
+
+    def opens(self, ids: Sequence[int]) -> bool:
+        """Whether an output begins with the opening tag of thoughts."""
+        if self._form is None:
+            return False
+        return "".join(map(self._tokenizer.token_text, ids[:_LOOK_BACK])).lstrip().startswith(self._form.starts)
 
     def find(self, ids: Sequence[int], start: int) -> int:
         """Index of the first token after the thoughts; -1 if they have not ended. Tokens before `start` were looked at,

@@ -44,6 +44,11 @@ class ReasoningEnd(Protocol):
     def in_prompt(self, token_ids: Sequence[int]) -> bool:
         """Whether the answer begins with the first token that is generated."""
 
+    def openings(self, token_ids: Sequence[int]) -> Sequence[tuple[int, ...]] | None:
+        """The tokens with which the output may open reasoning before its answer, in each way that there is; None if it
+        begins inside reasoning.
+        """
+
     def find(self, token_ids: Sequence[int], start: int) -> int:
         """The index of the first token after the end of the reasoning in the output, of which the tokens before
         `start` were looked at before; -1 if it has not ended.
@@ -86,14 +91,17 @@ class _State:
     mask: of the token at `position`, once it is computed: a matrix and its row.   excess: seconds that masks have
     taken beyond what they may.   problem: why the request cannot go on there.   complete_early: its text is
     complete there, though it has fewer than min_tokens.
+    openings: what must still follow to open the reasoning, in each way that there is; before the first token the answer
+    may begin instead.   opened: output tokens that have opened it.   own: the first tokens of openings that may begin
+    the answer, too.
     """
 
     __slots__ = (
         "backend", "begin", "complete_early", "ends", "ends_late", "excess", "jumps", "mask", "matcher", "min_tokens",
-        "node", "places", "position", "problem", "reasoning", "seen", "table", "unseen",
+        "node", "opened", "openings", "own", "places", "position", "problem", "reasoning", "seen", "table", "unseen",
     )  # fmt: skip
 
-    def __init__(self, compiled: Compiled, request: Request, reasoning: bool) -> None:
+    def __init__(self, compiled: Compiled, request: Request, openings: Sequence[tuple[int, ...]] | None) -> None:
         self.backend: Backend = compiled.backend
         self.matcher: Matcher = compiled.grammar.start()
         self.ends: Collection[int] = request.stop_token_ids
@@ -103,7 +111,10 @@ class _State:
         self.jumps = _jumps(request.params)
         self.begin = self.position = request.num_prompt_tokens
         self.seen = 0
-        self.reasoning = reasoning
+        self.reasoning = openings is None or bool(openings)
+        self.openings = openings or ()
+        self.opened = 0
+        self.own: set[int] = set()
         self.unseen: list[int] = []
         self.places = compiled.places
         self.node: Node | None = None if compiled.places is None else compiled.places.begin
@@ -213,8 +224,11 @@ class GrammarRequests:
     def _begin(self, request: Request, compiled: Compiled) -> None:
         """From here on the grammar says where the request may end, and the sampler nothing any more."""
         end = self._reasoning_end
-        reasoning = end is not None and not end.in_prompt(request.tokens)
-        state = self._states[request.id] = _State(compiled, request, reasoning)
+        openings = () if end is None or end.in_prompt(request.tokens) else end.openings(request.tokens)
+        if openings:
+            width = self.compiler.vocabulary.width
+            openings = [opening for opening in openings if max(opening) < width]
+        state = self._states[request.id] = _State(compiled, request, openings)
         if not state.ends:
             state.ends = self.compiler.vocabulary.end_ids
             state.ends_late = True
@@ -270,9 +284,16 @@ class GrammarRequests:
                     continue
             where.append(row)
             found.append(state)
+            if state.opened and state.openings:
+                state.mask = np.zeros((1, self._words), np.uint32), 0
+                _allow_openings(state)
+                self._filled = [], _NO_MASKS
         missing = [state for state in found if state.mask is None]
         if missing:
             self._fill(missing)
+            for state in missing:
+                if state.openings and state.problem is None:
+                    _allow_openings(state)
         for row, state in zip(where, found, strict=True):
             if state.problem is not None:
                 errors[requests[row].id] = state.problem
@@ -301,7 +322,7 @@ class GrammarRequests:
             if state is None or output.finish_reason is not None or not output.new_token_ids:
                 continue
             try:
-                if self._follow(state, requests[output.request_id].tokens):
+                if self._follow(state, requests[output.request_id].tokens) and not state.openings:
                     found.append((output, state))
             except GrammarError:
                 pass  # `masks` says so
@@ -414,10 +435,12 @@ class GrammarRequests:
             row[:] = 0xFFFFFFFF  # its token will be dropped
 
     def _follow(self, state: _State, tokens: Sequence[int]) -> bool:
-        """Take in the request's new tokens; False if the grammar has not begun. The matcher sees them when a mask has
-        to be computed.
+        """Take in the request's new tokens; False if the next may be any. The matcher sees them when a mask has to be
+        computed.
         """
         count = len(tokens)
+        if state.openings and self._open(state, tokens):
+            return True
         if state.position >= count:
             return not state.reasoning
         if state.reasoning:
@@ -438,6 +461,21 @@ class GrammarRequests:
         return True
 
     @staticmethod
+    def _open(state: _State, tokens: Sequence[int]) -> bool:
+        """Take in tokens of an output that may begin with reasoning or with the answer, until they tell which; False
+        then. A tag of one token always opens reasoning; one that is spelled only where the answer cannot begin so.
+        """
+        while state.openings and state.begin + state.opened < len(tokens):
+            token = tokens[state.begin + state.opened]
+            left = [opening[1:] for opening in state.openings if opening[0] == token]
+            is_open = () in left
+            state.reasoning = is_open or state.opened > 0 or (bool(left) and token not in state.own)
+            state.openings = left if state.reasoning and not is_open else ()
+            state.opened += 1
+            state.mask = None
+        return bool(state.openings)
+
+    @staticmethod
     def _show(state: _State, tokens: Sequence[int]) -> None:
         """Show the matcher the tokens that stand behind the thoughts, which nobody masked. Raises GrammarError."""
         state.mask = None
@@ -455,6 +493,17 @@ def _only(row: np.ndarray) -> int:
     if len(words) != 1 or (word := int(row[words[0]])) & (word - 1):
         return NO_TOKEN
     return int(words[0]) * WORD_BITS + word.bit_length() - 1
+
+
+def _allow_openings(state: _State) -> None:
+    """Add to a mask the tokens that go on opening the reasoning."""
+    assert state.mask is not None
+    row = state.mask[0][state.mask[1]]
+    for token in {opening[0] for opening in state.openings}:
+        word, bit = token // WORD_BITS, np.uint32(1 << (token % WORD_BITS))
+        if row[word] & bit:
+            state.own.add(token)
+        row[word] |= bit
 
 
 def _without_choice(states: list[_State]) -> list[int]:

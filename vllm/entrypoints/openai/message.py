@@ -163,14 +163,19 @@ class MessageParser:
 
 
 class AnswerParsing:
-    """Reads the choices of one request."""
+    """Reads the choices of one request. may_speak: they have thoughts only if they open them."""
 
     def __init__(
-        self, make: Callable[[], MessageParser], is_named: bool, thoughts_end: ReasoningEnd | None = None
+        self,
+        make: Callable[[], MessageParser],
+        is_named: bool,
+        thoughts_end: ReasoningEnd | None = None,
+        may_speak: bool = False,
     ) -> None:
         self._make = make
         self._is_named = is_named
         self._thoughts_end = thoughts_end
+        self._may_speak = may_speak
         self._parsers: dict[int, MessageParser] = {}
 
     def deltas(self, choice: int, output: CompletionOutput) -> list[Delta]:
@@ -191,7 +196,7 @@ class AnswerParsing:
 
     def thought_tokens(self, token_ids: Sequence[int]) -> int:
         """How many tokens of an output are thoughts, with the tags around them."""
-        if self._thoughts_end is None:
+        if self._thoughts_end is None or (self._may_speak and not self._thoughts_end.opens(token_ids)):
             return 0
         end = self._thoughts_end.find(token_ids, 0)
         return len(token_ids) if end < 0 else end
@@ -254,10 +259,12 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     one_call = request.parallel_tool_calls is False
     markers: tuple[str, ...] = MARKERS if is_harmony else ()
     thoughts: Callable[[], Machine] | None = None
+    may_speak = False
     if settings.reasoning_parser is not None and not is_harmony:
         think = think_format(settings.reasoning_parser)
         assert think is not None
         begins = think.begins(prompt, continues=request.continue_final_message)
+        may_speak = begins is Begins.UNKNOWN and not think.opens_itself
         if begins is not Begins.SPEAKING:
             thoughts = lambda: think.machine(begins)  # noqa: E731
             markers += (*think.starts, *think.ends, *think.other_ends)
@@ -291,7 +298,7 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     end = None
     if thoughts is not None and settings.reasoning_parser is not None and tokenizer is not None:
         end = reasoning_end(settings.reasoning_parser, tokenizer)
-    parsing = AnswerParsing(make, isinstance(choice, tuple), end)
+    parsing = AnswerParsing(make, isinstance(choice, tuple), end, may_speak)
     stops: tuple[int, ...] = ()
     if is_harmony and tokenizer is not None and not request.ignore_eos:
         stops = tuple(i for i in map(tokenizer.token_to_id, (RETURN, CALL)) if i is not None)
