@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import save_file
 
 from tests.lora.test_families import AdaptedDriver, base_of, read, with_adapters
 from tests.models.harness import load, relative_error
@@ -18,6 +19,9 @@ TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "scales by layer": ("llama", {"alpha_pattern": {"q_proj": 40, "layers.1.mlp.up_proj": 1}, "use_rslora": True}),
     "ranks by layer": (
         "llama", {"rank_pattern": {"layers.0.self_attn.q_proj": 3, "q_proj": 4, "^model.layers.1.mlp.up_proj": 16}}
+    ),
+    "ranks by patterns of whole names": (
+        "llama", {"rank_pattern": {r"^model\.layers\.0\.self_attn\.q_proj$": 3, r".*\.up_proj$": 4, "down_proj": 5}}
     ),
     "ranks by joined layer": ("phi3", {"rank_pattern": {"qkv_proj": 5}, "alpha_pattern": {"gate_up_proj": 2}}),
     "a pattern of targets": ("llama", {"target_modules": r".*layers\.0\..*(q|v)_proj"}),
@@ -90,6 +94,15 @@ def compare(adapted: Any, base: Path, adapter: Path) -> None:
 def test_an_adapter_computes_what_peft_computes(what: str, tmp_path: Path) -> None:
     case, settings = TAKEN[what]
     compare(written(case, tmp_path, settings), tmp_path / "base", tmp_path / "adapter")
+
+
+def test_names_of_a_state_dict_are_those_of_a_saved_adapter(tmp_path: Path) -> None:
+    """Written by a trainer's own save: the adapter's name stands in the names, of embeddings at their end."""
+    adapted = written("llama", tmp_path, {"target_modules": r".*(embed_tokens|lm_head|q_proj)$"})
+    state = {name: tensor.contiguous() for name, tensor in adapted.state_dict().items() if "lora_" in name}
+    assert any(name.endswith("lora_embedding_A.default") for name in state)
+    save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
+    compare(adapted, tmp_path / "base", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("what", REFUSED)

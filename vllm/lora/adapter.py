@@ -311,8 +311,8 @@ def _update(digest: Any, name: str, tensor: Tensor) -> None:
 def _split(file: Path, name: str) -> tuple[str, str]:
     """(name of the layer in the base model, "A" or "B") of a tensor. Raises ValueError for what is neither."""
     for letter, suffixes in (
-        ("A", (".lora_A.weight", ".lora_A.default.weight", ".lora_embedding_A")),
-        ("B", (".lora_B.weight", ".lora_B.default.weight", ".lora_embedding_B")),
+        ("A", (".lora_A.weight", ".lora_A.default.weight", ".lora_embedding_A", ".lora_embedding_A.default")),
+        ("B", (".lora_B.weight", ".lora_B.default.weight", ".lora_embedding_B", ".lora_embedding_B.default")),
     ):
         for suffix in suffixes:
             if name.endswith(suffix):

@@ -241,7 +241,8 @@ def _patterns(file: Path, name: str, fields: Mapping[str, Any], check: Callable[
         raise ValueError(f"{file}: {name} must be an object of at most {MAX_PATTERNS} layers.")
     found = {}
     for pattern, value in given.items():
-        plain = pattern.replace("\\.", ".").removeprefix(".*.")  # a name stands for what ends with it anyway
+        plain = pattern.replace("\\.", ".").removeprefix(".*.")  # a name stands for what ends with it anyway,
+        plain = plain.removesuffix("$")  # and for nothing that goes on behind it
         if not re.fullmatch(r"\^?[\w.]+", plain):
             raise ValueError(f"{file}: {name} has the pattern {pattern!r:.100}; only names of layers are supported.")
         found[plain] = check(f"{name}[{pattern!r:.100}]", value)
