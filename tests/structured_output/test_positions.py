@@ -60,7 +60,10 @@ def schemas(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
         st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=4),
         st.integers(0, 15),
     )
-    return st.one_of(scalars, arrays, objects, objects)
+    unlisted = st.builds(
+        lambda names: {"type": "object", "required": names}, st.lists(st.sampled_from(NAMES), max_size=3, unique=True)
+    )
+    return st.one_of(scalars, arrays, objects, objects, unlisted)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +156,8 @@ def test_what_was_written_in_a_string_is_forgotten() -> None:
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}},
         {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "string"}},
         {"type": "array", "prefixItems": [{"type": "string"}]},
+        {"type": "object", "required": ["a", "b"]},
+        {"type": "array", "items": {"required": ["a", "b"]}},
     ],
 )
 def test_schemas_in_which_more_than_the_place_counts_have_no_places(schema: Any) -> None:

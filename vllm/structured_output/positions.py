@@ -59,6 +59,8 @@ def _read(schema: Any) -> _Schema | None:
         return None
     if any(isinstance(value, list | dict) for value in (*schema.get("enum", ()), schema.get("const"))):
         return None
+    if set(schema.get("required", ())) - schema.get("properties", {}).keys():
+        return None  # which of these are there still is not in the newest name
     found = _Schema()
     found.free = schema.get("type") == "string" and not schema.keys() & _BOUNDS
     found.counted = bool(schema.keys() & _COUNTS)
