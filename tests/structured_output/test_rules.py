@@ -1,7 +1,9 @@
-"""Grammars without a finite text are found; what is not understood is left to those who compile it."""
+"""Grammars without a finite text, and what a back end would get wrong, are found before anything is compiled."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 
 import pytest
@@ -13,6 +15,7 @@ from tests.structured_output.driver import spec_of
 from vllm.exceptions import VLLMValidationError
 from vllm.structured_output.rules import has_finite_text
 from vllm.structured_output.schema import SchemaError, _is_pattern, check_finite, is_recursive
+from vllm.structured_output.support import BACKENDS
 
 ENDLESS = [
     'root ::= "a" root',
@@ -134,3 +137,77 @@ def test_many_sets_that_ignore_case_are_refused_by_the_library_that_compiles_in_
             spec_of("guidance", **refused)
     for taken in ({"regex": f"(?i){few}"}, {"regex": many}, {"json": reference}, {"grammar": f"start: /{many}/"}):
         assert spec_of("guidance", **taken).backend == "guidance"
+
+
+WRONG_TEXTS = [
+    ("guidance", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}),
+    ("guidance", {"type": ["number", "null"], "minimum": -1.5, "exclusiveMaximum": -1}),
+    ("xgrammar", {"maxLength": 1}),
+    ("xgrammar", {"type": "array", "items": {"pattern": "^a$"}}),
+    ("xgrammar", {"type": "string", "enum": ["a", 1]}),
+    ("xgrammar", {"type": "string", "pattern": "^(?=.*b)[a-z]+$"}),
+    ("xgrammar", {"type": "string", "pattern": '^["x]$'}),
+    ("xgrammar", {"type": "string", "pattern": "^\\n$"}),
+    ("outlines", {"type": "string", "const": 1}),
+    ("outlines", {"type": "string", "pattern": "^[^a]*$"}),
+    ("outlines", {"type": "string", "pattern": "^[ -~]+$"}),
+    ("outlines", {"type": "array", "minItems": 2, "maxItems": 1}),
+    ("lm-format-enforcer", False),
+    ("lm-format-enforcer", {"type": "array", "items": False}),
+    ("lm-format-enforcer", {"type": "array", "items": {"type": "string"}, "maxItems": 0}),
+    ("lm-format-enforcer", {"type": "object", "additionalProperties": False}),
+    ("lm-format-enforcer", {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}}),
+    ("lm-format-enforcer", {"type": "string", "pattern": "^$"}),
+]
+
+
+@pytest.mark.parametrize(("backend", "schema"), WRONG_TEXTS)
+def test_what_a_library_would_write_wrongly_is_refused_by_name(backend: str, schema: object) -> None:
+    with pytest.raises(VLLMValidationError, match=f"{backend} has no "):
+        spec_of(backend, json=json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("backend", "schema"),
+    [
+        ("guidance", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}),
+        ("guidance", {"type": "integer", "exclusiveMinimum": 0, "maximum": 0.5}),
+        ("xgrammar", {"type": "string", "enum": ["a", "b"]}),
+        ("xgrammar", {"type": "integer", "const": 1.0}),
+        ("xgrammar", {"type": "string", "pattern": "^[^a]\\(?=.$"}),
+        ("outlines", {"type": "string", "pattern": "^[a-z#-Z]\\w{2}\\u00e9$"}),
+    ],
+)
+def test_what_it_writes_rightly_is_taken(backend: str, schema: object) -> None:
+    assert spec_of(backend, json=json.dumps(schema)).backend == backend
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$id": {"a": 1}},
+        {"properties": {"x": {"$anchor": []}}},
+        {"oneOf": [{"properties": {"a": True}, "type": "object"}, {"properties": {"a": {"const": 1}}}]},
+        {"exclusiveMinimum": 10**400, "maximum": 0.5},
+    ],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_odd_schemas_are_taken_or_refused(backend: str, schema: object) -> None:
+    with contextlib.suppress(VLLMValidationError):
+        spec_of(backend, json=json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ('{"minLength": "x"}', "minLength must be a whole number"),
+        ('{"minLength": 1e999}', "cannot be written as JSON"),
+        ('{"properties": 7}', "properties must be an object"),
+        ('{"$ref": "#/nowhere"}', "leads nowhere"),
+        ('{"format": {}}', "format must be a string"),
+    ],
+)
+def test_schemas_of_structural_tags_are_checked(schema: str, problem: str) -> None:
+    tag = f'{{"structures": [{{"begin": "<a>", "schema": {schema}, "end": "</a>"}}], "triggers": ["<a"]}}'
+    with pytest.raises(VLLMValidationError, match=problem):
+        spec_of("guidance", structural_tag=tag)

@@ -165,7 +165,8 @@ def assertions(schema: Schema) -> frozenset[str]:
 
 def check_references(root: Any) -> None:
     """Raise SchemaError for a `$ref` that leads nowhere or out of the schema."""
-    anchors = {value for item in subschemas(root) for key, value in item.items() if key in ("$anchor", "$id")}
+    named = (item.get(key) for item in subschemas(root) for key in ("$anchor", "$id"))
+    anchors = {name for name in named if isinstance(name, str)}
     for item in subschemas(root):
         reference = item.get("$ref")
         if not isinstance(reference, str) or reference in anchors or reference.removeprefix("#") in anchors:

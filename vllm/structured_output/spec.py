@@ -87,7 +87,7 @@ def _kind_and_text(params: GuidedDecodingParams | StructuredOutputsParams, name:
         return GRAMMAR, params.grammar
     if params.structural_tag is not None:
         tag = _parse_json(params.structural_tag, f"{name}.structural_tag")
-        return STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False, separators=(",", ":"))
+        return STRUCTURAL_TAG, _as_text(tag, f"{name}.structural_tag")
     return None, ""
 
 
@@ -97,10 +97,14 @@ def _schema_text(schema: str | dict[str, Any], name: str) -> str:
         raise VLLMValidationError(
             f"{name}.json must be a JSON schema, which is an object; got {type(found).__name__}.", parameter=name
         )
+    return _as_text(found, f"{name}.json")
+
+
+def _as_text(value: Any, name: str) -> str:
     try:
-        return json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise VLLMValidationError(f"{name}.json cannot be written as JSON: {error}", parameter=name) from None
+        raise VLLMValidationError(f"{name} cannot be written as JSON: {error}", parameter=name) from None
 
 
 def _parse_json(text: str, name: str) -> Any:

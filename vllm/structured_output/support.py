@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
+import string
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +103,8 @@ def resolve(constraint: Constraint, settings: DecodingConfig, name: str) -> Gram
             f"{name}: no text of the grammar ever ends: its first rule leads to rules that need each other.",
             parameter=name,
         )
+    if constraint.kind == STRUCTURAL_TAG:
+        _check_tag(text, name)
     reasons = []
     for backend in candidates:
         reason = missing(backend, constraint.kind, schema, text, whitespace)
@@ -125,6 +129,18 @@ def _schema(constraint: Constraint, settings: DecodingConfig, name: str) -> Any:
         return closed(schema, always=close)
     except SchemaError as error:
         raise VLLMValidationError(f"{name}: the JSON schema is invalid: {error}.", parameter=name) from None
+
+
+def _check_tag(text: str, name: str) -> None:
+    """Raise VLLMValidationError for a structural tag with a schema that is none."""
+    try:
+        for part in _schemas_of_tag(text):
+            check_references(part)
+            check_finite(part)
+    except SchemaError as error:
+        raise VLLMValidationError(
+            f"{name}: a JSON schema of the structural tag is invalid: {error}.", parameter=name
+        ) from None
 
 
 def check_installed(backend: str, name: str = "guided_decoding_backend") -> None:
@@ -157,6 +173,8 @@ def missing(backend: str, kind: str, schema: Any, text: str, whitespace: str | N
         return _NOT_PLAIN
     if backend == OUTLINES and kind == JSON and text == ANY_OBJECT:
         return "json_object, whose table takes too long to make"
+    if kind == REGEX and backend == XGRAMMAR and (around := _looks_around(text)):
+        return around
     if kind == JSON:
         return next(_missing_of_schema(backend, schema), None)
     if kind == STRUCTURAL_TAG:
@@ -191,6 +209,8 @@ def _missing_of_tag(backend: str, schema: Any) -> Iterator[str]:
 
 
 def _missing_of_schema(backend: str, root: Any) -> Iterator[str]:
+    if backend == LMFE and isinstance(root, bool):
+        yield _TRUE_OR_FALSE
     lacking, formats, check = _LACKING[backend], _FORMATS[backend], _COMBINATIONS[backend]
     for schema in subschemas(root):
         found = assertions(schema)
@@ -226,7 +246,8 @@ def _overlapping(branches: list[Any]) -> bool:
         values: list[str] = []
         for branch in branches:
             part = branch.get("properties", {}).get(key, {})
-            own = [part["const"]] if "const" in part else part.get("enum", []) if isinstance(part, dict) else []
+            part = part if isinstance(part, dict) else {}
+            own = [part["const"]] if "const" in part else part.get("enum", [])
             if not own or key not in branch.get("required", []) or branch.get("type") != "object":
                 break
             values += [json.dumps(value) for value in own]
@@ -235,6 +256,7 @@ def _overlapping(branches: list[Any]) -> bool:
     return True
 
 
+_TRUE_OR_FALSE = "schemas that are true or false"
 _NOT_PLAIN = "text outside printable ASCII"
 
 
@@ -257,7 +279,103 @@ def _unlisted(schema: Schema) -> str | None:
 _READ_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
+_OF_STRINGS = frozenset({"minLength", "maxLength", "pattern", "format"})
+_NEED_TYPE = _OF_STRINGS | _BOUNDS | {"minItems", "maxItems", "patternProperties"}
+_IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+    "string": lambda value: isinstance(value, str),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
+}
+
+
+def _of_other_types(schema: Schema) -> str | None:
+    """For back ends that write a constant whatever its type is."""
+    kinds = schema.get("type")
+    for key in ("const", "enum") if kinds is not None else ():
+        for value in [schema[key]] if key == "const" and key in schema else schema.get(key, ()):
+            if not any(_IS_TYPE[kind](value) for kind in (kinds if isinstance(kinds, list) else [kinds])):
+                return f"{key} with values of another type than `type`"
+    return None
+
+
+# What a pattern may ask of what stands around it, but for ^ and $; escapes and sets are passed over.
+_LOOKS_AROUND = re.compile(r"(?P<found>\\[AZz]|\(\?<?[=!])|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+
+
+def _looks_around(pattern: str) -> str | None:
+    """For back ends that read such parts as something else, or not at all."""
+    if any(match.group("found") for match in _LOOKS_AROUND.finditer(pattern)):
+        return "patterns that look ahead or behind, or anchors other than ^ and $"
+    return None
+
+
+# What stands for one character in a pattern: an escape, a set, a dot or itself.
+_ATOM = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()|*+?{}^$]", re.DOTALL)
+_RANGE = re.compile(r"(\\x..|\\u.{4}|\\.|[^\\])-(\\x..|\\u.{4}|\\.|[^\\])", re.DOTALL)
+_WIDE = frozenset({".", "\\s", "\\S", "\\D", "\\W"})
+_CONTROLS = frozenset({"\\n", "\\t", "\\r", "\\f", "\\v", "\\a", "\\e", "\\0", "\\c"})
+_WRITES_RAW = "patterns that match quotes, backslashes or control characters, which it would write without an escape"
+
+
+def _code(atom: str) -> int:
+    """Of the character that an escape, or a character itself, stands for; of a class, that of its letter."""
+    if atom in _CONTROLS:
+        return 0
+    if len(atom) > 2:
+        return int(atom[2:], 16) if all(digit in string.hexdigits for digit in atom[2:]) else 0
+    return ord(atom[-1])
+
+
+def _is_escaped(low: int, high: int) -> bool:
+    """Whether any of these characters does not stand for itself in a JSON string."""
+    return low < 0x20 or low <= ord('"') <= high or low <= ord("\\") <= high
+
+
+def _matches_what_json_escapes(pattern: str, *, only_named: bool) -> bool:
+    """Whether a pattern may match a character that does not stand for itself in a JSON string. Nothing is compiled.
+
+    only_named: for back ends that leave such characters out of classes and ranges, and write only those named.
+    """
+    for atom in _ATOM.findall(pattern):
+        inside = len(atom) > 1 and atom[0] == "["
+        if inside and atom[1] == "^":
+            if not only_named:
+                return True
+            continue
+        parts = _ATOM.findall(atom[1:-1]) if inside else [atom]
+        ranges = _RANGE.findall(atom[1:-1]) if inside and not only_named else []
+        if any(_is_escaped(_code(low), _code(high)) for low, high in ranges):
+            return True
+        for part in parts:
+            if part in _WIDE:
+                if not only_named and not (inside and part == "."):
+                    return True
+            elif _is_escaped(_code(part), _code(part)):
+                return True
+    return False
+
+
+def _narrow(schema: Schema) -> bool:
+    """Whether numbers end beside a whole number that is excluded, less than 1 away from the other bound."""
+    kinds = schema.get("type", "number")
+    if "number" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return False
+    low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    tops = [bound for bound in (schema.get("maximum"), high) if bound is not None]
+    bottoms = [bound for bound in (schema.get("minimum"), low) if bound is not None]
+    return any(
+        bound is not None and bound == int(bound) and any(bound - 1 < other < bound + 1 for other in others)
+        for bound, others in ((low, tops), (high, bottoms))
+    )
+
+
 def _guidance_combinations(schema: Schema, found: frozenset[str]) -> str | None:
+    if _narrow(schema):  # it would let the excluded bound pass
+        return "an excluded whole number less than 1 away from the other bound"
     counts = found & {"minProperties", "maxProperties"}
     required = set(schema.get("required", ()))
     if counts and set(schema.get("properties", {})) - required:
@@ -278,7 +396,13 @@ def _xgrammar_combinations(schema: Schema, found: frozenset[str]) -> str | None:
         return "length beside format"
     if "patternProperties" in found and found & {"properties", "additionalProperties", "required"}:
         return "patternProperties beside properties"
-    return _unlisted(schema) or _beside(found, _READ_ALONE)
+    if "type" not in schema and (untyped := sorted(found & _NEED_TYPE)):
+        return f"{untyped[0]} without type"
+    patterns = [schema.get("pattern", ""), *schema.get("patternProperties", ())]
+    if any(_matches_what_json_escapes(pattern, only_named=True) for pattern in patterns):
+        return _WRITES_RAW
+    around = next(filter(None, map(_looks_around, patterns)), None)
+    return around or _of_other_types(schema) or _unlisted(schema) or _beside(found, _READ_ALONE)
 
 
 def _outlines_combinations(schema: Schema, found: frozenset[str]) -> str | None:
@@ -290,7 +414,11 @@ def _outlines_combinations(schema: Schema, found: frozenset[str]) -> str | None:
         return "length beside format"
     if not all(map(_needs_no_escape, schema.get("properties", {}))):
         return "property names with quotes, backslashes or control characters"
-    return _unlisted(schema) or _beside(found, _READ_ALONE)
+    if _matches_what_json_escapes(schema.get("pattern", ""), only_named=False):
+        return _WRITES_RAW
+    if schema.get("minItems", 0) > schema.get("maxItems", math.inf):
+        return "minItems above maxItems"
+    return _of_other_types(schema) or _unlisted(schema) or _beside(found, _READ_ALONE)
 
 
 def _lmfe_combinations(schema: Schema, found: frozenset[str]) -> str | None:
@@ -308,7 +436,18 @@ def _lmfe_combinations(schema: Schema, found: frozenset[str]) -> str | None:
         return "items as a list"
     if "pattern" in found and found & {"minLength", "maxLength"}:
         return "pattern beside length"
-    return _unlisted(schema) or _beside(found, _READ_ALONE)
+    if not schema.get("pattern", "any").strip("^$"):
+        return "patterns of nothing"
+    if schema.get("maxItems", 1) == 0:
+        return "arrays that must be empty"
+    if schema.get("additionalProperties") is False and not schema.get("properties"):
+        return "objects that must be empty"
+    parts = [schema.get("items"), *schema.get("properties", {}).values(), *schema.get("anyOf", ())]
+    if any(isinstance(part, bool) for part in parts):
+        return _TRUE_OR_FALSE
+    if isinstance(schema.get("type"), list) and len(found) > 1:
+        return f"{sorted(found - {'type'})[0]} beside several types"
+    return _of_other_types(schema) or _unlisted(schema) or _beside(found, _READ_ALONE)
 
 
 _COMBINATIONS: Mapping[str, Callable[[Schema, frozenset[str]], str | None]] = {
