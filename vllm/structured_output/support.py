@@ -294,11 +294,13 @@ _IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
 
 def _of_other_types(schema: Schema) -> str | None:
     """For back ends that write a constant whatever its type is."""
-    kinds = schema.get("type")
-    for key in ("const", "enum") if kinds is not None else ():
-        for value in [schema[key]] if key == "const" and key in schema else schema.get(key, ()):
-            if not any(_IS_TYPE[kind](value) for kind in (kinds if isinstance(kinds, list) else [kinds])):
-                return f"{key} with values of another type than `type`"
+    kinds: Any = schema.get("type")
+    constants = [("const", schema["const"])] if "const" in schema else []
+    constants += [("enum", value) for value in schema.get("enum", ())]
+    checks = [] if kinds is None else [_IS_TYPE[kind] for kind in (kinds if isinstance(kinds, list) else [kinds])]
+    for key, value in constants if checks else ():
+        if not any(check(value) for check in checks):
+            return f"{key} with values of another type than `type`"
     return None
 
 
