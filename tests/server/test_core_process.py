@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -17,8 +18,9 @@ import psutil
 import pytest
 
 from tests.server.engines import PROMPTS, assert_idle, core_pid, final, greedy, leftovers, make, running, settle
-from vllm.engine import wire
+from vllm.engine import async_llm_engine, wire
 from vllm.engine.async_llm_engine import AsyncEngineDeadError
+from vllm.engine.core_client import CoreProcess
 from vllm.exceptions import EngineDeadError
 from vllm.ipc import frames
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
@@ -47,6 +49,31 @@ async def flood(engine, count: int = 32) -> list[asyncio.Task]:
     seen = engine.metrics.generation_tokens
     await settle(lambda: engine.metrics.generation_tokens > seen + count)
     return tasks
+
+
+async def test_a_loop_that_was_held_up_does_not_take_the_core_for_dead(model_folder, monkeypatch):
+    """As by the imports of a server that has loaded its adapters already."""
+    engine = make(model_folder)
+    await engine.check_health()
+    monkeypatch.setattr(async_llm_engine, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(CoreProcess, "PULSE_GRACE_SECONDS", 0.5)
+    await asyncio.sleep(1.0)
+    time.sleep(0.8)
+    await engine.check_health()
+    await engine.shutdown(0.0)
+
+
+def test_a_core_is_killed_while_the_interpreter_ends(monkeypatch):
+    """The thread that waited for the process is gone then, maybe with the lock of `Popen.wait`."""
+    core = CoreProcess({}, "")
+    core._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    with core._process._waitpid_lock:
+        monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+        killing = threading.Thread(target=core.kill, daemon=True)
+        killing.start()
+        killing.join(10.0)
+        assert not killing.is_alive()
+    assert core._process.wait(10.0) == -signal.SIGKILL
 
 
 async def test_killed_core_ends_every_request_at_once(model_folder):

@@ -110,6 +110,7 @@ class AsyncLLMEngine:
         self._stopped = False
         self._death: BaseException | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._ticked = 0.0
         self._ending: asyncio.Task[None] | None = None  # a reference, so that it is not collected
         self.before_core_ends: Callable[[], Awaitable[None]] | None = None
         if usage_context is not None:
@@ -189,17 +190,15 @@ class AsyncLLMEngine:
     async def _attach(self) -> None:
         await self._core.attach(self._on_outputs, self._on_death)
         self._attached = True
+        self._ticked = time.monotonic()
         self._ticker = asyncio.create_task(self._tick(), name="engine-watch")
 
     async def _tick(self) -> None:
         """Write the statistics line, and give up a core that is stuck."""
-        before = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
-            if now - before > 4 * TICK_SECONDS:
-                self._core.excuse()
-            before = now
+            self._excuse_core(4 * TICK_SECONDS)
+            self._ticked = time.monotonic()
             if self._log_stats:
                 self._log_line.tick()
             problem = self._core.stall()
@@ -207,6 +206,11 @@ class AsyncLLMEngine:
                 self.set_errored(AsyncEngineDeadError(problem))
                 self._core.kill()
                 return
+
+    def _excuse_core(self, seconds: float) -> None:
+        """If the event loop was held up for so long, as by imports, it read no pulses of the core."""
+        if time.monotonic() - self._ticked > seconds:
+            self._core.excuse()
 
     def _on_outputs(self, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """One step of the core. Runs on the event loop; wakes every consumer it has something for."""
@@ -531,6 +535,7 @@ class AsyncLLMEngine:
         if self.is_stopped:
             raise AsyncEngineDeadError("Background loop is stopped.")
         await self._ensure_attached()
+        self._excuse_core(2 * TICK_SECONDS)
         self._core.check_health()
 
     async def get_vllm_config(self) -> VllmConfig:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -361,7 +362,7 @@ class CoreProcess(CorePeer):
         """End the core process and its workers at once, from any thread. May be called twice."""
         self._stopping = True
         self._kill_group()
-        if self._process is not None:
+        if self._process is not None and not sys.is_finalizing():  # its keeper may be gone then with the lock of `wait`
             self._process.wait()
 
     def _kill_group(self) -> None:
