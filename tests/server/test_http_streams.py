@@ -153,14 +153,17 @@ def test_a_thousand_streams_equal_plain_answers(steady: Server) -> None:
     compare(steady, 1000, seed=1)
 
 
+@pytest.mark.parametrize("interval", [{"stream_interval": 1}, {}])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_with_an_interval_of_one_each_token_is_an_event(server: Server, path: str) -> None:
-    """Also while many others are served, when events have several tokens otherwise."""
+def test_with_an_interval_of_one_each_token_is_an_event(server: Server, path: str, interval: dict[str, int]) -> None:
+    """Also while many others are served, when events have several tokens otherwise. One is meant where log
+    probabilities are asked for.
+    """
     prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     body = {**prompt, "max_tokens": 64, "ignore_eos": True, "stream": True}
     body["logprobs"] = 0 if "prompt" in prompt else True
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: server.post(path, {**body, "stream_interval": 1}), range(8)))
+        answers = list(pool.map(lambda _: server.post(path, {**body, **interval}), range(8)))
     for answer in answers:
         choices = [event["choices"][0] for event in sse_events(answer.text) if event["choices"]]
         tokens = [len(c["logprobs"].get("tokens") or c["logprobs"]["content"]) for c in choices if c["logprobs"]]

@@ -98,6 +98,9 @@ def to_sampling_params(
     for name, neutral in NEUTRAL.items():
         given = getattr(request, name)
         values[name] = given if given is not None else default.get(name, neutral)
+    interval = request.stream_interval
+    if interval is None and logprobs is not None and kind is RequestOutputKind.DELTA:
+        interval = 1  # clients take what is known of an event's only token for what is known of its text
     return SamplingParams.from_optional(
         **values,
         n=request.n,
@@ -123,7 +126,7 @@ def to_sampling_params(
         use_beam_search=request.use_beam_search,
         length_penalty=request.length_penalty,
         early_stopping=request.early_stopping,
-        stream_interval=request.stream_interval,
+        stream_interval=interval,
         output_kind=kind,
         **form_values(request),
     )
