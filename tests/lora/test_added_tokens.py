@@ -202,7 +202,10 @@ def test_adapters_write_and_read_their_own_tokens(folder: Path) -> None:
             set(tokens(temperature=5.0, top_k=-1, seed=3, max_tokens=60)) - set(range(width)) - {*range(width + NEW)}
             == set()
         )
-        assert max(tokens(guided_decoding=GuidedDecodingParams(regex="[0-9]{4}"))) < width
+        digits = GuidedDecodingParams(regex="[0-9]{4}")
+        assert max(tokens(guided_decoding=digits)) < width
+        for new in range(NEW):  # a form knows the tokens of the base model only
+            assert max(tokens(guided_decoding=digits, stop_token_ids=[width + new], ignore_eos=False)) < width
 
         for request, token in ((None, width), (requests["c"], width), (requests["a"], width + NEW)):
             with pytest.raises(ValueError, match=f"Token id {token} is out of vocabulary"):

@@ -225,13 +225,14 @@ class GrammarRequests:
         """From here on the grammar says where the request may end, and the sampler nothing any more."""
         end = self._reasoning_end
         openings = () if end is None or end.in_prompt(request.tokens) else end.openings(request.tokens)
+        width = self.compiler.vocabulary.width  # adapters may have further tokens, which no mask allows
         if openings:
-            width = self.compiler.vocabulary.width
             openings = [opening for opening in openings if max(opening) < width]
         state = self._states[request.id] = _State(compiled, request, openings)
+        state.ends_late = not state.ends
+        state.ends = [token for token in state.ends if token < width]
         if not state.ends:
             state.ends = self.compiler.vocabulary.end_ids
-            state.ends_late = True
             request.end_at(state.ends)
         if state.min_tokens:
             request.forget_min_tokens()
@@ -481,6 +482,7 @@ class GrammarRequests:
         state.mask = None
         for token in tokens[state.position :]:
             if not state.matcher.accept(token):
+                state.node = None  # no kept mask says that it may not be there
                 raise refused(token)
             state.take_in(token)
             state.position += 1
