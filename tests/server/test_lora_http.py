@@ -18,7 +18,7 @@ from tests.lora.test_added_tokens import save_with_tokens
 from tests.server.http_server import MODEL, Server
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
-from vllm.entrypoints.openai.adapters import parse_lora_modules, parse_prompt_adapters
+from vllm.entrypoints.openai.adapters import ServedAdapters, parse_lora_modules, parse_prompt_adapters
 from vllm.lora.request import LoRARequest
 from vllm.prompt_adapter.request import PromptAdapterRequest
 
@@ -230,6 +230,7 @@ def test_an_adapter_brings_tokens_of_its_own(lora_server: Server, folders: tuple
         ({"lora_name": "x", "lora_path": "a\0b"}, "NUL"),
         ({"lora_name": "x", "lora_path": "{root}/../../.."}, "--lora-root"),
         ({"lora_name": "x", "lora_path": "{root}/nothing"}, "No adapter found"),
+        ({"lora_name": "x", "lora_path": "~nobody-of-that-name/y"}, "lora_path is no folder"),
         ({"lora_name": 5, "lora_path": "y"}, "lora_name"),
     ],
 )
@@ -255,3 +256,10 @@ def test_modules_that_are_none_are_refused(words: list[str]) -> None:
         parse_lora_modules(words)
     with pytest.raises(ValueError, match="--prompt-adapters"):
         parse_prompt_adapters(words)
+
+
+def test_a_name_of_the_hub_is_no_way_around_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the server runs in a folder that may be loaded from."""
+    monkeypatch.chdir(tmp_path)
+    assert ServedAdapters(None, roots=[str(tmp_path)])._inside_root("owner/name") == str(tmp_path / "owner" / "name")  # type: ignore[arg-type]
+    assert ServedAdapters(None)._inside_root("owner/name") == "owner/name"  # type: ignore[arg-type]

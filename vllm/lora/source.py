@@ -50,11 +50,11 @@ def _folder(path: str) -> Path | None:
         return None
     if path in PACKAGED_ADAPTERS:
         return _ASSETS / path
-    local = Path(path).expanduser()
     try:
+        local = Path(path).expanduser()
         if local.is_dir():
             return local.resolve()
-    except OSError:  # too long for a path
+    except (OSError, RuntimeError):  # too long for a path; the folder of a user that there is not
         return None
     if path.count("/") != 1 or path.startswith(("/", ".", "~")):
         return None  # no name of a repository

@@ -111,8 +111,7 @@ class ServedAdapters:
         async with self._changing:  # reading takes a while, and no other may take the name meanwhile
             if name in self._requests or name in served:
                 raise _invalid(f"The lora adapter '{name}' has already been loaded.")
-            self._check_root(path)
-            await self._add(name, path)
+            await self._add(name, self._inside_root(path))
 
     async def discover(self, name: Any, served: Sequence[str]) -> None:
         """Add the adapter of a name that is not known, if a resolver finds one and adapters may be changed.
@@ -152,14 +151,19 @@ class ServedAdapters:
             raise not_found(f"The lora adapter '{name[:MAX_NAME]}' cannot be found.", "lora_name")
         await self._engine.remove_lora(request.lora_int_id)
 
-    def _check_root(self, path: str) -> None:
+    def _inside_root(self, path: str) -> str:
+        """Where the adapter is: absolute where there are roots, so that it is no name of the Hub. Raises APIError."""
         if "\0" in path:
             raise bad_request("lora_path has a NUL character.", "lora_path")
         if not self._roots:
-            return
-        folder = Path(path).expanduser().resolve()
+            return path
+        try:
+            folder = Path(path).expanduser().resolve()
+        except RuntimeError as error:  # of a user that there is not, or links that lead to each other
+            raise bad_request(f"lora_path is no folder: {error}", "lora_path") from None
         if not any(folder.is_relative_to(root) for root in self._roots):
             raise bad_request("This server loads adapters from the folders of --lora-root only.", "lora_path")
+        return str(folder)
 
 
 def _invalid(message: str) -> APIError:
