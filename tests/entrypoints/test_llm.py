@@ -148,6 +148,7 @@ BAD_CALLS = [
         ValueError,
         "^Got lora_request .* but LoRA is not enabled!$",
     ),
+    ({"prompts": "a", "lora_request": "x"}, TypeError, "^lora_request must be a LoRARequest, or .*, got 'x'.$"),
     (
         {"prompts": "a", "lora_request": [None, None]},
         ValueError,

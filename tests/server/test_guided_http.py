@@ -160,6 +160,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "must use one kind"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "only use one kind"),
     ({"structured_outputs": 5}, "must be an object"),
+    ({"guided_decoding": {"regex": "a"}}, "guided_decoding is not a field of the API: send structured_outputs"),
     ({"guided_choice": ["a"], "use_beam_search": True, "best_of": 2, "temperature": 0}, "guided_decoding"),
 ]
 

@@ -608,6 +608,8 @@ class LLM:
     ) -> list[str]:
         """`params`: one for all, or one per prompt."""
         count = len(prompts)
+        if isinstance(lora_request, str):
+            raise TypeError(f"lora_request must be a LoRARequest, or a list of one per prompt, got {lora_request!r}.")
         if isinstance(lora_request, Sequence) and len(lora_request) != count:
             raise ValueError("The lengths of prompts and lora_request must be the same.")
         priority = listed(priority)

@@ -50,8 +50,14 @@ LATER_FIELDS = (
     "vllm_xargs",
     "prompt_embeds",
 )
+# Arguments of Python's that bodies spell otherwise.
+_OTHERWISE = {
+    "lora_request": "name the adapter as the model",
+    "prompt_adapter_request": "name the adapter as the model",
+    "guided_decoding": "send structured_outputs with the same contents, or guided_json and its like",
+}
 # Most requests have none of these, which is seen at one glance.
-_NOT_YET = frozenset({"logits_processors", "lora_request", *LATER_FIELDS})
+_NOT_YET = frozenset({"logits_processors", *_OTHERWISE, *LATER_FIELDS})
 
 # Parameters of the other two routes that ask for what a response cannot hold.
 NOT_OF_RESPONSES = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs", "max_tokens", "logprobs")
@@ -183,6 +189,8 @@ class _Sampling(_Request):
     multi_modal_data: Any = None
     multi_modal_uuids: Any = None
     lora_request: Any = None
+    prompt_adapter_request: Any = None
+    guided_decoding: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -209,8 +217,9 @@ class _Sampling(_Request):
                 "logit_bias, allowed_token_ids and bad_words change what is sampled.",
                 "logits_processors",
             )
-        if self._set("lora_request"):
-            raise bad_request("lora_request is not a field of the API: name the adapter as the model.", "lora_request")
+        for name, instead in _OTHERWISE.items():
+            if self._set(name):
+                raise bad_request(f"{name} is not a field of the API: {instead}.", name)
         for name in LATER_FIELDS:
             if self._set(name):
                 raise bad_request(f"{name} is not available in this version.", name)
