@@ -108,6 +108,8 @@ def test_what_is_wrong_with_a_prompt_adapter_is_said(base: Path, tmp_path: Path)
             with pytest.raises(ValueError, match=message):
                 llm.generate("Hi", params, prompt_adapter_request=request, use_tqdm=False)
 
+        with pytest.raises(TypeError, match="must be one PromptAdapterRequest for all prompts, got list"):
+            llm.generate("x", prompt_adapter_request=[request], use_tqdm=False)  # type: ignore[arg-type]
         refused("neither adapter_model.safetensors")
         for tensors, message in (
             ({"prompt_embeddings": torch.zeros(3, width + 1)}, "expected .virtual tokens"),

@@ -22,6 +22,7 @@ from vllm.inputs import INPUT_REGISTRY, LLMInputs, PromptType
 from vllm.lora.request import LoRARequest
 from vllm.lora.source import check_adapter
 from vllm.pooling_params import PoolingParams
+from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.prompt_adapter.source import VirtualTokens, read_prompt_adapter
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.structured_output.spec import GrammarSpec, constraint_of
@@ -30,7 +31,6 @@ from vllm.validation import integer_in, show
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.prompt_adapter.request import PromptAdapterRequest
 
 MAX_KNOWN_ADAPTERS = 4096
 MAX_TOKENIZERS = 64  # of adapters
@@ -410,6 +410,9 @@ class InputProcessor:
         config = self._config.prompt_adapter_config
         if config is None:
             raise ValueError(f"Got prompt_adapter_request {request} but prompt adapters are not enabled!")
+        if not isinstance(request, PromptAdapterRequest):
+            kind = type(request).__name__
+            raise TypeError(f"prompt_adapter_request must be one PromptAdapterRequest for all prompts, got {kind}.")
         folder = Path(request.prompt_adapter_local_path).expanduser().resolve()
         key = (request.prompt_adapter_id, str(folder))
         found = self.prompt_adapters.pop(key, None)
