@@ -47,6 +47,8 @@ _INSTALLED_BY = {GUIDANCE: "llguidance", XGRAMMAR: "xgrammar", OUTLINES: "outlin
 
 # A set whose characters' other cases are looked up takes guidance two milliseconds, in the core.
 MAX_CASELESS_SETS = 128
+# The time that guidance takes, in the core, for patterns that must all match grows exponentially with their number.
+MAX_INTERSECTIONS = 8
 _IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
 _LARK_IGNORES_CASE = re.compile(r"""\(\?[a-zA-Z]*i|[/"][a-z]*i\b""")
 
@@ -211,6 +213,8 @@ def _missing_of_tag(backend: str, schema: Any) -> Iterator[str]:
 def _missing_of_schema(backend: str, root: Any) -> Iterator[str]:
     if backend == LMFE and isinstance(root, bool):
         yield _TRUE_OR_FALSE
+    if backend == GUIDANCE and _num_intersections(root) > MAX_INTERSECTIONS:
+        yield f"more than {MAX_INTERSECTIONS} patterns put together by allOf or beside $ref"
     lacking, formats, check = _LACKING[backend], _FORMATS[backend], _COMBINATIONS[backend]
     for schema in subschemas(root):
         found = assertions(schema)
@@ -223,6 +227,17 @@ def _missing_of_schema(backend: str, root: Any) -> Iterator[str]:
             yield reason
     if backend == OUTLINES and is_recursive(root):
         yield "recursive $ref"
+
+
+def _num_intersections(root: Any) -> int:
+    """At least as many as patterns of strings that hold for one value, less one."""
+    joints = patterns = 0
+    for schema in subschemas(root):
+        keys = schema.keys() & {"pattern", "format", "enum", "const", "anyOf", "oneOf"}
+        joints += len(schema.get("allOf", ())) + ("$ref" in schema) * bool(keys | (schema.keys() & {"allOf"}))
+        joints += len(keys) - 1 if len(keys) > 1 else 0
+        patterns += len(schema.keys() & {"pattern", "format"})
+    return min(joints, patterns) - 1
 
 
 def _beside(found: frozenset[str], keys: tuple[str, ...]) -> str | None:
