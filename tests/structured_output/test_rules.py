@@ -213,3 +213,9 @@ def test_schemas_of_structural_tags_are_checked(schema: str, problem: str) -> No
     tag = f'{{"structures": [{{"begin": "<a>", "schema": {schema}, "end": "</a>"}}], "triggers": ["<a"]}}'
     with pytest.raises(VLLMValidationError, match=problem):
         spec_of("guidance", structural_tag=tag)
+
+
+@pytest.mark.parametrize("joined", [" & ".join(["/a/"] * 30), "x", '%json {"allOf": [' + ", ".join(["{}"] * 30) + "]}"])
+def test_many_terminals_put_together_are_refused(joined: str) -> None:
+    with pytest.raises(VLLMValidationError, match="signs &, or braces") if joined != "x" else contextlib.nullcontext():
+        spec_of("guidance", grammar=f"start: T\nT: {joined if joined != 'x' else chr(34) + 'x' + chr(34)}")

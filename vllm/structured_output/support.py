@@ -163,6 +163,10 @@ def missing(backend: str, kind: str, schema: Any, text: str, whitespace: str | N
         ignores = _LARK_IGNORES_CASE if kind == GRAMMAR else _IGNORES_CASE
         if ignores.search(text):
             return f"patterns that ignore case, with more than {MAX_CASELESS_SETS} sets of characters"
+    most = 2 * MAX_INTERSECTIONS
+    joins = text.count("&") > most or ("%json" in text and text.count("{") > most)
+    if kind == GRAMMAR and backend == GUIDANCE and joins:
+        return f"grammars with more than {most} signs &, or braces beside %json"
     if kind == STRUCTURAL_TAG and backend == GUIDANCE and "structures" not in text:
         return "structural tags with a format"
     if whitespace is not None and (backend == LMFE or (whitespace and backend == XGRAMMAR)):
