@@ -1,4 +1,4 @@
-"""llguidance: an Earley parser over lazily built lexers. Compiles in about a millisecond, within limits of its own."""
+"""llguidance: an Earley parser over lazily built lexers. Compiles in about a millisecond, mostly."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ class GuidanceGrammar:
 class Guidance:
     """The back end; see `grammar.Backend`."""
 
-    isolated = False
+    isolated = True
     places_decide = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._end = end_of(vocabulary)
+        self._end, self._words = end_of(vocabulary), vocabulary.words
         wrapper = llguidance.TokenizerWrapper(_Wrapper(vocabulary, self._end))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.width)
 
@@ -124,6 +124,10 @@ class Guidance:
         """Nothing is needed."""
 
     def build(self, spec: GrammarSpec) -> bytes:
+        """Nothing that travels: `load` does the same again, of which is known by then that it is soon done. The
+        library's limits leave out what takes minutes and memory by itself, as intersections of patterns do.
+        """
+        self.load(spec, b"").start().fill(np.zeros(self._words, np.uint32))
         return b""
 
     def load(self, spec: GrammarSpec, data: bytes) -> Grammar:
