@@ -125,6 +125,14 @@ def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, b
     assert compiler._processes[backend]._helper._process is process
 
 
+def test_patterns_put_together_for_ever_are_ended(compiler: GrammarCompiler) -> None:
+    """guidance has limits of its own, which do not count what allOf of patterns takes."""
+    patterns = [{"type": "string", "pattern": f"[a-z]{{{i},{i + 40}}}"} for i in range(1, 40)]
+    with pytest.raises(GrammarError, match="longer than the 3 s"):
+        compiler.compile(spec_of("guidance", json={"allOf": patterns})).result()
+    assert compiler.compile(spec_of("guidance", json={"allOf": patterns[:2]})).result().grammar
+
+
 class Failing:
     """A library that does something else than compile."""
 
@@ -224,6 +232,8 @@ HOSTILE: list[dict[str, Any]] = [
     {"json": {"anyOf": [{"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(2000)]}},
     {"choice": ["x" * 60 + str(i) for i in range(4000)]},
     {"json": {"type": "string", "pattern": "(?i)" + "[\u0130-\uffff]" * 400}},
+    {"json": {"allOf": [{"type": "string", "pattern": f"[a-z]{{{i},{i + 40}}}"} for i in range(1, 40)]}},
+    {"grammar": "start: T\nT: " + " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(10, 40))},
     {"grammar": "\n".join(f"r{i} ::= r{i + 1}?" for i in range(3000)) + '\nr3000 ::= "a"\nroot ::= r0'},
     {
         "structural_tag": json.dumps(
@@ -238,7 +248,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("constraint", HOSTILE, ids=lambda c: str(c)[:50])
 def test_hostile_constraints_are_compiled_in_time_or_refused(vocabulary: Vocabulary, constraint: Any) -> None:
-    """With the library that compiles in this process."""
+    """With the library that is used where nobody asks for another."""
     compiler = GrammarCompiler(lambda: vocabulary)
     try:
         item = spec_of("guidance", **constraint)

@@ -142,7 +142,6 @@ def test_many_sets_that_ignore_case_are_refused_by_the_library_that_compiles_in_
 WRONG_TEXTS = [
     ("guidance", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}),
     ("guidance", {"type": ["number", "null"], "minimum": -1.5, "exclusiveMaximum": -1}),
-    ("guidance", {"allOf": [{"type": "string", "pattern": f"[a-z]{{{i},{i + 40}}}"} for i in range(1, 40)]}),
     ("xgrammar", {"maxLength": 1}),
     ("xgrammar", {"type": "array", "items": {"pattern": "^a$"}}),
     ("xgrammar", {"type": "string", "enum": ["a", 1]}),
@@ -173,7 +172,6 @@ def test_what_a_library_would_write_wrongly_is_refused_by_name(backend: str, sch
     [
         ("guidance", {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}),
         ("guidance", {"type": "integer", "exclusiveMinimum": 0, "maximum": 0.5}),
-        ("guidance", {"allOf": [{"properties": {f"{i}{j}": {"pattern": "a"} for i in range(9)}} for j in range(3)]}),
         ("xgrammar", {"type": "string", "enum": ["a", "b"]}),
         ("xgrammar", {"type": "integer", "const": 1.0}),
         ("xgrammar", {"type": "string", "pattern": "^[^a]\\(?=.$"}),
@@ -213,9 +211,3 @@ def test_schemas_of_structural_tags_are_checked(schema: str, problem: str) -> No
     tag = f'{{"structures": [{{"begin": "<a>", "schema": {schema}, "end": "</a>"}}], "triggers": ["<a"]}}'
     with pytest.raises(VLLMValidationError, match=problem):
         spec_of("guidance", structural_tag=tag)
-
-
-@pytest.mark.parametrize("joined", [" & ".join(["/a/"] * 30), "x", '%json {"allOf": [' + ", ".join(["{}"] * 30) + "]}"])
-def test_many_terminals_put_together_are_refused(joined: str) -> None:
-    with pytest.raises(VLLMValidationError, match="signs &, or braces") if joined != "x" else contextlib.nullcontext():
-        spec_of("guidance", grammar=f"start: T\nT: {joined if joined != 'x' else chr(34) + 'x' + chr(34)}")

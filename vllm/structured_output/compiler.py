@@ -137,8 +137,8 @@ class GrammarCompiler:
         return pool
 
     def _warm(self, name: str) -> None:
-        if self._backend(name).isolated:
-            self._process(name).make_run()
+        self._backend(name)
+        self._process(name).make_run()
 
     def _compile(self, spec: GrammarSpec) -> Compiled:
         try:
@@ -162,7 +162,7 @@ class GrammarCompiler:
     def _compiled(self, spec: GrammarSpec) -> Compiled:
         backend = self._backend(spec.backend)
         # What may take long happens in the process: beginning here, and the process's own start, are not counted.
-        data = self._process(spec.backend).build(spec, self._seconds) if backend.isolated else backend.build(spec)
+        data = self._process(spec.backend).build(spec, self._seconds)
         started = time.monotonic()
         grammar = backend.load(spec, data)
         _check_beginning(grammar, self.vocabulary.words)

@@ -65,13 +65,12 @@ class Filled(NamedTuple):
 class Backend(Protocol):
     """One library, for one vocabulary.
 
-    isolated: compiling may take very long or end the process, and so happens in a process that can be killed: `build`
-    runs there, `load` here with what it returned. Otherwise `load` is called with b"".
+    Compiling may take very long or end the process, and so happens in a process that can be killed: `build` runs there,
+    `load` here with what it returned.
     places_decide: a mask depends on nothing but where the text stands in its grammar (`positions.py`), and the newest
     token.
     """
 
-    isolated: bool
     places_decide: bool
 
     def __init__(self, vocabulary: Vocabulary) -> None: ...

@@ -45,10 +45,8 @@ BACKENDS = (GUIDANCE, XGRAMMAR, OUTLINES, LMFE)
 _PACKAGES = {GUIDANCE: "llguidance", XGRAMMAR: "xgrammar", OUTLINES: "outlines_core", LMFE: "lmformatenforcer"}
 _INSTALLED_BY = {GUIDANCE: "llguidance", XGRAMMAR: "xgrammar", OUTLINES: "outlines_core", LMFE: "lm-format-enforcer"}
 
-# A set whose characters' other cases are looked up takes guidance two milliseconds, in the core.
+# A set whose characters' other cases are looked up takes guidance two milliseconds.
 MAX_CASELESS_SETS = 128
-# The time that guidance takes, in the core, for patterns that must all match grows exponentially with their number.
-MAX_INTERSECTIONS = 8
 _IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
 _LARK_IGNORES_CASE = re.compile(r"""\(\?[a-zA-Z]*i|[/"][a-z]*i\b""")
 
@@ -163,10 +161,6 @@ def missing(backend: str, kind: str, schema: Any, text: str, whitespace: str | N
         ignores = _LARK_IGNORES_CASE if kind == GRAMMAR else _IGNORES_CASE
         if ignores.search(text):
             return f"patterns that ignore case, with more than {MAX_CASELESS_SETS} sets of characters"
-    most = 2 * MAX_INTERSECTIONS
-    joins = text.count("&") > most or ("%json" in text and text.count("{") > most)
-    if kind == GRAMMAR and backend == GUIDANCE and joins:
-        return f"grammars with more than {most} signs &, or braces beside %json"
     if kind == STRUCTURAL_TAG and backend == GUIDANCE and "structures" not in text:
         return "structural tags with a format"
     if whitespace is not None and (backend == LMFE or (whitespace and backend == XGRAMMAR)):
@@ -217,8 +211,6 @@ def _missing_of_tag(backend: str, schema: Any) -> Iterator[str]:
 def _missing_of_schema(backend: str, root: Any) -> Iterator[str]:
     if backend == LMFE and isinstance(root, bool):
         yield _TRUE_OR_FALSE
-    if backend == GUIDANCE and _num_intersections(root) > MAX_INTERSECTIONS:
-        yield f"more than {MAX_INTERSECTIONS} patterns put together by allOf or beside $ref"
     lacking, formats, check = _LACKING[backend], _FORMATS[backend], _COMBINATIONS[backend]
     for schema in subschemas(root):
         found = assertions(schema)
@@ -231,17 +223,6 @@ def _missing_of_schema(backend: str, root: Any) -> Iterator[str]:
             yield reason
     if backend == OUTLINES and is_recursive(root):
         yield "recursive $ref"
-
-
-def _num_intersections(root: Any) -> int:
-    """At least as many as patterns of strings that hold for one value, less one."""
-    joints = patterns = 0
-    for schema in subschemas(root):
-        keys = schema.keys() & {"pattern", "format", "enum", "const", "anyOf", "oneOf"}
-        joints += len(schema.get("allOf", ())) + ("$ref" in schema) * bool(keys | (schema.keys() & {"allOf"}))
-        joints += len(keys) - 1 if len(keys) > 1 else 0
-        patterns += len(schema.keys() & {"pattern", "format"})
-    return min(joints, patterns) - 1
 
 
 def _beside(found: frozenset[str], keys: tuple[str, ...]) -> str | None:

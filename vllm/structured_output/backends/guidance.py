@@ -112,7 +112,6 @@ class GuidanceGrammar:
 class Guidance:
     """The back end; see `grammar.Backend`."""
 
-    isolated = True
     places_decide = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:

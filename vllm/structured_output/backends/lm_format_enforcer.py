@@ -96,7 +96,6 @@ class LmfeGrammar:
 class Lmfe:
     """The back end; see `grammar.Backend`."""
 
-    isolated = True
     places_decide = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:

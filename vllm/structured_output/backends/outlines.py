@@ -74,7 +74,6 @@ class OutlinesGrammar:
 class Outlines:
     """The back end; see `grammar.Backend`."""
 
-    isolated = True
     places_decide = False
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -118,7 +118,6 @@ class XgrammarGrammar:
 class Xgrammar:
     """The back end; see `grammar.Backend`."""
 
-    isolated = True
     places_decide = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
