@@ -191,9 +191,11 @@ def cases(port: int) -> Iterator[tuple[int, str, dict[str, Any], tuple[int, ...]
         yield 82, CHAT, {"messages": [{"role": "user", "content": [part] * 10_000}]}, (400,)
     for messages in ([{}], [5], [None], [{"role": 5, "content": "x"}], [{"role": "user"}], "x", {}, [USER]):
         yield 1, CHAT, {"messages": messages}, (400,)
-    calls: tuple[Any, ...] = ([5], ["x"], 5, "x", [{"function": 5}], [{"function": {"arguments": "{"}}], {"a": 1})
+    calls: tuple[Any, ...] = ([5], ["x"], 5, "x", [{"function": 5}], {"a": 1})
     for call in calls:
         yield 24, CHAT, {"messages": [{"role": "assistant", "tool_calls": call}, *USER], "max_tokens": 1}, (400,)
+    cut = [{"function": {"name": "f", "arguments": "{"}}]  # what agents show a model that has to mend it
+    yield 24, CHAT, {"messages": [{"role": "assistant", "tool_calls": cut}, *USER], "max_tokens": 1}, (200,)
     yield 111, COMPLETIONS, {"prompt": "The capital of France is " * 5, "max_tokens": 1, "prompt_logprobs": 5}, (200,)
     yield 111, COMPLETIONS, {"prompt": "The capital of France is " * 5, "max_tokens": 1, "prompt_logprobs": 5}, (200,)
 
