@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.worker.sample import oracle
 from vllm.ops import draw as module
 from vllm.ops.draw import DrawParams, draw
-from vllm.step.rng import uniform
+from vllm.step.rng import stream_start, uniform
 
 
 def draw_params(
@@ -62,8 +62,8 @@ def test_drawn_tokens_follow_the_distribution(temperature: float, min_p: float, 
     # half of the numbers are one request's positions, half are one position of many requests
     numbers = np.concatenate(
         [
-            uniform(np.full(draws // 2, 99, np.uint64), np.arange(draws // 2)),
-            uniform(np.arange(draws // 2, dtype=np.uint64), np.full(draws // 2, 17)),
+            uniform(stream_start(np.full(draws // 2, 99, np.uint64)), np.arange(draws // 2)),
+            uniform(stream_start(np.arange(draws // 2, dtype=np.uint64)), np.full(draws // 2, 17)),
         ]
     )
     params = draw_params(draws, torch.from_numpy(numbers), temperature, min_p, top_k, top_p)

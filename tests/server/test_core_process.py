@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from vllm.engine.async_llm_engine import AsyncEngineDeadError
 from vllm.engine.core_client import CoreProcess
 from vllm.exceptions import EngineDeadError
 from vllm.ipc import frames
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats
 
 LONG = 480
@@ -382,6 +384,44 @@ def test_tokens_travel_together_while_the_front_end_is_behind():
         server._report([])
         server._send_held()
         assert received() == []
+
+
+@pytest.mark.parametrize("further", [{}, {"stop": ["x"]}, {"logprobs": 1}, {"output_kind": RequestOutputKind.DELTA}])
+def test_tokens_that_nobody_looks_at_before_the_last_one_are_told_rarely(monkeypatch, further):
+    from tests.engine.test_core import new_core, request
+    from vllm.engine import core_process
+
+    params = SamplingParams(**{"output_kind": RequestOutputKind.FINAL_ONLY, "max_tokens": 6, **further})
+    now = [100.0]
+    monkeypatch.setattr(core_process.time, "monotonic", lambda: now[0])
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    reader, told = frames.FrameReader(), []
+
+    def report(*outputs: CoreOutput) -> int:
+        server._report(list(outputs))
+        with contextlib.suppress(BlockingIOError):
+            for body in frames.read_frames(ours, reader):
+                told.append(wire.decode_from_core(body).outputs)
+        return len(told)
+
+    with ours, theirs:
+        server = core_process.CoreServer(theirs, new_core()[0])
+        server._first.take([msgspec.structs.replace(request("a"), params=params), request("b")])
+        assert report(CoreOutput("a", [1], num_cached_tokens=0)) == 1, "the first token waits for nothing"
+        sent = report(CoreOutput("a", [2]))
+        if further:  # somebody looks: for a stop string, to count what is kept, to show it
+            assert sent == 2
+            return
+        assert sent == 1
+        now[0] += 1.1 * core_process.WHOLE_SECONDS
+        assert report(CoreOutput("a", [3])) == 2, "statistics are told all the while"
+        assert report(CoreOutput("a", [4])) == 2
+        assert report(CoreOutput("a", [5]), CoreOutput("b", [9])) == 3, "others wait for nothing"
+        assert report(CoreOutput("a", [6], "length")) == 4
+        assert not server._first.whole
+        tokens = [output.new_token_ids for outputs in told for output in outputs if output.request_id == "a"]
+        assert tokens == [[1], [2, 3], [4, 5], [6]]
 
 
 @pytest.mark.parametrize("prompt", [True, False])

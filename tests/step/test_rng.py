@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm.step.rng import uniform
+from vllm.step.rng import stream_start, uniform
 
 
 def reference(seed: int, position: int) -> float:
@@ -31,23 +31,23 @@ def test_equals_a_plain_computation() -> None:
     seeds = [0, 1, 2**63, 2**64 - 1, 1234567]
     positions = [0, 1, 2, 131072, 2**40]
     pairs = [(s, p) for s in seeds for p in positions]
-    found = uniform(np.array([s for s, _ in pairs], np.uint64), np.array([p for _, p in pairs], np.int64))
+    found = uniform(stream_start(np.array([s for s, _ in pairs], np.uint64)), np.array([p for _, p in pairs], np.int64))
     assert found.dtype == np.float32
     assert found.tolist() == [reference(s, p) for s, p in pairs]
 
 
 def test_a_number_does_not_depend_on_its_neighbours() -> None:
     seeds, positions = np.arange(100, dtype=np.uint64), np.arange(100, dtype=np.int32) * 7
-    together = uniform(seeds, positions)
-    alone = [uniform(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(100)]
+    together = uniform(stream_start(seeds), positions)
+    alone = [uniform(stream_start(seeds[i : i + 1]), positions[i : i + 1])[0] for i in range(100)]
     assert together.tolist() == alone
 
 
 def test_uniform_over_positions_and_over_seeds_and_uncorrelated() -> None:
     n = 1 << 16
-    over_positions = uniform(np.full(n, 5, np.uint64), np.arange(n))
-    over_seeds = uniform(np.arange(n, dtype=np.uint64), np.full(n, 5))
-    neighbour = uniform(np.full(n, 6, np.uint64), np.arange(n))
+    over_positions = uniform(stream_start(np.full(n, 5, np.uint64)), np.arange(n))
+    over_seeds = uniform(stream_start(np.arange(n, dtype=np.uint64)), np.full(n, 5))
+    neighbour = uniform(stream_start(np.full(n, 6, np.uint64)), np.arange(n))
     for numbers in (over_positions, over_seeds):
         assert numbers.min() >= 0.0 and numbers.max() < 1.0
         counts = np.bincount((numbers * 64).astype(int), minlength=64)

@@ -68,11 +68,12 @@ class Pace:
         if not self._limit:
             return
         tokens = sum(num_tokens)
-        if tokens >= _answers(num_tokens) + _LEAST // 2:  # what other steps take says nothing of prompts
+        if tokens > _LEAST // 2 and tokens >= _answers(num_tokens) + _LEAST // 2:  # others say nothing of prompts
             found = seconds / tokens
             self._per_token = found if not self._per_token else self._per_token + _SHARE * (found - self._per_token)
 
 
 def _answers(num_tokens: list[int]) -> int:
     """How many of the requests compute as few tokens as one that answers."""
-    return sum(n <= _ANSWER for n in num_tokens)
+    rows = len(num_tokens)
+    return rows if sum(num_tokens) == rows else sum(n <= _ANSWER for n in num_tokens)

@@ -268,6 +268,11 @@ class Scheduler:
         """The requests of the newest plan, one per row."""
         return self._in_flight[-1][1].requests
 
+    @property
+    def planned_tokens(self) -> int:
+        """Of the newest plan."""
+        return sum(self._in_flight[-1][1].num_tokens)
+
     def refuse(self, request_ids: Iterable[str], error: str, at_fault: bool = True) -> list[CoreOutput]:
         """End requests that cannot go on; unknown ids are ignored. Tokens still in flight for them will be dropped.
 

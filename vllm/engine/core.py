@@ -246,8 +246,8 @@ class EngineCore:
             return said
 
         plan = schedule(masks if self._grammars else None)
-        tokens = 0 if plan is None else int(plan.num_tokens.sum())
         if self._together is not None:
+            tokens = 0 if plan is None else self.scheduler.planned_tokens
             tokens, go_on = self._together.agree(tokens, self.has_unfinished(), self._calls)
             if not go_on:
                 self._followed = self._calls
@@ -257,7 +257,7 @@ class EngineCore:
 
     def _start(self, plan: StepPlan, errors: dict[str, str]) -> None:
         """Submit a step."""
-        self.step_allowance = self._seconds_per_token * max(plan.exchanged, int(plan.num_tokens.sum()))
+        self.step_allowance = self._seconds_per_token * max(plan.exchanged, self.scheduler.planned_tokens)
         self._executor.submit(plan)
         self._submitted += 1
         if plan.late is not None:

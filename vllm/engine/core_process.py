@@ -22,7 +22,7 @@ import termios
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -33,7 +33,7 @@ from vllm.ipc.child import end_with_parent
 from vllm.ipc.frames import FrameReader, read_frames, receive_frames
 from vllm.logger import init_logger
 from vllm.platforms import cuda_early
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.step.messages import CoreOutput, CoreRequest, CoreStats, prompt_pieces
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ PREPARE_SECONDS = 0.005  # without a request, before the next piece of what late
 SEND_SECONDS = 1.0
 MOST_UNREAD = 1 << 20  # bytes in its socket, with which it is told nothing more
 NOTHING = (0, 0, 0)  # missed by a front end
+WHOLE_SECONDS = 0.05  # so often are tokens told of which nobody looks before the last one
 # Of each turn between two steps, for what the front end has sent: many long prompts must not hold up who is running.
 TAKE_SECONDS = 0.02
 # What a front end may call by name; nothing else is reachable from the socket.
@@ -80,7 +81,8 @@ class Peer:
 
     prefix: what the core's names for its requests begin with; "" if there are no other front ends.
     held: outputs that were not sent yet, by request.   singly: requests that want each token by itself
-    (`stream_interval`).   missed: prompt tokens, generated tokens and steps since its last statistics, of which others
+    (`stream_interval`).   whole: requests of which nobody looks at a part.   told: when it was last told of outputs.
+    missed: prompt tokens, generated tokens and steps since its last statistics, of which others
     were told.   gone: nothing more can be sent.
     """
 
@@ -90,6 +92,8 @@ class Peer:
         self.frames = FrameReader()
         self.held: dict[str, CoreOutput] = {}
         self.singly: set[str] = set()
+        self.whole: set[str] = set()
+        self.told = 0.0
         self.missed = NOTHING
         self.gone = False
         self._patience = patience
@@ -121,6 +125,22 @@ class Peer:
             return True
         with self._lock:
             return not self.gone and self.unread() < MOST_UNREAD
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether what is held may be told later, since nobody looks at it before."""
+        return self.whole.issuperset(self.held) and time.monotonic() - self.told < WHOLE_SECONDS
+
+    def take(self, requests: Sequence[CoreRequest]) -> None:
+        """Note what requests, named as by the front end, want to be told when."""
+        self.singly.update(r.request_id for r in requests if _wants_tokens_singly(r))
+        self.whole.update(r.request_id for r in requests if _is_wanted_whole(r))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests have ended."""
+        request_ids = list(request_ids)
+        self.singly.difference_update(request_ids)
+        self.whole.difference_update(request_ids)
 
     def close(self) -> None:
         """Nothing more is sent, by anybody."""
@@ -193,7 +213,7 @@ class CoreServer:
             if self._stopping:
                 return
             if core.has_waiting():  # the next step may be a long one
-                self._send_held()
+                self._send_held(patiently=True)
             if core.has_work():
                 self._heart.beat(True)
                 self._report(core.step())
@@ -227,23 +247,26 @@ class CoreServer:
         begun or ended; else together with what the next steps bring.
 
         To wake the front end and its clients costs the core about 0.1 ms, a third of it in the call and the rest in the
-        step after it, whose caches they have used. Who is behind is woken once for all.
+        step after it, whose caches they have used. Who is behind is woken once for all, and for answers that are wanted
+        as a whole few times.
         """
         held, urgent = peer.held, not outputs
         if peer.singly:
             urgent = urgent or not peer.singly.isdisjoint(output.request_id for output in outputs)
-            peer.singly.difference_update(o.request_id for o in outputs if o.finish_reason is not None)
         for output in outputs:
             urgent = urgent or output.num_cached_tokens is not None or output.finish_reason is not None
             before = held.setdefault(output.request_id, output)
             if before is not output:
                 before.extend(output)
-        if (urgent or peer.unread() == 0) and peer.has_room():
+        if (urgent or (not peer.is_patient and peer.unread() == 0)) and peer.has_room():
             self._send_held_to(peer, self._stats(peer))
+        if urgent and (peer.singly or peer.whole):
+            peer.forget(output.request_id for output in outputs if output.finish_reason is not None)
 
-    def _send_held(self) -> None:
+    def _send_held(self, patiently: bool = False) -> None:
         for peer in list(self._peers.values()):
-            self._send_held_to(peer)
+            if not (patiently and peer.is_patient):
+                self._send_held_to(peer)
 
     def _tell_bystanders(self) -> None:
         """Tell front ends without requests of what has been done for others, before all is quiet."""
@@ -256,6 +279,7 @@ class CoreServer:
         if (peer.held or (stats is not None and stats.prompt_tokens)) and peer.has_room():
             self._send_outputs(peer, list(peer.held.values()), stats or self._stats(peer))
             peer.held.clear()
+            peer.told = time.monotonic()
 
     def _send_outputs(self, peer: Peer, outputs: list[CoreOutput], stats: CoreStats) -> None:
         """Send a step, usually as one message; with many prompt logprobs, first what concerns all the others."""
@@ -328,7 +352,7 @@ class CoreServer:
     def _handle(self, peer: Peer, message: wire.ToCore | wire.StepOutputs) -> None:
         prefix = peer.prefix
         if isinstance(message, wire.AddRequests):
-            peer.singly.update(r.request_id for r in message.requests if _wants_tokens_singly(r))
+            peer.take(message.requests)
             if prefix:
                 for request in message.requests:
                     peer.name_in_core(request)
@@ -336,12 +360,13 @@ class CoreServer:
             if rejected:
                 for output in rejected:
                     output.request_id = output.request_id.removeprefix(prefix)
+                peer.forget(output.request_id for output in rejected)
                 peer.send(wire.StepOutputs(rejected, self._stats(peer)))
         elif isinstance(message, wire.StepOutputs):
             self._core.add_requests([])
             peer.send(wire.StepOutputs(message.outputs, self._stats(peer)))
         elif isinstance(message, wire.Abort):
-            peer.singly.difference_update(message.request_ids)
+            peer.forget(message.request_ids)
             self._core.abort([prefix + request_id for request_id in message.request_ids])
             peer.send(wire.StepOutputs([], self._stats(peer)))
         elif isinstance(message, wire.Call):
@@ -374,6 +399,14 @@ class CoreServer:
 def _wants_tokens_singly(request: CoreRequest) -> bool:
     params = request.params
     return isinstance(params, SamplingParams) and params.stream_interval == 1
+
+
+def _is_wanted_whole(request: CoreRequest) -> bool:
+    """Whether nobody looks at its tokens before the last one, neither for stop strings nor to count what is kept."""
+    params = request.params
+    if not isinstance(params, SamplingParams) or params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        return False
+    return not params.stop and params.logprobs is None and params.prompt_logprobs is None
 
 
 def _decoded(body: bytes) -> wire.ToCore | wire.StepOutputs:

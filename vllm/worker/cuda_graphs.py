@@ -44,7 +44,6 @@ from vllm.ops.triton.decode_step import (
 from vllm.step.inputs import StepFeatures
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
-from vllm.step.rng import stream_start
 from vllm.worker.decode_program import DecodeProgram, ProgramWeights
 from vllm.worker.device import Event, RecordingContext, passed
 from vllm.worker.input_builder import Batch
@@ -245,7 +244,7 @@ class _DrawingInputs:
             wanted[i, :rows] = values[slots].view(np.int32)
         wanted[0, rows:] = np.float32(1.0).view(np.int32)  # temperature
         wanted[3, :rows], wanted[3, rows:] = params.top_k[slots], -1
-        wanted[4:].reshape(-1)[: 2 * rows] = stream_start(params.seed[slots]).view(np.int32)
+        wanted[4:].reshape(-1)[: 2 * rows] = params.stream[slots].view(np.int32)
         if np.array_equal(wanted, self._there):
             return
         host = self._uploads[turn].numpy()

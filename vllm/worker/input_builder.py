@@ -186,7 +186,8 @@ class InputBuilder:
 
     def lay_out(self, plan: StepPlan) -> Laid:
         """The numbers of `plan`; the slot table must have taken in its new rows and blocks already."""
-        table, slots = self._table, plan.slots
+        table = self._table
+        slots: np.ndarray = plan.slots.astype(np.int64)  # numpy's quick way to index
         lens = plan.num_computed + plan.num_tokens
         max_query, max_len = int(plan.num_tokens.max()), int(lens.max())
         table.require_width(max_len + 1)
@@ -203,7 +204,6 @@ class InputBuilder:
             positions, token_slots = np.arange(num_tokens, dtype=np.int64) + shift, np.repeat(slots, plan.num_tokens)
         block: np.ndarray = positions // table.block_size
         offset = positions - block * table.block_size
-        token_slots = token_slots.astype(np.int64)
         mappings = [
             t.reshape(-1).take(token_slots * t.shape[1] + block) * np.int64(table.block_size) + offset
             if usual
@@ -238,16 +238,18 @@ class InputBuilder:
             max_query = max_len = int(lens.max())
             positions, slots = within(lens).astype(np.int64), np.repeat(slots, [len(several) for several in owners])
         return Laid(
-            index, positions, starts, lens, logits_rows, slots.astype(np.int64),
+            index, positions, starts, lens, logits_rows, slots,
             tuple(mappings), sample_rows, max_query, max_len, prompt_rows, pooled_rows, logits_rows is sample_rows,
             **special,
         )  # fmt: skip
 
     def filled(self, laid: Laid) -> Laid:
         """`laid` with further wanted rows behind its own, where the device's products are better of a few more."""
+        if laid.every:
+            return laid
         rows, tokens = laid.logits_rows, len(laid.positions)
         more = min(self._context.product_rows(len(rows)), tokens) - len(rows)
-        if more <= 0 or laid.every:
+        if more <= 0:
             return laid
         others: np.ndarray = np.ones(tokens, bool)
         others[rows] = False
@@ -372,7 +374,7 @@ class InputBuilder:
     def batch(self, plan: StepPlan, laid: Laid, step: StepInputs) -> Batch:
         """`step`, with what the host knows about the rows of `plan`."""
         rows = laid.sample_rows
-        slots, lens = plan.slots[rows], laid.lens[rows]
+        slots, lens = plan.slots[rows].astype(np.int64), laid.lens[rows]
         if plan.drafts is None:
             return Batch(step, plan.slots, rows, slots, lens, laid.prompt_rows, None, laid.pooled_rows)
         tries = plan.drafts[rows] + 1

@@ -297,7 +297,8 @@ class ModelRunner:
 
     def _note_lengths(self, plan: StepPlan) -> None:
         """The host notes the lengths that it knows without the device, and of which it does not."""
-        slots, lengths = plan.slots, self.table.lengths
+        slots: np.ndarray = plan.slots.astype(np.int64)  # numpy's quick way to index
+        lengths = self.table.lengths
         lengths[slots] = np.maximum(lengths[slots], plan.num_computed + plan.num_tokens + plan.sample)
         if self.context.is_async:
             if plan.drafts is not None:

@@ -150,7 +150,7 @@ class StepHandle:
         errors: dict[int, str] = {}
         for i, message in self._queued.sampled.errors.items():
             errors.setdefault(int(owners[i]), message)
-        good = finite & possible
+        good = finite if possible is finite else finite & possible
         if not good.all():
             for i in np.flatnonzero(~good).tolist():
                 if not finite[i]:

@@ -290,7 +290,7 @@ def test_samples_are_delivered_as_far_as_drafts_hold(drawn):
     one, none = torch.ones(rows * query), torch.zeros(rows * query, dtype=torch.int32)
     drawing = Drawing(one, none.float(), none, one, torch.from_numpy(stream_start(seeds).view(np.int64)))
     if drawn:
-        numbers = torch.from_numpy(uniform(seeds, places.numpy() + 1))
+        numbers = torch.from_numpy(uniform(stream_start(seeds), places.numpy() + 1))
         host = np.zeros(rows * query, np.int32)
         params = DrawParams(one, none.float(), none, one, numbers, host, one.numpy())
         samples = draw.reference(logits, params).view(rows, query).int()
@@ -344,7 +344,7 @@ def test_masked_rows_say_what_they_may_and_free_rows_what_they_would(drawn):
         seeds = rng.integers(0, 2**64, rows, dtype=np.uint64)
         drawing = Drawing(one, none.float(), none, one, torch.from_numpy(stream_start(seeds).view(np.int64)))
         draw_tokens(logits, slots, positions, drawing, tokens, lengths, out, unmasked=sums)
-        numbers = torch.from_numpy(uniform(seeds, np.full(rows, 3)))
+        numbers = torch.from_numpy(uniform(stream_start(seeds), np.full(rows, 3)))
         params = DrawParams(one, none.float(), none, one, numbers, none.numpy(), one.numpy())
         ids = draw.reference(want, params).tolist()
     else:
@@ -526,7 +526,7 @@ def test_drawn_tokens_are_those_of_the_sampler():
     drawing = Drawing(temperature, min_p, torch.from_numpy(top_k), torch.from_numpy(top_p), starts)
     ring, turns = torch.full((2, rows), -9, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
     at = positions.numpy() + 1
-    numbers = uniform(seeds, at)
+    numbers = uniform(stream_start(seeds), at)
     want = draw.reference(logits, DrawParams(temperature, min_p, drawing.top_k, drawing.top_p,
         torch.from_numpy(numbers), top_k, top_p)).int()  # fmt: skip
     logits[4, 650] = float("nan")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.worker.sample import oracle
 from tests.worker.sample.rows import Row, lengths, make_sampler, params, sample
 from vllm.step.plan import RowMasks
-from vllm.step.rng import uniform
+from vllm.step.rng import stream_start, uniform
 from vllm.worker.device import DeviceContext
 
 VOCAB = 50
@@ -50,7 +50,7 @@ def check(rows: list[Row], context: DeviceContext | None = None) -> None:
     """Every row's token is one that the oracle allows."""
     result = sample(rows, context)
     assert result.finite.all() and (result.possible is None or result.possible.all()) and not result.errors
-    numbers = uniform(np.array([r.seed for r in rows], np.uint64), lengths(rows))
+    numbers = uniform(stream_start(np.array([r.seed for r in rows], np.uint64)), lengths(rows))
     for row, token, number in zip(rows, result.token_ids.tolist(), numbers.tolist(), strict=True):
         x = oracle.changed_logits(row.logits.tolist(), row.params, row.prompt, row.output, row.stop)
         assert token in oracle.choices(x, row.params, number), row
@@ -78,7 +78,7 @@ def test_masks_of_some_rows_among_all_parameters(seed: int) -> None:
     sampler, slots = make_sampler(rows)
     free = sample(rows)
     result = sampler.sample(torch.stack([r.logits for r in rows]), slots, lengths(rows), masks)
-    numbers = uniform(np.array([r.seed for r in rows], np.uint64), lengths(rows))
+    numbers = uniform(stream_start(np.array([r.seed for r in rows], np.uint64)), lengths(rows))
     for i, (row, token) in enumerate(zip(rows, result.token_ids.tolist(), strict=True)):
         if i not in allowed:
             assert token == int(free.token_ids[i])

@@ -13,7 +13,9 @@ from vllm.outputs import RequestOutput
 
 # Log probabilities up to which an answer is built where it is; a thousand take about a millisecond.
 INLINE_ENTRIES = 2000
+SMALL = 4096  # tokens of prompts and answers, whose texts are encoded in one go
 ITEMS_PER_PIECE = 64
+_SIMPLE = (str, int, float, bool, type(None))
 FEW = 4  # objects of a list that are looked into one by one: each may be large
 
 
@@ -31,6 +33,16 @@ def count_entries(outputs: Iterable[RequestOutput]) -> int:
     return count
 
 
+def is_small(outputs: Sequence[RequestOutput]) -> bool:
+    """Whether the answer can be made and encoded in one go: it has no log probabilities, and few tokens."""
+    tokens = 0
+    for output in outputs:
+        if has_logprobs(output):
+            return False
+        tokens += len(output.prompt_token_ids or ()) + sum(len(choice.token_ids) for choice in output.outputs)
+    return tokens <= SMALL
+
+
 def encode_at_once(answer: dict[str, Any] | list[Any]) -> bytes:
     """The answer as JSON. Lists in it may be iterators, of which little is there at a time."""
     return b"".join(_pieces(answer))
@@ -38,6 +50,8 @@ def encode_at_once(answer: dict[str, Any] | list[Any]) -> bytes:
 
 def listed(value: Any) -> Any:
     """An answer with lists in place of its iterators."""
+    if type(value) in _SIMPLE:
+        return value
     if isinstance(value, dict):
         return {key: listed(item) for key, item in value.items()}
     return [listed(item) for item in value] if isinstance(value, Iterator) else value

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.engine.texts import INLINE_CHARACTERS
 from vllm.entrypoints.chat_template import RESERVED_VARIABLES
 from vllm.entrypoints.chat_utils import apply_chat_template, tokenize_chat
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, listed
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, is_small, listed
 from vllm.entrypoints.openai.completions import usage_of
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import bad_request
@@ -195,8 +195,10 @@ async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
 
 
 async def encoded(context: ServerContext, work: Chat) -> bytes | dict[str, Any]:
-    """The answer as JSON already if it is large: made and encoded choice by choice, beside the event loop."""
+    """The answer as JSON already, unless it is of middling size: a large one is written beside the event loop."""
     final = await _final(work)
+    if is_small([final]):
+        return json.dumps(_listed(context, work, final)).encode()
     if count_entries([final]) > INLINE_ENTRIES:
         return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, final)))
     return _listed(context, work, final)

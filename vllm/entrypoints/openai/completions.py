@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, listed
+from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, is_small, listed
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
@@ -170,8 +170,10 @@ async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
 
 
 async def encoded(context: ServerContext, work: Completion) -> bytes | dict[str, Any]:
-    """The answer as JSON already if it is large: made and encoded choice by choice, beside the event loop."""
+    """The answer as JSON already, unless it is of middling size: a large one is written beside the event loop."""
     finals = await _finals(work)
+    if is_small(finals):
+        return json.dumps(_listed(context, work, finals)).encode()
     if count_entries(finals) > INLINE_ENTRIES:
         return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, finals)))
     return _listed(context, work, finals)

@@ -195,16 +195,20 @@ class EventStream(Response):
                 (index, output, work), self._work = self._work, None
                 events = work.result()
                 self._count_end(output)
-            while due and self._work is None:
-                index = next(iter(due))
-                taken = self._streams[index].take()  # raises the error that follows the outputs, if any
-                if taken is None:
-                    del due[index]
-                elif has_logprobs(taken) and (taken.finished or count_entries([taken]) > INLINE_ENTRIES):
-                    self._begin(index, taken)  # ends may tell of all log probabilities again
-                else:
-                    events += self._write_output(index, taken)
-                    self._count_end(taken)
+            for index in list(due):
+                take = self._streams[index].take
+                while self._work is None and (taken := take()) is not None:  # or an error that follows the outputs
+                    shows = has_logprobs(taken)
+                    if not (shows or taken.finished):  # most
+                        events += self._events.feed(index, taken)
+                    elif shows and (taken.finished or count_entries([taken]) > INLINE_ENTRIES):
+                        self._begin(index, taken)  # ends may tell of all log probabilities again
+                    else:
+                        events += self._write_output(index, taken)
+                        self._count_end(taken)
+                if self._work is not None:
+                    break
+                del due[index]
             self._due = {**due, **self._due}
         except Exception as error:
             self._complete = True

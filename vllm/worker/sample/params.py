@@ -6,6 +6,7 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.step.plan import SlotInit
+from vllm.step.rng import stream_start
 from vllm.worker.sample.constraints import Constraints
 from vllm.worker.sample.processors import Processors
 
@@ -46,7 +47,7 @@ class ParamsTable:
         self.presence: np.ndarray = np.zeros(num_slots, np.float32)
         self.frequency: np.ndarray = np.zeros(num_slots, np.float32)
         self.repetition: np.ndarray = np.ones(num_slots, np.float32)
-        self.seed: np.ndarray = np.zeros(num_slots, np.uint64)
+        self.stream: np.ndarray = np.zeros(num_slots, np.uint64)  # where that of the seed starts
         self.min_tokens: np.ndarray = np.zeros(num_slots, np.int32)
         self.logprobs: np.ndarray = np.full(num_slots, NO_LOGPROBS, np.int32)
         self.prompt_logprobs: np.ndarray = np.full(num_slots, NO_LOGPROBS, np.int32)
@@ -68,7 +69,7 @@ class ParamsTable:
             self.top_p[slot] = params.top_p
             self.top_k[slot] = params.top_k if 0 < params.top_k < self.vocab_size else 0
             self.min_p[slot] = params.min_p
-            self.seed[slot] = init.seed
+            self.stream[slot] = stream_start(np.array([init.seed], np.uint64))[0]
         else:  # what greedy decoding is among rows that draw
             self.temperature[slot], self.top_p[slot], self.min_p[slot] = 1.0, 1.0, 0.0
             self.top_k[slot] = 1

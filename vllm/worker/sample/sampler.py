@@ -214,7 +214,7 @@ class Sampler:
             return chosen
         params = self.params
         top_k, top_p = params.top_k[slots], params.top_p[slots]
-        numbers = uniform(params.seed[slots], lengths)
+        numbers = uniform(params.stream[slots], lengths)
         temperature, min_p, d_top_k, d_top_p, u = self._context.upload(
             [params.temperature[slots], params.min_p[slots], top_k, top_p, numbers]
         )
