@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
@@ -24,7 +23,7 @@ from vllm.structured_output.compiler import Compiled, GrammarCache, GrammarCompi
 from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import Vocabulary, vocabulary_of
-from vllm.structured_output.worker import MEMORY_BYTES, Answer, _by_a_copy
+from vllm.structured_output.worker import CompileProcess
 
 DEMO = Path(vllm.__file__).parent / "assets" / "demo"
 
@@ -39,6 +38,11 @@ def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(lambda: vocabulary, seconds=3.0)
     yield made
     made.close()
+
+
+def process_of(compiler: GrammarCompiler, backend: str) -> subprocess.Popen[bytes] | None:
+    helper = compiler._processes[backend]._helper
+    return None if helper is None else helper._process
 
 
 class Sized:
@@ -80,10 +84,10 @@ def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler, monkeypa
     begin = threading.Event()
     compiled = compiler._compiled
 
-    def slow(item: GrammarSpec) -> Compiled:
+    def slow(item: GrammarSpec, data: bytes) -> Compiled:
         begin.wait(10)
         calls.append(item)
-        return compiled(item)
+        return compiled(item, data)
 
     monkeypatch.setattr(compiler, "_compiled", slow)
     futures = [compiler.compile(spec("[ab]+")) for _ in range(5)]
@@ -97,7 +101,7 @@ def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler, monkeypa
 def test_what_failed_is_tried_again(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiler._compiled
 
-    def fail(item: GrammarSpec) -> Compiled:
+    def fail(item: GrammarSpec, data: bytes) -> Compiled:
         raise MemoryError("no memory")
 
     monkeypatch.setattr(compiler, "_compiled", fail)
@@ -111,7 +115,7 @@ def test_what_failed_is_tried_again(compiler: GrammarCompiler, monkeypatch: pyte
 def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, backend: str) -> None:
     """Alone: the process goes on without having to start again, and other back ends do meanwhile."""
     compiler.compile(spec_of(backend, regex="a")).result()
-    process = compiler._processes[backend]._helper._process
+    process = process_of(compiler, backend)
     slow: Future[Any] = compiler.compile(spec_of(backend, regex="(x{0,1000}y){0,1000}"))
     others = [compiler.compile(spec_of(backend, regex=f"{mark}(x{{0,1000}}y){{0,1000}}")) for mark in "abc"]
     assert compiler.compile(spec("[0-9]+")).result().grammar
@@ -122,7 +126,7 @@ def test_a_compilation_that_takes_too_long_is_ended(compiler: GrammarCompiler, b
     with pytest.raises(GrammarError, match="longer than the 3 s|crashed"):
         slow.result()
     assert compiler.compile(spec_of(backend, regex="ab?")).result().grammar
-    assert compiler._processes[backend]._helper._process is process
+    assert process_of(compiler, backend) is process
 
 
 def test_patterns_put_together_for_ever_are_ended(compiler: GrammarCompiler) -> None:
@@ -131,45 +135,6 @@ def test_patterns_put_together_for_ever_are_ended(compiler: GrammarCompiler) -> 
     with pytest.raises(GrammarError, match="longer than the 3 s"):
         compiler.compile(spec_of("guidance", json={"allOf": patterns})).result()
     assert compiler.compile(spec_of("guidance", json={"allOf": patterns[:2]})).result().grammar
-
-
-class Failing:
-    """A library that does something else than compile."""
-
-    def build(self, item: GrammarSpec) -> bytes:
-        if item.text == "refuse":
-            raise GrammarError("not this one")
-        if item.text == "crash":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if item.text == "hang":
-            time.sleep(600)
-        if item.text == "grow":
-            bytearray(MEMORY_BYTES + (1 << 30))
-        if item.text == "nest":
-            return self.build(item)
-        return b"x" * 5_000_000
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("answer", None),
-        ("refuse", "not this one"),
-        ("crash", "crashed"),
-        ("hang", "longer than the 0.2 s that VLLM_GRAMMAR_COMPILE_TIMEOUT_S allows"),
-        ("grow", "more than 4 GiB of memory"),
-        ("nest", "nested too deeply"),
-    ],
-)
-def test_what_becomes_of_a_copy_is_told_and_nothing_of_it_is_left(text: str, error: str | None) -> None:
-    before = psutil.Process().children()
-    body = _by_a_copy(Failing(), spec(text), 0.2 if text == "hang" else 30.0)  # type: ignore[arg-type]
-    answer = msgspec.msgpack.decode(body, type=Answer)
-    if error is None:
-        assert answer == Answer(b"x" * 5_000_000)
-    else:
-        assert error in str(answer.error)
-    assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "inf"])
@@ -183,7 +148,7 @@ def test_the_deadline_must_be_a_number_of_seconds(
 
 def test_a_process_that_dies_fails_the_compilation_alone(compiler: GrammarCompiler) -> None:
     compiler.compile(spec_of("outlines", regex="a")).result()
-    process = compiler._processes["outlines"]._helper._process
+    process = process_of(compiler, "outlines")
     assert process is not None
     os.kill(process.pid, 9)
     process.wait()
@@ -192,10 +157,10 @@ def test_a_process_that_dies_fails_the_compilation_alone(compiler: GrammarCompil
 
 def test_the_process_of_a_chosen_back_end_starts_before_the_first_request(compiler: GrammarCompiler) -> None:
     compiler.warm("outlines").result()
-    process = compiler._processes["outlines"]._helper._process
+    process = process_of(compiler, "outlines")
     assert process is not None and process.poll() is None
     assert compiler.compile(spec_of("outlines", regex="abc")).result().grammar
-    assert compiler._processes["outlines"]._helper._process is process
+    assert process_of(compiler, "outlines") is process
     with pytest.raises(Exception, match="nobody"):
         compiler.warm("nobody").result()
 
@@ -203,10 +168,42 @@ def test_the_process_of_a_chosen_back_end_starts_before_the_first_request(compil
 def test_closing_ends_the_processes(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(lambda: vocabulary)
     compiler.compile(spec_of("outlines", regex="a")).result()
-    process = compiler._processes["outlines"]._helper._process
+    process = process_of(compiler, "outlines")
     assert process is not None and process.poll() is None
     compiler.close()
     assert process.poll() is not None
+
+
+def test_quick_grammars_overtake_slow_ones_that_end_when_nobody_waits(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vocabulary: Vocabulary
+) -> None:
+    process = CompileProcess("slow", vocabulary, "tests.structured_output.slow_library")
+    compiler._processes["slow"] = process
+    compiler._backends["slow"] = None  # type: ignore[assignment]
+    monkeypatch.setattr(compiler, "_compiled", lambda item, data: Compiled(Sized(len(data)), None))
+    monkeypatch.setattr(compiler, "_seconds", 300.0)
+    specs = [GrammarSpec("regex", f"until {tmp_path / 'go'} {i}", "slow") for i in range(40)]
+    slow = [compiler.compile(item) for item in specs]
+    assert compiler.compile(GrammarSpec("regex", "quick", "slow")).result(60).grammar.nbytes == len("quick")
+    assert not any(future.done() for future in slow)
+    for item in specs[1:]:
+        compiler.give_up(item)
+    assert all(future.cancelled() for future in slow[1:])
+    popen = process_of(compiler, "slow")
+    assert popen is not None
+    family = psutil.Process(popen.pid)
+    for _ in range(2000):
+        if len(family.children()) == 1:
+            break
+        time.sleep(5e-3)
+    again = compiler.compile(specs[1])
+    assert not slow[0].done() and again is not slow[1]
+    (tmp_path / "go").touch()
+    assert slow[0].result(60) and again.result(60)
+    assert not family.children()
+    left = compiler.compile(GrammarSpec("regex", "hang", "slow"))
+    compiler.close()
+    assert left.cancelled() and not family.is_running()
 
 
 HOSTILE: list[dict[str, Any]] = [

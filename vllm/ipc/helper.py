@@ -1,4 +1,4 @@
-"""A process that answers one question at a time, and is ended when an answer takes too long: both of its ends.
+"""A process that answers questions, and is ended when an answer takes too long: both of its ends.
 
 It does what may take very long, need much memory or crash. Questions and answers are frames on an inherited socket.
 """
@@ -16,13 +16,11 @@ import time
 from collections.abc import Iterator, Mapping
 
 from vllm.ipc.child import end_with_parent, start_child
-from vllm.ipc.frames import FrameReader, frame
-
-_CHUNK = 1 << 18
+from vllm.ipc.frames import FrameReader, frame, read_frames
 
 
 class Helper:
-    """The asking end. Not for several threads at once, but for `kill`.
+    """The asking end. Not for several threads at once, but for `kill`, and one that sends while another receives.
 
     environment: variables of the process in place of ours.
     """
@@ -35,13 +33,12 @@ class Helper:
 
     @property
     def is_running(self) -> bool:
-        """Whether it waits for a question."""
-        # Between two questions there is nothing to read but the end. `Popen.poll` may hear of it later.
+        """Whether it can be asked."""
         if self._connection is None:
             return False
-        news = select.poll()
-        news.register(self._connection, select.POLLIN)
-        return not news.poll(0)
+        ends = select.poll()  # `Popen.poll` may hear of its end later
+        ends.register(self._connection, select.POLLRDHUP)
+        return not ends.poll(0)
 
     def start(self, hello: bytes, seconds: float) -> bytes:
         """End the process if there is one, and start another; what it says to the first frame, as `ask`."""
@@ -52,21 +49,35 @@ class Helper:
 
     def ask(self, question: bytes, seconds: float) -> bytes:
         """The answer. Raises TimeoutError, and EOFError if the process has ended; it should then be ended."""
-        connection, deadline = self._connection, time.monotonic() + seconds
-        if connection is None:
+        deadline = time.monotonic() + seconds
+        self.send(question, seconds)
+        while (left := deadline - time.monotonic()) > 0:
+            for answer in self.receive(left):
+                return answer
+        raise TimeoutError
+
+    def send(self, question: bytes, seconds: float) -> None:
+        """Ask without waiting for the answer. Raises as `ask`, TimeoutError if the process does not listen."""
+        if self._connection is None:
             raise EOFError
+        self._connection.settimeout(seconds)
         try:
-            connection.settimeout(seconds)
-            connection.sendall(frame(question))
-            while True:
-                connection.settimeout(max(1e-3, deadline - time.monotonic()))
-                data = connection.recv(_CHUNK)
-                if not data:
-                    raise EOFError
-                for answer in self._reader.feed(data):
-                    return answer
+            self._connection.sendall(frame(question))
         except (BrokenPipeError, ConnectionResetError):
             raise EOFError from None
+
+    def receive(self, seconds: float) -> list[bytes]:
+        """Answers that come next, none if they take longer than that. Raises EOFError if the process has ended."""
+        if self._connection is None:
+            raise EOFError
+        news = select.poll()
+        news.register(self._connection, select.POLLIN)
+        if not news.poll(1e3 * seconds):
+            return []
+        answers = read_frames(self._connection, self._reader)
+        if answers is None:
+            raise EOFError
+        return answers
 
     def kill(self) -> None:
         """Make what is being asked fail; any thread may call this."""
@@ -97,8 +108,16 @@ class Questions:
         self._reader = FrameReader()
 
     def __iter__(self) -> Iterator[bytes]:
-        while data := self._connection.recv(_CHUNK):
-            yield from self._reader.feed(data)
+        while (questions := self.read()) is not None:
+            yield from questions
+
+    def read(self) -> list[bytes] | None:
+        """Questions that the next bytes complete, which may be none; None at the end. Waits for these bytes."""
+        return read_frames(self._connection, self._reader)
+
+    def fileno(self) -> int:
+        """Where questions come from."""
+        return self._connection.fileno()
 
     def answer(self, body: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):

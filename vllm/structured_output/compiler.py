@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from vllm.structured_output.backends import make_backend
 from vllm.structured_output.grammar import Backend, Grammar, GrammarError
 from vllm.structured_output.positions import MaskTable, Places
 from vllm.structured_output.spec import GrammarSpec
+from vllm.structured_output.turns import too_long
 from vllm.structured_output.vocabulary import Vocabulary
-from vllm.structured_output.worker import CompileProcess, too_long
+from vllm.structured_output.worker import CompileProcess
 
 logger = init_logger(__name__)
 
@@ -72,8 +73,9 @@ class GrammarCache:
 class GrammarCompiler:
     """Owns the back ends of one vocabulary, which is made (in the background too) when the first grammar is asked for.
 
-    `seconds`: how long a compilation may take, None for what the environment says; `cache_bytes`: what compiled
-    grammars may hold; `threads`: for each back end. Requests keep theirs as long as they run.
+    `seconds`: how long a compilation may run, None for what the environment says; `cache_bytes`: what compiled
+    grammars may hold; `threads`: for each back end, which ask its process, and load what that has compiled. Requests
+    keep theirs as long as they run.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class GrammarCompiler:
         self._under_way: dict[GrammarSpec, Future[Compiled]] = {}
         self._threads = threads
         self._pools: dict[str, ThreadPoolExecutor] = {}  # by back end: a slow one holds up no other
+        self._closed = False
         self.cache = GrammarCache(cache_bytes)
 
     def compile(self, spec: GrammarSpec) -> Future[Compiled]:
@@ -105,7 +108,8 @@ class GrammarCompiler:
                 return done
             found = self._under_way.get(spec)
             if found is None:
-                found = self._under_way[spec] = self._pool(spec.backend).submit(self._compile, spec)
+                found = self._under_way[spec] = Future()
+                self._pool(spec.backend).submit(self._ask, spec, found)
             return found
 
     def warm(self, name: str) -> Future[None]:
@@ -116,17 +120,21 @@ class GrammarCompiler:
             return self._pool(name).submit(self._warm, name)
 
     def give_up(self, spec: GrammarSpec) -> None:
-        """Nobody waits for this any more: it is not compiled, unless it has begun."""
+        """Nobody waits for this any more: compiling it ends."""
         with self._lock:
-            found = self._under_way.get(spec)
-            if found is not None and found.cancel():
-                del self._under_way[spec]
+            found = self._under_way.pop(spec, None)
+        if found is not None:
+            found.cancel()
 
     def close(self) -> None:
         """End the threads and processes; what is under way is given up."""
         with self._lock:
+            self._closed = True
+            left = list(self._under_way.values())
             for pool in self._pools.values():
                 pool.shutdown(wait=False, cancel_futures=True)
+        for future in left:
+            future.cancel()
         for process in list(self._processes.values()):
             process.close()
 
@@ -140,29 +148,60 @@ class GrammarCompiler:
         self._backend(name)
         self._process(name).make_run()
 
-    def _compile(self, spec: GrammarSpec) -> Compiled:
-        try:
-            compiled = self._compiled(spec)
-        except GrammarError:
-            raise
-        except Exception as error:
-            logger.exception("A grammar could not be compiled")
-            raise GrammarError(f"{type(error).__name__}: {error}") from error
-        except BaseException as error:  # what a library in another language panics with
-            logger.exception("A library failed while it compiled a grammar")
-            raise GrammarError(f"the {spec.backend} library failed: {type(error).__name__}") from None
-        else:
-            with self._lock:
-                self.cache.put(spec, compiled)
-            return compiled
-        finally:
-            with self._lock:
-                del self._under_way[spec]
+    def _later(self, name: str, do: Callable[..., object], *arguments: Any) -> None:
+        """Have a back end's threads do it, unless they have ended."""
+        with self._lock:
+            if not self._closed:
+                self._pool(name).submit(do, *arguments)
 
-    def _compiled(self, spec: GrammarSpec) -> Compiled:
+    def _ask(self, spec: GrammarSpec, future: Future[Compiled]) -> None:
+        """Have the process compile it. What may take long happens there: its own start is not counted."""
+        if future.cancelled():
+            return
+        try:
+            self._backend(spec.backend)
+            built = self._process(spec.backend).build(spec, self._seconds)
+        except BaseException as error:
+            self._settle(spec, future, None, error)
+            return
+        built.add_done_callback(lambda built: self._later(spec.backend, self._load, spec, future, built))
+        future.add_done_callback(lambda _: self._later(spec.backend, built.cancel) if future.cancelled() else None)
+
+    def _load(self, spec: GrammarSpec, future: Future[Compiled], built: Future[bytes]) -> None:
+        """Make a grammar of what the process has compiled."""
+        if future.cancelled():
+            return
+        try:
+            compiled = self._compiled(spec, built.result())
+        except BaseException as error:
+            self._settle(spec, future, None, error)
+        else:
+            self._settle(spec, future, compiled)
+
+    def _settle(
+        self, spec: GrammarSpec, future: Future[Compiled], compiled: Compiled | None, error: BaseException | None = None
+    ) -> None:
+        """Say what has come of it to those who wait."""
+        with self._lock:
+            if self._under_way.get(spec) is future:
+                del self._under_way[spec]
+            if compiled is not None:
+                self.cache.put(spec, compiled)
+        if not future.set_running_or_notify_cancel():
+            return
+        if compiled is not None:
+            future.set_result(compiled)
+        elif isinstance(error, GrammarError):
+            future.set_exception(error)
+        elif isinstance(error, Exception):
+            logger.error("A grammar could not be compiled", exc_info=error)
+            future.set_exception(GrammarError(f"{type(error).__name__}: {error}"))
+        else:  # what a library in another language panics with
+            logger.error("A library failed while it compiled a grammar", exc_info=error)
+            future.set_exception(GrammarError(f"the {spec.backend} library failed: {type(error).__name__}"))
+
+    def _compiled(self, spec: GrammarSpec, data: bytes) -> Compiled:
         backend = self._backend(spec.backend)
-        # What may take long happens in the process: beginning here, and the process's own start, are not counted.
-        data = self._process(spec.backend).build(spec, self._seconds)
         started = time.monotonic()
         grammar = backend.load(spec, data)
         _check_beginning(grammar, self.vocabulary.words)

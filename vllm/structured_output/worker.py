@@ -1,39 +1,33 @@
-"""A process in which grammars are compiled by libraries that may take very long, need much memory, or crash.
+"""A process in which grammars are compiled by libraries that may take very long, need much memory, or crash: both ends.
 
 The first question brings the back end's name and vocabulary, each further one a constraint. The process imports the
-library once, and has each constraint compiled by a copy of itself (a fork), which it ends when that takes too long: the
-next one begins at once.
+library once, and has each constraint compiled by a copy of itself (`turns.py`). Answers come as they are ready.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import resource
 import select
-import signal
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 
-from vllm.ipc.child import die_with
 from vllm.ipc.helper import Helper, Questions
 from vllm.structured_output.grammar import Backend, GrammarError
 from vllm.structured_output.spec import GrammarSpec
+from vllm.structured_output.turns import TURN_SECONDS, Answer, Turns
 from vllm.structured_output.vocabulary import Vocabulary
 
 START_SECONDS = 120.0  # to import a library and read a vocabulary
-MEMORY_BYTES = 4 << 30  # more than importing torch reserves
-# The process answers in time, whatever a library does; if it does not within so many seconds more, it is ended itself.
+# One of the questions under way is answered in time, whatever a library does; if none is within so many seconds more,
+# the process is ended itself.
 MARGIN_SECONDS = 5.0
-_CHUNK = 1 << 20
-
-
-def too_long(seconds: float) -> str:
-    """Why there is no grammar."""
-    return f"compiling took longer than the {seconds:g} s that VLLM_GRAMMAR_COMPILE_TIMEOUT_S allows"
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -45,79 +39,145 @@ class Start(msgspec.Struct, array_like=True):
 
 
 class Question(msgspec.Struct, array_like=True):
-    """What is compiled, and within how many seconds."""
+    """What is compiled, and within how many seconds that it runs; None if nobody waits for that number any more."""
 
-    spec: GrammarSpec
-    seconds: float
+    number: int
+    spec: GrammarSpec | None = None
+    seconds: float = 0.0
 
 
-class Answer(msgspec.Struct, array_like=True):
-    """A compiled grammar, or why there is none."""
+class _Life:
+    """The process from a start to its end: what it was asked, and by when (`due`) it has to answer one of them."""
 
-    data: bytes = b""
-    error: str | None = None
+    def __init__(self, helper: Helper) -> None:
+        self.helper = helper
+        self.asked: dict[int, Future[bytes]] = {}
+        self.patience = MARGIN_SECONDS
+        self.due = 0.0
 
 
 class CompileProcess:
-    """The other end: starts the process when it is first needed, one compilation at a time."""
+    """The asking end: starts the process when it is first needed. Any thread may call.
 
-    def __init__(self, backend: str, vocabulary: Vocabulary) -> None:
+    module: what the process runs, for tests.
+    """
+
+    def __init__(self, backend: str, vocabulary: Vocabulary, module: str = __name__) -> None:
         self._start = msgspec.msgpack.encode(Start(backend, list(vocabulary.tokens), list(vocabulary.end_ids)))
-        self._backend = backend
-        self._lock = threading.Lock()
-        self._helper = Helper(__name__, {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        self._backend, self._module = backend, module
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._lock = threading.Lock()  # of who starts the process, sends to it or ends it
+        self._helper: Helper | None = None
+        self._life: _Life | None = None
+        self._reader: threading.Thread | None = None
+        self._numbers = itertools.count()
         self._closed = False
 
-    def build(self, spec: GrammarSpec, seconds: float) -> bytes:
-        """What the back end's `build` returns. Raises GrammarError, also if it takes longer than `seconds`."""
+    def build(self, spec: GrammarSpec, seconds: float) -> Future[bytes]:
+        """What the back end's `build` returns. The future fails with GrammarError, also if that runs longer than
+        `seconds`; if it is cancelled, compiling ends. Raises GrammarError if there is no process; waits for its start.
+        """
+        built: Future[bytes] = Future()
         with self._lock:
-            self._make_run()
-            try:
-                body = self._helper.ask(msgspec.msgpack.encode(Question(spec, seconds)), seconds + MARGIN_SECONDS)
-            except (TimeoutError, OSError, EOFError):
-                self._helper.end()
-                raise GrammarError(f"the process that compiles for {self._backend} was lost") from None
-            answer = msgspec.msgpack.decode(body, type=Answer)
-            if answer.error is not None:
-                raise GrammarError(answer.error)
-            return answer.data
+            life, number = self._make_run(), next(self._numbers)
+            life.patience = seconds + MARGIN_SECONDS
+            if not life.asked:
+                life.due = time.monotonic() + life.patience
+            life.asked[number] = built
+            self._send(life, Question(number, spec, seconds))
+
+        def give_up(built: Future[bytes]) -> None:
+            if built.cancelled():
+                with self._lock:
+                    self._send(life, Question(number))
+
+        built.add_done_callback(give_up)
+        return built
 
     def close(self) -> None:
-        """End the process, from any thread; a compilation that is under way fails."""
+        """End the process, from any thread; what is under way fails."""
         self._closed = True
-        self._helper.kill()
+        if self._helper is not None:
+            self._helper.kill()  # it may be starting, for which the lock is held
         with self._lock:
-            self._helper.end()
+            if self._helper is not None:
+                self._helper.kill()
+        if self._reader is not None:
+            self._reader.join()
 
     def make_run(self) -> None:
         """Start the process, unless it runs. Raises GrammarError."""
         with self._lock:
             self._make_run()
 
-    def _make_run(self) -> None:
-        if self._helper.is_running:  # it may have died between two compilations
-            return
+    def _make_run(self) -> _Life:
+        if self._life is not None and self._life.helper.is_running:  # it may have died since
+            return self._life
         if self._closed:
             raise GrammarError("the engine is shutting down")
+        helper = self._helper = Helper(self._module, self._environment)
         try:
-            answer = msgspec.msgpack.decode(self._helper.start(self._start, START_SECONDS), type=Answer)
+            answer = msgspec.msgpack.decode(helper.start(self._start, START_SECONDS), type=Answer)
         except (OSError, EOFError) as error:
-            self._helper.end()
+            helper.end()
             raise GrammarError(f"the process that compiles for {self._backend} did not start") from error
         if answer.error is not None:
-            self._helper.end()
+            helper.end()
             raise GrammarError(answer.error)
+        life = self._life = _Life(helper)
+        name = f"grammar-{self._backend}-answers"
+        self._reader = threading.Thread(target=self._read, args=(life,), name=name, daemon=True)
+        self._reader.start()
+        return life
+
+    def _send(self, life: _Life, question: Question) -> None:
+        try:
+            life.helper.send(msgspec.msgpack.encode(question), MARGIN_SECONDS)
+        except (OSError, EOFError):
+            life.helper.kill()  # whoever reads its answers says that it was lost
+
+    def _read(self, life: _Life) -> None:
+        """Take in answers until the process ends, or answers none in time."""
+        try:
+            while not life.asked or time.monotonic() < life.due:
+                for body in life.helper.receive(MARGIN_SECONDS):
+                    answer = msgspec.msgpack.decode(body, type=Answer)
+                    life.due = time.monotonic() + life.patience
+                    built = life.asked.pop(answer.number)
+                    if not built.set_running_or_notify_cancel():
+                        continue
+                    if answer.error is None:
+                        built.set_result(answer.data)
+                    else:
+                        built.set_exception(GrammarError(answer.error))
+        except (OSError, EOFError):
+            pass
+        finally:
+            with self._lock:
+                life.helper.end()
+                asked = list(life.asked.values())
+                life.asked.clear()
+            for built in asked:
+                if built.set_running_or_notify_cancel():
+                    lost = f"the process that compiles for {self._backend} was lost"
+                    built.set_exception(GrammarError(lost))
 
 
 def main() -> int:
     """Answer until the other end is closed."""
-    # The thread that watches for the parent's end holds nothing that a copy would wait for.
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     questions = Questions()
     from vllm.structured_output.backends import make_backend
 
-    asked = iter(questions)
-    start = msgspec.msgpack.decode(next(asked), type=Start)
+    return serve(questions, make_backend)
+
+
+def serve(
+    questions: Questions, make_backend: Callable[[str, Vocabulary], Backend], turn_seconds: float = TURN_SECONDS
+) -> int:
+    """Answer until the other end is closed; the status of the process."""
+    # The thread that watches for the parent's end holds nothing that a copy would wait for.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    start = msgspec.msgpack.decode(next(iter(questions)), type=Start)
     try:
         backend = make_backend(start.backend, Vocabulary(tuple(start.tokens), tuple(start.end_ids), lambda text: []))
         backend.prepare()
@@ -125,76 +185,24 @@ def main() -> int:
         questions.answer(msgspec.msgpack.encode(Answer(error=f"{type(error).__name__}: {error}")))
         return 1
     questions.answer(msgspec.msgpack.encode(Answer()))
-    for question in asked:
-        asks = msgspec.msgpack.decode(question, type=Question)
-        questions.answer(_by_a_copy(backend, asks.spec, asks.seconds))
-    return 0
-
-
-def _by_a_copy(backend: Backend, spec: GrammarSpec, seconds: float) -> bytes:
-    """The encoded Answer of a copy of this process, which is ended when it takes too long."""
-    deadline, parent = time.monotonic() + seconds, os.getpid()
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(ours)
-            if die_with(parent):
-                _limit_memory()
-                _write(theirs, msgspec.msgpack.encode(_answer(backend, spec)))
-        finally:
-            os._exit(0)
-    os.close(theirs)
-    try:
-        body = _read(ours, deadline)
-    finally:
-        os.close(ours)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    if body:
-        return body
-    crashed = f"the library could not compile it: it crashed, or needed more than {MEMORY_BYTES >> 30} GiB of memory"
-    return msgspec.msgpack.encode(Answer(error=too_long(seconds) if body is None else crashed))
-
-
-def _read(source: int, deadline: float) -> bytes | None:
-    """All that a copy says until it ends; None if it is not done in time."""
     news = select.poll()
-    parts: list[bytes] = []
-    news.register(source, select.POLLIN)
-    while (left := deadline - time.monotonic()) > 0 and news.poll(1e3 * left):
-        part = os.read(source, _CHUNK)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-    return None
-
-
-def _write(target: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(target, view) :]
-
-
-def _answer(backend: Backend, spec: GrammarSpec) -> Answer:
-    try:
-        return Answer(backend.build(spec))
-    except GrammarError as error:
-        return Answer(error=str(error))
-    except MemoryError:
-        return Answer(error=f"compiling needs more than {MEMORY_BYTES >> 30} GiB of memory")
-    except RecursionError:
-        return Answer(error="it is nested too deeply")
-    except Exception as error:
-        return Answer(error=f"{type(error).__name__}: {error}")
-
-
-def _limit_memory() -> None:
-    """Bound what compiling may add to the address space that imports have taken."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    news.register(questions, select.POLLIN)
+    turns = Turns(backend, news, questions.answer, turn_seconds)
+    while True:
+        left = turns.pass_on()
+        for source, _ in news.poll(None if left is None else 1e3 * left):
+            if source != questions.fileno():
+                turns.read(source)
+                continue
+            bodies = questions.read()
+            if bodies is None:
+                return 0
+            for body in bodies:
+                asks = msgspec.msgpack.decode(body, type=Question)
+                if asks.spec is None:
+                    turns.give_up(asks.number)
+                else:
+                    turns.add(asks.number, asks.spec, asks.seconds)
 
 
 if __name__ == "__main__":
