@@ -62,6 +62,11 @@ def statuses(worker: psutil.Process) -> list[str]:
     return found
 
 
+def anonymous(process: psutil.Process) -> int:
+    memory = process.memory_info()
+    return memory.rss - memory.shared
+
+
 def slow_ones(process: CompileProcess, file: Path, count: int) -> list[Future[bytes]]:
     return [process.build(spec(f"until {file} {i}"), LONG) for i in range(count)]
 
@@ -87,7 +92,7 @@ def test_what_is_stopped_holds_a_bounded_memory(process: CompileProcess) -> None
     worker = worker_of(process)
     copies = worker.children()
     stopped = [copy for copy in copies if copy.status() == psutil.STATUS_STOPPED]
-    held = sum(max(0, copy.memory_info().rss - worker.memory_info().rss) for copy in stopped)
+    held = sum(max(0, anonymous(copy) - anonymous(worker)) for copy in stopped)
     assert 0 < held <= STOPPED_BYTES
     assert len(copies) == len(stopped) + 1 < len(holding)
 

@@ -23,9 +23,8 @@ from vllm.structured_output.spec import GrammarSpec
 
 TURN_SECONDS = 0.1
 MAX_STOPPED = 16  # copies; what comes beyond them keeps its place without one, and begins again when that comes
-MEMORY_BYTES = (
-    4 << 30
-)  # that a copy may add, more than importing torch reserves; and what all that are stopped may hold
+STOPPED_BYTES = 4 << 30  # of memory that all of them together may hold
+MEMORY_BYTES = 4 << 30  # of address space that each copy may add: more than importing torch reserves
 _CHUNK = 1 << 20
 _ALIVE = b"+"  # a copy's first word: it will end with this process, even if it is stopped
 
@@ -141,7 +140,7 @@ class Turns:
     def _stop(self, work: _Work, now: float) -> None:
         os.kill(work.pid, signal.SIGSTOP)
         work.ran, work.since = work.ran_until(now), None
-        work.nbytes = max(0, _pages(work.pid, 1) - _pages(os.getpid(), 1)) * resource.getpagesize()
+        work.nbytes = max(0, _memory(work.pid)[1] - _memory(os.getpid())[1])
         stopped = [other for other in self._slow if other.pid and other.since is None]
         too_much = sum(other.nbytes for other in stopped) > STOPPED_BYTES
         if too_much or len(stopped) > MAX_STOPPED or not work.parts:
@@ -182,7 +181,7 @@ def _copy(backend: Backend, number: int, spec: GrammarSpec) -> tuple[int, int]:
         return child, ours
     status = 1
     try:
-        os.setpgid(0, 0)  # stopped ones in the group of a server that loses its shell would have all of it hung up
+        os.setpgid(0, 0)  # a group that loses its shell while one of it is stopped is hung up: the server's must not be
         if die_with(parent):
             os.write(theirs, _ALIVE)
             _limit_memory()
@@ -214,12 +213,13 @@ def _answer(backend: Backend, number: int, spec: GrammarSpec) -> Answer:
 
 def _limit_memory() -> None:
     """Bound what compiling may add to the address space that imports have taken."""
-    used = _pages(os.getpid(), 0) * resource.getpagesize()
+    used, _ = _memory(os.getpid())
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _pages(pid: int, which: int) -> int:
-    """Of a process: 0 of its address space, 1 those that it holds."""
+def _memory(pid: int) -> tuple[int, int]:
+    """Bytes of a process: of its address space, and those that it holds, without files."""
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[which])
+        size, resident, shared = (int(pages) * resource.getpagesize() for pages in file.read().split()[:3])
+    return size, resident - shared
