@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.simulation import full_policy
+from vllm.core.crowd import UNMEASURED_SHARE
 from vllm.core.request import Request
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.core.waiting import WaitingQueue
@@ -399,6 +400,37 @@ def test_what_lends_its_cache_computes_no_more_until_those_forked_from_it_have_c
     clients.scheduler.apply(StepResult(plan.step_id, [5, 5]))
     clients.scheduler.abort(["parent"])
     clients.scheduler.check_invariants()
+
+
+def test_beams_that_have_their_token_keep_none_from_the_others_of_their_round() -> None:
+    """They compute nothing more, so all that a crowd may have in a step is for those that have not begun."""
+    clients = Clients()
+    clients.add("other", None, [1] * 8, 500)
+    clients.step()
+    limit = int(2048 * UNMEASURED_SHARE)
+    for i in range(100):
+        clients.add(f"b{i}", "beams", [i % 50, i // 50], 3, lends=True)
+    begun = []
+    while len(clients.first_token) < 101:
+        before = len(clients.first_token)
+        clients.step()
+        begun.append(len(clients.first_token) - before)
+    assert begun == [limit // 2, 100 - limit // 2]
+
+
+def test_steps_of_others_do_not_count_as_those_of_the_crowd_that_waits_meanwhile() -> None:
+    clients = Clients(cost=(0.2, 0.01))
+    clients.add("other", None, [1] * 8, 900)
+    clients.step()
+    for i in range(60):
+        clients.add(f"b{i}", "beams", [i % 50, i // 50], 3, lends=True)
+        clients.add(f"n{i}", None, [i], 1)
+        clients.step()
+    most = clients.scheduler._crowd._tokens_beside_others()
+    for _ in range(20):
+        clients.step()
+    assert clients.scheduler._num_resting == 60
+    assert clients.scheduler._crowd._tokens_beside_others() == most < 2048
 
 
 def test_what_lends_its_cache_goes_on_after_a_while_or_where_others_need_its_slot() -> None:

@@ -317,6 +317,22 @@ async def test_one_request_has_no_more_than_its_share_of_the_queue(model_folder)
         await assert_idle(engine)
 
 
+async def test_prompts_that_are_held_back_are_no_messages_to_the_core(model_folder):
+    async with running(model_folder, max_num_seqs=4, separate=False) as engine:
+        sent, add = [], engine._core.add
+
+        def watched(requests):
+            sent.append(len(requests))
+            add(requests)
+
+        engine._core.add = watched
+        streams = [await engine.open([5, 6, 7], greedy(2), f"p{i}", account="many") for i in range(40)]
+        for stream in streams:
+            assert len([o async for o in stream.outputs()][-1].outputs[0].token_ids) == 2
+        assert sum(sent) == 40 and 0 not in sent
+        await assert_idle(engine)
+
+
 @pytest.mark.parametrize("how", ["abort", "leave"])
 async def test_what_is_held_back_ends_with_its_request(model_folder, how):
     async with running(model_folder, max_num_seqs=4, separate=False) as engine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from vllm.entrypoints.openai import chat, completions, responses
-from vllm.entrypoints.openai.answers import encode_at_once
+from vllm.entrypoints.openai.answers import encode, encode_at_once
 from vllm.entrypoints.openai.logprobs import TokenText
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -185,6 +186,32 @@ def test_answer_is_what_it_was(made: dict[str, str], name: str) -> None:
 
 def test_every_answer_is_recorded(made: dict[str, str]) -> None:
     assert list(made) == list(RECORDED)
+
+
+@pytest.mark.parametrize("route", ["completion", "chat"])
+def test_answers_of_many_choices_are_made_in_several_turns(monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+    module: Any = completions if route == "completion" else chat
+    make_work: Any = completion_work if route == "completion" else chat_work
+    make_choice, turn, made_in = module._choice, 0, Counter[int]()
+
+    def choice(*args: Any) -> Any:
+        made_in[turn] += 1
+        return make_choice(*args)
+
+    async def answer() -> bytes:
+        nonlocal turn
+        found = await module.encoded(CONTEXT, make_work({"n": 500}))
+        making = asyncio.ensure_future(encode(found))
+        while not making.done():
+            turn += 1
+            await asyncio.sleep(0)
+        return await making
+
+    whole = asyncio.run(module.complete(CONTEXT, make_work({"n": 500})))
+    monkeypatch.setattr(module, "_choice", choice)
+    assert asyncio.run(answer()) == json.dumps(whole).encode()
+    assert made_in.total() == 500
+    assert max(made_in.values()) <= 10
 
 
 if __name__ == "__main__":

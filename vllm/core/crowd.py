@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 from vllm.core.request import Request
 from vllm.core.waiting import WaitingQueue
@@ -38,7 +39,7 @@ class Crowd:
         self._newcomers, self._crowded = _Times(), _Times()
         self._turn = 0
         self.account: str | None = None  # that crowds the batch
-        self.tokens = max_num_batched_tokens  # that its prompts may still have in this step
+        self.tokens = max_num_batched_tokens  # that it may have in this step
         self.parts = 1  # of its sequences, of which one is computed in this step
 
     def begin(self, now: float, num_running: int, budget: int, num_resting: int = 0) -> None:
@@ -55,7 +56,11 @@ class Crowd:
         if now - self._others_seen < _MEMORY_S:
             held, most = max(1, held - num_resting), self._tokens_beside_others()
             self.parts = min(MOST_PARTS, -(-held // most)) or 1
-            self.tokens = max(1, most - held // self.parts, int(most * PROMPTS_SHARE))
+            self.tokens = min(budget, most)
+
+    def tokens_of_prompts(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> int:
+        """How many tokens of its prompts may go into a step that has so many of these requests already."""
+        return max(1, self.tokens - self._taken(requests, num_tokens), int(self.tokens * PROMPTS_SHARE))
 
     def came(self, request: Request, now: float) -> None:
         """A request has come at `now` seconds."""
@@ -80,12 +85,28 @@ class Crowd:
         """Whether the next step may leave the crowd out."""
         return self.account is not None and self._credit > 0.0
 
-    def took(self, begun: float, now: float, num_tokens: list[int], express: bool) -> None:
-        """A step of so many tokens of each request, planned at `begun`, has ended; `express`: it left the crowd out."""
+    def took(
+        self, begun: float, now: float, requests: Sequence[Request], num_tokens: Sequence[int], express: bool
+    ) -> None:
+        """A step of so many tokens of each request, planned at `begun`, has ended; `express`: it left the crowd out.
+
+        What a step takes in which others have most of the tokens, as while the crowd waits for those forked from it,
+        says nothing of the crowd's.
+        """
         seconds, self._ended = now - max(begun, self._ended), now
         self._credit = min(self._credit + (-seconds if express else seconds * EXPRESS_SHARE), _LONGEST_CREDIT_S)
-        if self.account is not None and seconds > 0.0:
-            (self._newcomers if express else self._crowded).add(seconds, sum(num_tokens))
+        if self.account is None or seconds <= 0.0:
+            return
+        tokens = sum(num_tokens)
+        if express:
+            self._newcomers.add(seconds, tokens)
+        elif 2 * self._taken(requests, num_tokens) >= tokens:
+            self._crowded.add(seconds, tokens)
+
+    def _taken(self, requests: Iterable[Request], num_tokens: Iterable[int]) -> int:
+        """The crowd's tokens among these."""
+        account = self.account
+        return sum(n for request, n in zip(requests, num_tokens, strict=True) if request.account == account)
 
 
 class _Times:

@@ -316,7 +316,10 @@ class Scheduler:
             if crowd.parts > 1 and not (builder.requests or self._in_flight):
                 preempted = self._continue_running(builder)  # nobody of the part whose turn it was can go on
             if waiting and not preempted and not builder.express and builder.budget > 0:
-                self._admit_waiting(builder, builder.budget if crowd.account is None else crowd.tokens)
+                tokens = builder.budget
+                if crowd.account is not None:
+                    tokens = crowd.tokens_of_prompts(builder.requests, builder.num_tokens)
+                self._admit_waiting(builder, tokens)
         if not builder.requests and not builder.moves.loaded:
             if self.kv.tier is not None:
                 if builder.moves.saved and not self._in_flight:  # what is to be saved takes the room that they need
@@ -627,7 +630,7 @@ class Scheduler:
         now = self._clock()
         seconds = now - planned_at
         self._pace.took(planned_at, now, built.num_tokens)
-        self._crowd.took(planned_at, now, built.num_tokens, built.express)
+        self._crowd.took(planned_at, now, built.requests, built.num_tokens, built.express)
         self._observe(built.prompt_tokens, taken.generated, seconds)
         return taken.outputs
 

@@ -56,7 +56,8 @@ class Traffic:
             most = min(self._admission.room(account, length), max(1, TOKENS_PER_TURN // (length + TOKENS_PER_MESSAGE)))
         messages = self._outputs.add(request, most)
         try:
-            self._core.add(messages)
+            if messages or self._ended:  # what has ended says so
+                self._core.add(messages)
         except Exception:
             self._outputs.abort([request_id])
             self._leave_account(request_id)
@@ -160,6 +161,8 @@ class Traffic:
             messages = self._outputs.more(request_id, most)
             if len(messages) < most:
                 self._admission.let_go(account, request_id)  # that was all of it
+            if not messages:
+                continue
             left -= len(messages) * (tokens + TOKENS_PER_MESSAGE)
             self._admission.enter(messages, account)
             with contextlib.suppress(EngineDeadError):  # which everybody hears of in another way

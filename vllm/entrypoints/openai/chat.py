@@ -195,13 +195,13 @@ async def complete(context: ServerContext, work: Chat) -> dict[str, Any]:
 
 
 async def encoded(context: ServerContext, work: Chat) -> bytes | dict[str, Any]:
-    """The answer as JSON already, unless it is of middling size: a large one is written beside the event loop."""
+    """The answer as JSON already, unless it is of middling size: then its lists are iterators, see completions."""
     final = await _final(work)
     if is_small([final]):
         return json.dumps(_listed(context, work, final)).encode()
     if count_entries([final]) > INLINE_ENTRIES:
         return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, final)))
-    return _listed(context, work, final)
+    return _answer(context, work, final)
 
 
 async def _final(work: Chat) -> RequestOutput:

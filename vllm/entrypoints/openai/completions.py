@@ -170,13 +170,15 @@ async def complete(context: ServerContext, work: Completion) -> dict[str, Any]:
 
 
 async def encoded(context: ServerContext, work: Completion) -> bytes | dict[str, Any]:
-    """The answer as JSON already, unless it is of middling size: a large one is written beside the event loop."""
+    """The answer as JSON already, unless it is of middling size: then its lists are iterators, since a thousand choices
+    take too long for one turn of the event loop. A large one is written beside that.
+    """
     finals = await _finals(work)
     if is_small(finals):
         return json.dumps(_listed(context, work, finals)).encode()
     if count_entries(finals) > INLINE_ENTRIES:
         return await context.engine.lanes.write(lambda: encode_at_once(_answer(context, work, finals)))
-    return _listed(context, work, finals)
+    return _answer(context, work, finals)
 
 
 async def _finals(work: Completion) -> list[RequestOutput]:
