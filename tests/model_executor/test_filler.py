@@ -89,3 +89,49 @@ def test_weights_that_are_put_together_and_repacked_use_the_same_memory_in_turn(
     assert modules[0].place != modules[1].place
     assert modules[2].place in (modules[0].place, modules[1].place)
     assert torch.equal(modules[3].weight.data, parts[3].reshape(4, 3))
+
+
+def weight_of(*names: str) -> ShardedParameter:
+    """A parameter of parts of two rows each."""
+    return ShardedParameter.empty(
+        (2 * len(names), 3), ShardSpec(0, tuple(whole(2, name) for name in names)), 0, 1, torch.float32
+    )
+
+
+class Layer(nn.Module):
+    """A block with a parameter of its own beside a module's, whose parts may be called alike."""
+
+    def __init__(self, own: tuple[str, ...], **modules: nn.Module) -> None:
+        super().__init__()
+        self.conv = weight_of(*own)
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+def test_parts_of_a_parameter_on_the_block_itself_are_named_with_the_layer() -> None:
+    with torch.device("meta"):
+        layers = nn.ModuleList(Layer(("q", "k"), qkv=fused("q", "k")) for _ in range(2))
+    filler = WeightFiller(nn.ModuleDict({"blocks": layers}), CPU)
+    parts = {f"blocks.{i}.{part}.conv": torch.randn(2, 3) for i in range(2) for part in "qk"}
+    for name, part in parts.items():
+        filler.fill(name, part)
+    expected = [f"blocks.{i}.{part}.weight" for i in range(2) for part in "qk"]
+    assert list(filler.missing()) == expected
+    for i in range(2):
+        assert torch.equal(layers[i].conv, torch.cat([parts[f"blocks.{i}.{part}.conv"] for part in "qk"]))
+
+
+def test_parts_of_the_model_itself_have_no_prefix() -> None:
+    with torch.device("meta"):
+        filler = WeightFiller(Layer(("a", "b")), CPU)
+    assert list(filler.missing()) == ["a.conv", "b.conv"]
+
+
+@pytest.mark.parametrize("other", ["conv", "q"])
+def test_a_second_parameter_of_the_same_name_is_refused(other: str) -> None:
+    second = fused("v", "q") if other == "conv" else fused("")
+    with torch.device("meta"):
+        layer = nn.ModuleDict({"qkv": fused("q", "k"), other: second})
+    owners = rf"'blocks\.0\.q\.weight' would belong to 'blocks\.0\.qkv\.weight' and to 'blocks\.0\.{other}\.weight'"
+    with pytest.raises(ValueError, match=owners + r"\. .* unique in a block"):
+        WeightFiller(nn.ModuleDict({"blocks": nn.ModuleList([layer])}), CPU)

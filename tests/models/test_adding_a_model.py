@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ from torch import Tensor, nn
 
 from tests.executor.configs import config_for
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
+from tests.models.spec_flips import BASES, flips
 from tests.tenants.drive import core_of, greedy
-from vllm.model_executor.models import ModelRegistry
+from vllm.config.hf import _NAMES as HF_NAMES
+from vllm.config.hf import HFConfig
+from vllm.model_executor.model_loader.filler import WeightFiller
+from vllm.model_executor.models import ModelRegistry, spec
 from vllm.model_executor.models.decoder import DecoderModel
+from vllm.model_executor.models.families import llama
 from vllm.model_executor.models.family import renames
-from vllm.model_executor.models.spec import Attn, BlockSpec, Decoder, Rope
+from vllm.model_executor.models.spec import Attn, Block, BlockSpec, Decoder, Layout, Rope
 
 PAGE = (Path(__file__).parents[2] / "docs" / "adding_a_model.md").read_text()
 FILES = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -75,6 +81,64 @@ def test_the_page_has_the_files_and_registrations() -> None:
     assert set(FILES) == {"heron.py", "egret.py", "egret_block.py", "teal.py", "teal_block.py"}
     names = {"MyLlamaForCausalLM", "HeronForCausalLM", "EgretForCausalLM", "TealForCausalLM"}
     assert names == set(REGISTRATIONS)
+
+
+def canonical_names() -> set[str]:
+    """All that a `Decoder` of usual blocks can have, as the page writes them; fields of layers and experts stand for
+    their numbers.
+    """
+    names = set()
+    for decoder in [*BASES.values(), *(flip.spec for flip in flips())]:
+        if all(type(block) is Block for block in decoder.blocks):
+            with torch.device("meta"):
+                model = DecoderModel(decoder, dtype=torch.float32, max_positions=64)
+            names |= set(WeightFiller(model, torch.device("meta")).names())
+    numbers = {r"^blocks\.\d+": "blocks.{i}", r"(experts|_norm)\.\d+": r"\1.{e}"}
+    for pattern, field in numbers.items():
+        names = {re.sub(pattern, field, name) for name in names}
+    return names
+
+
+def test_the_page_lists_all_canonical_names_and_no_others() -> None:
+    top = re.search(r"^\| canonical name \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    block = re.search(r"^\| of a block, behind `blocks\.{i}\.` \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    assert top is not None and block is not None
+    listed = []
+    for prefix, table in (("", top[0]), ("blocks.{i}.", block[0])):
+        for row in table.strip().splitlines()[2:]:
+            listed += [prefix + name for name in re.findall(r"`(.*?)`", row.split("|")[1])]
+    assert len(listed) == len(set(listed))
+    found = canonical_names()
+    last = {name: [name.replace("{p}", word) for word in ("weight", "bias")] for name in listed}
+    assert [name for name, concrete in last.items() if not found & set(concrete)] == []
+    assert found - {name for concrete in last.values() for name in concrete} == set()
+
+
+def test_sizes_are_found_under_the_fields_that_the_page_lists() -> None:
+    table = re.search(r"^\| property of `hf` \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    usual = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131}
+    rows = dict(row.split("|")[1:3] for row in table[0].strip().splitlines()[2:])
+    names = {name.strip(" `"): re.findall(r"`(\w+)`", fields) for name, fields in rows.items()}
+    assert {"hidden_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size"} <= names.keys()
+    for name, fields in names.items():
+        for field in fields:
+            others = {key: value for key, value in usual.items() if key not in fields}
+            assert getattr(HFConfig({**others, field: 2}), name) == 2
+        if len(fields) > 2:
+            assert tuple(fields) == HF_NAMES[name]
+    assert HFConfig.from_dict({"head_dim": 9, **usual}).head_dim == 9
+    assert HFConfig.from_dict(usual).num_kv_heads == 6 and HFConfig.from_dict(usual).head_dim == 8
+
+
+def test_the_example_of_each_argument_makes_a_decoder() -> None:
+    (example,) = re.findall(r"^```python example\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    fields = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rotary_dim": 4, "model_type": "none"}
+    hf = HFConfig.from_dict({**SIZES, **fields, "num_hidden_layers": 4})
+    made = eval(example, {"hf": hf, "replace": replace, **vars(spec), **vars(llama)})
+    assert [block.attn.window for block in made.blocks] == [4096, None, 4096, None]
+    assert [block.attn.rope and block.attn.rope.dim for block in made.blocks] == [4, 4, 4, None]
+    assert {block.layout for block in made.blocks} == {Layout.SANDWICH}
 
 
 @pytest.mark.usefixtures("package")
@@ -143,14 +207,7 @@ def test_a_block_with_a_state(tmp_path: Path) -> None:
     ],
 )
 def test_a_block_that_returns_other_rows_is_named(tmp_path: Path, lie: Any, message: str) -> None:
-    save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
-    weights = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if ".self_attn." not in k}
-    for i in range(3):
-        layer = f"model.layers.{i}.mean."
-        weights |= {layer + "value.weight": torch.eye(48), layer + "out.weight": torch.eye(48)}
-        weights[layer + "decay"] = torch.zeros(48)
-    save(tmp_path, weights, "TealForCausalLM")
-    engine = core_of(config_for(tmp_path, skip_tokenizer_init=True))
+    engine = core_of(config_for(teal_folder(tmp_path), skip_tokenizer_init=True))
     model: Any = engine.executor.worker.runner.model  # type: ignore[attr-defined]
     for block in model.blocks:
         forward = block.forward
@@ -159,6 +216,80 @@ def test_a_block_that_returns_other_rows_is_named(tmp_path: Path, lie: Any, mess
     errors = [out.error or "" for _ in range(4) for out in engine.step()]
     assert len(errors) == 1 and re.search(message, errors[0])
     engine.shutdown()
+
+
+def teal_folder(folder: Path) -> Path:
+    """A checkpoint of the page's Teal."""
+    save_random_hf_model(hf.LlamaConfig(**SIZES), folder)
+    weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if ".self_attn." not in k}
+    for i in range(3):
+        layer = f"model.layers.{i}.mean."
+        weights |= {layer + "value.weight": torch.eye(48), layer + "out.weight": torch.eye(48)}
+        weights[layer + "decay"] = torch.zeros(48)
+    save(folder, weights, "TealForCausalLM")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "message"),
+    [
+        (
+            "teal_block.py",
+            "MODULES = {TealBlock: TealLayer}",
+            "",
+            r"`modules` of the family with blocks of teal\.TealBlock is 'teal_block', which has no table MODULES",
+        ),
+        (
+            "teal.py",
+            '"teal_block"',
+            '"teel_block"',
+            r"`modules` of .* teal\.TealBlock is 'teel_block', but importing it says: No module named 'teel_block'\.",
+        ),
+        ("teal.py", "    return Decoder(", "    Decoder(", r"^teal\.teal, .* returned None, expected a Decoder"),
+        ("teal.py", "def need(", "def needs(", r"^blocks\.0 has no place in the cache: `need` of the block's spec"),
+        (
+            "teal.py",
+            "class TealBlock(BlockSpec)",
+            "class TealBlock",
+            r"^Block 0 of the Decoder is a TealBlock, expected .* derives from `BlockSpec`",
+        ),
+        (
+            "teal.py",
+            '"blocks.{i}.decay"',
+            '"blocks.{i}.dekay"',
+            r"missing 'blocks\.0\.decay'.*'blocks\.0\.dekay' by the family's names, which this model does not have\. "
+            r"Do config.json and the weights belong together, and are the family's names right\?$",
+        ),
+        (
+            "teal.py",
+            '            "model.layers.{i}.mean.decay": "blocks.{i}.decay",\n',
+            "",
+            r"unexpected 'model\.layers\.0\.mean\.decay'.* and is the download complete\?$",
+        ),
+    ],
+)
+def test_a_mistake_in_a_family_is_named(
+    package: Path, tmp_path: Path, file: str, right: str, wrong: str, message: str
+) -> None:
+    assert right in FILES[file]
+    (package / file).write_text(FILES[file].replace(right, wrong))
+    with pytest.raises(ValueError, match=message):
+        load(teal_folder(tmp_path))
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("lie", "got"),
+    [(lambda out: out[0], "one Tensor"), (lambda out: (*out, 1), "3 values"), (lambda out: None, "one No")],
+)
+def test_a_block_that_returns_no_pair_is_named(tmp_path: Path, lie: Any, got: str) -> None:
+    model = load(teal_folder(tmp_path))
+    forward = model.blocks[1].forward
+    model.blocks[1].forward = lambda *args: lie(forward(*args))
+    with pytest.raises(
+        ValueError, match=rf"^Layer 1 \(TealLayer\) returned {got}.*, expected two: the output, and the r"
+    ):
+        PagedDriver(model, requests=1).run([torch.arange(21)], [5])
 
 
 @pytest.mark.parametrize(

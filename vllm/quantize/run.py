@@ -100,7 +100,7 @@ def quantize(job: Job) -> Report:
     before = run_over(llm, held_out)
     report = Report()
     writer = _Writer(job.out, config.path, family, layers)
-    spec = family.decoder(config.hf)
+    spec = family.decoder_of(config.hf)
     for paths in tqdm(list(_chunks(sizes)), desc="quantizing", unit="part"):
         if all(writer.is_done(block) for block in {_block_of(path) for path in paths}):
             continue

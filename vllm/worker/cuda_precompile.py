@@ -50,7 +50,7 @@ def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = 
     if not isinstance(family, Family):
         return None
     run = DryRun(
-        family.decoder(model.hf),
+        family.decoder_of(model.hf),
         dtype_of(model.dtype),
         model.max_model_len,
         cache.block_size,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.sharding import ShardedParameter, load_weight, part_shape
+
+_BLOCK = re.compile(r"blocks\.\d+")
 
 
 @runtime_checkable
@@ -75,25 +78,40 @@ class WeightFiller:
                 slot.owners.append((module, name))
                 self._unfilled[module] = self._unfilled.get(module, 0) + 1
 
+    def _add(self, name: str, target: _Target) -> None:
+        """Raises ValueError for a name that fills something else already."""
+        other = self._targets.setdefault(name, target)
+        if other is not target:
+            raise ValueError(
+                f"Tensors called {name!r} would belong to {other.slot.path!r} and to {target.slot.path!r}. Parameters "
+                "and their parts need names that are unique in a block: call them otherwise, or give the parts of one "
+                "no names."
+            )
+
     def _add_targets(self, slot: _Slot) -> None:
         whole = _Target(slot)
         slot.missing = whole.atoms
-        self._targets[slot.path] = whole
+        self._add(slot.path, whole)
         parent, _, leaf = slot.path.rpartition(".")
+        # a part stands in place of its module's name; a block, which may have the parameter itself, keeps its own
+        container = parent if _BLOCK.fullmatch(parent) else parent.rpartition(".")[0]
         spec = slot.parameter.shard_spec
         if spec.stack and not spec.parts:
             for row in range(slot.parameter.full_shape[0]):
-                self._targets[f"{parent}.{row}.{leaf}"] = _Target(slot, None, row)
+                self._add(f"{parent}.{row}.{leaf}", _Target(slot, None, row))
         for part in range(len(spec.parts)):
             name = spec.parts[part].name
             if spec.stack:
                 if name:
-                    self._targets[f"{parent}.{name}"] = _Target(slot, part)
+                    self._add(f"{parent}.{name}", _Target(slot, part))
                 for expert in range(slot.parameter.full_shape[0]):
-                    self._targets[f"{parent}.{expert}.{name or leaf}.weight"] = _Target(slot, part, expert)
+                    self._add(f"{parent}.{expert}.{name or leaf}.weight", _Target(slot, part, expert))
             elif name and len(spec.parts) > 1:
-                container = parent.rpartition(".")[0]
-                self._targets[f"{container}.{name}.{leaf}"] = _Target(slot, part)
+                self._add(".".join(filter(None, (container, name, leaf))), _Target(slot, part))
+
+    def names(self) -> Iterable[str]:
+        """All canonical names: of whole parameters, of their parts and of experts."""
+        return self._targets
 
     def expected_shape(self, canonical: str) -> tuple[int, ...] | None:
         """The full shape that a tensor called `canonical` must have, None if the model has no such weight."""

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,12 +36,13 @@ from vllm.model_executor.model_loader.quantized_weights import (
 )
 from vllm.model_executor.model_loader.rank_state import RankState
 from vllm.model_executor.model_loader.weights import Weights, open_weights
+from vllm.model_executor.models.blocks import BlockModule
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.out_of_tree import OutOfTreeModel, load_out_of_tree
 from vllm.model_executor.models.pooling import converted
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.model_executor.models.spec import Decoder, PoolHead
+from vllm.model_executor.models.spec import BlockSpec, Decoder, PoolHead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,7 +148,7 @@ def new_decoder(
         packs = not vllm_config.parallel_config.enable_eplb  # who may change places does so as numbers
         quantization = ModelQuantization(format_of(quantized), family, packs_experts=packs, keeps_table=keeps_table)
     source, family = family, converted(family, config.convert_type)
-    spec, pool = family.decoder(hf), None if family.pool is None else family.pool(hf)
+    spec, pool = family.decoder_of(hf), None if family.pool is None else family.pool(hf)
     dense: list[DenseModule] = []
     if config.pooling is not None and pool is not None:
         dense = [DenseModule.read(config.path / folder) for folder in config.pooling.dense]
@@ -243,7 +244,7 @@ def build_decoder(
     layers: of this pipeline stage, None for all.   pool: the head of a model that pools.   deals_experts: see
     `blocks.BuildContext`.
     """
-    table = {} if modules is None else importlib.import_module(modules).MODULES
+    table = {} if modules is None else _modules_of(modules, spec)
     with torch.device("meta"):
         return DecoderModel(
             spec,
@@ -257,6 +258,25 @@ def build_decoder(
             deals_experts=deals_experts,
             pool=pool,
         )
+
+
+def _modules_of(where: str, spec: Decoder) -> Mapping[type[BlockSpec], BlockModule]:
+    """What `Family.modules` names. Raises ValueError if it is not there."""
+    kinds = ", ".join(sorted({f"{type(block).__module__}.{type(block).__name__}" for block in spec.blocks}))
+    field = f"`modules` of the family with blocks of {kinds} is {where!r}"
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{field}, but importing it says: {error}. Expected the dotted name of a file on Python's path that has "
+            "the table MODULES."
+        ) from error
+    table = getattr(module, "MODULES", None)
+    if not isinstance(table, Mapping):
+        raise ValueError(
+            f"{field}, which has no table MODULES. Expected MODULES = {{<class of a block's spec>: <its module>}}."
+        )
+    return table
 
 
 def fill_from_checkpoint(
@@ -318,9 +338,10 @@ def fill_from_checkpoint(
             problems.append(f"unexpected {_some(unexpected)}")
         if absent:
             problems.append("{!r} is {!r} by the family's names, which this model does not have".format(*absent[0]))
+        doubt = "are the family's names right" if absent else "is the download complete"
         raise ValueError(
             f"The checkpoint does not fit the model of its config.json: {'; '.join(problems)}. "
-            "Do config.json and the weights belong together, and is the download complete?"
+            f"Do config.json and the weights belong together, and {doubt}?"
         )
     return filler.filled_bytes + quantized_bytes
 

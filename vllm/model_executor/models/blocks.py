@@ -205,7 +205,10 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         if (place is None) == spec.causal:
-            raise ValueError(f"{prefix}: attention has a place in the cache if it is causal, and only then.")
+            raise ValueError(
+                f"{prefix}: attention has a place in the cache if it is causal, and only then; the place is what "
+                "`need` of the block's spec asks for."
+            )
         if spec.alibi is not None and not spec.causal:
             raise ValueError(f"{prefix}: ALiBi is not supported where tokens see later ones.")
         if spec.relative is not None and spec.causal:
@@ -616,6 +619,16 @@ class DecoderBlock(nn.Module):
 BlockModule = Callable[[Any, int, KVPlace | None, BuildContext, str], nn.Module]
 # a spec's class -> the module it becomes; families with a block of their own add to it (`Family.modules`)
 MODULES: Mapping[type[BlockSpec], BlockModule] = {Block: DecoderBlock}
+
+
+def needed(place: KVPlace | None, prefix: str) -> KVPlace:
+    """The place of a layer that must have one. Raises ValueError if its spec asks for none."""
+    if place is None:
+        raise ValueError(
+            f"{prefix} has no place in the cache: `need` of the block's spec must return a KVNeed, and returns None, "
+            "as it does where the spec's class does not define it."
+        )
+    return place
 
 
 def pick(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -283,7 +283,11 @@ class DecoderModel(nn.Module):
             tokens = x.shape[0]
             for i in self.layers:
                 wanted = rows if i == last else None
-                x, residual = self.blocks[i](x, residual, step, kv_caches, wanted)
+                out = self.blocks[i](x, residual, step, kv_caches, wanted)
+                try:
+                    x, residual = out
+                except (TypeError, ValueError) as error:
+                    raise ValueError(self._no_pair(i, out)) from error
                 if x.shape[0] != (tokens if wanted is None else wanted.shape[0]):
                     raise ValueError(self._wrong_rows(i, x, tokens, wanted))
                 if i in taps:
@@ -297,6 +301,14 @@ class DecoderModel(nn.Module):
         elif residual is not None:
             x = x + residual
         return x if rows is not None else step.wanted(x)
+
+    def _no_pair(self, layer: int, out: object) -> str:
+        """What is said of a block that returns anything but the two terms of the stream."""
+        got = f"{len(out)} values" if isinstance(out, tuple | list) else f"one {type(out).__name__}"
+        return (
+            f"Layer {layer} ({type(self.blocks[layer]).__name__}) returned {got}, expected two: the output, and the "
+            "residual that is still to be added to it, or None."
+        )
 
     def _wrong_rows(self, layer: int, x: Tensor, tokens: int, rows: Tensor | None) -> str:
         """What is said of a block that returns another number of tokens than it was asked for."""

@@ -104,6 +104,19 @@ class Family:
     inside: str = ""
     pool: Callable[[HFConfig], PoolHead] | None = None
 
+    def decoder_of(self, hf: HFConfig) -> Decoder:
+        """The model of a config. Raises ValueError if the family's function gives something else."""
+        from vllm.model_executor.models.spec import Decoder
+
+        made = self.decoder(hf)
+        if not isinstance(made, Decoder):
+            name = getattr(self.decoder, "__qualname__", repr(self.decoder))
+            raise ValueError(
+                f"{self.decoder.__module__}.{name}, the function of the family that makes its Decoder, returned "
+                f"{made!r:.80}, expected a Decoder. Is there a `return`?"
+            )
+        return made
+
     def is_beyond(self, name: str, layers: int) -> bool:
         """Whether a checkpoint's tensor is of a layer behind the model's last, or of another part of a larger model,
         and may be left out.

@@ -62,7 +62,7 @@ def with_head(family: Family, head: Callable[[HFConfig], PoolHead], names: dict[
     """
 
     def decoder(hf: HFConfig) -> Decoder:
-        made = family.decoder(hf)
+        made = family.decoder_of(hf)
         return seeing_all(made, hf) if hf.sees_whole_prompt and not family.facts.encoder else made
 
     unused = tuple(rename.source for rename in family.names if rename.target.startswith("head."))

@@ -345,6 +345,14 @@ class Decoder:
     silent: tuple[int, ...] = ()
     token_types: int = 0
 
+    def __post_init__(self) -> None:
+        wrong = next((i for i, block in enumerate(self.blocks) if not isinstance(block, BlockSpec)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"Block {wrong} of the Decoder is a {type(self.blocks[wrong]).__name__}, expected a spec: a `Block`, "
+                "or one of a class that derives from `BlockSpec`."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:

@@ -13,6 +13,7 @@ from vllm.model_executor.models.blocks import (
     SelfAttention,
     add_norm,
     build_norm,
+    needed,
     pick,
 )
 from vllm.model_executor.models.families.arctic import ArcticBlock
@@ -27,8 +28,7 @@ class ArcticLayer(nn.Module):
         self, spec: ArcticBlock, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str
     ) -> None:
         super().__init__()
-        if place is None:
-            raise ValueError(f"{prefix} has no place in the cache.")
+        place = needed(place, prefix)
         self.tp = ctx.tp
         self.attn = SelfAttention(spec.attn, hidden_size, place, ctx, f"{prefix}.attn", reduce=True)
         self.dense = FeedForward(spec.dense, hidden_size, ctx, f"{prefix}.dense", reduce=False)

@@ -8,7 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.models.blocks import BuildContext, FeedForward, SelfAttention, add_norm, build_norm, pick
+from vllm.model_executor.models.blocks import (
+    BuildContext,
+    FeedForward,
+    SelfAttention,
+    add_norm,
+    build_norm,
+    needed,
+    pick,
+)
 from vllm.model_executor.models.families.deci import Map, SearchedBlock
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.model_executor.models.spec import Attn
@@ -40,9 +48,9 @@ class SearchedLayer(nn.Module):
         if spec.attn is not None:
             norms["0"] = build_norm(spec.norm, hidden_size, ctx.dtype)
             if isinstance(spec.attn, Attn):
-                if place is None:
-                    raise ValueError(f"{prefix} has no place in the cache.")
-                self.attn = SelfAttention(spec.attn, hidden_size, place, ctx, f"{prefix}.attn", reduce=True)
+                self.attn = SelfAttention(
+                    spec.attn, hidden_size, needed(place, prefix), ctx, f"{prefix}.attn", reduce=True
+                )
             else:
                 self.attn = product("attn")
         if spec.ffn is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.linear_method import LinearShape
 from vllm.model_executor.layers.sharding import Part, ShardedParameter, ShardSpec, whole
-from vllm.model_executor.models.blocks import BuildContext, DecoderBlock, build_norm, pick
+from vllm.model_executor.models.blocks import BuildContext, DecoderBlock, build_norm, needed, pick
 from vllm.model_executor.models.families.deepseek import LatentAttn, LatentBlock
 from vllm.model_executor.models.kv_groups import KVPlace
 from vllm.ops.latent_attention import attend_latent, rotate_and_write_latent
@@ -96,9 +96,7 @@ class LatentLayer(DecoderBlock):
     def build_attention(
         self, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str, *, reduce: bool
     ) -> Any:
-        if place is None:
-            raise ValueError(f"{prefix} has no place in the cache.")
-        return LatentAttention(self.spec.attn, hidden_size, place, ctx, prefix, reduce=reduce)
+        return LatentAttention(self.spec.attn, hidden_size, needed(place, prefix), ctx, prefix, reduce=reduce)
 
 
 MODULES = {LatentBlock: LatentLayer}

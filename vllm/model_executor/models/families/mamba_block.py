@@ -16,6 +16,7 @@ from vllm.model_executor.models.blocks import (
     MixtureOfExperts,
     add_norm,
     build_norm,
+    needed,
     pick,
 )
 from vllm.model_executor.models.families.mamba import Mamba, Mamba2, MambaBlock
@@ -153,8 +154,7 @@ class MambaLayer(nn.Module):
         self, spec: MambaBlock, hidden_size: int, place: KVPlace | None, ctx: BuildContext, prefix: str
     ) -> None:
         super().__init__()
-        if place is None:
-            raise ValueError(f"{prefix} has no place in the cache.")
+        place = needed(place, prefix)
         mixer = MambaMixer if isinstance(spec.mixer, Mamba) else Mamba2Mixer
         self.mixer: nn.Module = mixer(spec.mixer, hidden_size, place, ctx, f"{prefix}.mixer")  # type: ignore[arg-type]
         self.ffn: FeedForward | MixtureOfExperts | None = None
