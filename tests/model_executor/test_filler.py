@@ -112,19 +112,19 @@ def test_parts_of_a_parameter_on_the_block_itself_are_named_with_the_layer() -> 
     with torch.device("meta"):
         layers = nn.ModuleList(Layer(("q", "k"), qkv=fused("q", "k")) for _ in range(2))
     filler = WeightFiller(nn.ModuleDict({"blocks": layers}), CPU)
-    parts = {f"blocks.{i}.{part}.conv": torch.randn(2, 3) for i in range(2) for part in "qk"}
+    parts = {f"blocks.{i}.conv.{part}": torch.randn(2, 3) for i in range(2) for part in "qk"}
     for name, part in parts.items():
         filler.fill(name, part)
     expected = [f"blocks.{i}.{part}.weight" for i in range(2) for part in "qk"]
     assert list(filler.missing()) == expected
     for i in range(2):
-        assert torch.equal(layers[i].conv, torch.cat([parts[f"blocks.{i}.{part}.conv"] for part in "qk"]))
+        assert torch.equal(layers[i].conv, torch.cat([parts[f"blocks.{i}.conv.{part}"] for part in "qk"]))
 
 
-def test_parts_of_the_model_itself_have_no_prefix() -> None:
+def test_parts_of_a_parameter_of_the_model_itself_are_named_behind_it() -> None:
     with torch.device("meta"):
-        filler = WeightFiller(Layer(("a", "b")), CPU)
-    assert list(filler.missing()) == ["a.conv", "b.conv"]
+        filler = WeightFiller(Layer(("a", "b"), ab=fused("")), CPU)
+    assert list(filler.missing()) == ["conv.a", "conv.b", "ab.weight"]
 
 
 @pytest.mark.parametrize("other", ["conv", "q"])

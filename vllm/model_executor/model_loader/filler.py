@@ -93,8 +93,6 @@ class WeightFiller:
         slot.missing = whole.atoms
         self._add(slot.path, whole)
         parent, _, leaf = slot.path.rpartition(".")
-        # a part stands in place of its module's name; a block, which may have the parameter itself, keeps its own
-        container = parent if _BLOCK.fullmatch(parent) else parent.rpartition(".")[0]
         spec = slot.parameter.shard_spec
         if spec.stack and not spec.parts:
             for row in range(slot.parameter.full_shape[0]):
@@ -107,7 +105,11 @@ class WeightFiller:
                 for expert in range(slot.parameter.full_shape[0]):
                     self._add(f"{parent}.{expert}.{name or leaf}.weight", _Target(slot, part, expert))
             elif name and len(spec.parts) > 1:
-                self._add(".".join(filter(None, (container, name, leaf))), _Target(slot, part))
+                # in place of the module's name, or behind that of a parameter which a block or the model itself has
+                container = parent.rpartition(".")[0]
+                own = not parent or _BLOCK.fullmatch(parent)
+                fused = f"{slot.path}.{name}" if own else ".".join(filter(None, (container, name, leaf)))
+                self._add(fused, _Target(slot, part))
 
     def names(self) -> Iterable[str]:
         """All canonical names: of whole parameters, of their parts and of experts."""

@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.quantized_weights import (
 )
 from vllm.model_executor.model_loader.rank_state import RankState
 from vllm.model_executor.model_loader.weights import Weights, open_weights
+from vllm.model_executor.models.blocks import MODULES as BLOCK_MODULES
 from vllm.model_executor.models.blocks import BlockModule
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.family import Family
@@ -262,8 +263,10 @@ def build_decoder(
 
 def _modules_of(where: str, spec: Decoder) -> Mapping[type[BlockSpec], BlockModule]:
     """What `Family.modules` names. Raises ValueError if it is not there."""
-    kinds = ", ".join(sorted({f"{type(block).__module__}.{type(block).__name__}" for block in spec.blocks}))
-    field = f"`modules` of the family with blocks of {kinds} is {where!r}"
+    kinds = {type(block) for block in spec.blocks}
+    kinds = kinds - BLOCK_MODULES.keys() or kinds
+    named = ", ".join(sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds))
+    field = f"`modules` of the family with blocks of {named} is {where!r}"
     try:
         module = importlib.import_module(where)
     except ModuleNotFoundError as error:
