@@ -18,6 +18,7 @@ from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.config.hf import HFConfig
 from vllm.config.model_impl import resolve_model_impl
 from vllm.distributed import TensorParallel
+from vllm.model_executor.layers.quantization.method import QuantizedLinearMethod
 
 FOUR = {**GQA, "num_hidden_layers": 4}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 29, "first_k_dense_replace": 1}
@@ -148,6 +149,22 @@ def test_random_weights_and_in_flight_quantization(tmp_path: Path) -> None:
     with torch.inference_mode():
         error = relative_error(PagedDriver(model).run([prompt], [7])[0], reference(prompt[None]).logits[0])
     assert 1e-4 < error < 0.3  # 8-bit weights, so not the same, and no other model
+
+
+def _untied_modernbert() -> Any:
+    config = UNLISTED["modernbert-decoder"]()
+    config.tie_word_embeddings = False
+    return config
+
+
+@pytest.mark.parametrize(("make", "head"), [(UNLISTED["arcee"], "lm_head"), (_untied_modernbert, "decoder")])
+def test_the_head_stays_plain_in_flight_whatever_it_is_called(make: Any, head: str, tmp_path: Path) -> None:
+    reference = save_random_hf_model(make(), tmp_path)
+    module = load(tmp_path, model_impl="transformers", quantization="fp8").module
+    theirs = reference.get_submodule(head)
+    x = torch.randn(3, theirs.in_features)
+    torch.testing.assert_close(module.get_submodule(head)(x), theirs(x), rtol=1e-4, atol=1e-5)
+    assert any(isinstance(getattr(owner, "method", None), QuantizedLinearMethod) for owner in module.modules())
 
 
 def test_a_checkpoint_must_fit(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def load_transformers(
     module = build(settings.hf_config, dtype, trust_remote_code=trusted, name=name, grouped=grouped)
     quantization = None
     if settings.quantized is not None:
-        quantization = ModelQuantization(format_of(settings.quantized), _NAMES)
+        quantization = ModelQuantization(format_of(settings.quantized), _NAMES, linear_head=_head_of(module))
     _share(module, dtype, tp, quantization, name)
     filler = WeightFiller(module, device)
     if isinstance(weights, rank_state.RankState):
@@ -108,6 +108,12 @@ def _check_config(hf: HFConfig, name: str, max_positions: int, tp: TensorParalle
             f"{name} has {hf.num_kv_heads} key/value heads, which {tp.world} tensor-parallel ranks cannot share "
             f"through transformers. Choose a tensor_parallel_size that divides {hf.num_kv_heads}."
         )
+
+
+def _head_of(module: nn.Module) -> str | None:
+    """The path of the module that makes logits, None if transformers does not say which does."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    return next((path for path, owner in module.named_modules() if owner is head), None)
 
 
 # -- this rank's share -------------------------------------------------------------------------------------------------

@@ -34,7 +34,10 @@ class AutoRound(Format):
             if isinstance(fields, Mapping):
                 return self._reader({**self._settings, **fields})
         inside = not self._blocks or any(name.startswith(block) for name in names for block in self._blocks)
-        return None if not inside or "lm_head" in names else self._reader(self._settings)
+        return self._reader(self._settings) if inside else None
+
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        return self.reader(names) if any(isinstance(self._extra.get(name), Mapping) for name in names) else None
 
     def _reader(self, fields: Mapping[str, Any]) -> Reader | None:
         bits = setting(fields, "bits", int, 4)

@@ -105,6 +105,7 @@ class Awq(Format):
         self._quantizes_head = setting(settings, "lm_head", bool, False)
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        if "lm_head" in names and not self._quantizes_head:
-            return None
         return None if any(plain in name for plain in self._plain for name in names) else self._reader
+
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        return self.reader(names) if self._quantizes_head else None

@@ -70,6 +70,10 @@ class Format(ABC):
         """The same for a projection of an expert."""
         return self.reader(names)
 
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        """The same for the output head, whatever it is called there: plain, unless the settings say otherwise."""
+        return None
+
     def read_stack(self, tensors: Tensors, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The matrices of all experts, of `shape` [experts, out, in], on `device`. tensors: by the end of their names.
 

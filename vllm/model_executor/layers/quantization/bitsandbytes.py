@@ -160,9 +160,7 @@ class BitsAndBytes(Format):
     def reader(self, names: Sequence[str]) -> Reader | None:
         if self._only and not any(name == only or name.endswith(f".{only}") for only in self._only for name in names):
             return None
-        if "lm_head" in names or any(_skips(skip, name) for skip in self._plain for name in names):
-            return None
-        return self._reader
+        return None if any(_skips(skip, name) for skip in self._plain for name in names) else self._reader
 
 
 def _skips(skip: str, name: str) -> bool:

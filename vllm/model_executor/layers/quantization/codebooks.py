@@ -36,7 +36,7 @@ class SqueezeLlm(Format):
         setting(settings, "wbits bits", int, 4, among=(4,))
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names else SqueezeReader()
+        return SqueezeReader()
 
 
 @dataclass(frozen=True)
@@ -81,4 +81,4 @@ class Aqlm(Format):
         self._plain = {name.removesuffix(".weight") for name in names_of(settings, "linear_weights_not_to_quantize")}
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names or not self._plain.isdisjoint(names) else self._reader
+        return self._reader if self._plain.isdisjoint(names) else None

@@ -311,17 +311,22 @@ class CompressedTensors(Format):
         self._plain = names_of(settings, "ignore")
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        found = self._dense_reader(names)
-        return Sparse(found) if self._sparse and (found is not None or "lm_head" not in names) else found
+        found = self._dense_reader(names, (False, True))
+        return Sparse(found) if self._sparse else found
 
-    def _dense_reader(self, names: Sequence[str]) -> Reader | None:
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        found = self._dense_reader(names, (False,))
+        return Sparse(found) if self._sparse and found is not None else found
+
+    def _dense_reader(self, names: Sequence[str], kinds: tuple[bool, ...]) -> Reader | None:
+        """kinds: which targets to look at, in turn: those that name modules (False), those that name a class (True)."""
         if any(_matches(target, name) for target in self._plain for name in names):
             return None
-        for by_class in (False, True):  # a module's own name decides before its class
+        for by_class in kinds:  # a module's own name decides before its class
             for targets, reader in self._groups:
                 wanted = [target for target in targets if (target == _LINEAR) is by_class]
                 if any(by_class or _matches(target, name) for target in wanted for name in names):
-                    return None if by_class and "lm_head" in names else reader
+                    return reader
         return None
 
 

@@ -104,7 +104,7 @@ class Fp8(Format):
         self._plain = {*names_of(settings, "ignored_layers"), *names_of(settings, "modules_to_not_convert")}
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names or not self._plain.isdisjoint(names) else self._reader
+        return self._reader if self._plain.isdisjoint(names) else None
 
 
 class ChannelFp8(Format):
@@ -116,7 +116,7 @@ class ChannelFp8(Format):
         self._reader = Fp8Reader(inputs=InputQuant("fp8", "token"), weights_per="channel")
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names else self._reader
+        return self._reader
 
 
 class FbgemmFp8(Format):
@@ -131,7 +131,7 @@ class FbgemmFp8(Format):
         self._plain = set(names_of(settings, "modules_to_not_convert"))
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names or not self._plain.isdisjoint(names) else self._reader
+        return self._reader if self._plain.isdisjoint(names) else None
 
 
 class ModelOptFp8(Format):
@@ -154,6 +154,9 @@ class ModelOptFp8(Format):
         if any(fnmatchcase(name, pattern) for pattern in self._plain for name in names):
             return None
         return ModelOptReader(quantizes=False)
+
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        return self.reader(names)
 
 
 class ModelOptReader(Fp8Reader):

@@ -53,3 +53,6 @@ class Gguf(Format):
 
     def reader(self, names: Sequence[str]) -> Reader | None:
         return self._reader
+
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        return self.reader(names)

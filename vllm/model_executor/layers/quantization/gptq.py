@@ -95,12 +95,13 @@ class Gptq(Format):
         self._rules = _rules(settings.get("dynamic") or {})
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        if "lm_head" in names and not self._quantizes_head:
-            return None
         for plain, pattern, changes in self._rules:
             if any(pattern.match(name) for name in names):
                 return None if plain else self._changed(changes)
         return self._reader
+
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        return self.reader(names) if self._quantizes_head else None
 
     def _changed(self, changes: Mapping[str, Any]) -> Reader:
         base = self._reader

@@ -89,7 +89,7 @@ class Hqq(Format):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         inner = settings.get("quant_config", settings)
-        self._plain = (*names_of(settings, "skip_modules"), "lm_head")
+        self._plain = names_of(settings, "skip_modules")
         by_name = settings.get("dynamic_config") or (inner if "weight_quant_params" not in inner else None)
         self._readers = {"": self._of(inner)} if by_name is None else {n: self._of(v) for n, v in by_name.items()}
 

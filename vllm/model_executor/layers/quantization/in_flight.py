@@ -38,7 +38,7 @@ class DeepSpeedFp(Format):
         self._reader = InFlight(lambda weight: round_to_floats(weight, bits, group))
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names else self._reader
+        return self._reader
 
 
 def round_to_floats(weight: Tensor, bits: int, group: int) -> GroupedWeight:

@@ -110,7 +110,10 @@ class GptqMarlin24(Format):
         self._quantizes_head = setting(settings, "lm_head", bool, False)
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names and not self._quantizes_head else self._reader
+        return self._reader
+
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        return self.reader(names) if self._quantizes_head else None
 
 
 class Qqq(Format):
@@ -125,7 +128,7 @@ class Qqq(Format):
         self._reader = QqqReader(group_size(settings, "group_size groupsize", -1))
 
     def reader(self, names: Sequence[str]) -> Reader | None:
-        return None if "lm_head" in names else self._reader
+        return self._reader
 
 
 def untiled(packed: Tensor, bits: int, order: Tensor, n: int) -> Tensor:

@@ -40,20 +40,29 @@ class ModelQuantization(QuantizationConfig):
 
     packs_experts: experts are computed as they are stored, not as plain numbers.
     keeps_table: the embedding stays in the checkpoint's file, if the format allows it.
+    linear_head: the canonical name of an output head that is a linear layer like the others, if one is.
     """
 
     def __init__(
-        self, format: Format, family: Family, *, packs_experts: bool = False, keeps_table: bool = False
+        self,
+        format: Format,
+        family: Family,
+        *,
+        packs_experts: bool = False,
+        keeps_table: bool = False,
+        linear_head: str | None = None,
     ) -> None:
         self.format, self._family = format, family
         self._packs_experts, self._keeps_table = packs_experts, keeps_table
+        self._linear_head = linear_head
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
         """The method of the linear layer called `prefix`, None if no part of it is quantized."""
         shape: LinearShape = layer.shape  # type: ignore[assignment]
         containers = containers_of(prefix, shape)
         fused = self.names(prefix)
-        readers = [self.format.reader(fused + ([] if name == prefix else self.names(name))) for name in containers]
+        reader_of = self.format.head_reader if prefix == self._linear_head else self.format.reader
+        readers = [reader_of(fused + ([] if name == prefix else self.names(name))) for name in containers]
         if not any(readers):
             return None
         return QuantizedLinearMethod(self.format.name, tuple(readers))
@@ -71,11 +80,12 @@ class ModelQuantization(QuantizationConfig):
 
     def get_head_method(self, layer: nn.Module, prefix: str) -> LinearMethod | None:
         """The method of the output head called `prefix`."""
-        reader = self.format.reader(self.names(prefix))
+        reader = self.format.head_reader(self.names(prefix))
         return None if reader is None else QuantizedLinearMethod(self.format.name, (reader,), torch.float32)
 
     def reader_of(self, container: str, *, expert: bool) -> Reader | None:
-        """How a projection that belongs to no linear layer is stored (an expert's, the output head's)."""
+        """How a projection is stored that no layer takes as it is: an expert's, or a plain head's if the checkpoint
+        has quantized that without saying so."""
         names = self.names(container)
         return self.format.experts_reader(names) if expert else self.format.reader(names)
 

@@ -111,6 +111,9 @@ class Torchao(Format):
                 return None
         return self._default
 
+    def head_reader(self, names: Sequence[str]) -> Reader | None:
+        return self.reader(names)
+
 
 def _reader(given: Any) -> Reader:
     """How modules of one configuration are stored. Raises ValueError for a configuration that is not known."""
