@@ -39,3 +39,31 @@ def test_values_that_make_no_model_are_refused(case: str, architecture: str, cha
     build(raw)
     with pytest.raises(ValueError):
         build({**raw, **changes})
+
+
+WINDOWLESS = [
+    ("mistral", "MistralForCausalLM", {"sliding_window": None}, "Set `sliding_window`, or"),
+    ("qwen2-window", "Qwen2ForCausalLM", {"use_sliding_window": False}, "`use_sliding_window` true"),
+    ("gemma2", "Gemma2ForCausalLM", {"sliding_window": None}, "Set `sliding_window`, or"),
+]
+
+
+@pytest.mark.parametrize(("case", "architecture", "changes", "remedy"), WINDOWLESS)
+def test_layers_with_a_window_of_no_size_are_refused(
+    case: str, architecture: str, changes: dict[str, Any], remedy: str
+) -> None:
+    raw = {**json.loads(json.dumps(CASES[case]().to_dict())), "architectures": [architecture]}
+    layers = raw["num_hidden_layers"]
+    family: Any = ModelRegistry.resolve([architecture])
+
+    def windows(kinds: list[str] | None) -> list[int | None]:
+        hf = HFConfig.from_dict({**raw, **changes, "layer_types": kinds})
+        return [block.attn.window for block in family.decoder(hf).blocks]
+
+    mixed = ["full_attention"] * (layers - 1) + ["sliding_attention"]
+    with pytest.raises(
+        ValueError, match="`layer_types` has layers of type 'sliding_attention', but .*`sliding_window`.*"
+    ) as error:
+        windows(mixed)
+    assert remedy in str(error.value)
+    assert windows(["full_attention"] * layers) == windows(None) == [None] * layers

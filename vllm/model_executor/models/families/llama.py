@@ -41,13 +41,19 @@ def rope_of(hf: HFConfig, *, interleaved: bool = False, layer_type: str = "full_
 
 
 def windows_of(hf: HFConfig) -> tuple[int | None, ...]:
-    """Each layer's window."""
+    """Each layer's window. Raises ValueError for layers of a kind that is not known, and for windows without a size."""
     known = {"full_attention": None, "sliding_attention": hf.sliding_window}
     for kind in hf.layer_types:
         if kind not in known:
             raise ValueError(
                 f"{hf.file}: layers of type {kind!r} are not supported, expected one of {', '.join(known)}."
             )
+    if "sliding_attention" in hf.layer_types and hf.sliding_window is None:
+        switch = " and `use_sliding_window` true" if hf.facts.windows is Windows.ON_REQUEST else ""
+        raise ValueError(
+            f"{hf.file}: `layer_types` has layers of type 'sliding_attention', but there is no `sliding_window`, which "
+            f"says how many tokens they see. Set `sliding_window`{switch}, or name these layers 'full_attention'."
+        )
     return tuple(known[kind] for kind in hf.layer_types)
 
 
