@@ -150,6 +150,19 @@ def test_a_float8_cache_gives_logprobs_close_to_an_exact_one(calm_model, cache_d
     assert 1e-4 < error.mean() < 0.15
 
 
+def test_engines_share_a_device_by_their_own_limits(model):
+    """Two of 0.4 in a process, and a third that finds less than it may have."""
+    folder, hf = model
+    engines = [core(folder, num_gpu_blocks_override=None, gpu_memory_utilization=share) for share in (0.4, 0.4, 0.9)]
+    total = torch.cuda.mem_get_info()[1]
+    sizes = [engine.num_blocks * engine._executor.kv_layout.bytes_per_block / total for engine in engines]
+    assert sizes[0] > 0.3 and sizes[1] > 0.9 * sizes[0] and 0.0 < sizes[2] < 0.2
+    tokens = [together(engine)[0] for engine in engines]
+    assert tokens[0] == tokens[1] == tokens[2]
+    for engine in engines:
+        engine.shutdown()
+
+
 def test_memory_comes_back_when_engines_end(model):
     folder, _ = model
     left = []

@@ -42,6 +42,25 @@ def test_the_user_may_fix_the_number_or_the_size() -> None:
     assert count_blocks(FULL, replace(REQUEST, fixed_bytes=30 * BLOCK), 0, "", bounded=True) == 30
 
 
+GIB = kv_memory.GIB
+
+
+@pytest.mark.parametrize(
+    "utilization, gone, weights, free, allowed, left",
+    [
+        (0.9, 11, 10, 89, 78.5, 87),  # alone: weights, half a GiB for the context, one for libraries
+        (0.4, 11, 10, 49, 28.5, 47),  # beside another one of 0.4
+        (0.9, 11, 10, 49, 78.5, 47),  # which leaves less than that
+        (0.4, 60, 10, 40, 25.5, 38),  # others have come meanwhile: that is no library of ours
+        (0.4, 5, 10, 95, 29.5, 93),  # others have left
+        (0.1, 11, 10, 89, -1.5, 87),
+    ],
+)
+def test_a_share_of_a_device_is_an_engines_own(utilization, gone, weights, free, allowed, left) -> None:
+    found = kv_memory.cache_bytes(100 * GIB, utilization, gone * GIB, weights * GIB, free * GIB)
+    assert [pytest.approx(x / GIB) for x in found] == [allowed, left]
+
+
 def test_no_memory_at_all() -> None:
     expected = (
         "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "

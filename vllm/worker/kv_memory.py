@@ -21,6 +21,9 @@ _CPU_DEFAULT = 4 * GIB
 _CPU_SHARE = 0.4  # of the memory that is free at start, when VLLM_CPU_KVCACHE_SPACE is not set
 _HUGE_PAGE = 2 << 20
 _GRAPHS = 128 << 20  # bytes that graphs take beside the tensors in them
+_CONTEXT = 512 << 20  # bytes that a process has on a device beside PyTorch's tensors, before any library was loaded
+_LIBRARIES = 4 * GIB  # that libraries take later, at most; what the device lacks beyond it has gone to others
+_LEFT = 0.02  # of a device's memory, which is not taken where others leave no more than is asked for
 _CACHE_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -144,34 +147,58 @@ def _free_host_memory() -> int:
     return max(free, 0)
 
 
-def cuda_available(
-    device: torch.device, utilization: float, profile: Callable[[], None], captured: float = 0.0
-) -> tuple[int, str]:
-    """Bytes that the cache may take so that the device never holds more than `utilization` of its memory, and a table.
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a device's memory was when an engine began, in bytes.   held: by PyTorch in this process."""
 
-    profile: runs the largest step once.   captured: the largest captured step, as a share of that one; graphs keep
-    their memory, 0 if there will be none. What other processes hold counts as used. Call it when weights are loaded.
+    free: int
+    held: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> DeviceMemory:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+
+
+def cuda_available(
+    device: torch.device, utilization: float, begin: DeviceMemory, profile: Callable[[], None], captured: float = 0.0
+) -> tuple[int, str]:
+    """Bytes that the cache may take so that this engine never holds more than `utilization` of the device's memory, and
+    a table. Others, in this process or another, may hold the rest; if they hold more, the cache takes what they leave.
+
+    begin: before the weights were loaded.   profile: runs the largest step once.   captured: the largest captured step,
+    as a share of that one; graphs keep their memory, 0 if there will be none. Call it when weights are loaded.
     """
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    weights = torch.cuda.memory_allocated(device)
-    reserved = torch.cuda.memory_reserved(device)
+    before = DeviceMemory.now(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    weights = before.held - begin.held
     torch.cuda.reset_peak_memory_stats(device)
     profile()
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_reserved(device) - reserved
-    torch.cuda.empty_cache()
-    free_after, _ = torch.cuda.mem_get_info(device)
-    used = total - min(free, free_after)
+    activations = torch.cuda.max_memory_reserved(device) - before.held
+    after = DeviceMemory.now(device)
+    free = min(before.free, after.free)
     graphs = int(activations * captured) + _GRAPHS if captured else 0
-    available = int(total * utilization) - used - activations - graphs
+    allowed, left = cache_bytes(total, utilization, begin.free - free, weights, free)
+    available = min(allowed, left) - activations - graphs
     table = (
-        f"Device memory: {total / GIB:.2f} GiB, of which {utilization:.0%} may be used: weights {weights / GIB:.2f}, "
-        f"activations {activations / GIB:.2f}, graphs {graphs / GIB:.2f}, everything else (context, other processes) "
-        f"{(used - weights) / GIB:.2f}, KV cache {available / GIB:.2f} GiB."
+        f"Device memory: {total / GIB:.2f} GiB, of which this engine may use {utilization:.0%}: weights "
+        f"{weights / GIB:.2f}, activations {activations / GIB:.2f}, graphs {graphs / GIB:.2f}, libraries "
+        f"{(total * utilization - allowed - weights) / GIB:.2f}, KV cache {available / GIB:.2f} GiB."
     )
+    if left < allowed:
+        table += f" Others hold so much that the cache is {(allowed - left) / GIB:.2f} GiB smaller than it might be."
     return available, table
+
+
+def cache_bytes(total: int, utilization: float, gone: int, weights: int, free: int) -> tuple[int, int]:
+    """What an engine may still take by its share of a device, and what there is to take.
+
+    gone: bytes that the device has lost since the engine began.   weights: of these, its own tensors.   free: now.
+    """
+    libraries = _CONTEXT + min(max(gone - weights, 0), _LIBRARIES)
+    return int(total * utilization) - weights - libraries, free - int(total * _LEFT)
 
 
 def log_cache(device_type: str, layout: KVLayout, request: CacheRequest, num_blocks: int) -> None:

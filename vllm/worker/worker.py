@@ -143,6 +143,7 @@ class Worker:
         if kind == "cuda":
             device = torch.device("cuda", self.ranks.device)
             torch.cuda.set_device(device)
+            self._began = kv_memory.DeviceMemory.now(device)
             return device
         raise RuntimeError(f"Not support device type: {kind}")
 
@@ -210,7 +211,7 @@ class Worker:
         share = self.config.cache_config.gpu_memory_utilization
         try:
             available, table = kv_memory.cuda_available(
-                self.device, share, self._run_largest_step, self._largest_captured_step()
+                self.device, share, self._began, self._run_largest_step, self._largest_captured_step()
             )
         except torch.OutOfMemoryError as error:
             remedy = "a smaller max_num_batched_tokens or max_num_seqs, or tensor_parallel_size"
