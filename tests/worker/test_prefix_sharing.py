@@ -99,3 +99,8 @@ def test_prompts_behind_a_cached_prefix_gather_it_once(monkeypatch):
     ]  # fmt: skip
     assert gathered.requests[:, 1].tolist() == [2048, -1, 0, 2048, -1, 2048]
     assert gathered.requests[3].tolist() == [2186 - 2048, 2048, 2436]
+
+
+def test_layers_that_do_not_say_their_query_heads_read_prefixes_one_by_one() -> None:
+    assert HEADS.fit and Heads(8, 8, 128, 2).fit
+    assert not Heads(0, 8, 128, 2).fit and not Heads(136, 8, 128, 2).fit

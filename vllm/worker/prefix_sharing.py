@@ -49,8 +49,8 @@ class Heads:
 
     @property
     def fit(self) -> bool:
-        """Whether a tile holds enough requests for sharing to gain anything."""
-        return self.query // self.kv <= 16
+        """Whether a tile holds enough requests for sharing to gain anything; not where query heads are not known."""
+        return 1 <= self.query // self.kv <= 16
 
     @property
     def bytes_per_key(self) -> int:
