@@ -102,6 +102,8 @@ class WeightFiller:
             if spec.stack:
                 if name:
                     self._add(f"{parent}.{name}", _Target(slot, part))
+                if not name and len(spec.parts) > 1:
+                    continue
                 for expert in range(slot.parameter.full_shape[0]):
                     self._add(f"{parent}.{expert}.{name or leaf}.weight", _Target(slot, part, expert))
             elif name and len(spec.parts) > 1:
