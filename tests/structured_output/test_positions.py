@@ -48,8 +48,8 @@ def schemas(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
     arrays = st.builds(
         lambda items, low, more: {"type": "array", "items": items, **low, **more},
         inner,
-        st.sampled_from([{}, {"minItems": 2}]),
-        st.sampled_from([{}, {"maxItems": 3}]),
+        st.sampled_from([{}, {"minItems": 2}, {"minItems": 40}]),
+        st.sampled_from([{}, {"maxItems": 3}, {"maxItems": 70}]),
     )
     objects = st.builds(
         lambda found, keep: {
@@ -79,19 +79,23 @@ def compiler(vocabulary: Vocabulary) -> Iterator[GrammarCompiler]:
 
 
 def walk(compiled: Compiled, vocabulary: Vocabulary, seed: int, known: dict[Any, tuple[bytes, bool]]) -> int:
-    """Write a random text; each mask must be the one that is known for its place. Returns how many were known."""
+    """Write a random text; each mask must be the one that is known for its place, and for those that differ from it by
+    counts of items far from their bounds. Returns how many were known.
+    """
     chance, met = random.Random(seed), 0
     matcher, places = compiled.grammar.start(), compiled.places
     assert places is not None
     node: Any = places.begin
     row: np.ndarray = np.empty(vocabulary.words, np.uint32)
-    written = b""
+    written, token = b"", -1
     for _ in range(60):
         may_end = matcher.fill(row)
         if node is not None:
             mask = row.tobytes(), may_end
             met += node in known
             assert known.setdefault(node, mask) == mask, (written, node.place.key(0)[1:])
+            alike = node.place.classes(places._reach), *node.place.key(token)[1:]
+            assert known.setdefault(alike, mask) == mask, (written, alike[1:])
         choices = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
         if not choices:
             break

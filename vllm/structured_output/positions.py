@@ -2,14 +2,15 @@
 of a place is computed once, whatever was written before it.
 
 What a place is: the objects and arrays around it (of objects the newest property, since properties have an order; of
-arrays the number of items, where the schema counts them), what of a value, name or white space has been written, and
-the newest token, since libraries choose how the text that must follow is cut into tokens. Of a string that may hold
-anything, nothing needs to be remembered.
+arrays the number of items, where the schema counts them; masks are told apart by it only near its bounds), what of a
+value, name or white space has been written, and the newest token, since libraries choose how the text that must follow
+is cut into tokens. Of a string that may hold anything, nothing needs to be remembered.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -36,16 +37,27 @@ _VALUE, _ITEM, _NAME, _IN_NAME, _COLON, _IN_STRING, _IN_WORD, _AFTER = range(8)
 
 class _Schema:
     """What of a schema decides where a text stands. free: it is a string of any characters.   names: of properties, as
-    they are written, None if any may follow.   items: of an array.   counted: whether items are.
+    they are written, None if any may follow.   items: of an array.   counted: whether items are.   least, most: how
+    many there may be, if so.
     """
 
-    __slots__ = ("counted", "free", "items", "names")
+    __slots__ = ("counted", "free", "items", "least", "most", "names")
 
     def __init__(self) -> None:
         self.free = True
         self.names: dict[bytes, _Schema] | None = None
         self.items: _Schema = self
         self.counted = False
+        self.least, self.most = 0, sys.maxsize
+
+    def class_of(self, count: int, reach: int) -> int:
+        """A number that is the same for counts of items between which no token makes a difference.
+
+        reach: no token has so many items.
+        """
+        if count + reach < self.least:
+            return -1
+        return -2 if count >= self.least and count + reach < self.most else count
 
 
 _ANY = _Schema()
@@ -64,6 +76,9 @@ def _read(schema: Any) -> _Schema | None:
     found = _Schema()
     found.free = schema.get("type") == "string" and not schema.keys() & _BOUNDS
     found.counted = bool(schema.keys() & _COUNTS)
+    found.least, found.most = schema.get("minItems", 0), schema.get("maxItems", sys.maxsize)
+    if not isinstance(found.least, int | float) or not isinstance(found.most, int | float):
+        return None
     items = _read(schema.get("items", True))
     if items is None:
         return None
@@ -112,6 +127,13 @@ class _Place:
         """Equal where all that may follow is equal. token: the newest."""
         inside = self.mode == _IN_STRING and self.schema.free and self.partial == b'"'
         return self.frames, self.mode, self.schema, self.partial, self.white, -1 if inside else token
+
+    def classes(self, reach: int) -> tuple[Any, ...]:
+        """Its frames, with one number for all counts of items between which no token makes a difference."""
+        return tuple(
+            (schema, schema.class_of(newest, reach)) if schema.counted and isinstance(newest, int) else (schema, newest)
+            for schema, newest in self.frames
+        )
 
     def _read(self, char: int) -> bool:
         mode = self.mode
@@ -273,6 +295,7 @@ class Places:
 
     def __init__(self, schema: _Schema, tokens: Sequence[bytes | None], table: MaskTable) -> None:
         self._schema, self._tokens, self.table = schema, tokens, table
+        self._reach = 2 + max((len(token) for token in tokens if token is not None), default=0)
         self.forget()
         table.places.add(self)
 
@@ -287,6 +310,7 @@ class Places:
     def forget(self) -> None:
         """Begin anew: the table has no masks any more."""
         self._nodes: dict[tuple[Any, ...], Node] = {}
+        self._alike: dict[tuple[Any, ...], Node] = {}  # the first node of those with the same mask
         self.begin = Node(_Place(self._schema))  # before the first token
 
     def after(self, node: Node, token: int) -> Node | None:
@@ -302,5 +326,9 @@ class Places:
             found = self._nodes.get(key)
             if found is None:
                 found = self._nodes[key] = Node(place)
+                first = self._alike.setdefault((place.classes(self._reach), *key[1:]), found)
+                if first is not found and self.table.has(first):
+                    found.row, found.generation = first.row, first.generation
+                    found.only, found.may_end = first.only, first.may_end
         then[token] = found
         return found

@@ -130,12 +130,28 @@ class _State:
         if self.node is not None and self.places is not None:
             self.node = self.places.after(self.node, token)
 
+    def walk(self, most: int) -> list[int]:
+        """Take in at most so many tokens, as long as it is known that there is no other: in the middle of the text."""
+        tokens: list[int] = []
+        node, places, table = self.node, self.places, self.table
+        while node is not None and places is not None and table is not None and len(tokens) < most:
+            token = node.only
+            if token == NO_TOKEN or node.may_end or not table.has(node) or token in self.ends:
+                break
+            tokens.append(token)
+            node = places.after(node, token)
+        self.node = node
+        self.unseen += tokens
+        self.position += len(tokens)
+        return tokens
+
     def show_all_but_last(self) -> GrammarError | None:
         """Show the matcher what it has not seen, but for the newest token. Returns what is wrong with it."""
-        for token in self.unseen[:-1]:
-            if not self.matcher.take(token):
-                return refused(token)
-        del self.unseen[:-1]
+        shown = self.unseen[:-1]
+        if shown:
+            del self.unseen[:-1]
+            if not self.matcher.take_all(shown):
+                return refused(shown[0])
         return None
 
 
@@ -322,8 +338,21 @@ class GrammarRequests:
             state = states.get(output.request_id)
             if state is None or output.finish_reason is not None or not output.new_token_ids:
                 continue
+            tokens, node = requests[output.request_id].tokens, state.node
+            if node is not None and state.position + 1 == len(tokens) and not (state.reasoning or state.openings):
+                token = tokens[-1]  # as `_follow` does it, in the one case that is frequent
+                then = node.then.get(token)
+                if then is None:
+                    state.take_in(token)
+                else:
+                    state.unseen.append(token)
+                    state.node = then
+                state.mask = None
+                state.position += 1
+                found.append((output, state))
+                continue
             try:
-                if self._follow(state, requests[output.request_id].tokens) and not state.openings:
+                if self._follow(state, tokens) and not state.openings:
                     found.append((output, state))
             except GrammarError:
                 pass  # `masks` says so
@@ -346,6 +375,11 @@ class GrammarRequests:
         tokens: list[int] = []
         while len(tokens) < most and state.problem is None and state.mask is not None:
             bits, place = state.mask
+            if jumps and (known := state.walk(most - len(tokens))):
+                tokens += known
+                self._fill_one(state, bits[place : place + 1])
+                state.mask = bits, place
+                continue
             token = _only(bits[place])
             if token in state.ends:
                 tokens.append(token)
@@ -355,9 +389,17 @@ class GrammarRequests:
             tokens.append(token)
             state.take_in(token)
             state.position += 1
-            self._fill([state], bits[place : place + 1])
+            self._fill_one(state, bits[place : place + 1])
             state.mask = bits, place
         return tokens
+
+    def _fill_one(self, state: _State, bits: np.ndarray) -> None:
+        """As `_fill`, of one."""
+        node, table = state.node, state.table
+        if node is None or table is None or node.may_end or not table.has(node):
+            self._fill([state], bits)
+        else:
+            bits[0] = table.bits[node.row]
 
     def _fill(self, states: list[_State], bits: np.ndarray | None = None) -> list[int]:
         """Find the masks of these, each in its row of `bits` if that is given. Returns those of texts that may end."""

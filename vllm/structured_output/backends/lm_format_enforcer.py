@@ -71,6 +71,10 @@ class LmfeMatcher:
         self._tokens.append(token)
         return True
 
+    def take_all(self, tokens: Sequence[int]) -> bool:
+        self._tokens += tokens
+        return True
+
     def rollback(self, count: int) -> None:
         if count:
             del self._tokens[-count:]

@@ -47,6 +47,9 @@ class OutlinesMatcher:
             return False
         return True
 
+    def take_all(self, tokens: Sequence[int]) -> bool:
+        return all(map(self.take, tokens))
+
     def rollback(self, count: int) -> None:
         if count:
             self._guide.rollback_state(count)

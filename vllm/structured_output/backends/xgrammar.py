@@ -90,6 +90,9 @@ class XgrammarMatcher:
     def take(self, token: int) -> bool:
         return self.accept(token)
 
+    def take_all(self, tokens: Sequence[int]) -> bool:
+        return all(map(self.accept, tokens))
+
     def rollback(self, count: int) -> None:
         if count:
             self.inner.rollback(count)
