@@ -35,7 +35,7 @@ class Matcher(Protocol):
     def take(self, token: int) -> bool:
         """As `accept`, for a token that the last mask allowed. After False the matcher is of no more use."""
 
-    def take_all(self, tokens: Sequence[int]) -> bool:
+    def take_all(self, tokens: list[int]) -> bool:
         """`take` them one after the other."""
 
     def rollback(self, count: int) -> None:

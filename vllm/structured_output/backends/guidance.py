@@ -67,7 +67,7 @@ class GuidanceMatcher:
     def __init__(self, matcher: llguidance.LLMatcher, end: int) -> None:
         self.inner = matcher
         self.take: Callable[[int], bool] = matcher.consume_token  # asked for each token: without a call in between
-        self.take_all: Callable[[Sequence[int]], bool] = matcher.consume_tokens
+        self.take_all: Callable[[list[int]], bool] = matcher.consume_tokens
         self._word, self._bit = end // WORD_BITS, np.uint32(1 << (end % WORD_BITS))
 
     def fill(self, row: np.ndarray) -> bool:

@@ -71,7 +71,7 @@ class LmfeMatcher:
         self._tokens.append(token)
         return True
 
-    def take_all(self, tokens: Sequence[int]) -> bool:
+    def take_all(self, tokens: list[int]) -> bool:
         self._tokens += tokens
         return True
 

@@ -47,7 +47,7 @@ class OutlinesMatcher:
             return False
         return True
 
-    def take_all(self, tokens: Sequence[int]) -> bool:
+    def take_all(self, tokens: list[int]) -> bool:
         return all(map(self.take, tokens))
 
     def rollback(self, count: int) -> None:

@@ -90,7 +90,7 @@ class XgrammarMatcher:
     def take(self, token: int) -> bool:
         return self.accept(token)
 
-    def take_all(self, tokens: Sequence[int]) -> bool:
+    def take_all(self, tokens: list[int]) -> bool:
         return all(map(self.accept, tokens))
 
     def rollback(self, count: int) -> None:
