@@ -68,7 +68,7 @@ class Pace:
         if not self._limit:
             return
         tokens = sum(num_tokens)
-        if tokens > _LEAST // 2 and tokens >= _answers(num_tokens) + _LEAST // 2:  # others say nothing of prompts
+        if tokens >= _LEAST // 2 and tokens >= _answers(num_tokens) + _LEAST // 2:  # others say nothing of prompts
             found = seconds / tokens
             self._per_token = found if not self._per_token else self._per_token + _SHARE * (found - self._per_token)
 
