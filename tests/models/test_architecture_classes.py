@@ -144,6 +144,31 @@ def test_what_a_derived_class_overrides_shows(llama: tuple[Path, nn.Module]) -> 
     assert relative_error(logits(folder, OtherConfig), other) < 1e-5
 
 
+class OneRow(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs)[:1]
+
+
+class TwoColumns(LlamaForCausalLM):
+    def compute_logits(self, hidden_states: Tensor, sampling_metadata: Any = None) -> Tensor | None:
+        found = super().compute_logits(hidden_states)
+        return None if found is None else found[:, :2]
+
+
+@pytest.mark.parametrize(
+    ("model_cls", "message"),
+    [
+        (OneRow, r"^OneRow\.forward returned a tensor of shape \(1, 48\), expected .* all 3 tokens"),
+        (TwoColumns, r"^TwoColumns\.compute_logits .* of shape \(3, 2\), expected a tensor of shape \(3, 131\)"),
+    ],
+)
+def test_results_of_other_sizes_are_refused(
+    model_cls: type[nn.Module], message: str, llama: tuple[Path, nn.Module]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        logits(llama[0], model_cls)
+
+
 def test_forgotten_weights_are_an_error(llama: tuple[Path, nn.Module]) -> None:
     with pytest.raises(ValueError, match="were not initialized from checkpoint: embed.weight"):
         logits(llama[0], Forgetful)

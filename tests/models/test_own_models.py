@@ -135,6 +135,72 @@ def test_a_model_type_of_its_own_gets_a_plain_config(tmp_path: Path) -> None:
         assert relative_error(ours, reference(prompt[None]).logits[0]) < 1e-5
 
 
+class OneCacheForAll(NewLlamaForCausalLM):
+    """All layers have the same weights, and the same layer of attention."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for layer in self.model.layers:
+            layer.self_attn = self.model.layers[0].self_attn
+
+    def load_weights(self, weights: Any) -> set[str]:
+        first = "model.layers.0.self_attn."
+        return super().load_weights((n, t) for n, t in weights if ".self_attn." not in n or n.startswith(first))
+
+
+class LastToken(NewLlamaForCausalLM):
+    def forward(self, input_ids, positions, **more):  # type: ignore[no-untyped-def]
+        return super().forward(input_ids, positions, **more)[-1:]
+
+
+class Pair(NewLlamaForCausalLM):
+    def forward(self, input_ids, positions, **more):  # type: ignore[no-untyped-def]
+        return super().forward(input_ids, positions, **more), None
+
+
+class TwoTokens(NewLlamaForCausalLM):
+    def forward(self, input_ids, positions, **more):  # type: ignore[no-untyped-def]
+        return super().forward(input_ids[:2], positions[:2], **more)
+
+
+class LastLogits(NewLlamaForCausalLM):
+    def compute_logits(self, hidden_states, sampling_metadata):  # type: ignore[no-untyped-def]
+        return super().compute_logits(hidden_states[-1:], sampling_metadata)
+
+
+class WiderLogits(OldLlamaForCausalLM):
+    def compute_logits(self, hidden_states, sampling_metadata):  # type: ignore[no-untyped-def]
+        return nn.functional.pad(super().compute_logits(hidden_states, sampling_metadata), (0, 5))
+
+
+class NoLogits(OldLlamaForCausalLM):
+    def compute_logits(self, hidden_states, sampling_metadata):  # type: ignore[no-untyped-def]
+        return None
+
+
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize(
+    ("model_cls", "error", "message"),
+    [
+        (OneCacheForAll, RuntimeError, r"layers\.0\.self_attn\.attn' was called twice in one step\. It has one cache"),
+        (TwoTokens, ValueError, r"was given keys of shape \(2, 24\), expected a row for each of the step's 9 tokens"),
+        (LastToken, ValueError, r"^LastToken\.forward returned a tensor of shape \(1, 48\), expected .* all 9 tokens"),
+        (Pair, ValueError, r"^Pair\.forward returned a tuple, expected"),
+        (LastLogits, ValueError, r"^LastLogits\.compute_logits .* of shape \(1, 131\), expected .* shape \(9, 131\)"),
+        (WiderLogits, ValueError, r"^WiderLogits\.compute_logits .* of shape \(9, 136\), expected .* shape \(9, 131\)"),
+        (NoLogits, ValueError, r"^NoLogits\.compute_logits returned a NoneType, expected"),
+    ],
+)
+def test_what_would_give_wrong_tokens_is_refused(
+    model_cls: type[nn.Module], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    ModelRegistry.register_model("LlamaForCausalLM", model_cls)
+    driver = PagedDriver(load(tmp_path))
+    with pytest.raises(error, match=message):
+        driver.run([torch.arange(20)], [9])
+
+
 @pytest.mark.usefixtures("clean_registry")
 def test_dummy_weights_give_finite_logits(tmp_path: Path) -> None:
     save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)

@@ -74,13 +74,14 @@ class Attention(nn.Module):
         self.params = AttentionParams(scale, per_layer_sliding_window, logits_soft_cap or None, slopes)
         self.place: KVPlace | None = None
         self._bound: tuple[Tensor, StepInputs] | None = None
+        self._called = False
 
     @contextmanager
     def bound(self, kv_caches: Sequence[Tensor], step: StepInputs) -> Iterator[None]:
-        """Inside, calls of the layer work on this cache and batch."""
+        """Inside, the layer's one call works on this cache and batch."""
         if self.place is None:
             raise RuntimeError(f"Attention layer {self.prefix!r} has no place in the cache; the loader assigns it.")
-        self._bound = (kv_caches[self.place.tensor], step)
+        self._bound, self._called = (kv_caches[self.place.tensor], step), False
         try:
             yield
         finally:
@@ -96,12 +97,24 @@ class Attention(nn.Module):
     ) -> Tensor:
         """query: [tokens, num_heads * head_size], key and value: [tokens, num_kv_heads * head_size] -> like query.
 
-        `kv_cache` and `attn_metadata` are what the layer is bound to already.
+        `kv_cache` and `attn_metadata` are what the layer is bound to already. Raises RuntimeError for a second call in
+        one step, and ValueError for other tokens than the step's.
         """
         if self._bound is None or self.place is None:
             raise RuntimeError(f"Attention layer {self.prefix!r} was called outside of a step of the engine.")
+        if self._called:
+            raise RuntimeError(
+                f"Attention layer {self.prefix!r} was called twice in one step. It has one cache, in which the second "
+                "call would replace the keys of the first: make one Attention for each place in the model."
+            )
+        self._called = True
         cache, step = self._bound
         group = step.groups[self.place.group]
+        if len(key) != len(step.positions):
+            raise ValueError(
+                f"Attention layer {self.prefix!r} was given keys of shape {tuple(key.shape)}, expected a row for each "
+                f"of the step's {len(step.positions)} tokens."
+            )
         k = key.reshape(-1, self.num_kv_heads, self.head_size)
         v = value.reshape(-1, self.num_kv_heads, self.head_size)
         write_kv(k, v, cache, group.slot_mapping, self.params.k_scale, self.params.v_scale)

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.live_weights import unpacked
 from vllm.model_executor.model_loader.rank_state import RankState
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.architecture_modules import PACKAGE, module_of
-from vllm.model_executor.models.out_of_tree import pool_with
+from vllm.model_executor.models.out_of_tree import logits_of, pool_with, states_of
 from vllm.model_executor.models.registry import built_in_family
 from vllm.model_executor.sampling_metadata import SamplingMetadata
 from vllm.pooling_params import PoolingParams
@@ -222,7 +222,8 @@ class DerivedModel(nn.Module):
         known = {"kv_caches": list(kv_caches), "attn_metadata": step, "intermediate_tensors": None}
         arguments = {name: value for name, value in known.items() if name in self._forward_names}
         with self.model.bound(step, kv_caches):
-            return step.wanted(self.model(step.token_ids, step.positions, **arguments))
+            hidden = self.model(step.token_ids, step.positions, **arguments)
+        return step.wanted(states_of(self.model, hidden, len(step.positions)))
 
     def paged_attention(self) -> dict[int, SelfAttention]:
         """Those of the layers made from the family."""
@@ -238,10 +239,8 @@ class DerivedModel(nn.Module):
     def logits(self, hidden: Tensor, view: RowView | None = None) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocabulary] fp32."""
         arguments = [SamplingMetadata()] if "sampling_metadata" in self._logits_names else []
-        logits: Tensor | None = self.model.compute_logits(hidden, *arguments)
-        if logits is None:
-            raise ValueError(f"{type(self.model).__name__}.compute_logits returned None.")
-        return logits.float()
+        logits = self.model.compute_logits(hidden, *arguments)
+        return logits_of(self.model, logits, len(hidden), self.traits.vocab_size)
 
     def pooled(self, states: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, outputs], both fp32: what the family's head makes of pooled states."""

@@ -96,8 +96,8 @@ class OutOfTreeModel(nn.Module):
         }
         arguments = {name: value for name, value in known.items() if name in self._forward_names}
         with self._prepared(kv_caches, step):
-            hidden: Tensor = self.model(step.token_ids, step.positions, **arguments)
-        return step.wanted(hidden)
+            hidden = self.model(step.token_ids, step.positions, **arguments)
+        return step.wanted(states_of(self.model, hidden, len(step.positions)))
 
     @contextmanager
     def _prepared(self, kv_caches: Sequence[Tensor], step: StepInputs) -> Iterator[None]:
@@ -123,8 +123,8 @@ class OutOfTreeModel(nn.Module):
         """hidden: [rows, hidden] -> [rows, vocabulary] fp32."""
         arguments = [SamplingMetadata()] if "sampling_metadata" in self._logits_names else []
         with use_tensor_parallel(self.tp):
-            logits: Tensor = self.model.compute_logits(hidden, *arguments)  # type: ignore[operator]
-        return logits.float()
+            logits = self.model.compute_logits(hidden, *arguments)  # type: ignore[operator]
+        return logits_of(self.model, logits, len(hidden), self.traits.vocab_size)
 
     def pool(self, hidden: Tensor, token_ids: Sequence[Tensor], params: Sequence[PoolingParams]) -> Sequence[Tensor]:
         """hidden: [tokens, hidden] of complete prompts one behind the other -> what the class makes of each."""
@@ -133,6 +133,30 @@ class OutOfTreeModel(nn.Module):
 
 
 _HEADS = {"compute_logits": "logits", "pooler": "pooler"}  # method -> what a model with it can be asked for
+
+
+def states_of(model: nn.Module, hidden: Any, tokens: int) -> Tensor:
+    """What a class's `forward` returned. Raises ValueError unless that is a row for each token."""
+    if not isinstance(hidden, Tensor) or hidden.shape[:1] != (tokens,):
+        raise ValueError(
+            f"{type(model).__name__}.forward returned {_shown(hidden)}, expected the hidden states of all {tokens} "
+            "tokens of the step."
+        )
+    return hidden
+
+
+def logits_of(model: nn.Module, logits: Any, rows: int, vocab_size: int) -> Tensor:
+    """What a class's `compute_logits` returned, in fp32. Raises ValueError unless that is [rows, vocabulary]."""
+    if not isinstance(logits, Tensor) or logits.shape != (rows, vocab_size):
+        raise ValueError(
+            f"{type(model).__name__}.compute_logits returned {_shown(logits)}, expected a tensor of shape "
+            f"{(rows, vocab_size)}: a row for each row of hidden states, a column for each token of the vocabulary."
+        )
+    return logits.float()
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def pool_with(
