@@ -277,6 +277,25 @@ def test_a_mistake_in_a_family_is_named(
         load(teal_folder(tmp_path))
 
 
+def test_a_family_that_rotates_by_the_prompt_says_so_to_the_engine(package: Path, tmp_path: Path) -> None:
+    """Else prompts that are rotated unlike would share cached prefixes."""
+    save_random_hf_model(hf.LlamaConfig(**SIZES), tmp_path)
+    save(tmp_path, {}, "HeronForCausalLM", embedding_multiplier=1.0)
+    rope = 'attn={"rope": replace(rope_of(hf), scaling=PromptScaling(16))}'
+    text = FILES["heron.py"].replace('attn={"qkv_bias": True}', rope).replace("llama_like\n", "llama_like, rope_of\n")
+    text = text.replace(
+        "\n\n\n", "\nfrom dataclasses import replace\nfrom vllm.model_executor.layers.rope import PromptScaling\n", 1
+    )
+    (package / "heron.py").write_text(text)
+    config = config_for(tmp_path, skip_tokenizer_init=True, load_format="dummy", max_model_len=64)
+    with pytest.raises(ValueError, match=r"more than 16 tokens .* says None, .* `Facts` must have the same `known_pro"):
+        core_of(config)
+    core_of(config_for(tmp_path, skip_tokenizer_init=True, load_format="dummy", max_model_len=16)).shutdown()
+    (package / "heron.py").write_text(text.replace("Facts(Wi", "Facts(known_prompt=lambda hf: 16, windows=Wi"))
+    sys.modules.pop("heron")
+    core_of(config_for(tmp_path, skip_tokenizer_init=True, load_format="dummy", max_model_len=64)).shutdown()
+
+
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("lie", "got"),

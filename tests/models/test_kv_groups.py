@@ -134,6 +134,18 @@ def test_layers_of_one_group_may_keep_tensors_of_any_shapes() -> None:
         assert (tensor[3] == i + 1).all() and not tensor[[0, 1, 2, 4]].any(), "tensors lie in one another"
 
 
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_tensors_of_unlike_dtypes_begin_where_their_numbers_may(block_size: int) -> None:
+    need = KVNeed(KVKind.FULL, (KVTensor((TOKENS, 3), "fp8"), KVTensor((TOKENS,), "float32")))
+    memory = allocate(layout_of(traits(need, need), block_size), 3, 0, torch.float32, torch.device("cpu"))
+    assert [(t.dtype, t.data_ptr() % 4) for t in memory.tensors[1::2]] == [(torch.float32, 0)] * 2
+
+
+def test_a_layer_may_see_less_than_the_one_whose_blocks_it_reads() -> None:
+    kv = (attention_need(1, 8, 4), KVNeed(KVKind.SLIDING, (), window=3, same_as=0))
+    assert [group.layers for group in group_layers(kv)] == [(0,)]
+
+
 def test_groups_with_less_per_token_have_more_tokens_in_a_block() -> None:
     kv = (attention_need(4, 16), attention_need(1, 16, 9), attention_need(4, 16), attention_need(1, 12, 9))
     layout = layout_of(traits(*kv), 8)
@@ -173,6 +185,11 @@ def test_states_have_a_pool_of_their_own() -> None:
         ((attention_need(1, 8), KVNeed(KVKind.SLIDING, (), same_as=0)), "blocks of the same kind"),
         ((KVNeed(KVKind.FULL, (), same_as=5),), "reads the blocks of layer 5"),
         ((KVNeed(KVKind.FULL, (), same_as=0),), "reads the blocks of layer 0"),
+        ((KVNeed(KVKind.FULL, (), same_as=1), attention_need(1, 8)), "must come before it"),
+        (
+            (attention_need(1, 8, 4), KVNeed(KVKind.SLIDING, (), window=5, same_as=0)),
+            "a window of 5 tokens in the blocks of layer 0, .* window of 4 passes: it can be no wider",
+        ),
         ((KVNeed(KVKind.FULL, LATENT.tensors, window=5),), "a sliding KV group, and no other, has a window"),
         ((KVNeed(KVKind.SLIDING, LATENT.tensors),), "has a window of at least one token"),
         ((KVNeed(KVKind.RECURRENT, (KVTensor((0, 8)),)),), "every dimension must be at least 1"),
@@ -192,7 +209,9 @@ def test_a_model_that_the_engine_cannot_run_as_it_is_set_up_is_refused() -> None
         ({"takes": frozenset({"images"})}, "needs images"),
         ({"chunkable": False}, "enable_chunked_prefill=False"),
         ({"prefix": 0}, "enable_prefix_caching=False"),
+        ({"known_prompt": 16}, "more than 16 tokens otherwise than shorter ones, but its family says None"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_traits(traits(**changes), **usual)
+    check_traits(traits(known_prompt=16), **usual, known_prompt=16)
     check_traits(traits(chunkable=False, prefix=0), **usual | {"chunked": False, "prefix_caching": False})

@@ -298,6 +298,13 @@ class ModelConfig(metaclass=_Resolving):
         return self.hf.vocab_size
 
     @property
+    def known_prompt(self) -> int | None:
+        """As of `Facts`; None if no prompt can be longer."""
+        facts = self.hf.facts
+        known = None if facts.known_prompt is None else facts.known_prompt(self.hf)
+        return known if known is not None and known < self.max_model_len else None
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         return self.hf.architectures
 

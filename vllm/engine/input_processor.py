@@ -95,8 +95,7 @@ class InputProcessor:
         if lora is not None and lora.long_lora_scaling_factors:  # for requests without an adapter
             own, _ = resolve_max_model_len(None, model.hf, model.disable_sliding_window)
             self._longest = min(own, model.max_model_len)
-        known = None if model.hf.facts.known_prompt is None else model.hf.facts.known_prompt(model.hf)
-        self._known_prompt = known if known is not None and known < model.max_model_len else None
+        self._known_prompt = model.known_prompt
         self.prompt_adapters: dict[tuple[int, str], VirtualTokens] = {}  # by number and folder, the newest last
         self.adapter_names: dict[int, str] = {}  # of adapters that requests have named, by number
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None

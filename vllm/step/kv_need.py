@@ -22,7 +22,8 @@ class KVNeed:
     """What one layer of one rank needs.
 
     kind: how its blocks live.   tensors: on one block table.   window: tokens each query sees, for SLIDING only.
-    same_as: a layer whose blocks this one reads and does not write; then it has no tensors of its own.
+    same_as: an earlier layer whose blocks this one reads and does not write; then it has no tensors of its own, and a
+        window no wider than that layer's.
     encoder_tokens: the most tokens of an encoder whose keys are kept, for CROSS only.
     """
 

@@ -98,6 +98,7 @@ class Worker:
             features=frozenset({"token_types"}),
             stages=ranks.pp.world,
             pools=config.model_config.pooling is not None,
+            known_prompt=config.model_config.known_prompt,
         )
         cache = config.cache_config
         self.layout: KVLayout = layout_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,6 +122,10 @@ def _need(kv: Sequence[KVNeed | None], layer: int) -> KVNeed:
     return need
 
 
+def _tensors(kv: Sequence[KVNeed | None]) -> Iterator[KVTensor]:
+    return (tensor for need in kv if need is not None for tensor in need.tensors)
+
+
 def _alike(groups: Sequence[KVGroup], kv: Sequence[KVNeed | None]) -> bool:
     """Whether every layer of every group keeps tensors of the same shapes on blocks of tokens."""
     tensors = {_need(kv, layer).tensors for group in groups for layer in group.layers}
@@ -152,8 +156,8 @@ def layout_of(
     def sizes(need: KVNeed, tokens: int) -> list[int]:
         return [_bytes_of(tensor, tokens, element_bytes) for tensor in need.tensors]
 
-    alike = _alike(groups, kv)
-    align = 1 if alike else _ALIGN
+    # what has one dtype throughout needs no padding
+    align = 1 if _alike(groups, kv) and len({tensor.dtype for tensor in _tensors(kv)}) < 2 else _ALIGN
 
     def pages(groups: Sequence[KVGroup], layers: Container[int] | None = None) -> tuple[int, ...]:
         """Bytes of a block in each memory, for these layers."""
@@ -200,11 +204,16 @@ def _check(layer: int, need: KVNeed | None, kv: Sequence[KVNeed | None]) -> None
     if not isinstance(need, KVNeed):
         raise ValueError(f"Layer {layer} says that it keeps {need!r}, expected a KVNeed, or None if it keeps nothing.")
     if need.same_as is not None:
-        owner = kv[need.same_as] if 0 <= need.same_as < len(kv) else None
+        owner = kv[need.same_as] if 0 <= need.same_as < layer else None
         if need.tensors or owner is None or owner.same_as is not None or owner.kind is not need.kind:
             raise ValueError(
                 f"Layer {layer} reads the blocks of layer {need.same_as}, so it has no tensors, and that layer must "
-                f"have blocks of the same kind, got {need} and {owner}."
+                f"come before it and have blocks of the same kind, got {need} and {owner}."
+            )
+        if (need.window or 0) > (owner.window or 0):
+            raise ValueError(
+                f"Layer {layer} has a window of {need.window} tokens in the blocks of layer {need.same_as}, which are "
+                f"given back as that layer's window of {owner.window} passes: it can be no wider."
             )
         return
     if (need.encoder_tokens > 0) != (need.kind is KVKind.CROSS):

@@ -140,11 +140,12 @@ def check_traits(
     features: frozenset[str],
     stages: int = 1,
     pools: bool = False,
+    known_prompt: int | None = None,
 ) -> None:
     """Raise ValueError if the engine, as it is set up, cannot run a model of these traits.
 
     name: of the model's architecture.   features: step features that the engine provides.   stages: of the pipeline.
-    pools: the model is to pool.
+    pools: the model is to pool.   known_prompt: by which the engine tells prompts that are rotated unlike.
     """
     if stages > 1 and not traits.splits:
         raise ValueError(
@@ -158,6 +159,12 @@ def check_traits(
         )
     if traits.takes - features:
         raise ValueError(f"{name} needs {', '.join(sorted(traits.takes - features))}, which is not supported.")
+    if traits.known_prompt not in (None, known_prompt):
+        raise ValueError(
+            f"{name} rotates prompts of more than {traits.known_prompt} tokens otherwise than shorter ones, but its "
+            f"family says {known_prompt}, so that they would share cached prefixes. Its `Facts` must have the same "
+            "`known_prompt`."
+        )
     if chunked and not traits.chunkable:
         raise ValueError(
             f"The prompts of {name} must be computed in one piece. Set enable_chunked_prefill=False "
