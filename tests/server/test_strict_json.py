@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -81,6 +86,32 @@ def test_brackets_and_quotes_inside_strings_are_text() -> None:
     assert parse_object(json.dumps({quoted: [quoted] * 40}).encode()) == {quoted: [quoted] * 40}
     with pytest.raises(ValueError, match="nested|JSON"):
         parse_object(b'{"a": "' + b'\\"[' * 100_000)
+
+
+@pytest.mark.parametrize("mark", ['\\\\"', "\\\\\\\\", "]", '"', '"]'])
+def test_marks_are_not_looked_at_one_by_one(mark: str) -> None:
+    """A body of 16 MiB that consists of them would take seconds, in which all others wait to be read."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    body = f'{{"a": "{"[" * 100}", "b": "{mark * 100_000}"}}'.encode()
+    tracing = sys.gettrace()
+    sys.settrace(count)
+    try:
+        with suppress(ValueError):
+            parse_object(body)
+    finally:
+        sys.settrace(tracing)
+    assert 0 < lines < 20_000  # of 100,000 marks
+
+
+def test_more_strings_than_values_are_refused_before_they_are_taken_apart() -> None:
+    with pytest.raises(ValueError, match="more strings than values"):
+        parse_object(b'{"a": ' + b"[" * 70 + b'"' * (2 * MAX_VALUES + 1))
 
 
 def test_a_byte_order_mark_is_named() -> None:

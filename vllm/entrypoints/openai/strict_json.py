@@ -15,7 +15,7 @@ MAX_INTEGER_DIGITS = 300
 # objects and their keys cost more than numbers.
 MAX_VALUES = 1_000_000
 _CONTAINER_COST = 3
-_STRUCTURE = re.compile(r'\\["\\]|["\[\]{}]')
+_BRACKET = re.compile(r"[\[\]{}]")
 
 
 def _refuse_constant(name: str) -> Any:
@@ -101,19 +101,17 @@ def _check_depth(text: str) -> None:
     """Count brackets outside strings; stops at the first that is too deep."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
-    depth, inside = 0, False
-    for found in _STRUCTURE.finditer(text):
-        mark = found.group()
-        if mark == '"':
-            inside = not inside
-        elif inside or len(mark) > 1:  # part of a string: a bracket, an escaped quote, an escaped backslash
-            continue
-        elif mark in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"The body is nested deeper than {MAX_DEPTH} levels.")
-        else:
-            depth -= 1
+    # Whole texts at a time: a look at each mark of 16 MiB of escapes takes seconds.
+    bare = text.replace("\\\\", "").replace('\\"', "")
+    if bare.count('"') > 2 * MAX_VALUES:
+        raise ValueError("The body is not valid JSON: more strings than values.")
+    depth = 0
+    for found in _BRACKET.finditer("".join(bare.split('"')[::2])):
+        depth += 1 if found.group() in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"The body is nested deeper than {MAX_DEPTH} levels.")
+        if depth < 0:
+            return  # no JSON, which its reader says
 
 
 def _check_strings(value: Any) -> None:
