@@ -113,6 +113,8 @@ def test_min_tokens(steady: Server, field: str, value: int, status: int) -> None
         ({"cache_salt": "x" * 129}, 400),
         ({"logit_bias": {str(i): 1.0 for i in range(300)}}, 200),
         ({"bad_words": ["x"] * 100_001}, 400),
+        ({"bad_words": ["x"] * 1000, "n": 125}, 200),  # each counts for 16 of 2,000,000
+        ({"bad_words": ["x"] * 1000, "n": 126}, 400),
     ],
 )
 def test_counts(steady: Server, extra: dict, status: int) -> None:

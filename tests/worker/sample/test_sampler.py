@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from tests.worker.sample.rows import Row, lengths, make_sampler, params, sample
 from vllm.step.plan import RowMasks
 from vllm.step.rng import stream_start, uniform
 from vllm.worker.device import DeviceContext
+from vllm.worker.sample.constraints import MANY_WORDS
+from vllm.worker.slot_table import SlotTable
 
 VOCAB = 50
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -235,6 +238,26 @@ def test_a_processor_that_sets_a_token_to_infinity_picks_it(temperature: float) 
     assert result.token_ids.tolist() == [5]
     assert result.finite.all() and (result.possible is None or result.possible.all())
     assert not result.errors
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_very_many_bad_words_are_as_few(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside rows with few, which are then looked at in the same way."""
+    random = np.random.default_rng(seed)
+    words = [random.choice([3, 7, 9, 20, 21, 40], random.integers(2, 6)).tolist() for _ in range(MANY_WORDS)]
+    rows = random_rows(20, seed, bad_words_token_ids=words) + random_rows(20, seed + 1, **OPTIONS["bad_words"])
+    compared: list[int] = []
+    monkeypatch.setattr(SlotTable, "read_tokens", _counted(SlotTable.read_tokens, compared))
+    check(rows)
+    assert sum(compared) <= len(rows) * 5  # tokens, however many words there are
+
+
+def _counted(read: Callable[[SlotTable, torch.Tensor], torch.Tensor], found: list[int]) -> Callable[..., torch.Tensor]:
+    def counted(table: SlotTable, index: torch.Tensor) -> torch.Tensor:
+        found.append(len(index))
+        return read(table, index)
+
+    return counted
 
 
 def test_nothing_left_to_sample_is_reported_for_that_row() -> None:

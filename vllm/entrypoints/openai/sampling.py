@@ -38,6 +38,7 @@ class RequestLimits:
     max_kept_logprobs: int = 8_000_000
 
 
+BAD_WORD_COST = 16  # entries of another list: it is several tokens, in two spellings
 LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words")
 
 
@@ -57,7 +58,7 @@ def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: Requ
         most = limits.max_bad_words if name == "bad_words" else limits.max_list_length
         if value is not None and len(value) > most:
             raise bad_request(f"{name} may have at most {most} entries, got {len(value)}.", name)
-        entries += len(value or ())
+        entries += len(value or ()) * (BAD_WORD_COST if name == "bad_words" else 1)
     if sum(map(len, request.bad_words or ())) > limits.max_bad_word_characters:
         most = limits.max_bad_word_characters
         raise bad_request(f"bad_words may have at most {most} characters in all.", "bad_words")
@@ -66,8 +67,9 @@ def check_sizes(request: CompletionRequest | ChatCompletionRequest, limits: Requ
         raise bad_request(f"At most {limits.max_sequences} sequences (prompts times n) may be asked for.", "n")
     if sequences * entries > limits.max_entries:
         raise bad_request(
-            f"{sequences} sequences with {entries} entries each in {', '.join(LISTS)} are too much for one request: at "
-            f"most {limits.max_entries} in all. Send fewer sequences, or shorter lists."
+            f"{sequences} sequences with {entries} entries each in {', '.join(LISTS)} (a bad word counts for "
+            f"{BAD_WORD_COST}) are too much for one request: at most {limits.max_entries} in all. Send fewer "
+            "sequences, or shorter lists."
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _ANY = -1  # in a bad word's prefix: padding that matches everything
 NEVER = float("-inf")
+# Beyond so many bad words in a step, comparing all of them takes longer than waiting for the newest tokens, which tell
+# the few that can match.
+MANY_WORDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Constraints:
     """One request's constraints.
 
     A bad word of several tokens forbids its last one where the output ends with the others: prefixes: [words, longest]
-    int32, right-aligned; prefix_len, last_ids: [words].
+    int32, right-aligned, ordered by the last of each; prefix_len, last_ids: [words].
     """
 
     allowed: np.ndarray | None
@@ -45,25 +49,47 @@ class Constraints:
 
         Ids are below `vocab` when they come here; any other would reach into the next row, and is dropped.
         """
-        bias = {int(i): value for i, value in (params.logit_bias or {}).items() if 0 <= int(i) < vocab}
-        words = [w for w in params.bad_words_token_ids or [] if w and min(w) >= 0 and max(w) < vocab]
-        allowed = params.allowed_token_ids
+        bias, words, allowed = params.logit_bias or {}, params.bad_words_token_ids or [], params.allowed_token_ids
         if allowed is None and not bias and not words:
             return None
-        long = [w for w in words if len(w) > 1]
-        width = max((len(w) - 1 for w in long), default=0)
-        prefixes: np.ndarray = np.full((len(long), width), _ANY, np.int32)
-        for i, word in enumerate(long):
-            prefixes[i, width - len(word) + 1 :] = word[:-1]
+        bias_ids: np.ndarray = np.fromiter(map(int, bias), np.int64, len(bias))
+        known = _below(bias_ids, vocab)
+        sizes: np.ndarray = np.fromiter(map(len, words), np.int64, len(words))
+        ids: np.ndarray = np.fromiter(chain.from_iterable(words), np.int64, int(sizes.sum()))
+        ends = np.cumsum(sizes)
+        usable = sizes > 0
+        usable[np.repeat(np.arange(len(words)), sizes)[~_below(ids, vocab)]] = False
+        ends, sizes = ends[usable], sizes[usable]
+        single, long = sizes == 1, sizes > 1
+        banned, last_ids = np.unique(ids[ends[single] - 1]), ids[ends[long] - 1]
+        prefix_len = sizes[long] - 1
+        width = int(prefix_len.max(initial=0))
+        columns = np.arange(-width, 0)
+        places = ends[long, None] - 1 + columns
+        prefixes = np.where(columns >= -prefix_len[:, None], ids[np.maximum(places, 0)], _ANY).astype(np.int32)
+        order = np.argsort(prefixes[:, -1], kind="stable") if width else slice(0)
         return cls(
-            allowed=None if allowed is None else np.unique(np.array([i for i in allowed if 0 <= i < vocab], np.int64)),
-            bias_ids=np.array(list(bias), np.int64),
-            bias=np.array(list(bias.values()), np.float32),
-            banned=np.unique(np.array([w[0] for w in words if len(w) == 1], np.int64)),
-            prefixes=prefixes,
-            prefix_len=np.array([len(w) - 1 for w in long], np.int64),
-            last_ids=np.array([w[-1] for w in long], np.int64),
+            allowed=None if allowed is None else _distinct(allowed, vocab),
+            bias_ids=bias_ids[known],
+            bias=np.fromiter(bias.values(), np.float32, len(bias))[known],
+            banned=banned,
+            prefixes=prefixes[order],
+            prefix_len=prefix_len[order],
+            last_ids=last_ids[order],
         )
+
+    def ended_by(self, recent: np.ndarray, output: int) -> np.ndarray:
+        """Last ids of the words of several tokens whose others the output ends with. recent: its last tokens, at least
+        as many as the longest prefix. output: how many tokens it has.
+        """
+        if not len(self.last_ids) or not output:
+            return self.last_ids[:0]
+        newest = self.prefixes[:, -1]
+        which = slice(np.searchsorted(newest, recent[-1]), np.searchsorted(newest, recent[-1], "right"))
+        prefixes = self.prefixes[which]
+        equal = ((prefixes == recent[-prefixes.shape[1] :]) | (prefixes == _ANY)).all(-1)
+        found: np.ndarray = self.last_ids[which][equal & (self.prefix_len[which] <= output)]
+        return found
 
 
 def apply_constraints(logits: Tensor, rows: np.ndarray, items: Sequence[Constraints], context: DeviceContext) -> None:
@@ -108,6 +134,9 @@ def apply_bad_words(
     Reads the output from the device's table.
     """
     outputs = lengths - table.num_prompt[slots]
+    if sum(len(c.last_ids) for c in items) > MANY_WORDS:
+        _apply_many_bad_words(logits, rows, items, slots, lengths, table, context)
+        return
     possible = [c.prefix_len <= n for c, n in zip(items, outputs, strict=True)]
     total = int(sum(p.sum() for p in possible))
     if not total:
@@ -129,6 +158,40 @@ def apply_bad_words(
     matches = ((recent == d_prefixes) | (d_prefixes == _ANY)).all(-1)
     # Added rather than assigned: two words may end in the same token, of which one matches.
     logits.view(-1).index_add_(0, d_places, torch.where(matches, NEVER, 0.0))
+
+
+def _apply_many_bad_words(
+    logits: Tensor,
+    rows: np.ndarray,
+    items: Sequence[Constraints],
+    slots: np.ndarray,
+    lengths: np.ndarray,
+    table: SlotTable,
+    context: DeviceContext,
+) -> None:
+    """As `apply_bad_words`; waits for the newest tokens."""
+    width = max(c.prefixes.shape[1] for c in items)
+    where = table.token_index(slots[:, None], np.maximum(lengths[:, None] + np.arange(-width, 0), 0))
+    (d_where,) = context.upload([where.reshape(-1)])
+    recent = table.read_tokens(d_where).cpu().numpy().reshape(len(items), width)
+    outputs = (lengths - table.num_prompt[slots]).tolist()
+    ended = [c.ended_by(tokens, n) for c, tokens, n in zip(items, recent, outputs, strict=True)]
+    pairs = [(row, ids) for row, ids in zip(rows.tolist(), ended, strict=True) if len(ids)]
+    if pairs:
+        forbid(logits, pairs, context)
+
+
+def _below(ids: np.ndarray, vocab: int) -> np.ndarray:
+    """Which of the ids there are."""
+    known: np.ndarray = (ids >= 0) & (ids < vocab)
+    return known
+
+
+def _distinct(ids: Sequence[int], vocab: int) -> np.ndarray:
+    """Those that there are, each once, in order."""
+    given: np.ndarray = np.array(ids, np.int64)
+    found: np.ndarray = np.unique(given[_below(given, vocab)])
+    return found
 
 
 def _flatten(pairs: list[tuple[int, np.ndarray]], vocab: int) -> np.ndarray:
