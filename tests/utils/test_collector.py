@@ -84,3 +84,35 @@ def test_full_collections_wait_for_idle_times(monkeypatch: pytest.MonkeyPatch) -
     assert while_busy == 0
     assert in_all >= 1
     assert gc.get_threshold() == thresholds
+
+
+def test_memory_that_was_in_use_for_long_is_given_back_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While requests hold it, there is nothing to give back, which says nothing of later; nor is it tried all along."""
+    monkeypatch.setattr(collector, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(collector, "_AGAIN_SECONDS", 0.2)
+    resident, freed, tries = 100 << 20, 0, 0
+
+    def give_back() -> None:
+        nonlocal resident, freed, tries
+        resident, freed, tries = resident - freed, 0, tries + 1
+
+    monkeypatch.setattr(collector, "resident_bytes", lambda: resident)
+    monkeypatch.setattr(collector, "give_back_freed_memory", give_back)
+
+    async def serve() -> int:
+        nonlocal resident, freed
+        task = asyncio.ensure_future(collector.give_back_memory(lambda: False, lambda: None))
+        await asyncio.sleep(0.01)
+        resident += 1 << 30
+        await asyncio.sleep(0.7)
+        in_vain, freed = tries, 1 << 30
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if resident == 100 << 20:
+                break
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return in_vain
+
+    assert 1 <= asyncio.run(serve()) <= 6
+    assert resident == 100 << 20

@@ -17,7 +17,7 @@ _BUSY_SECONDS = 10.0
 _MUCH_IDLE = 8 << 20
 _MUCH_BUSY = 32 << 20
 _LITTLE = 1 << 20
-_TRIES = 4
+_AGAIN_SECONDS = 8.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SHARE = 0.002  # of the time, at most, for full collections while there is work
 
@@ -53,20 +53,26 @@ async def give_back_memory(is_idle: Callable[[], bool], drop_caches: Callable[[]
     hundred in the end.
     """
     loop = asyncio.get_running_loop()
-    usual, in_vain = resident_bytes(), 0
+    usual = in_use = resident_bytes()
+    again = time.monotonic()
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         before, idle = resident_bytes(), is_idle()
-        if before - usual < (_MUCH_IDLE if idle else _MUCH_BUSY):
+        if time.monotonic() >= again:
+            in_use = usual
+        if before - in_use < (_MUCH_IDLE if idle else _MUCH_BUSY):
             continue
         if idle:
             drop_caches()
             gc.collect()
         await loop.run_in_executor(None, give_back_freed_memory)  # without the interpreter's lock
         after = resident_bytes()
-        in_vain = 0 if after < before - _LITTLE else in_vain + 1
-        if after < usual or in_vain == _TRIES:  # it is in use, and likely to stay
-            usual, in_vain = after, 0
+        if after < before - _LITTLE:
+            usual = min(usual, after)
+            continue
+        in_use, again = after, time.monotonic() + _AGAIN_SECONDS  # requests hold it, and may let go of it
+        if idle:
+            usual = after  # likely to stay
 
 
 def resident_bytes() -> int:
