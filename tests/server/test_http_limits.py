@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import socket
@@ -10,11 +11,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.server.http_server import Server
+from vllm.entrypoints.openai.context import LARGE_BYTES, ServerContext
+from vllm.entrypoints.openai.errors import APIError
+from vllm.entrypoints.openai.limits import (
+    LARGEST_BODIES,
+    SMALL_BODY_BYTES,
+    KeyChecker,
+    Limits,
+    LimitsMiddleware,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
 
 BODY_LIMIT = 256 * 1024
 SECONDS = 1.5
@@ -208,9 +223,47 @@ def test_pipelined_and_kept_alive_requests_are_answered_in_order(strict: Server)
     assert raw.rindex(b'"object"') > raw.rindex(b'"version"')
 
 
+def test_many_requests_in_one_piece_hold_up_nobody(strict: Server) -> None:
+    """20,000 requests pipelined take their turns with those of others, and are read only as they are answered."""
+    before = memory(strict)
+    connection = socket.create_connection(("127.0.0.1", strict.port))
+    sent = threading.Thread(target=connection.sendall, args=(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 20_000,))
+    sent.start()
+    answers, rest, others = 0, b"", 0
+    connection.settimeout(30)
+    while answers < 20_000:
+        received = connection.recv(1 << 20)
+        assert received, answers
+        answers += (rest + received).count(b"HTTP/1.1 200 OK")
+        rest = received[-14:]
+        if answers > others * 2000:
+            others += 1
+            assert strict.get("/health").status == 200
+    sent.join()
+    connection.close()
+    assert answers == 20_000 and others == 10
+    assert memory(strict) - before < 20 << 20
+
+
+def test_pipelined_bodies_arrive_whole(strict: Server) -> None:
+    """Of more than is looked at in one turn, with requests behind them."""
+    bodies = [json.dumps({"prompt": "Hi", "max_tokens": 1, "user": c * 100_000}).encode() for c in "ab"]
+    requests = b"".join(post_head(len(body)) + body for body in bodies)
+    raw = strict.raw(requests + b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", timeout=5)
+    assert raw.count(b"HTTP/1.1 200 OK") == 3
+    assert raw.count(b'"text_completion"') == 2
+
+
+LONG = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+
 def test_too_many_connections_get_503_and_a_hint(strict: Server) -> None:
     held = [socket.create_connection(("127.0.0.1", strict.port)) for _ in range(60)]
     try:
+        body = json.dumps({**LONG, "prompt": ["Hi"] * 16}).encode()
+        for connection in held:
+            connection.sendall(post_head(len(body)) + body)
+        assert eventually(lambda: strict.get("/v1/models").status == 503)
         answer = strict.get("/v1/models")
         assert answer.status == 503
         assert answer.headers["retry-after"] == "1"
@@ -221,7 +274,26 @@ def test_too_many_connections_get_503_and_a_hint(strict: Server) -> None:
     assert eventually(lambda: strict.get("/v1/models").status == 200)
 
 
-LONG = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/completions HTTP/1.1\r\n", post_head(1000), b"GET /version HTTP/1.1\r\n\r\n"]
+)
+def test_connections_without_a_request_make_room_for_others(strict: Server, sent: bytes) -> None:
+    body = json.dumps(LONG).encode()
+    working = socket.create_connection(("127.0.0.1", strict.port))
+    working.sendall(post_head(len(body), extra="connection: close\r\n") + body)
+    held = []
+    try:
+        for _ in range(60):
+            held.append(socket.create_connection(("127.0.0.1", strict.port)))
+            held[-1].sendall(sent)
+        assert [strict.get("/v1/models").status for _ in range(5)] == [200] * 5
+        received = b""
+        while part := working.recv(1 << 20):
+            received += part
+        assert b"data: [DONE]" in received
+    finally:
+        for connection in (working, *held):
+            connection.close()
 
 
 @pytest.mark.parametrize("leave", ["close", "reset"])
@@ -301,6 +373,68 @@ def test_large_bodies_do_not_hold_up_the_others(server: Server) -> None:
         assert server.get("/health").status == 200
         worst = max(worst, time.monotonic() - started)
     assert worst < 5.0  # generous: the machine may be busy
+
+
+def test_bodies_have_a_bound_together() -> None:
+    """Small ones are taken all the same, and others when those have gone."""
+    size = 2 * SMALL_BODY_BYTES
+    limits = Limits(max_body_bytes=size)
+
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    async def ask(last: asyncio.Event, length: int) -> int:
+        """The status of what is raised; 200 for nothing."""
+        sent = 0
+
+        async def receive() -> Message:
+            nonlocal sent
+            if sent:
+                await last.wait()
+            sent += 1
+            return {"type": "http.request", "body": b" " * (length // 2), "more_body": sent == 1}
+
+        async def send(message: Message) -> None: ...
+
+        scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"host", b"x")]}
+        try:
+            await server(scope, receive, send)
+        except APIError as error:
+            return error.status
+        return 200
+
+    async def serve() -> None:
+        come, now = asyncio.Event(), asyncio.Event()
+        now.set()
+        held = [asyncio.ensure_future(ask(come, size)) for _ in range(2 * LARGEST_BODIES)]
+        await asyncio.sleep(0)
+        assert [await ask(now, length) for length in (size, 1000, size)] == [503, 200, 503]
+        held.pop().cancel()
+        held.pop().cancel()
+        await asyncio.sleep(0)
+        assert await ask(now, size) == 200
+        come.set()
+        assert await asyncio.gather(*held) == [200] * len(held)
+        assert [await ask(now, size) for _ in range(2)] == [200, 200]
+
+    server = LimitsMiddleware(read, limits, KeyChecker(()))
+    asyncio.run(serve())
+
+
+def test_very_large_bodies_do_not_hold_up_smaller_ones() -> None:
+    """Those that take long to be read wait for each other alone."""
+    engine: Any = None
+    context = ServerContext(engine, ("m",), "m", 1, {})
+    ended = threading.Event()
+
+    async def read() -> bool:
+        large = [asyncio.ensure_future(context.in_reader(LARGE_BYTES, ended.wait, 60)) for _ in range(3)]
+        smaller = await asyncio.wait_for(context.in_reader(LARGE_BYTES - 1, lambda: True), 30)
+        ended.set()
+        return smaller and all(await asyncio.gather(*large))
+
+    assert asyncio.run(read())
 
 
 def test_there_is_one_door_and_it_runs_nothing(strict: Server, tmp_path: Path) -> None:

@@ -244,7 +244,12 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         default=30.0,
         help="Seconds that running requests get to finish at shutdown. Default: 30.",
     )
-    add("--max-connections", type=int, default=4096, help="Connections served at once; more get a 503. Default: 4096.")
+    add(
+        "--max-connections",
+        type=int,
+        default=4096,
+        help="Connections served at once; more get a 503, unless some have no request. Default: 4096.",
+    )
     add("--explain", action="store_true", help="Print every derived setting and why, then exit.")
     return AsyncEngineArgs.add_cli_args(parser)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import json
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 
 from vllm.entrypoints.openai.errors import error_body
 from vllm.entrypoints.openai.upgrades import NoUpgrades
@@ -18,6 +21,10 @@ logger = init_logger(__name__)
 MAX_IDLE_BYTES = 64 * 1024
 # Of a body whose request was answered already, so that a client which sends first and reads later sees the answer.
 MAX_IGNORED_BYTES = 2 * 1024 * 1024
+# Of what a client has sent, looked at per turn of the event loop: hundreds of requests, thousands of chunks.
+BYTES_PER_TURN = 16 * 1024
+# How many connections are closed at once to make room: looking for them takes as long as serving a few requests.
+CLOSED_AT_ONCE = 64
 # How long a client that was answered before its body was read may take to send the rest: many read only after writing.
 LINGER_SECONDS = 2.0
 # When to look whether a client that sends nothing more is still there.
@@ -136,9 +143,22 @@ class Outbox:
                 transport.abort()
 
 
+class _PatientFlow(FlowControl):
+    """Reads on only when all that was read has been looked at."""
+
+    def __init__(self, connection: BoundedConnection) -> None:
+        super().__init__(connection.transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if not self._connection.resume_feeding():
+            super().resume_reading()
+
+
 class BoundedConnection(NoUpgrades):
     """uvicorn's protocol for HTTP/1.1 within bounds: cuts clients that send heads slowly or without end, and those that
-    do not read what was sent.
+    do not read what was sent. Of many requests or chunks in one piece it takes few per turn of the event loop. Where
+    there are too many connections, those on which nothing happens make room for others.
 
     Times in seconds. direct: streams may write chunks past the application's layers, none of which may then care for
     bodies.
@@ -154,6 +174,10 @@ class BoundedConnection(NoUpgrades):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = _PatientFlow(self)
+        self._unfed = b""
+        self._feeding = False
+        self.idle_since = self.loop.time()
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         # Layers above get no other way to drop a client that reads nothing.
         self.app_state = {**self.app_state, "drop_connection": transport.abort}
@@ -166,11 +190,56 @@ class BoundedConnection(NoUpgrades):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._half_closed = False
         self._idle_bytes = 0
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) > self.max_connections and not self._make_room():
             self.app = _busy
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.head_timeout, self._on_slow_head)
 
+    def _make_room(self) -> bool:
+        """Close those connections that have waited for their clients for longest. Whether there were any."""
+        waiting: list[Any] = [other for other in self.connections if other is not self]
+        waiting = [other for other in waiting if other.waits_for_client]
+        for other in heapq.nsmallest(CLOSED_AT_ONCE, waiting, key=lambda other: other.idle_since):
+            other.transport.abort()
+            self.connections.discard(other)
+        return bool(waiting)
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether there is no whole request to work at."""
+        _, _, at_rest, more_body = self._progress()
+        return at_rest or more_body
+
     def data_received(self, data: bytes) -> None:
+        if self._unfed:
+            self._unfed += data
+        elif len(data) > BYTES_PER_TURN:
+            self._unfed = data
+            self._feed_part()
+        else:
+            self._feed(data)
+
+    def _feed_part(self) -> None:
+        """Look at the next part of what was read. The rest waits for another turn, for pipelined requests to be
+        answered, and for the application to take what there is of a body.
+        """
+        self._feeding = False
+        if self.transport.is_closing():
+            return
+        part, self._unfed = self._unfed[:BYTES_PER_TURN], self._unfed[BYTES_PER_TURN:]
+        self._feed(part)
+        self.flow.pause_reading()
+        _, length, at_rest, _ = self._progress()
+        if at_rest or length <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+
+    def resume_feeding(self) -> bool:
+        """Go on with what was read before, if anything is left of it. Whether there is."""
+        if self._unfed and not self._feeding and not self.pipeline:
+            self._feeding = True
+            self.loop.call_soon(self._feed_part)
+        return bool(self._unfed or self.pipeline)
+
+    def _feed(self, data: bytes) -> None:
         before = self._progress()
         super().data_received(data)
         after = self._progress()
@@ -197,6 +266,8 @@ class BoundedConnection(NoUpgrades):
         super().on_response_complete()
         if self.transport.is_closing():
             return
+        self.idle_since = self.loop.time()
+        self.flow.resume_reading()  # which waited while there was another request
         if self._half_closed and not self.pipeline:
             self.transport.close()
         elif self.cycle.more_body:  # and perhaps never comes: nobody may hold a connection like that

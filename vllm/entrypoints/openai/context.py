@@ -39,6 +39,7 @@ _T = TypeVar("_T")
 MAX_LOGGED_FIELDS = 64
 MAX_STRANGERS = 16
 MAX_SHOWN_NAME = 256
+LARGE_BYTES = 1 << 20  # a body that takes so long to read that others should not wait for it
 BEGUN_PER_TURN = 16  # prompts of one request, before others have their turn
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -76,8 +77,11 @@ class ServerContext:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="template")
     )
     strangers_waiting: int = 0
-    # One large body at a time.
+    # One large body at a time, and others meanwhile.
     reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="reader"))
+    large_reader: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="large-reader")
+    )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -182,9 +186,12 @@ class ServerContext:
             self.unknown_fields.add(name)
             logger.warning("A request has the field %.80r, which this server does not know; it has no effect.", name)
 
-    async def in_reader(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Read a large body beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.reader, function, *args)
+    async def in_reader(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
+        """Read a body of more than a few bytes beside the event loop; one of `LARGE_BYTES` waits for others of its kind
+        only.
+        """
+        reader = self.large_reader if size >= LARGE_BYTES else self.reader
+        return await asyncio.get_running_loop().run_in_executor(reader, function, *args)
 
     async def in_stranger_lane(self, function: Callable[[], _T]) -> _T:
         """Render a template of a request; these wait for each other only, and only a few of them."""

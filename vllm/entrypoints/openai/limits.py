@@ -30,6 +30,11 @@ OPEN_PATHS = frozenset({b"/health", b"/ping", b"/version"})
 # Names of fields that the server does not know, for the client that has sent them.
 UNKNOWN_FIELDS_HEADER = b"x-unknown-fields"
 
+# Of the bodies of all requests at work: as many of the largest size as may be there at once. Small bodies are always
+# taken; the number of connections bounds them.
+LARGEST_BODIES = 32
+SMALL_BODY_BYTES = 64 * 1024
+
 # A name or an IPv4 address, or an IPv6 address in brackets, and a port (RFC 3986, 3.2.2); it may be empty.
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:.%]+\])(?::[0-9]*)?")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.:-]")
@@ -70,6 +75,7 @@ class LimitsMiddleware:
         self._limits = limits
         self._keys = keys
         self._open_paths = open_paths
+        self._bodies = Bodies(LARGEST_BODIES * limits.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -99,11 +105,13 @@ class LimitsMiddleware:
             error = too_large(self._limits)
             await _refuse(scope, receive, send, error.status, error.message, error.type)
             return
+        guarded = _Guard(scope, receive, send, self._limits, self._bodies)
         try:
-            guarded = _Guard(scope, receive, send, self._limits)
             await self._app(scope, guarded.receive, guarded.send)
         except SlowReaderError:
             return  # the connection is gone
+        finally:
+            self._bodies.held -= guarded.received
 
     def _authorised(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> bool:
         if not self._keys.active or scope["method"] == "OPTIONS":
@@ -143,10 +151,24 @@ def too_large(limits: Limits) -> APIError:
     return APIError(413, text, "RequestTooLargeError", headers={"connection": "close"})
 
 
+def too_many_bytes() -> APIError:
+    """503, and the end of the connection."""
+    text = "The bodies of other requests take all the memory that there is for bodies. Try again later."
+    return APIError(503, text, "ServiceUnavailableError", headers={"connection": "close", "retry-after": "1"})
+
+
 def too_slow() -> APIError:
     """408, and the end of the connection."""
     text = "The request body did not arrive in time."
     return APIError(408, text, "TimeoutError", headers={"connection": "close"})
+
+
+@dataclass(slots=True)
+class Bodies:
+    """Bytes of the bodies of all requests at work, and how many there may be."""
+
+    most: int
+    held: int = 0
 
 
 class SlowReaderError(ConnectionError):
@@ -156,13 +178,14 @@ class SlowReaderError(ConnectionError):
 class _Guard:
     """Counts and times what flows in and out of one request."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, bodies: Bodies) -> None:
         self._scope = scope
         self._drop: Callable[[], None] | None = scope.get("state", {}).get("drop_connection")
         self._receive = receive
         self._send = send
         self._limits = limits
-        self._received = 0
+        self._bodies = bodies
+        self.received = 0
         self._body_done = False
         self._deadline = asyncio.get_running_loop().time() + limits.body_timeout
 
@@ -190,9 +213,13 @@ class _Guard:
         finally:
             timer.cancel()
         if message["type"] == "http.request":
-            self._received += len(message.get("body", b""))
-            if self._received > self._limits.max_body_bytes:
+            size = len(message.get("body", b""))
+            self.received += size
+            self._bodies.held += size
+            if self.received > self._limits.max_body_bytes:
                 raise too_large(self._limits)
+            if self.received > SMALL_BODY_BYTES and self._bodies.held > self._bodies.most:
+                raise too_many_bytes()
             self._body_done = not message.get("more_body", False)
         return message
 

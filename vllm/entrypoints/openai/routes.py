@@ -141,8 +141,10 @@ async def read(request: Request, model: type[_Model]) -> _Model:
         raise APIError(415, _WRONG_TYPE, "UnsupportedMediaTypeError")
     try:
         body = await request.body()
-        large = len(body) > INLINE_BYTES
-        parsed = await context_of(request).in_reader(_parse, model, body) if large else _parse(model, body)
+        if len(body) > INLINE_BYTES:
+            parsed = await context_of(request).in_reader(len(body), _parse, model, body)
+        else:
+            parsed = _parse(model, body)
     except ClientDisconnect:
         raise APIError(400, "The client left before the body was complete.") from None
     except APIError as error:
