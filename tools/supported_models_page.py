@@ -60,9 +60,9 @@ prefill, prefix caching and preemption. The log says so; it is correct, but slow
 may be quantized while they are loaded (`--quantization fp8`, `bitsandbytes`), and are shared by ranks as the model's
 `base_model_tp_plan` says. Before it is used, a model runs a few tokens; one that this engine would get wrong is
 refused, with the reason: tokens that meet outside of attention (recurrent states, convolutions), masks other than
-causal ones and windows, attention with arguments of its own (sinks, biases by position), layers that attend twice, code
-without transformers' `AttentionInterface`, and scalings of positions that depend on the batch. LoRA is not
-supported with them.
+causal ones and windows, attention with arguments of its own (sinks, biases by position) or to keys that are no token's,
+layers that attend twice, positions that do not count from 0 (RoBERTa), code without transformers' `AttentionInterface`,
+and scalings of positions that depend on the batch. LoRA is not supported with them.
 A repository's own code (`auto_map`) runs with `--trust-remote-code` only. Held in fp32 against transformers in
 `tests/models/test_transformers_decoder.py`: Arcee, Helium, Apertus, VaultGemma, ModernBERT decoders, CTRL, MiniMax M2,
 NanoChat, Jais 2, Solar Open, AFMoE, and listed families once more. Whatever is neither listed nor in

@@ -200,6 +200,47 @@ def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:
     assert [len(o.outputs.probs) for o in classes] == [1, 1]
 
 
+def save_newer_files(folder: Path, length: int, **settings: Any) -> None:
+    """Further files as sentence-transformers 6 writes them: the longest text is the tokenizer's business there."""
+    module = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
+    if not (folder / "modules.json").exists():
+        (folder / "modules.json").write_text(json.dumps([module]))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"module_output_name": "scores"}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {}, **settings}))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": length}))
+
+
+def test_the_tokenizer_of_sentence_transformers_says_how_long_texts_are(tmp_path: Path) -> None:
+    model = save_bert(tmp_path)
+    save_sentence_files(tmp_path, "mean")
+    save_newer_files(tmp_path, 12)
+    with start(tmp_path) as llm:
+        assert llm.model_config.max_model_len == 12
+        outputs = llm.embed(TEXTS, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": -1})
+        want = torch.nn.functional.normalize(pooled_by_transformers(model, llm.get_tokenizer(), "mean", 12), dim=-1)
+    torch.testing.assert_close(torch.tensor([o.outputs.embedding for o in outputs]), want, atol=2e-5, rtol=1e-5)
+    save_newer_files(tmp_path, 10**30)  # of a tokenizer that does not know
+    with start(tmp_path) as llm:
+        assert llm.model_config.max_model_len == 96
+
+
+def test_the_activation_that_a_cross_encoder_was_saved_with_counts(tmp_path: Path) -> None:
+    model = save_bert(tmp_path, classes=1)
+    with start(tmp_path) as llm:
+        inputs = llm.get_tokenizer()(*TEXTS[:2], return_tensors="pt", **TYPES)
+    with torch.no_grad():
+        logit = model(**inputs).logits
+    for name, wanted in (("linear.Identity", logit), ("activation.Sigmoid", logit.sigmoid())):
+        save_newer_files(tmp_path, 96, activation_fn=f"torch.nn.modules.{name}")
+        with start(tmp_path) as llm:
+            (output,) = llm.score(*TEXTS[:2], use_tqdm=False)
+        assert output.outputs.score == pytest.approx(wanted.item(), abs=1e-5)
+    save_newer_files(tmp_path, 96, activation_fn=TANH)
+    with pytest.raises(ValueError, match=r"config_sentence_transformers.json: the activation '.*Tanh' is not one of"):
+        start(tmp_path)
+
+
 def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
     save_bert(tmp_path, matryoshka_dimensions=[8, 24])
     with start(tmp_path) as llm:

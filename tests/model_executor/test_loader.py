@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from tests.models.harness import PagedDriver, load, relative_error, save_random_hf_model
 from vllm.model_executor.model_loader.checkpoint import find_checkpoint
@@ -196,6 +196,18 @@ def test_tied_head_in_the_checkpoint_is_left_out(tmp_path: Path) -> None:
     before = logits(tmp_path)
     edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert torch.equal(logits(tmp_path), before)
+
+
+@pytest.mark.parametrize("model_impl", ["vllm", "transformers"])
+@pytest.mark.parametrize("config", [hf.LlamaConfig, hf.GPT2Config])
+def test_of_tied_weights_the_head_alone_may_be_stored(config: Any, model_impl: str, tmp_path: Path) -> None:
+    sizes = SIZES if config is hf.LlamaConfig else {"vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 6}
+    reference = save_random_hf_model(config(**sizes, tie_word_embeddings=True), tmp_path)
+    save_model(reference, str(tmp_path / "model.safetensors"))  # keeps the first of equal names' tensors
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "lm_head.weight" in names and not any("embed_tokens" in name or "wte" in name for name in names)
+    with torch.inference_mode():
+        assert relative_error(logits(tmp_path, model_impl=model_impl), reference(PROMPT[None]).logits[0]) < 1e-5
 
 
 def test_folder_without_weights_says_what_was_expected(folder: Path) -> None:

@@ -45,6 +45,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "no attention-only decoder",
     ),
     "encoder": (lambda: hf.BertConfig(**SIZES), "its mask is neither causal nor a plain window"),
+    "positions from 1 on": (
+        lambda: hf.RobertaConfig(**SIZES, is_decoder=True, pad_token_id=0),
+        "numbers the positions of its tokens in a",
+    ),
+    "positions from 2 on, the head first": (
+        lambda: hf.CamembertConfig(**SIZES, is_decoder=True, pad_token_id=1),
+        "numbers the positions of its tokens in a",
+    ),
+    "keys of its own": (
+        lambda: hf.DeepseekV4Config(
+            **{**FOUR, "num_key_value_heads": 1},
+            head_dim=8,
+            q_lora_rank=16,
+            moe_intermediate_size=29,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+        ),
+        "its attention reads 8 keys for 7 tokens",
+    ),
     "two calls": (lambda: hf.DiffLlamaConfig(**GQA), "uses an attention layer twice per token"),
     "no interface": (
         lambda: hf.GPTNeoConfig(

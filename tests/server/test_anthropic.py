@@ -118,8 +118,9 @@ def test_forced_tools_and_structured_text(client: anthropic.Anthropic) -> None:
         assert answer.stop_reason in ("tool_use", "max_tokens")
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     form: Any = {"format": {"type": "json_schema", "schema": schema}}
-    answer = client.messages.create(output_config=form, **asked)
-    assert json.loads(answer.content[0].text) == {"a": 1}  # type: ignore[union-attr]
+    for spelled in ({"output_config": form}, {"output_format": form["format"]}):
+        answer = client.messages.create(**{**asked, "extra_body": {**asked["extra_body"], **spelled}})
+        assert json.loads(answer.content[0].text) == {"a": 1}  # type: ignore[union-attr]
 
 
 def test_count_tokens(client: anthropic.Anthropic) -> None:

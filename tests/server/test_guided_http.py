@@ -145,6 +145,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "("}, "unclosed group"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guidance has no uniqueItems"),
     ({"guided_json": {"type": "frog"}}, "type must be one or several of"),
+    ({"guided_json": {"$ref": "#/$defs/a/properties/b"}}, "$ref #/$defs/a/properties/b leads nowhere"),
     ({"guided_json": 5}, "must be a dict"),
     ({"guided_choice": []}, "cannot be an empty list"),
     ({"guided_choice": [1]}, "must be a string"),

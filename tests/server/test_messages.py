@@ -196,15 +196,19 @@ def test_forms_of_forced_calls(tokenizer: Tokenizer) -> None:
     schema = form(tool_choice="required", parallel_tool_calls=False)
     assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
     assert [one["properties"]["name"]["enum"] for one in schema["items"]["anyOf"]] == [["get_weather"], ["get_time"]]
-    shared = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": "string"}}}
-    tools = [{"type": "function", "function": {"name": name, "parameters": shared}} for name in "fg"]
+    assert "$defs" not in schema
+    given = [
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"type": kind}}}
+        for kind in ("string", "integer")
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}} for parameters in given]
     schema = form(tools=tools, tool_choice="required")
-    assert schema["$defs"] == {"a": {"type": "string"}}
-    assert "$defs" not in schema["items"]["anyOf"][0]["properties"]["parameters"]
-    other = {**shared, "$defs": {"a": {"type": "integer"}}}
-    clash = [tools[0], {"type": "function", "function": {"name": "g", "parameters": other}}]
-    with pytest.raises(APIError, match="different definitions of 'a'"):
-        form(tools=clash, tool_choice="required")
+    parts = [one["properties"]["parameters"] for one in schema["items"]["anyOf"]]
+    assert parts == [{"$ref": "#/$defs/tool0"}, {"$ref": "#/$defs/tool1"}]
+    for i, kind in enumerate(("string", "integer")):
+        assert schema["$defs"][f"tool{i}"]["properties"] == {"a": {"$ref": f"#/$defs/tool{i}/$defs/a"}}
+        assert schema["$defs"][f"tool{i}"]["$defs"] == {"a": {"type": kind}}
+        assert given[i]["properties"] == {"a": {"$ref": "#/$defs/a"}}
 
 
 def test_special_tokens_stay_visible_only_if_they_are_markers(tokenizer: Tokenizer) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -265,6 +266,34 @@ def test_required_calls_are_guaranteed(tools: Server) -> None:
     calls, content, reason = streamed_calls(events)
     assert [(c["name"], c["arguments"]) for c in calls] == [(call["function"]["name"], call["function"]["arguments"])]
     assert content == "" and reason == choice["finish_reason"]
+
+
+def test_references_within_required_tools_stay_within_their_tool(tools: Server) -> None:
+    """Each tool has its own $defs, and its "#" is its own schema."""
+
+    def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
+
+    def one(kind: str) -> dict[str, Any]:
+        part = {"type": "object", "properties": {"n": {"type": kind}}, "required": ["n"]}
+        return {"$defs": {"P": part}, "properties": {"p": {"$ref": "#/$defs/P"}}, "required": ["p"]}
+
+    pair = {"properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"]}
+    tree = {"properties": {"v": {"enum": [3]}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}, "required": ["v"]}
+    schemas = {"count": one("integer"), "flag": one("boolean"), "pair": pair, "tree": tree}
+    fields = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    found = chat(tools, tools=[tool(name, schema) for name, schema in schemas.items()], **fields)
+    assert found["choices"][0]["message"]["tool_calls"]
+    for name, schema in schemas.items():  # alone, so that it is called
+        for seed in range(3):
+            alone = chat(tools, tools=[tool(name, schema)], temperature=1, seed=seed, **fields)["choices"][0]
+            if alone["finish_reason"] != "length":
+                (call,) = alone["message"]["tool_calls"]
+                jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+    wrong = {**BODY, "tools": [tool("f", {"properties": {"a": {"type": "text"}}})], "tool_choice": "required"}
+    error = tools.post("/v1/chat/completions", wrong).json["error"]
+    assert "tools[0].function.parameters is no JSON schema: type must be" in error["message"]
+    assert error["param"] == "tools"
 
 
 def test_forced_calls_need_no_flags(server: Server) -> None:

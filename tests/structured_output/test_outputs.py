@@ -38,6 +38,31 @@ def text_of(llm: LLM, prompt: str = "Describe a person:", **params: Any) -> str:
     return output.outputs[0].text
 
 
+PERSON_NAME = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required": ["name"]}
+IN_VAIN: list[dict[str, Any]] = [
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 2, "uniqueItems": False},
+    {**PERSON_NAME, "propertyNames": {"type": "string"}, "dependentRequired": {}, "dependentSchemas": {}},
+    {**PERSON_NAME, "unevaluatedProperties": True},
+    {"type": "integer", "format": "int32"},
+    {"type": ["number", "null"], "format": "double"},
+    {"type": "string", "format": "password"},
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keywords_that_forbid_nothing_are_taken(demo: LLM, backend: str) -> None:
+    """They are those of OpenAPI's and other programs' schemas; libraries refuse most by their names."""
+    for schema in IN_VAIN:
+        form = GuidedDecodingParams(json=schema, backend=f"{backend}:no-fallback")
+        text = text_of(demo, guided_decoding=form, max_tokens=250)
+        if schema["type"] not in ("array", "string"):  # which the model need not end in time
+            assert json_problem(schema, text) is None
+    tag = json.dumps({"structures": [{"begin": "<n>", "schema": IN_VAIN[3], "end": "</n>"}], "triggers": ["<n"]})
+    if backend in ("guidance", "xgrammar"):
+        form = GuidedDecodingParams(structural_tag=tag, backend=f"{backend}:no-fallback")
+        assert text_of(demo, guided_decoding=form, max_tokens=5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_finished_outputs_are_valid(demo: LLM, tiny: LLM, backend: str) -> None:
     for llm, seed in ((demo, 1), (tiny, 2)):
@@ -259,6 +284,8 @@ def test_beams_are_refused_by_name(demo: LLM) -> None:
         ({"json": {"$ref": "#/$defs/x"}}, "leads nowhere"),
         ({"json": {"$ref": "https://example.com/x"}}, "another document"),
         ({"json": {"type": "string", "pattern": "a\\"}}, "pattern must be a regular expression"),
+        ({"json": {"type": "string", "pattern": "^(?!x)a$"}}, "invalid pattern ^(?!x)a$: look-around"),
+        ({"json": {"type": "string", "format": "iri"}}, "guidance has no format 'iri'; xgrammar has no format 'iri'"),
         ({"json": {"type": "array", "minItems": 3, "maxItems": 1}}, "minItems"),
         ({"json": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}, "oneOf whose branches may overlap"),
         ({"json": "{"}, "is not valid JSON"),

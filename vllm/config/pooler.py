@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
 EMBED, CLASSIFY, SCORE, REWARD = "embed", "classify", "score", "reward"
 _MODULES_FILE = "modules.json"
+_SETTINGS_FILE = "config_sentence_transformers.json"
 _SENTENCE_FILES = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "xlm-roberta", "camembert")
 )
@@ -151,7 +152,7 @@ class PoolingSettings:
 class SentenceFiles:
     """What sentence-transformers' files in a model folder say.
 
-    type: of pooling, None where no module pools.   max_length: in tokens.
+    type: of pooling, None where no module pools.   max_length: in tokens.   activation: of a cross-encoder's scores.
     """
 
     type: str | None = None
@@ -159,6 +160,7 @@ class SentenceFiles:
     dense: tuple[str, ...] = ()
     max_length: int | None = None
     lower_case: bool = False
+    activation: str | None = None
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles | None:
@@ -185,11 +187,31 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
     if len(dense) > _MAX_DENSE:
         raise ValueError(f"{file} has {len(dense)} dense modules, expected at most {_MAX_DENSE}.")
     settings = next((folder / name for name in _SENTENCE_FILES if (folder / name).is_file()), None)
-    if settings is None:
-        return SentenceFiles(pooling, normalize, tuple(dense))
-    config = HFConfig(read_json_object(settings), folder)
+    config = HFConfig({} if settings is None else read_json_object(settings), folder)
     length = config.get_int("max_seq_length", default=None)
-    return SentenceFiles(pooling, normalize, tuple(dense), length, config.get_bool("do_lower_case", default=False))
+    length = _tokenizers_length(folder) if length is None else length  # as sentence-transformers does
+    lower_case = config.get_bool("do_lower_case", default=False)
+    return SentenceFiles(pooling, normalize, tuple(dense), length, lower_case, _named_activation(folder))
+
+
+def _named_activation(folder: Path) -> str | None:
+    """What becomes of a cross-encoder's scores, None if the files do not say so."""
+    file = folder / _SETTINGS_FILE
+    named = read_json_object(file).get("activation_fn") if file.is_file() else None
+    return None if named is None else _known_activation(named, file)
+
+
+def _known_activation(named: Any, file: Path) -> str:
+    if not isinstance(named, str) or named not in _ACTIVATIONS:
+        raise ValueError(f"{file}: the activation {named!r} is not one of {', '.join(_ACTIVATIONS)}.")
+    return _ACTIVATIONS[named]
+
+
+def _tokenizers_length(folder: Path) -> int | None:
+    """The tokens that a folder's tokenizer cuts texts to, None if it does not say so or names a number without end."""
+    file = folder / "tokenizer_config.json"
+    length = read_json_object(file).get("model_max_length") if file.is_file() else None
+    return length if type(length) is int and 0 < length < 2**31 else None
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:
@@ -261,7 +283,8 @@ def resolve_pooling(args: Mapping[str, Any], hf: HFConfig, folder: Path, tokeniz
         return PoolingChoice(hf)
     base, convert = _base(wanted, native, hf)
     if base.task != EMBED or files is None:
-        files = SentenceFiles() if files is None else SentenceFiles(max_length=files.max_length)
+        files = files or SentenceFiles()
+        files = SentenceFiles(max_length=files.max_length, activation=files.activation)
     tokens = _head_tokens(base, override, native, hf, tokenizer_folder)
     if tokens:
         hf = HFConfig.from_dict({**hf.raw, HEAD_TOKENS: list(tokens)}, hf.path)
@@ -377,7 +400,7 @@ def _settings(
         task=task,
         type=kind,
         normalize=normalize,
-        activation=_activation(base.task, softmax, labels, hf),
+        activation=_activation(base.task, softmax, labels, files.activation, hf),
         step_tag=step_tag,
         labels=labels,
         dense=files.dense,
@@ -401,19 +424,21 @@ def _compared(hf: HFConfig) -> bool:
     )
 
 
-def _activation(task: str, softmax: bool | None, labels: int, hf: HFConfig) -> str:
-    """What the user says; else what the config names; else a probability: of one class by itself, or among several."""
+def _activation(task: str, softmax: bool | None, labels: int, said: str | None, hf: HFConfig) -> str:
+    """What the user says; else what sentence-transformers' files have `said`, or the config names; else a probability:
+    of one class by itself, or among several.
+    """
     if softmax is not None:
         return "softmax" if softmax else "none"
     if task != CLASSIFY:
         return "none"
+    if said is not None:
+        return said
     named = hf.nested("sentence_transformers").get_str("activation_fn", default=None) or hf.get_str(
         "sbert_ce_default_activation_function", default=None
     )
     if named is not None:
-        if named not in _ACTIVATIONS:
-            raise ValueError(f"{hf.file}: the activation {named!r} is not one of {', '.join(_ACTIVATIONS)}.")
-        return _ACTIVATIONS[named]
+        return _known_activation(named, hf.file)
     if hf.get_str("problem_type", default=None) == "regression":
         return "none"
     several = labels > 1 and hf.get_str("problem_type", default=None) != "multi_label_classification"

@@ -292,7 +292,7 @@ def _model(args: dict[str, Any], platform: Platform, why: dict[str, str]) -> Mod
     longest = max([1.0, *(args["long_lora_scaling_factors"] or ())]) if args["enable_lora"] else 1.0
     max_model_len, reason = resolve_max_model_len(args["max_model_len"], hf, args["disable_sliding_window"], longest)
     if args["max_model_len"] is None and choice.max_length is not None and choice.max_length < max_model_len:
-        max_model_len, reason = choice.max_length, "max_seq_length of sentence-transformers' files"
+        max_model_len, reason = choice.max_length, "the longest text by sentence-transformers' files"
     _note(why, "max_model_len", max_model_len, args["max_model_len"] is not None, reason)
     _note_pooling(why, choice, args)
     captured = args["max_seq_len_to_capture"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 from urllib.parse import unquote
 
@@ -119,7 +119,9 @@ _TRIVIAL: dict[str, tuple[Any, ...]] = {
     "additionalProperties": (True,), "uniqueItems": (False,), "unevaluatedProperties": (True,),
     "unevaluatedItems": (True,), "additionalItems": (True,), "minLength": (0,), "minItems": (0,),
     "minProperties": (0,), "required": ([],), "dependentRequired": ({},), "dependencies": ({},),
-    "dependentSchemas": ({},), "patternProperties": ({},), "properties": ({},), "propertyNames": (True,),
+    "dependentSchemas": ({},), "patternProperties": ({},), "properties": ({},),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "format": ("password", "binary", "path", "file-path", "directory-path"),  # OpenAPI's and pydantic's, of any text
 }  # fmt: skip
 
 
@@ -159,8 +161,37 @@ def assertions(schema: Schema) -> frozenset[str]:
     return frozenset(
         key
         for key, value in schema.items()
-        if key in _FORMS and key not in _NO_ASSERTIONS and value not in _TRIVIAL.get(key, ())
+        if key in _FORMS and key not in _NO_ASSERTIONS and not _is_trivial(schema, key, value)
     )
+
+
+def _is_trivial(schema: Schema, key: str, value: Any) -> bool:
+    """Whether a keyword forbids nothing. Formats are about strings: those of other types, such as int32, are hints."""
+    kinds = schema.get("type", "string")
+    if key == "format" and "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return True
+    return value in _TRIVIAL.get(key, ())
+
+
+def drop_trivial(root: Any, keys: Set[str]) -> None:
+    """Take those of the keywords `keys` that forbid nothing out of a schema and of all inside it."""
+    for schema in subschemas(root):
+        for key in schema.keys() & keys:
+            if _is_trivial(schema, key, schema[key]):
+                del schema[key]
+
+
+def move_references(root: Any, prefix: str) -> bool:
+    """Let each `$ref` to a place in a schema lead to the same place of a document that holds it at `prefix` ("#/a").
+    Returns whether there is any.
+    """
+    found = False
+    for schema in subschemas(root):
+        reference = schema.get("$ref", "")
+        if reference == "#" or reference.startswith("#/"):
+            schema["$ref"] = prefix + reference[1:]
+            found = True
+    return found
 
 
 def check_references(root: Any) -> None:

@@ -20,6 +20,7 @@ from vllm.structured_output.schema import (
     check_finite,
     check_references,
     closed,
+    drop_trivial,
     is_recursive,
     subschemas,
 )
@@ -55,6 +56,7 @@ _NOBODY = frozenset(
      "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef",
      "propertyNames", "additionalItems"}
 )  # fmt: skip
+_REFUSED_BY_NAME = _NOBODY | {"format"}  # by libraries, whatever their value is
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _LACKING: dict[str, frozenset[str]] = {
     GUIDANCE: _NOBODY,
@@ -104,7 +106,7 @@ def resolve(constraint: Constraint, settings: DecodingConfig, name: str) -> Gram
             parameter=name,
         )
     if constraint.kind == STRUCTURAL_TAG:
-        _check_tag(text, name)
+        text = _checked_tag(text, name)
     reasons = []
     for backend in candidates:
         reason = missing(backend, constraint.kind, schema, text, whitespace)
@@ -126,21 +128,26 @@ def _schema(constraint: Constraint, settings: DecodingConfig, name: str) -> Any:
         check_references(schema)
         check_finite(schema)
         close = constraint.close_objects or settings.disable_additional_properties
-        return closed(schema, always=close)
+        schema = closed(schema, always=close)
+        drop_trivial(schema, _REFUSED_BY_NAME)
+        return schema
     except SchemaError as error:
         raise VLLMValidationError(f"{name}: the JSON schema is invalid: {error}.", parameter=name) from None
 
 
-def _check_tag(text: str, name: str) -> None:
-    """Raise VLLMValidationError for a structural tag with a schema that is none."""
+def _checked_tag(text: str, name: str) -> str:
+    """A structural tag as it is compiled. Raises VLLMValidationError for one with a schema that is none."""
+    tag = json.loads(text)
     try:
-        for part in _schemas_of_tag(text):
+        for part in _schemas_of_tag(tag):
             check_references(part)
             check_finite(part)
+            drop_trivial(part, _REFUSED_BY_NAME)
     except SchemaError as error:
         raise VLLMValidationError(
             f"{name}: a JSON schema of the structural tag is invalid: {error}.", parameter=name
         ) from None
+    return json.dumps(tag)
 
 
 def check_installed(backend: str, name: str = "guided_decoding_backend") -> None:
@@ -178,7 +185,8 @@ def missing(backend: str, kind: str, schema: Any, text: str, whitespace: str | N
     if kind == JSON:
         return next(_missing_of_schema(backend, schema), None)
     if kind == STRUCTURAL_TAG:
-        return next((found for part in _schemas_of_tag(text) for found in _missing_of_tag(backend, part)), None)
+        parts = _schemas_of_tag(json.loads(text))
+        return next((found for part in parts for found in _missing_of_tag(backend, part)), None)
     return None
 
 
@@ -187,9 +195,9 @@ def _num_sets(text: str) -> int:
     return text.count("[") + text.count("\\")
 
 
-def _schemas_of_tag(text: str) -> Iterator[Any]:
+def _schemas_of_tag(tag: Any) -> Iterator[Any]:
     """The JSON schemas in a structural tag of either form."""
-    stack = [json.loads(text)]
+    stack = [tag]
     while stack:
         item = stack.pop()
         if isinstance(item, list):
@@ -215,9 +223,8 @@ def _missing_of_schema(backend: str, root: Any) -> Iterator[str]:
     for schema in subschemas(root):
         found = assertions(schema)
         yield from sorted(found & lacking)
-        form = schema.get("format")
-        if form is not None and form not in formats and "format" not in lacking:
-            yield f"format {form!r}"
+        if "format" in found - lacking and schema["format"] not in formats:
+            yield f"format {schema['format']!r}"
         reason = check(schema, found)
         if reason:
             yield reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from vllm.outputs import CompletionOutput
 from vllm.reasoning import ReasoningEnd, reasoning_end, think_format
 from vllm.reasoning.think import Begins
 from vllm.structured_output.params import StructuredOutputsParams
+from vllm.structured_output.schema import SchemaError, move_references
 from vllm.tool_parsers.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 from vllm.tool_parsers.harmony import CALL, MARKERS, RETURN, HarmonyMessages
 from vllm.tool_parsers.machine import Machine, merged
@@ -324,17 +325,21 @@ def _form(choice: Any, tools: Sequence[Any], one_call: bool) -> StructuredOutput
         return None
     shared: dict[str, Any] = {}
     items = []
-    for tool in tools:
+    for i, tool in enumerate(tools):
         function = tool["function"]
-        parameters = copy.copy(_parameters(function))
-        for key in ("$defs", "definitions"):
-            for name, definition in (parameters.pop(key, None) or {}).items():
-                known = shared.setdefault(key, {}).setdefault(name, definition)
-                if known != definition:
-                    raise bad_request(f"Two tools have different definitions of {name!r} in their {key}.", "tools")
+        parameters = json.loads(json.dumps(_parameters(function)))
+        place = f"#/$defs/tool{i}"
+        try:
+            if move_references(parameters, place):
+                shared[f"tool{i}"] = parameters
+                parameters = {"$ref": place}
+        except SchemaError as error:
+            raise bad_request(f"tools[{i}].function.parameters is no JSON schema: {error}.", "tools") from None
         properties = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
         items.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": items}, **shared}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": items}}
+    if shared:
+        schema["$defs"] = shared
     if one_call:
         schema["maxItems"] = 1
     return StructuredOutputsParams(json=schema)

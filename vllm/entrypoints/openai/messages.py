@@ -40,6 +40,7 @@ class CountTokensRequest(_Request):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # older clients' spelling of output_config.format
 
 
 class MessagesRequest(CountTokensRequest):
@@ -92,7 +93,7 @@ def to_chat(context: ServerContext, request: CountTokensRequest) -> ChatCompleti
     output = request.output_config or {}
     if output.get("effort") is not None:
         fields["reasoning_effort"] = output["effort"]
-    form = output.get("format")
+    form = output["format"] if output.get("format") is not None else request.output_format
     if form is not None:
         if not isinstance(form, Mapping) or form.get("type") != "json_schema" or "schema" not in form:
             raise bad_request('output_config.format must look like {"type": "json_schema", "schema": {...}}.')

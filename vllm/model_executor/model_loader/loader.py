@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear_method import QuantizationConfig
 from vllm.model_executor.layers.quantization import format_of
 from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.layers.sharding import ShardedParameter
+from vllm.model_executor.layers.weight_layout import WeightLayout
 from vllm.model_executor.model_loader import rank_state
 from vllm.model_executor.model_loader.cache_scales import CheckpointScales
 from vllm.model_executor.model_loader.dense_modules import NAMES as DENSE_NAMES
@@ -282,6 +283,9 @@ def _modules_of(where: str, spec: Decoder) -> Mapping[type[BlockSpec], BlockModu
     return table
 
 
+_Stored = tuple[str, Tensor, Path, WeightLayout]  # a checkpoint's tensor: its name there, itself, its file, its layout
+
+
 def fill_from_checkpoint(
     model: DecoderModel,
     family: Family,
@@ -298,6 +302,7 @@ def fill_from_checkpoint(
     unexpected: list[str] = []
     absent: list[tuple[str, str]] = []  # those of them that the family has a name for, and that name
     scales = CheckpointScales()
+    copy: _Stored | None = None
     head = None if model.pool is None else model.pool.spec
     rows_of = "embed.weight" if spec.tied else "head.weight"  # which a pooling head's may be taken from
     for name, tensor, file in tensors:
@@ -308,10 +313,11 @@ def fill_from_checkpoint(
         if scales.take(name, tensor, file) or (quantized is not None and quantized.take(name, tensor, file)):
             continue
         found = family.resolve(name)
+        if found is not None and found[0] == "head.weight" and _is_copy_of_embedding(model, spec):
+            copy = (name, tensor, file, found[1])
+            continue
         if found is not None and model.is_elsewhere(found[0]):
             continue
-        if found is not None and found[0] == "head.weight" and not model.pools and model.head.tied:
-            continue  # a copy of the embedding
         shape = None if found is None else filler.expected_shape(found[0])
         if found is None or shape is None:
             if not family.is_harmless(name):
@@ -319,17 +325,11 @@ def fill_from_checkpoint(
                 if found is not None:
                     absent.append((name, found[0]))
             continue
-        target, layout = found
-        try:
-            value = fitted(tensor, layout, shape, target, spec)
-        except ValueError as error:
-            raise ValueError(
-                f"{file}: tensor {name!r} {error}. Do config.json and the weights belong together?"
-            ) from None
-        try:
-            filler.fill(target, value)
-        except ValueError as error:
-            raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
+        _fill_one(filler, spec, (name, tensor, file, found[1]), found[0], shape)
+    if copy is not None and "embed.weight" in filler.missing():  # what `safetensors.torch.save_model` keeps of the two
+        shape = filler.expected_shape("embed.weight")
+        assert shape is not None
+        _fill_one(filler, spec, copy, "embed.weight", shape)
     model.cache_scales = scales.layers()
     quantized_bytes, missing = (0, []) if quantized is None else quantized.finish(filler, device)
     missing += [" or ".join(family.checkpoint_names(name)) or name for name in filler.missing()]
@@ -347,6 +347,23 @@ def fill_from_checkpoint(
             f"Do config.json and the weights belong together, and {doubt}?"
         )
     return filler.filled_bytes + quantized_bytes
+
+
+def _is_copy_of_embedding(model: DecoderModel, spec: Decoder) -> bool:
+    """Whether a checkpoint's head is the embedding once more; of a head on another rank, what config.json says."""
+    return spec.tied and not model.pools and (model.is_elsewhere("head.weight") or model.head.tied)
+
+
+def _fill_one(filler: WeightFiller, spec: Decoder, stored: _Stored, target: str, shape: tuple[int, ...]) -> None:
+    name, tensor, file, layout = stored
+    try:
+        value = fitted(tensor, layout, shape, target, spec)
+    except ValueError as error:
+        raise ValueError(f"{file}: tensor {name!r} {error}. Do config.json and the weights belong together?") from None
+    try:
+        filler.fill(target, value)
+    except ValueError as error:
+        raise ValueError(f"{file}: tensor {name!r}: {error}.") from None
 
 
 def _token_rows(tensor: Tensor, head: PoolHead) -> Tensor:

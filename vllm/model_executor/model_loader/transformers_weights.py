@@ -288,7 +288,7 @@ def _fill(
                 )
             continue
         converted.add(name, tensor)
-    buffers, aliases = dict(module.named_buffers()), _aliases(module, wanted)
+    buffers = dict(module.named_buffers())
     problems: list[str] = []
     filled: set[str] = set()
     for name, tensor in converted.tensors():
@@ -303,7 +303,7 @@ def _fill(
         elif name in buffers:
             buffers[name].copy_(tensor)
             filled.add(name)
-        elif name not in aliases and not _is_harmless(module, name):
+        elif not _is_harmless(module, name):
             problems.append(f"unexpected {name!r}")
     size, missing = (0, []) if quantized is None else quantized.finish(filler, device)
     problems += [f"missing {name!r}" for name in (*missing, *filler.missing())]
@@ -323,7 +323,6 @@ def load_again(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[
     loaded = set()
     with unpacked(list(module.modules())), torch.no_grad():
         parameters = dict(module.named_parameters())
-        aliases = _aliases(module, set(parameters))
         converted = _Converted(module, set(parameters))
         for name, tensor in sorted(weights, key=lambda item: _natural(item[0])):
             converted.add(name, tensor)
@@ -335,14 +334,16 @@ def load_again(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[
                 except ValueError as error:
                     raise ValueError(f"The tensor {name!r}: {error}.") from None
                 loaded.add(name)
-            elif name not in aliases and not _is_harmless(module, name):
+            elif not _is_harmless(module, name):
                 raise ValueError(f"The tensor {name!r} cannot be loaded: the model has no such weight, or quantized.")
     return loaded
 
 
-def _aliases(module: nn.Module, wanted: set[str]) -> set[str]:
-    """Further names of parameters that several modules have."""
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)} - wanted
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters that several modules have -> the name that `named_parameters` gives."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = ((name, first[id(parameter)]) for name, parameter in module.named_parameters(remove_duplicate=False))
+    return {name: known for name, known in names if name != known}
 
 
 def _is_harmless(module: nn.Module, name: str) -> bool:
@@ -405,10 +406,16 @@ class _Converted:
         self._found[target].add_tensor(target, name, pattern, tensor)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """(name, tensor), each joined when its turn comes and let go then."""
+        """(name, tensor), each joined when its turn comes and let go then; of a parameter with several names, once."""
+        aliases, given = _aliases(self._module), set(self._found)
         while self._found:
             name, found = next(iter(self._found.items()))
             del self._found[name]
+            if name in aliases:
+                name = aliases[name]
+                if name in given:
+                    continue
+                given.add(name)
             if isinstance(found, Tensor):
                 yield name, found
                 continue

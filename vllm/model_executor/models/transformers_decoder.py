@@ -76,9 +76,10 @@ class TransformersDecoder(nn.Module):
             hidden = self.run(step.token_ids, step.positions).last_hidden_state[0]
         return step.wanted(hidden)
 
-    def run(self, token_ids: Tensor, positions: Tensor) -> Any:
-        """What the modules below the head make of one row of tokens."""
-        return self._base[0](input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    def run(self, token_ids: Tensor, positions: Tensor | None) -> Any:
+        """What the modules below the head make of one row of tokens. positions: None if the model shall number them."""
+        rows = None if positions is None else positions[None]
+        return self._base[0](input_ids=token_ids[None], position_ids=rows, use_cache=False)
 
     def paged_attention(self) -> dict[int, Attention]:
         """The attention layers, in order."""
@@ -336,6 +337,8 @@ class _Rehearsal:
                 output = model.run(ids, torch.arange(_TOKENS, device=device))
             self._check_calls(name)
             calls = list(self.calls)
+            with torch.inference_mode():
+                numbered = model.run(ids, None).last_hidden_state[0]
             positions = torch.tensor([2, 11, 5, 0, 7, 3, 12], device=device)
             order = torch.tensor([4, 0, 6, 2, 5, 1, 3], device=device)
             with torch.inference_mode():
@@ -355,6 +358,12 @@ class _Rehearsal:
                 f"{name} cannot run through transformers here: it is no attention-only decoder. Its tokens meet "
                 "outside of attention (a recurrent state or a convolution), or it counts positions by itself."
             )
+        plain = output.last_hidden_state[0].float()
+        if not (numbered.float() - plain).norm() / plain.norm() <= _TOLERANCE[model.dtype]:
+            raise ValueError(
+                f"{name} cannot run through transformers here: it numbers the positions of its tokens in a way of its "
+                "own, not from 0 on."
+            )
         self.output_class: type = type(output)
         self.hidden_size: int = straight.shape[-1]
         with torch.inference_mode():
@@ -365,6 +374,11 @@ class _Rehearsal:
 
     def take(self, call: _Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Something that each token can compute alone and that depends on all it brings. -> [1, tokens, heads, size]"""
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{self.model.name} cannot run through transformers here: its attention reads {key.shape[2]} keys for "
+                f"{query.shape[2]} tokens."
+            )
         self.calls.append(call)
         share = query.shape[1] // key.shape[1]
         k, v = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)

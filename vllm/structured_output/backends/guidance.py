@@ -242,6 +242,7 @@ def _readable(error: str) -> str:
     """The library's message without the copy of the grammar that follows it."""
     if error.startswith("oneOf constraints are not supported"):
         return "oneOf whose branches may overlap is not supported; use anyOf, or tell them apart by a constant property"
+    error = re.sub(r"^regex parse error:\n +(.*)\n[ ^]*\nerror: ", r"invalid pattern \1: ", error)  # within a schema
     error = re.sub(
         r"\(?in regex\)?: regex parse error:[\s\S]*?\nerror: |regex parse error:[\s\S]*?\nerror: ", ": ", error
     )
