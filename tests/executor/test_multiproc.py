@@ -20,7 +20,7 @@ from tests.tiny_models import save_llama
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group, parallel_state
 from vllm.exceptions import EngineDeadError
 from vllm.executor import create_executor
-from vllm.executor.multiproc import MultiprocExecutor
+from vllm.executor.multiproc import MultiprocExecutor, collective_timeout
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import SamplingParams
 
@@ -178,6 +178,30 @@ def test_a_step_that_does_not_end_is_given_up(folder: Path, monkeypatch: pytest.
     assert time.monotonic() - started < 10
     wait_until_gone(pid, 5)
     executor.shutdown()
+
+
+def test_a_rank_that_hangs_on_a_cpu_fails_the_step_that_waits_for_it(folder: Path) -> None:
+    """There the step itself waits, inside of a collective operation."""
+    executor = create_executor(config_for(folder, tensor_parallel_size=2, distributed_timeout_seconds=2))
+    assert isinstance(executor, MultiprocExecutor)
+    pid = executor._ranks[0].process.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="Timed out"):
+        generate(executor, config_for(folder), PROMPTS[:1], [GREEDY])
+    wait_until_gone(pid, 5)
+    executor.shutdown()
+
+
+def test_a_collective_operation_lasts_no_longer_than_a_step_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(**settings: Any) -> int:
+        return collective_timeout(config_for(folder, tensor_parallel_size=2, max_num_batched_tokens=512, **settings))
+
+    assert seconds() == 60 + 6  # 10 ms for each token
+    assert seconds(distributed_timeout_seconds=7) == 7
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "300")
+    assert seconds() == 306
+    monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "1")
+    assert seconds() == 60
 
 
 ORPHAN = """

@@ -19,6 +19,7 @@ from vllm.core.policies import AdmissionPolicy, DelayPolicy, PartialPrefillPolic
 from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.engine.adapters import Adapters
 from vllm.exceptions import EngineDeadError, VLLMValidationError
+from vllm.executor.base import CPU_SECONDS_PER_TOKEN
 from vllm.faults import Faults
 from vllm.ipc.functions import named
 from vllm.logger import init_logger
@@ -47,8 +48,6 @@ COMPILING = "grammar"  # what a request waits for whose grammar is being compile
 IDLE_GRAMMAR_SECONDS = 0.005
 # Tokens that must follow are taken together where a step takes longer per row: they cost so much themselves.
 JUMP_SECONDS = 1.5e-5
-# What a token of a prompt may take on a slow CPU: by so much longer may a large step take before it counts as stuck.
-CPU_SECONDS_PER_TOKEN = 0.01
 
 
 def scheduler_class(config: VllmConfig) -> type[Scheduler]:

@@ -9,6 +9,9 @@ from vllm.step.kv_policy import KVLayout
 from vllm.step.plan import RowMasks, StepPlan
 from vllm.step.result import StepResult
 
+# What a token of a prompt may take on a slow CPU: by so much longer may a large step take before it counts as stuck.
+CPU_SECONDS_PER_TOKEN = 0.01
+
 
 class Executor(Protocol):
     """Runs plans in order. `num_blocks` includes the null block; at most `max_in_flight` plans may be uncollected."""

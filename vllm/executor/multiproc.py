@@ -7,6 +7,7 @@ executor down: the others may wait for it inside a collective operation, and can
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 import weakref
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.exceptions import EngineDeadError
 from vllm.executor import codec, rendezvous
+from vllm.executor.base import CPU_SECONDS_PER_TOKEN
 from vllm.executor.calls import callable_of, worker_class
 from vllm.executor.rank_link import DEATH_NOTICE_S, RankLink
 from vllm.ipc import functions
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_DEFAULT_TIMEOUT_S = 600
+_DEVICE_TIMEOUT_S = 600  # there `collect` notices earlier that a step does not end
+_LEAST_TIMEOUT_S = 60  # for ranks that meet on a busy host
 _POLITE_S = 5.0  # how long a rank may take to end when told to
 
 
@@ -120,6 +123,18 @@ class _Step:
     handle: Handle | None
 
 
+def collective_timeout(config: VllmConfig) -> int:
+    """Seconds after which a collective operation fails. On a CPU a step waits inside of it for a rank that hangs, so
+    that it may last as long as the largest step may, and no longer.
+    """
+    if config.parallel_config.distributed_timeout_seconds is not None:
+        return config.parallel_config.distributed_timeout_seconds
+    if config.device_config.device != "cpu":
+        return _DEVICE_TIMEOUT_S
+    step = envs.VLLM_ENGINE_ITERATION_TIMEOUT_S + CPU_SECONDS_PER_TOKEN * config.scheduler_config.max_num_batched_tokens
+    return max(_LEAST_TIMEOUT_S, math.ceil(step))
+
+
 class MultiprocExecutor:
     """Executes plans on `tensor_parallel_size * pipeline_parallel_size` ranks."""
 
@@ -150,7 +165,7 @@ class MultiprocExecutor:
     def _start(self, config: VllmConfig) -> tuple[Worker, int]:
         parallel = config.parallel_config
         document = {**config.to_dict(), "registered_models": ModelRegistry.registered()}
-        timeout = config.parallel_config.distributed_timeout_seconds or _DEFAULT_TIMEOUT_S
+        timeout = collective_timeout(config)
         cast = self._cast(config)
         states = rendezvous.one_shot_states(config)
         compiling = compile_ahead(config, rendezvous.dry_run(parallel.tensor_parallel_size, states))
