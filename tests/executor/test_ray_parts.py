@@ -16,7 +16,7 @@ from vllm.executor import executor_class, ray_nodes
 from vllm.executor.base import Executor
 from vllm.executor.ray_actor import versions
 from vllm.executor.ray_executor import View, views_of
-from vllm.executor.ray_nodes import accept, carried_environment, check_model, check_versions, free_port
+from vllm.executor.ray_nodes import accept, carried_environment, check_model, check_versions, open_port
 from vllm.executor.ray_utils import order_of_bundles
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.ipc.listeners import open_listener
@@ -154,7 +154,17 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     with open_listener() as taken:
         first = taken.getsockname()[1]
         monkeypatch.setenv("VLLM_PORT", str(first))
-        assert first < free_port("127.0.0.1") < first + 200
+        with open_port("127.0.0.1") as one, open_port("127.0.0.1") as other:  # of two engines that start at once
+            assert first < one.getsockname()[1] < other.getsockname()[1] < first + 200
+
+
+@pytest.mark.parametrize("port", [None, "6000"])
+@pytest.mark.parametrize("address", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_of_another_host_is_refused(address: str, port: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if port is not None:
+        monkeypatch.setenv("VLLM_PORT", port)
+    with pytest.raises(ValueError, match=rf"{address} is not an address of this host.*VLLM_HOST_IP sets the address"):
+        open_port(address)
 
 
 def test_a_class_of_the_users_own() -> None:

@@ -25,11 +25,10 @@ from vllm.executor.ray_nodes import (
     check_model,
     check_versions,
     end_actors,
-    free_port,
+    open_port,
     status_of,
 )
 from vllm.executor.ray_utils import connect, import_ray
-from vllm.ipc.listeners import open_listener
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -100,9 +99,7 @@ class RayCore(CoreProcess):
             check_model([about], self._model)
             host = address_of(ray, alone=about["node"] == ray.get_runtime_context().get_node_id())
             secret = secrets.token_bytes(SECRET_BYTES)
-            with _connecting:
-                listener = open_listener(host, free_port(host))
-            with listener:
+            with open_port(host) as listener:
                 pid = actor.start.remote(host, listener.getsockname()[1], secret, self._threads(about["cores"]))
                 connection = accept(listener, secret, 1, time.monotonic() + START_S)[self._index]
             process = _Elsewhere(ray, actor, answers(ray, [pid], f"Replica {self._index}")[0])

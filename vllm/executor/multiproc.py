@@ -8,6 +8,7 @@ executor down: the others may wait for it inside a collective operation, and can
 from __future__ import annotations
 
 import math
+import socket
 import subprocess
 import time
 import weakref
@@ -83,10 +84,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Where the ranks meet, and the place of each. port: 0 for any."""
+    """Where the ranks meet, and the place of each. listener: at `host`; whoever has the cast closes it."""
 
     host: str
-    port: int
+    listener: socket.socket
     places: Sequence[Place]
 
 
@@ -167,11 +168,11 @@ class MultiprocExecutor:
         document = {**config.to_dict(), "registered_models": ModelRegistry.registered()}
         timeout = collective_timeout(config)
         cast = self._cast(config)
-        states = rendezvous.one_shot_states(config)
-        compiling = compile_ahead(config, rendezvous.dry_run(parallel.tensor_parallel_size, states))
-        for rank_process in self._ranks:
-            rank_process.receive()  # it runs: from here on, meeting it takes no longer than the others
-        with rendezvous.open_listener(cast.host, cast.port) as listener:
+        with cast.listener as listener:
+            states = rendezvous.one_shot_states(config)
+            compiling = compile_ahead(config, rendezvous.dry_run(parallel.tensor_parallel_size, states))
+            for rank_process in self._ranks:
+                rank_process.receive()  # it runs: from here on, meeting it takes no longer than the others
             meeting = rendezvous.Meeting(cast.host, listener.getsockname()[1], timeout, parallel.meeting)
             for r in self._ranks:
                 place = cast.places[r.rank]
@@ -201,7 +202,7 @@ class MultiprocExecutor:
         for rank in range(1, world):
             self._ranks.append(RankProcess(rank))
         places = [Place(parallel.first_device + r, (first + r, world * parallel.local_replicas)) for r in range(world)]
-        return Cast(rendezvous.LOOPBACK, 0, places)
+        return Cast(rendezvous.LOOPBACK, rendezvous.open_listener(), places)
 
     @property
     def _ranks(self) -> list[RankLink]:

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm import envs
-from vllm.executor import rendezvous
 from vllm.executor.multiproc import Cast, MultiprocExecutor, Place
 from vllm.executor.rank_link import RankLink
 from vllm.executor.ray_actor import RankActor
@@ -31,7 +29,7 @@ from vllm.executor.ray_nodes import (
     check_model,
     check_versions,
     end_actors,
-    free_port,
+    open_port,
     status_of,
 )
 from vllm.executor.ray_utils import (
@@ -119,7 +117,7 @@ class RayExecutor(MultiprocExecutor):
         for rank in range(len(found)):
             local = (nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank]))
             places.append(Place(views[rank].device, local))
-        return Cast(host, 0 if envs.VLLM_PORT is None else free_port(host), places)
+        return Cast(host, open_port(host), places)
 
     def _actors(self, ray: Any, group: Any, gpus: bool, world: int, *, shared: bool) -> list[Any]:
         """An actor for each rank, on neighbouring bundles.   shared: whether the group is that of the actor which this
@@ -152,7 +150,7 @@ class RayExecutor(MultiprocExecutor):
     ) -> None:
         """Let every actor but the first start its rank's process, and take in their connections."""
         secret = secrets.token_bytes(SECRET_BYTES)
-        with rendezvous.open_listener(host, 0 if envs.VLLM_PORT is None else free_port(host)) as listener:
+        with open_port(host) as listener:
             port = listener.getsockname()[1]
             starts = []
             for rank, actor in enumerate(actors[1:], 1):

@@ -4,6 +4,7 @@ how processes on them connect to this one. Needs no torch.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import selectors
@@ -161,10 +162,18 @@ def address_of(ray: Any, alone: bool) -> str:
     return LOOPBACK if alone else str(ray.util.get_node_ip_address())
 
 
-def free_port(host: str) -> int:
-    """The first free port from VLLM_PORT on. Raises ValueError if there is none among the next ones."""
+def open_port(host: str) -> socket.socket:
+    """A listener at the first free port from VLLM_PORT on, at any free one if that is not set. Its port is nobody
+    else's from here on. Raises ValueError if none of the next ones is free, or `host` is not an address of this host.
+    """
     first = envs.VLLM_PORT or 0
     for port in range(first, min(first + _PORTS, 1 << 16)):
-        with suppress(OSError), open_listener(host, port):
-            return port
+        try:
+            return open_listener(host, port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise ValueError(
+                    f"{host} is not an address of this host, at which others could reach it: {error}. VLLM_HOST_IP "
+                    "sets the address."
+                ) from error
     raise ValueError(f"No port from VLLM_PORT={first} to {first + _PORTS - 1} is free on {host}.")
