@@ -63,7 +63,8 @@ class ParallelConfig:
     distributed_timeout_seconds: int | None = setting(
         None,
         Integer(low=1, optional=True),
-        "Seconds after which a collective operation counts as failed.",
+        "Seconds after which a collective operation counts as failed. Default: 600; on a CPU as long as the largest "
+        "step may take.",
         idle=lambda config: "" if config.parallel_config.world_size > 1 else "there is one worker",
     )
     worker_cls: str = setting("auto", Text(), "Class of workers, as module.Class; a subclass of the one here.")
