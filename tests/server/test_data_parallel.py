@@ -110,6 +110,12 @@ def test_one_process_cannot_be_several_copies(model_folder: Path) -> None:
         AsyncLLMEngine.from_vllm_config(config, disable_frontend_multiprocessing=True)
 
 
+def test_nobody_starts_a_million_copies(model_folder: Path) -> None:
+    """On a CPU nothing else bounds their number, and each is a process."""
+    with pytest.raises(ValueError, match="data_parallel_size must be at most 1024, got 1000000"):
+        AsyncEngineArgs(str(model_folder), data_parallel_size=1_000_000).create_engine_config()
+
+
 def test_one_of_several_copies_may_be_run_alone(model_folder: Path) -> None:
     llm = LLM(str(model_folder), data_parallel_size=2, data_parallel_rank=1, dtype="float32", max_model_len=64)
     assert len(llm.generate("Hello", SamplingParams(max_tokens=3), use_tqdm=False)) == 1

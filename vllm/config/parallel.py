@@ -72,7 +72,7 @@ class ParallelConfig:
         "", Text(), "Class mixed into the worker, as module.Class: its methods can be called by collective_rpc."
     )
     data_parallel_size: int = setting(
-        1, Integer(low=1), "Number of engine copies, each with devices of its own.", flags=("-dp",)
+        1, Integer(low=1, high=1024), "Number of engine copies, each with devices of its own.", flags=("-dp",)
     )
     data_parallel_rank: int | None = setting(
         None,
