@@ -120,6 +120,20 @@ def test_preempted_requests_bring_their_forced_tokens(tmp_path: Any, monkeypatch
     assert found == expected
 
 
+def test_forced_tokens_that_steps_take_one_by_one_are_those(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that has room for one of them only, or takes one at a time, still brings all to the device."""
+    folder = save_tiny_llama(tmp_path, max_model_len=512)
+    small = {"dtype": "float32", "num_gpu_blocks_override": 2000}
+    with LLM(str(folder), max_num_seqs=32, **small) as llm:
+        monkeypatch.setattr(EngineCore, "_jump", lambda self, outputs: outputs)
+        expected, _ = answers(llm)
+        monkeypatch.undo()
+    monkeypatch.setattr(core, "JUMP_SECONDS", 0.0)
+    for options in ({"long_prefill_token_threshold": 1, "max_num_seqs": 32}, {"max_num_batched_tokens": 8}):
+        with LLM(str(folder), **{"max_num_seqs": 8, **small, **options}) as llm:
+            assert answers(llm)[0] == expected
+
+
 def test_a_step_that_fails_is_tried_again_with_its_masks(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = answers(demo)
     executor = demo.llm_engine.core.core.executor

@@ -96,9 +96,9 @@ class PlanBuilder:
             # writes all its keys before any query reads. Blocks that single tokens complete are registered when the
             # result is there.
             self.kv.register_full_blocks(request, min(end, len(request.tokens)))
-            if request.unwritten:
-                self.writes.append(TokenWrite(request.slot, request.unwritten, request.tokens[request.unwritten :]))
-                request.unwritten = 0
+        if request.unwritten:
+            self.writes.append(TokenWrite(request.slot, request.unwritten, request.tokens[request.unwritten :]))
+            request.unwritten = 0
         self.requests.append(request)
         self.num_tokens.append(count)
         self.num_computed.append(start)
