@@ -197,6 +197,20 @@ def test_a_stuck_step_is_unhealthy_and_then_ends_the_server(model_folder):
         assert not alive(pids)
 
 
+def test_the_end_of_its_terminal_lets_streams_finish_too(model_folder):
+    body = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
+    slow = {"VLLM_FAULTS": ",".join(f"forward.sleep@{step}:0.02" for step in range(5, 100))}
+    with Server(model_folder, env=slow) as server, ThreadPoolExecutor(1) as pool:
+        assert server.process is not None
+        stream = pool.submit(server.post, "/v1/completions", body)
+        while server.metric("vllm:num_requests_running") < 1:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGHUP)
+        answer = stream.result(40).text
+        assert answer.endswith("data: [DONE]\n\n") and '"error"' not in answer
+        assert server.process.wait(10) == 0
+
+
 @pytest.mark.parametrize(("signals", "limit"), [(1, "30"), (2, "30"), (1, "1")])
 def test_sigterm_lets_streams_finish_and_a_second_one_does_not(model_folder, signals, limit):
     """T14: SIGTERM amid 32 streams: all end whole; or each gets an error: too slow, or two signals."""
