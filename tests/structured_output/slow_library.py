@@ -14,7 +14,7 @@ from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.worker import serve
 
-TURN_SECONDS = 0.02
+TURN_SECONDS = (0.02, 0.02)  # of what sleeps: four times as long
 STOPPED_BYTES = 128 << 20
 
 
@@ -39,7 +39,7 @@ class SlowLibrary:
             case "crash":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "late-crash":
-                time.sleep(2 * TURN_SECONDS)
+                time.sleep(8 * sum(TURN_SECONDS))
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "parent":
                 os.kill(os.getppid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ import pytest
 import vllm
 from tests.structured_output.driver import spec_of
 from vllm.engine.tokenizer_files import load_tokenizer
+from vllm.structured_output.backends.guidance import Guidance
 from vllm.structured_output.compiler import Compiled, GrammarCache, GrammarCompiler
 from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
@@ -135,6 +136,15 @@ def test_patterns_put_together_for_ever_are_ended(compiler: GrammarCompiler) -> 
     with pytest.raises(GrammarError, match="longer than the 3 s"):
         compiler.compile(spec_of("guidance", json={"allOf": patterns})).result()
     assert compiler.compile(spec_of("guidance", json={"allOf": patterns[:2]})).result().grammar
+
+
+def test_loading_is_not_charged_for_time_in_which_no_processor_is_free(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Guidance.load
+    monkeypatch.setattr(Guidance, "load", lambda *arguments: time.sleep(0.3) or load(*arguments))
+    monkeypatch.setattr(compiler, "_seconds", 0.2)
+    assert compiler._compiled(spec("[ab]{3}"), b"").grammar
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "inf"])

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from tests.structured_output.slow_library import STOPPED_BYTES
+from vllm.structured_output import turns
 from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
-from vllm.structured_output.turns import MAX_STOPPED
+from vllm.structured_output.turns import MAX_STOPPED, _Line, _processor_seconds, _Work
 from vllm.structured_output.vocabulary import Vocabulary
 from vllm.structured_output.worker import CompileProcess
 
@@ -77,9 +78,9 @@ def test_quick_ones_overtake_slow_ones_of_which_few_have_copies(process: Compile
         assert process.build(spec(text), LONG).result(60) == text.encode()
     assert not any(future.done() for future in slow)
     worker = worker_of(process)
-    found = statuses(worker)
-    assert found.count(psutil.STATUS_STOPPED) == MAX_STOPPED
-    assert len(found) == MAX_STOPPED + 1
+    wait_until(lambda: statuses(worker).count(psutil.STATUS_STOPPED) == MAX_STOPPED)
+    process.build(spec("d"), LONG).result(60)
+    assert len(statuses(worker)) <= MAX_STOPPED + 2  # that has a turn, and that has had all
     (tmp_path / "go").touch()
     # What was stopped goes on, and what had to give its copy away begins again.
     assert [future.result(60) for future in slow] == [f"until {tmp_path / 'go'} {i}".encode() for i in range(40)]
@@ -90,26 +91,51 @@ def test_what_is_stopped_holds_a_bounded_memory(process: CompileProcess) -> None
     holding = [process.build(spec(f"hold {i}"), LONG) for i in range(12)]
     process.build(spec("quick"), LONG).result(60)
     worker = worker_of(process)
-    copies = worker.children()
-    stopped = [copy for copy in copies if copy.status() == psutil.STATUS_STOPPED]
-    held = sum(max(0, anonymous(copy) - anonymous(worker)) for copy in stopped)
-    assert 0 < held <= STOPPED_BYTES
-    assert len(copies) == len(stopped) + 1 < len(holding)
+    wait_until(lambda: statuses(worker).count(psutil.STATUS_STOPPED) == 3)
+    for _ in range(5):
+        process.build(spec("quick"), LONG).result(60)
+        os.kill(worker.pid, signal.SIGSTOP)  # while it is looked at
+        stopped = [copy for copy in worker.children() if copy.status() == psutil.STATUS_STOPPED]
+        held = sum(max(0, anonymous(copy) - anonymous(worker)) for copy in stopped)
+        os.kill(worker.pid, signal.SIGCONT)
+        assert 0 < held <= STOPPED_BYTES and len(stopped) < len(holding)
 
 
-def test_slow_ones_go_on_in_the_order_in_which_they_came(process: CompileProcess, tmp_path: Path) -> None:
-    ended: list[int] = []
-    slow = [process.build(spec(f"until {tmp_path / str(i)}"), LONG) for i in range(4)]
-    for i, future in enumerate(slow):
-        future.add_done_callback(lambda _, i=i: ended.append(i))  # type: ignore[misc]
-    process.build(spec("quick"), LONG).result(60)
-    for i in (3, 2, 1, 0):
-        assert not ended  # those that could end are stopped
-        (tmp_path / str(i)).touch()
-        assert i == 0 or process.build(spec("quick"), LONG).result(60)
+def test_of_those_that_wait_the_newest_and_the_oldest_go_on_in_turn() -> None:
+    line = _Line(_Work(i, spec(""), LONG) for i in range(5))
+    found = []
+    while (work := line.next()) is not None:
+        found.append(work.number)
+        line.append(_Work(10 + len(found), spec(""), LONG))
+        if len(found) == 6:
+            line.clear()
+    assert found == [4, 0, 12, 1, 14, 2]
+
+
+def test_slow_ones_go_on_one_at_a_time(process: CompileProcess, tmp_path: Path) -> None:
+    slow = slow_ones(process, tmp_path / "go", 4)
+    wait_until(lambda: process._life is not None and statuses(worker_of(process)).count(psutil.STATUS_STOPPED) == 3)
+    assert len(worker_of(process).children()) == 4
+    (tmp_path / "go").touch()
     for future in slow:
-        future.result(60)
-    assert ended == [0, 1, 2, 3]
+        assert future.result(60)
+
+
+@pytest.mark.parametrize(("used", "charged"), [(0.0, 0.25), (0.1, 0.25), (0.7, 0.7), (1.9, 1.0)])
+def test_a_copy_is_charged_little_for_the_time_in_which_no_processor_is_free(
+    monkeypatch: pytest.MonkeyPatch, used: float, charged: float
+) -> None:
+    """Else what is quick alone would be slow beside many."""
+    work = _Work(0, spec(""), LONG)
+    work.ran, work.since = 2.0, (100.0, 5.0)
+    monkeypatch.setattr(turns, "_processor_seconds", lambda pid: 5.0 + used)
+    assert work.ran_until(101.0) == pytest.approx(2.0 + charged)
+
+
+def test_the_processor_time_of_a_process_is_its_own() -> None:
+    before = time.process_time()
+    found = _processor_seconds(os.getpid())
+    assert before <= found <= time.process_time()
 
 
 def test_slow_ones_end_by_the_time_that_they_ran_themselves(process: CompileProcess, tmp_path: Path) -> None:
@@ -148,8 +174,8 @@ def test_those_that_nobody_waits_for_end_whether_they_run_or_not(process: Compil
 def test_closing_leaves_no_copy(tmp_path: Path) -> None:
     process = make()
     slow = slow_ones(process, tmp_path / "go", 10)
-    process.build(spec("quick"), LONG).result(60)
     worker = worker_of(process)
+    wait_until(lambda: statuses(worker).count(psutil.STATUS_STOPPED) == 9)
     family = [worker, *worker.children()]
     assert len(family) == 11
     process.close()
@@ -207,12 +233,13 @@ def test_a_process_that_does_nothing_is_ended(process: CompileProcess, monkeypat
 
 PARENT = """
 import sys, time
-from tests.structured_output.test_worker import LONG, make, slow_ones, spec, worker_of
+from tests.structured_output.test_worker import LONG, make, slow_ones, spec, statuses, wait_until, worker_of
 from pathlib import Path
 process = make()
 slow = slow_ones(process, Path("/nowhere/go"), 5)
 process.build(spec("quick"), LONG).result(60)
 worker = worker_of(process)
+wait_until(lambda: statuses(worker).count("stopped") == 4)
 print(worker.pid, *[copy.pid for copy in worker.children()], flush=True)
 time.sleep(600)
 """

@@ -202,10 +202,10 @@ class GrammarCompiler:
 
     def _compiled(self, spec: GrammarSpec, data: bytes) -> Compiled:
         backend = self._backend(spec.backend)
-        started = time.monotonic()
+        started = time.thread_time()
         grammar = backend.load(spec, data)
         _check_beginning(grammar, self.vocabulary.words)
-        if time.monotonic() - started > self._seconds:
+        if time.thread_time() - started > self._seconds:
             raise GrammarError(too_long(self._seconds))
         tokens = self.vocabulary.tokens
         return Compiled(grammar, backend, Places.of(spec, tokens, self._table) if backend.places_decide else None)

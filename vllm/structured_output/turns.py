@@ -1,8 +1,10 @@
 """Constraints that are compiled by copies of this process (forks), which take turns: what is short waits for nothing
 that is long.
 
-Each constraint first has a short turn. What is not done by then goes on in a second class, of which one copy runs at a
-time beside the short turns, in the order in which they came there; the others are stopped meanwhile.
+Each constraint first has a short turn, then a longer one, of which one copy runs at a time. What is not done by then
+goes on to its end, one copy at a time beside those turns; the others are stopped meanwhile. Of those that wait for the
+same, the one that came last and the one that came first go on in turn: nobody waits for all that was piled up before,
+and nobody for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -21,11 +23,13 @@ from vllm.ipc.child import die_with
 from vllm.structured_output.grammar import Backend, GrammarError
 from vllm.structured_output.spec import GrammarSpec
 
-TURN_SECONDS = 0.1
+TURN_SECONDS = (0.02, 0.1)  # of the first turn, and of the second
+STARVED = 4  # a copy that waits for a processor is charged a part of that time only
 MAX_STOPPED = 16  # copies; what comes beyond them keeps its place without one, and begins again when that comes
 STOPPED_BYTES = 4 << 30  # of memory that all of them together may hold
 MEMORY_BYTES = 4 << 30  # of address space that each copy may add: more than importing torch reserves
 _CHUNK = 1 << 20
+_SOON = 1e-3  # seconds: no turn is looked at more often
 _ALIVE = b"+"  # a copy's first word: it will end with this process, even if it is stopped
 
 
@@ -44,20 +48,40 @@ def too_long(seconds: float) -> str:
 
 class _Work:
     """A constraint, and the copy that compiles it. pid: of the copy, 0 if there is none; its words come from `source`.
-    since: when it began to run, None if it does not; before that it `ran` so many seconds. nbytes: what it holds while
-    it is stopped.
+    turns: how many it has had; its turn ends when it ran `turn_ends` seconds.   since: when it began to run, and its
+    processor time then; None if it does not; before that it `ran` so many seconds.   nbytes: what it holds while it is
+    stopped.
     """
 
     def __init__(self, number: int, spec: GrammarSpec, seconds: float) -> None:
         self.number, self.spec, self.seconds = number, spec, seconds
         self.pid, self.source = 0, -1
         self.parts: list[bytes] = []
-        self.ran = 0.0
-        self.since: float | None = None
+        self.turns = 0
+        self.ran = self.turn_ends = 0.0
+        self.since: tuple[float, float] | None = None
         self.nbytes = 0
 
     def ran_until(self, now: float) -> float:
-        return self.ran if self.since is None else self.ran + now - self.since
+        """Seconds that it ran, without most of those in which no processor was free for it."""
+        if self.since is None:
+            return self.ran
+        begun, used = self.since
+        passed = now - begun
+        return self.ran + max(min(passed, _processor_seconds(self.pid) - used), passed / STARVED)
+
+
+class _Line(deque[_Work]):
+    """Those that wait for the same."""
+
+    _is_newest = False
+
+    def next(self) -> _Work | None:
+        """Take one out: in turn that which came last, and that which came first."""
+        if not self:
+            return None
+        self._is_newest = not self._is_newest
+        return self.pop() if self._is_newest else self.popleft()
 
 
 class Turns:
@@ -67,21 +91,25 @@ class Turns:
     """
 
     def __init__(
-        self, backend: Backend, news: select.poll, tell: Callable[[bytes], object], turn_seconds: float = TURN_SECONDS
+        self,
+        backend: Backend,
+        news: select.poll,
+        tell: Callable[[bytes], object],
+        turn_seconds: Sequence[float] = TURN_SECONDS,
     ) -> None:
-        self._backend, self._news, self._tell, self._turn = backend, news, tell, turn_seconds
-        self._new: deque[_Work] = deque()
-        self._short: _Work | None = None
-        self._slow: deque[_Work] = deque()  # the first one runs
+        self._backend, self._news, self._tell, self._turns = backend, news, tell, turn_seconds
+        self._lines = [_Line() for _ in (*turn_seconds, None)]  # by turns that they have had
+        self._short: _Work | None = None  # has a turn
+        self._long: _Work | None = None  # has had all
         self._by_source: dict[int, _Work] = {}
 
     def add(self, number: int, spec: GrammarSpec, seconds: float) -> None:
         """Compile this too; its copy may run so many seconds."""
-        self._new.append(_Work(number, spec, seconds))
+        self._lines[0].append(_Work(number, spec, seconds))
 
     def give_up(self, number: int) -> None:
         """Nobody waits for this any more, if it is not done yet."""
-        for work in [*self._running(), *self._new, *self._slow]:
+        for work in [*self._running(), *self._waiting()]:
             if work.number == number:
                 self._refuse(work, "nobody waits for it")
                 return
@@ -92,21 +120,27 @@ class Turns:
         for work in self._running():
             if work.ran_until(now) >= work.seconds:
                 self._refuse(work, too_long(work.seconds))
-        short = self._short
-        if short is not None and short.ran_until(now) >= self._turn:
+        over = self._short
+        if over is not None and over.ran_until(now) >= over.turn_ends:
             self._short = None
-            self._slow.append(short)
-            if short is not self._slow[0]:
-                self._stop(short, now)
-        if self._slow and self._slow[0].since is None:
-            self._run(self._slow[0])
-        if self._short is None and self._new:
-            self._short = self._new.popleft()
-            self._run(self._short)
-        left = [work.seconds - work.ran_until(now) for work in self._running()]
+            over.turns += 1
+            self._lines[over.turns].append(over)
+        if self._long is None:
+            self._long = self._lines[-1].next()
+        if self._short is None:
+            self._short = next((new for line in self._lines[:-1] if (new := line.next()) is not None), None)
+            if self._short is not None:
+                self._short.turn_ends = self._short.ran_until(now) + self._turns[self._short.turns]
+        running = self._running()
+        if over is not None and over not in running:
+            self._stop(over, now)
+        for work in running:
+            if work.since is None:
+                self._run(work)
+        left = [work.seconds - work.ran_until(now) for work in running]
         if self._short is not None:
-            left.append(self._turn - self._short.ran_until(now))
-        return max(0.0, min(left)) if left else None
+            left.append(self._short.turn_ends - self._short.ran_until(now))
+        return max(_SOON, min(left)) if left else None
 
     def read(self, source: int) -> None:
         """Take in what a copy has said; at its end, that is its answer."""
@@ -126,7 +160,10 @@ class Turns:
             self._refuse(work, f"the library could not compile it: it crashed, or needed more than {limit}")
 
     def _running(self) -> list[_Work]:
-        return [work for work in (self._short, *self._slow) if work is not None and work.since is not None]
+        return [work for work in (self._short, self._long) if work is not None]
+
+    def _waiting(self) -> list[_Work]:
+        return [work for line in self._lines for work in line]
 
     def _run(self, work: _Work) -> None:
         if work.pid:
@@ -135,13 +172,13 @@ class Turns:
             work.pid, work.source = _copy(self._backend, work.number, work.spec)
             self._by_source[work.source] = work
             self._news.register(work.source, select.POLLIN)
-        work.since = time.monotonic()
+        work.since = time.monotonic(), _processor_seconds(work.pid)
 
     def _stop(self, work: _Work, now: float) -> None:
         os.kill(work.pid, signal.SIGSTOP)
         work.ran, work.since = work.ran_until(now), None
         work.nbytes = max(0, _memory(work.pid)[1] - _memory(os.getpid())[1])
-        stopped = [other for other in self._slow if other.pid and other.since is None]
+        stopped = [other for other in self._waiting() if other.pid]
         too_much = sum(other.nbytes for other in stopped) > STOPPED_BYTES
         if too_much or len(stopped) > MAX_STOPPED or not work.parts:
             self._end_copy(work)
@@ -154,8 +191,10 @@ class Turns:
     def _leave(self, work: _Work) -> None:
         if work is self._short:
             self._short = None
+        elif work is self._long:
+            self._long = None
         else:
-            (self._new if work in self._new else self._slow).remove(work)
+            self._lines[work.turns].remove(work)
 
     def _end_copy(self, work: _Work) -> int:
         """End a constraint's copy, if it has one; with what status it has ended. Another one would begin anew."""
@@ -216,6 +255,11 @@ def _limit_memory() -> None:
     used, _ = _memory(os.getpid())
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _processor_seconds(pid: int) -> float:
+    """Of all threads of a process that was not waited for."""
+    return time.clock_gettime((~pid << 3) | 2)  # its clock, as clock_getcpuclockid(3) says it
 
 
 def _memory(pid: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -21,7 +21,7 @@ import msgspec
 from vllm.ipc.helper import Helper, Questions
 from vllm.structured_output.grammar import Backend, GrammarError
 from vllm.structured_output.spec import GrammarSpec
-from vllm.structured_output.turns import TURN_SECONDS, Answer, Turns
+from vllm.structured_output.turns import STARVED, TURN_SECONDS, Answer, Turns
 from vllm.structured_output.vocabulary import Vocabulary
 
 START_SECONDS = 120.0  # to import a library and read a vocabulary
@@ -80,7 +80,7 @@ class CompileProcess:
         built: Future[bytes] = Future()
         with self._lock:
             life, number = self._make_run(), next(self._numbers)
-            life.patience = seconds + MARGIN_SECONDS
+            life.patience = STARVED * seconds + MARGIN_SECONDS
             if not life.asked:
                 life.due = time.monotonic() + life.patience
             life.asked[number] = built
@@ -172,7 +172,9 @@ def main() -> int:
 
 
 def serve(
-    questions: Questions, make_backend: Callable[[str, Vocabulary], Backend], turn_seconds: float = TURN_SECONDS
+    questions: Questions,
+    make_backend: Callable[[str, Vocabulary], Backend],
+    turn_seconds: Sequence[float] = TURN_SECONDS,
 ) -> int:
     """Answer until the other end is closed; the status of the process."""
     # The thread that watches for the parent's end holds nothing that a copy would wait for.
