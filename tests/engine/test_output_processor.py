@@ -12,10 +12,11 @@ from vllm import SamplingParams
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.positions import logprob_dict
 from vllm.engine.processed import ProcessedRequest, core_request
-from vllm.engine.request_state import Refusal
+from vllm.engine.request_state import Delay, Refusal
 from vllm.engine.tokenizer import FastTokenizer
 from vllm.logprobs import FlatLogprobs
 from vllm.metrics.registry import EngineMetrics
+from vllm.outputs import failure_of
 from vllm.sampling_params import RequestOutputKind
 from vllm.step.messages import CoreOutput
 from vllm.step.result import TokenLogprobs
@@ -269,6 +270,15 @@ def test_error_ends_the_request_with_its_text():
         "error",
         "out of luck",
     )
+
+
+@pytest.mark.parametrize(("said", "kind"), [({}, str), ({"refused": True}, Refusal), ({"late": True}, Delay)])
+def test_an_error_says_whether_the_request_is_at_fault_or_came_at_a_bad_time(said, kind):
+    processor = new_processor()
+    processor.add(make_request(n=2))
+    ends = [CoreOutput(f"{i}_r", [], "error", error="why", **said) for i in range(2)]
+    (output,) = processor.process(ends).outputs
+    assert output.finished and type(failure_of(output)) is kind
 
 
 def test_metrics_are_counted():

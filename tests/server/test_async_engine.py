@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -23,10 +24,13 @@ from tests.server.engines import (
 from vllm import LLM, SamplingParams
 from vllm.engine.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import QueueOverflowError
+from vllm.entrypoints.openai.context import as_api_error
+from vllm.exceptions import QueueOverflowError, RetryableRequestError
 from vllm.metrics.registry import render
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
+from vllm.structured_output import requests
+from vllm.structured_output.compiler import GrammarCompiler
 
 LONG = 450
 
@@ -98,6 +102,21 @@ async def test_long_prompts_logprobs_come_whole_and_beside_others(model_folder, 
         assert total(engine, "vllm:prompt_tokens_total") == LONG + sum(
             len(engine.input_processor.tokenizer.encode(p)) for p in PROMPTS
         )
+        await assert_idle(engine)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+async def test_whose_grammar_comes_too_late_is_told_to_try_again(model_folder, monkeypatch, kind):
+    """As whoever finds the queue full: nothing has failed."""
+    monkeypatch.setattr(requests, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, spec: Future())
+    async with running(model_folder, separate=False) as engine:
+        form = GuidedDecodingParams(choice=["yes", "no"])
+        params = SamplingParams(max_tokens=4, n=2, output_kind=kind, guided_decoding=form)
+        with pytest.raises(RetryableRequestError, match="not compiled within .* try again later") as late:
+            await final(engine, PROMPTS[0], params, "late")
+        answer = as_api_error(late.value)
+        assert (answer.status, answer.type) == (503, "ServiceUnavailableError") and "retry-after" in answer.headers
         await assert_idle(engine)
 
 

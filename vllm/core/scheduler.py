@@ -276,11 +276,14 @@ class Scheduler:
     def refuse(self, request_ids: Iterable[str], error: str, at_fault: bool = True) -> list[CoreOutput]:
         """End requests that cannot go on; unknown ids are ignored. Tokens still in flight for them will be dropped.
 
-        at_fault: they are themselves.
+        at_fault: they are themselves; else they have not begun, and may be sent again.
         """
         doomed = [r for r in (self.requests.get(i) for i in request_ids) if r is not None]
         self._finish(doomed)
-        return [CoreOutput(r.id, [], finish_reason="error", error=error, refused=at_fault) for r in doomed]
+        return [
+            CoreOutput(r.id, [], finish_reason="error", error=error, refused=at_fault, late=not at_fault)
+            for r in doomed
+        ]
 
     # -- planning ------------------------------------------------------------------------------------------------------
 

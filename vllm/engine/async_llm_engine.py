@@ -357,8 +357,8 @@ class AsyncLLMEngine:
         `prompt`.
 
         Raises ValueError or TypeError for a request that is not in order, QueueOverflowError when the queue is full,
-        TimeoutError `timeout` seconds after the start, EngineGenerateError if this request failed, EngineDeadError if
-        the engine did.
+        RetryableRequestError if its grammar had to wait too long, TimeoutError `timeout` seconds after the start,
+        EngineGenerateError if this request failed, EngineDeadError if the engine did.
         """
         prompt = prompt if inputs is None else inputs
         if prompt is None or sampling_params is None or request_id is None:

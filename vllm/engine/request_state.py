@@ -26,6 +26,17 @@ class Refusal(str):
     parameter: str | None = "guided_decoding"  # the core refuses nothing else
 
 
+class Delay(str):
+    """Why a request was not begun that may be sent again."""
+
+
+def reason_of(output: CoreOutput) -> str | None:
+    """Why a sequence ended with an error, None if it did not."""
+    if output.error is None or not (output.refused or output.late):
+        return output.error
+    return Refusal(output.error) if output.refused else Delay(output.error)
+
+
 class SequenceState:
     """One of the sequences of a request. Without stop strings and streaming, its text is made when it has ended."""
 
@@ -77,7 +88,7 @@ class SequenceState:
         if reason is not None:
             self.finish_reason = reason
             self.stop_reason = output.stop_reason
-            self.error = Refusal(output.error) if output.refused and output.error is not None else output.error
+            self.error = reason_of(output)
         return False
 
     def _detokenize(self, detokenizer: Detokenizer, tokens: list[int], reason: str | None) -> bool:

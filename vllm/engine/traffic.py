@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from vllm.engine.admission import Account, Admission
 from vllm.engine.output_processor import AnyOutput, OutputProcessor
-from vllm.engine.request_state import Refusal
+from vllm.engine.request_state import Delay, Refusal
 from vllm.engine.request_stream import RequestStream, Wakeups
-from vllm.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
+from vllm.exceptions import EngineDeadError, EngineGenerateError, RetryableRequestError, VLLMValidationError
 from vllm.outputs import failure_of
 
 if TYPE_CHECKING:
@@ -100,6 +100,9 @@ class Traffic:
                 failed = failure_of(output)
             if isinstance(failed, Refusal):  # nothing was generated, and there is no answer to begin
                 stream.fail(VLLMValidationError(failed, parameter=failed.parameter))
+                continue
+            if isinstance(failed, Delay):
+                stream.fail(RetryableRequestError(failed))
                 continue
             stream.put(output)
             if failed is not None:

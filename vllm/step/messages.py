@@ -67,7 +67,8 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     `finish_reason` is None while it runs, else "stop" | "length" | "abort" | "error"; `stop_reason` is the stop token
     id, None for eos. `logprobs` has one entry per new token when asked for. `prompt_logprobs` arrive in order, in
     chunks, without the leading None. `error` is the text for finish_reason "error"; if `refused`, the request itself
-    is at fault. `pooled` is the one answer of a request with `PoolingParams`, which ends with it.
+    is at fault; if `late`, it has not begun, and may be sent again. `pooled` is the one answer of a request with
+    `PoolingParams`, which ends with it.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     num_preemptions: int = 0
     refused: bool = False
     pooled: Pooled | None = None
+    late: bool = False
 
     def extend(self, later: CoreOutput) -> None:
         """Add what the step after this one brought for the same request."""
@@ -94,7 +96,7 @@ class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
         if later.num_cached_tokens is not None:
             self.num_cached_tokens, self.first_scheduled_time = later.num_cached_tokens, later.first_scheduled_time
         self.num_preemptions = later.num_preemptions
-        self.refused = later.refused
+        self.refused, self.late = later.refused, later.late
         self.pooled = later.pooled or self.pooled
 
 

@@ -22,7 +22,7 @@ from vllm.entrypoints.openai.message import ParsingSettings
 from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.sampling import RequestLimits
 from vllm.entrypoints.template_process import TemplateProcess
-from vllm.exceptions import NO_TOKEN_POSSIBLE, EngineDeadError, EngineGenerateError, QueueOverflowError
+from vllm.exceptions import NO_TOKEN_POSSIBLE, EngineDeadError, EngineGenerateError, RetryableRequestError
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def as_api_error(error: BaseException) -> APIError:
     """The HTTP form of what the engine raises."""
     if isinstance(error, APIError):
         return error
-    if isinstance(error, QueueOverflowError):
+    if isinstance(error, RetryableRequestError):
         return overloaded(str(error))
     if isinstance(error, TimeoutError):
         return APIError(504, str(error) or "The request took too long.", "TimeoutError")
