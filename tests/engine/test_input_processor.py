@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from tests.tiny_llama import MAX_MODEL_LEN
 from vllm import SamplingParams
-from vllm.engine.input_processor import InputProcessor
+from vllm.engine import input_processor
+from vllm.engine.input_processor import MAX_KNOWN_FORM, InputProcessor
 from vllm.engine.processed import RequestInput, child_seed
 from vllm.engine.prompts import first_step
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams, StructuredOutputsParams
+from vllm.structured_output.spec import GrammarSpec
+from vllm.structured_output.support import resolve
 
 WIDTH = 403
 
@@ -40,6 +43,26 @@ def test_everything_is_resolved(processor):
     ignoring = SamplingParams(ignore_eos=True, stop_token_ids=[7])
     (child,) = processor.process(RequestInput("r", "The fox", ignoring)).children
     assert (child.eos_token_id, child.stop_token_ids) == (None, (7,))
+
+
+def test_the_back_end_of_a_form_is_looked_for_once(processor, monkeypatch):
+    asked = []
+    monkeypatch.setattr(input_processor, "resolve", lambda *a: asked.append(a[0].text) or resolve(*a))
+
+    def grammars(pattern: str) -> set[GrammarSpec | None]:
+        older = {"guided_decoding": GuidedDecodingParams(regex=pattern)}
+        newer = {"structured_outputs": StructuredOutputsParams(regex=pattern)}
+        params = [SamplingParams(**form) for form in (older, newer) for _ in range(2)]
+        return {processor.process(RequestInput("r", "x", given)).grammar for given in params}
+
+    assert len(grammars("[ab]")) == 1 and len(asked) == 2  # once for each spelling, which errors name
+    assert grammars("[abc]") != grammars("[ab]") and len(asked) == 4
+    grammars("a" * (MAX_KNOWN_FORM + 1))
+    assert len(asked) == 8  # what is long is not kept
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Unknown guided decoding backend"):
+            form = GuidedDecodingParams(regex="a", backend="magic")
+            processor.process(RequestInput("r", "x", SamplingParams(guided_decoding=form)))
 
 
 def test_parameters_that_are_given_away_are_used_as_they_are(processor):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.prompt_adapter.request import PromptAdapterRequest
 from vllm.prompt_adapter.source import VirtualTokens, read_prompt_adapter
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from vllm.structured_output.spec import GrammarSpec, constraint_of
+from vllm.structured_output.spec import Constraint, GrammarSpec, constraint_of
 from vllm.structured_output.support import resolve
 from vllm.validation import integer_in, show
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_KNOWN_ADAPTERS = 4096
 MAX_TOKENIZERS = 64  # of adapters
+KNOWN_FORMS = 256  # whose back end is known
+MAX_KNOWN_FORM = 1 << 14  # characters of one
 # Fields of SamplingParams that beam search could only ignore, and their values that say nothing.
 BEAM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
@@ -98,6 +101,7 @@ class InputProcessor:
         self._known_prompt = model.known_prompt
         self.prompt_adapters: dict[tuple[int, str], VirtualTokens] = {}  # by number and folder, the newest last
         self.adapter_names: dict[int, str] = {}  # of adapters that requests have named, by number
+        self._resolve_known = lru_cache(KNOWN_FORMS)(self._resolve_form)
         self._hook: Callable[[LLMInputs], LLMInputs] | None = None
         if INPUT_REGISTRY.has_input_processors:
             self._hook = INPUT_REGISTRY.create_input_processor(model)
@@ -452,6 +456,10 @@ class InputProcessor:
             raise VLLMValidationError(
                 "Structured outputs requires a tokenizer so it can't be used with 'skip_tokenizer_init'", parameter=name
             )
+        known = len(constraint.text) <= MAX_KNOWN_FORM
+        return (self._resolve_known if known else self._resolve_form)(constraint, name)
+
+    def _resolve_form(self, constraint: Constraint, name: str) -> GrammarSpec:
         return resolve(constraint, self._config.decoding_config, name)
 
     def _adapt(self, params: SamplingParams, lora_request: LoRARequest | None) -> GrammarSpec | None:
