@@ -240,7 +240,7 @@ def with_grammars(core: EngineCore) -> dict[str, Future]:
     compiler = SimpleNamespace(
         compile=lambda spec: compiling.setdefault(spec.text, Future()),
         give_up=lambda spec: compiling.pop(spec.text),
-        vocabulary=SimpleNamespace(words=8, width=256, end_ids=(5, 6)),
+        vocabulary=SimpleNamespace(words=8, width=256, end_ids=(5, 6), tokens=(None,) * 256),
         close=lambda: None,
     )
     core._grammars = GrammarRequests(compiler)

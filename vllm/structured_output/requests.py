@@ -93,12 +93,13 @@ class _State:
     complete there, though it has fewer than min_tokens.
     openings: what must still follow to open the reasoning, in each way that there is; before the first token the answer
     may begin instead.   opened: output tokens that have opened it.   own: the first tokens of openings that may begin
-    the answer, too.
+    the answer, too.   put_off: tokens that a text may have, but that end the request: not before min_tokens.
     """
 
     __slots__ = (
         "backend", "begin", "complete_early", "ends", "ends_late", "excess", "jumps", "mask", "matcher", "min_tokens",
-        "node", "opened", "openings", "own", "places", "position", "problem", "reasoning", "seen", "table", "unseen",
+        "node", "opened", "openings", "own", "places", "position", "problem", "put_off", "reasoning", "seen", "table",
+        "unseen",
     )  # fmt: skip
 
     def __init__(self, compiled: Compiled, request: Request, openings: Sequence[tuple[int, ...]] | None) -> None:
@@ -115,6 +116,7 @@ class _State:
         self.openings = openings or ()
         self.opened = 0
         self.own: set[int] = set()
+        self.put_off: list[int] = []
         self.unseen: list[int] = []
         self.places = compiled.places
         self.node: Node | None = None if compiled.places is None else compiled.places.begin
@@ -252,6 +254,10 @@ class GrammarRequests:
             request.end_at(state.ends)
         if state.min_tokens:
             request.forget_min_tokens()
+            tokens = self.compiler.vocabulary.tokens
+            state.put_off = [token for token in state.ends if tokens[token] is not None]
+            if state.put_off:
+                state.node = None  # its masks are not those of others
 
     def stopped_early(self, request_id: str) -> bool:
         """Whether a request that has stopped had to, since its text was complete before it had min_tokens."""
@@ -460,6 +466,8 @@ class GrammarRequests:
                 if states[0].excess > EXCESS_SECONDS:
                     errors[0] = GrammarError("the grammar is too complex: what may follow takes too long to find out")
         for i, state in enumerate(states):
+            if state.put_off and state.position - state.begin < state.min_tokens:
+                _forbid(bits[i], state.put_off)
             if state.node is None or state.table is None or i in errors:
                 continue
             if i in filled.may_end or i not in filled.dead:
@@ -537,6 +545,15 @@ def _only(row: np.ndarray) -> int:
     if len(words) != 1 or (word := int(row[words[0]])) & (word - 1):
         return NO_TOKEN
     return int(words[0]) * WORD_BITS + word.bit_length() - 1
+
+
+def _forbid(row: np.ndarray, tokens: Sequence[int]) -> None:
+    """Take tokens out of a mask, unless it allows no others."""
+    left = row.copy()
+    for token in tokens:
+        left[token // WORD_BITS] &= ~np.uint32(1 << (token % WORD_BITS))
+    if left.any():
+        row[:] = left
 
 
 def _allow_openings(state: _State) -> None:
