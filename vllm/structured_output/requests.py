@@ -172,7 +172,8 @@ class GrammarRequests:
         self._waiting: dict[str, _Waiting] = {}
         self._states: dict[str, _State] = {}
         self._filled: tuple[list[_State], np.ndarray] = [], _NO_MASKS  # the last matrix of masks
-        self._slow = False  # masks have taken too long: those of each request are timed
+        # Masks have taken too long: those of each request are timed, without the time in which no processor was free.
+        self._slow = False
 
     def __bool__(self) -> bool:
         """Whether any request has a grammar, or waits for one."""
@@ -447,10 +448,16 @@ class GrammarRequests:
     def _compute(self, backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
         """Compute masks of one back end, each into its row. Returns the rows of texts that may end."""
         if self._slow and len(states) > 1:
-            self._slow = False  # it stays if one of them is slow
-            found = [self._compute(backend, [state], bits[i : i + 1]) for i, state in enumerate(states)]
-            return [i for i, may_end in enumerate(found) if may_end]
-        begun = time.perf_counter()
+            ends, slow = [], False
+            for i, state in enumerate(states):
+                self._slow = True
+                if self._compute(backend, [state], bits[i : i + 1]):
+                    ends.append(i)
+                slow |= self._slow
+            self._slow = slow
+            return ends
+        clock = time.thread_time if self._slow else time.perf_counter
+        begun = clock()
         lost = [state.show_all_but_last() for state in states]
         tokens = [state.unseen[0] if state.unseen else NO_TOKEN for state in states]
         filled = backend.fill_all([state.matcher for state in states], tokens, bits)
@@ -459,12 +466,12 @@ class GrammarRequests:
             state.unseen.clear()
             if (error := lost[i]) is not None:
                 errors[i] = error
-        if time.perf_counter() - begun > MASK_SECONDS:
-            self._slow = True
-            if len(states) == 1:
-                states[0].excess += time.perf_counter() - begun - MASK_SECONDS
-                if states[0].excess > EXCESS_SECONDS:
-                    errors[0] = GrammarError("the grammar is too complex: what may follow takes too long to find out")
+        excess = clock() - begun - MASK_SECONDS
+        if self._slow and excess > 0:
+            states[0].excess += excess
+            if states[0].excess > EXCESS_SECONDS:
+                errors[0] = GrammarError("the grammar is too complex: what may follow takes too long to find out")
+        self._slow = excess > 0
         for i, state in enumerate(states):
             if state.put_off and state.position - state.begin < state.min_tokens:
                 _forbid(bits[i], state.put_off)
