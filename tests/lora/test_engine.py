@@ -98,6 +98,18 @@ def test_every_request_of_a_mixed_batch_gets_the_answer_of_its_adapter(
                         assert found == pytest.approx(float(logprobs[position - 1, ids[position]]), rel=1e-4, abs=1e-4)
 
 
+def test_a_row_without_adapter_stays_so_beside_a_prompt_of_one_that_is_cut(base: Path, adapters: Pairs) -> None:
+    """Of such a step no wanted row has an adapter, but the first tokens do."""
+    small = {"max_loras": 6, "long_prefill_token_threshold": 4, "max_num_partial_prefills": 2}
+    with LLM(str(base), enable_lora=True, **small, **OPTIONS) as llm:
+        prompts: list[Any] = [{"prompt_token_ids": list(range(3, 60))}, {"prompt_token_ids": [7, 8, 9]}]
+        for lora, _ in adapters[1:]:
+            llm.generate(prompts[:1], greedy(1), lora_request=lora, use_tqdm=False)  # it need not be waited for
+            llm.reset_prefix_cache()
+            _, free = llm.generate(prompts, greedy(), lora_request=[lora, None], use_tqdm=False)
+            assert list(free.outputs[0].token_ids) == expected(adapters[0][1], [7, 8, 9], 12)
+
+
 def test_logprobs_equal_those_of_merged_weights(base: Path, adapters: Pairs) -> None:
     with LLM(str(base), enable_lora=True, max_loras=6, **OPTIONS) as llm:
         ids = llm.get_tokenizer().encode("Hello, my name is Ada. The capital")

@@ -121,12 +121,11 @@ class FusedBlocks:
 
 
 def _adapters(step: StepInputs) -> tuple[int | None, int | None]:
-    """Where the adapters of tokens and of wanted rows stand, None without any."""
+    """Where the adapters of tokens and of wanted rows stand; None where none of them uses one."""
     every, wanted = step.view(picked=False), step.view(picked=True)
     if every is None:
         return None, None
-    none_wanted = every.adapters if wanted is None else wanted.adapters  # of rows that have none it is not read
-    return every.adapters.data_ptr(), none_wanted.data_ptr()
+    return every.adapters.data_ptr(), None if wanted is None else wanted.adapters.data_ptr()
 
 
 def fuse(model: Model) -> None:
