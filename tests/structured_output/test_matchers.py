@@ -146,6 +146,19 @@ def test_many_rows_are_what_each_is_alone(backend: str, compiler: GrammarCompile
         assert np.array_equal(alone, bits[i])
 
 
+def test_a_library_that_gives_up_is_to_blame_and_no_token_is(compiler: GrammarCompiler, vocabulary: Vocabulary) -> None:
+    """Any of a thousand names may follow an object's brace: more than guidance looks at at once."""
+    names = {f"p{i}": {"type": "string", "pattern": "(a|b){1,1000}", "maxLength": 100_000} for i in range(1000)}
+    made = compiler.compile(spec_of("guidance", json={"type": "object", "properties": names})).result()
+    (brace,) = (i for i, token in enumerate(vocabulary.tokens) if token == b"{")
+    (quote,) = (i for i, token in enumerate(vocabulary.tokens) if token == b'"')
+    matcher = made.grammar.start()
+    bits: np.ndarray = np.zeros((1, vocabulary.words), np.uint32)
+    assert not made.backend.fill_all([matcher], [NO_TOKEN], bits).errors
+    problems = [made.backend.fill_all([matcher], [token], bits).errors.get(0) for token in (brace, quote)]
+    assert "Current row has" in str(problems[-1] or problems[0])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_texts_of_one_grammar_do_not_disturb_each_other(
     backend: str, compiler: GrammarCompiler, vocabulary: Vocabulary

@@ -45,6 +45,10 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool:
         """Whether the text is complete and nothing may follow."""
 
+    @property
+    def problem(self) -> str | None:
+        """Why the library gave the text up, if it did: no token is to blame then."""
+
 
 class Grammar(Protocol):
     """A compiled constraint, shared by all texts that have it. `nbytes`: about how much memory it holds."""
@@ -95,9 +99,9 @@ class Backend(Protocol):
         """
 
 
-def refused(token: int) -> GrammarError:
+def refused(token: int, matcher: Matcher) -> GrammarError:
     """What is wrong with a request whose newest token its grammar does not allow."""
-    return GrammarError(f"Token {token} was sampled although the grammar does not allow it.")
+    return GrammarError(matcher.problem or f"Token {token} was sampled although the grammar does not allow it.")
 
 
 def fill_one_by_one(matchers: Sequence[Matcher], tokens: Sequence[int], bits: np.ndarray) -> Filled:
@@ -106,7 +110,7 @@ def fill_one_by_one(matchers: Sequence[Matcher], tokens: Sequence[int], bits: np
     for i, (matcher, token, row) in enumerate(zip(matchers, tokens, bits, strict=True)):
         try:
             if token != NO_TOKEN and not matcher.take(token):
-                raise refused(token)
+                raise refused(token, matcher)
             if matcher.fill(row):
                 found.may_end.append(i)
             if not row.any():

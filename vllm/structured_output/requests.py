@@ -153,7 +153,7 @@ class _State:
         if shown:
             del self.unseen[:-1]
             if not self.matcher.take_all(shown):
-                return refused(shown[0])
+                return refused(shown[0], self.matcher)
         return None
 
 
@@ -540,7 +540,7 @@ class GrammarRequests:
         for token in tokens[state.position :]:
             if not state.matcher.accept(token):
                 state.node = None  # no kept mask says that it may not be there
-                raise refused(token)
+                raise refused(token, state.matcher)
             state.take_in(token)
             state.position += 1
         state.unseen.clear()

@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import inspect
+import json
 import logging
 import os
 import signal
@@ -33,7 +34,7 @@ from vllm.utils.event_loop import run_event_loop
 from vllm.version import __version__
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter, FastAPI
+    from fastapi import APIRouter, FastAPI, Request
 
     from vllm.engine.async_llm_engine import AsyncLLMEngine
     from vllm.entrypoints.openai.front_ends import FrontEnds
@@ -60,24 +61,42 @@ def build_app(args: argparse.Namespace, engine: AsyncLLMEngine | None = None) ->
     """
     from fastapi import FastAPI
 
-    from vllm.entrypoints.openai.routes import router
+    from vllm.entrypoints.openai.paced import Paced
+    from vllm.entrypoints.openai.routes import exposition, router
 
-    docs: dict[str, Any] = (
-        {"openapi_url": None, "docs_url": None, "redoc_url": None}
-        if args.disable_fastapi_docs
-        else {"docs_url": None, "redoc_url": None}
-    )
     # A redirect to the same path without its slash would name a host, and the only one known is what the client says.
     root = (args.root_path or "").rstrip("/")
-    app = FastAPI(title="vllm", version=__version__, root_path=root, redirect_slashes=False, **docs)
+    app = FastAPI(title="vllm", version=__version__, root_path=root, redirect_slashes=False, openapi_url=None)
     app.state.args = args
+    app.state.exposition = Paced(lambda: exposition(app.state))
     if engine is not None:
         app.state.context = make_context(args, engine)
     app.include_router(router)
+    if not args.disable_fastapi_docs:
+        _add_document(app)
     add_error_handlers(app)
     if not args.disable_web_ui and (WEB_FOLDER / "index.html").is_file():
         _add_page(app)
     return add_layers(app, args, router, GENERATING_ROUTES)
+
+
+def _add_document(app: FastAPI) -> None:
+    """/openapi.json, made by the first request for it, beside the event loop."""
+    from starlette.responses import Response
+
+    from vllm.entrypoints.openai.paced import Paced
+
+    @functools.cache
+    def made() -> bytes:
+        servers = {"servers": [{"url": app.root_path}]} if app.root_path else {}
+        return json.dumps({**app.openapi(), **servers}).encode()
+
+    document = Paced(lambda: asyncio.to_thread(made))
+
+    async def openapi(request: Request) -> Response:
+        return Response(await document.get(), media_type="application/json")
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
 
 
 def add_layers(application: FastAPI, args: argparse.Namespace, router: APIRouter, generating: Collection[str]) -> App:
@@ -328,7 +347,6 @@ def __getattr__(name: str) -> Any:
 
 def add_error_handlers(app: FastAPI) -> None:
     from starlette.exceptions import HTTPException
-    from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
     from vllm.entrypoints.openai.direct import crash_response, error_response

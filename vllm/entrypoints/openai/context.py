@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _T = TypeVar("_T")
-MAX_LOGGED_FIELDS = 64
+MAX_LOGGED_FIELDS, MAX_LOGGED_PARAMS = 64, 4096
 MAX_STRANGERS = 16
 MAX_SHOWN_NAME = 256
 LARGE_BYTES = 1 << 20  # a body that takes so long to read that others should not wait for it
@@ -177,7 +177,10 @@ class ServerContext:
         if self.max_log_len is not None:
             length = self.max_log_len
             shown = f" prompt: {text[:length]!r}," if text is not None else f" prompt ids: {list(token_ids[:length])},"
-        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, len(token_ids), params)
+        said = str(params)
+        if len(said) > MAX_LOGGED_PARAMS:  # a schema can have megabytes
+            said = f"{said[:MAX_LOGGED_PARAMS]}... ({len(said)} characters)"
+        logger.info("Received request %s:%s %d prompt tokens, params: %s", request_id, shown, len(token_ids), said)
 
     def log_unknown_fields(self, names: Iterable[str]) -> None:
         """Say once per name that a field of a request has no effect; of at most MAX_LOGGED_FIELDS names."""

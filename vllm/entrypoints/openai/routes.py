@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
+from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -23,6 +24,7 @@ from vllm.entrypoints.openai.answers import encode, encode_at_once
 from vllm.entrypoints.openai.context import ServerContext, as_api_error
 from vllm.entrypoints.openai.direct import error_response
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_available, not_found, overloaded
+from vllm.entrypoints.openai.paced import Paced
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -495,14 +497,18 @@ async def _of_all(context: ServerContext, what: str) -> list[Any]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
+    figures: Paced = request.app.state.exposition
+    return Response(await figures.get(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def exposition(state: State) -> bytes:
+    """The figures of all front ends."""
     from vllm.metrics.registry import of_this_process, render, render_all
 
-    context = context_of(request)
+    context: ServerContext = state.context
     if context.front_ends.count > 1:
-        body = render_all(await _of_all(context, "metrics"))
-    else:
-        body = render([context.engine.metrics, request.app.state.http_metrics, *of_this_process()])
-    return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return render_all(await _of_all(context, "metrics"))
+    return render([context.engine.metrics, state.http_metrics, *of_this_process()])
 
 
 @router.get("/load")

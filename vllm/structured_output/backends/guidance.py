@@ -32,6 +32,7 @@ WHITESPACE = r"[ \t]{1,8}|[ \t]{0,2}\r?\n[ \t]{0,40}"
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000)
 MAX_RULES = 1000  # of EBNF: the library's translator takes time that grows with their square
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # nothing may follow, and the text may not end either
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # that is the token's fault, not the text's
 _KNOWN_TEXTS, _KNOWN_LENGTH = 4096, 256  # of which the tokens are kept
 _BASE_BYTES = 1 << 16
 _BYTES_PER_CHARACTER = 64  # measured on schemas of many shapes; lexers grow as texts are matched
@@ -81,7 +82,7 @@ class GuidanceMatcher:
     def check(self, row: np.ndarray) -> None:
         """After a mask was computed: nothing may follow a dead end. Raises GrammarError for any other error."""
         if self.inner.is_error():
-            problem = self.inner.get_error().partition("\n")[0]
+            problem = self.problem
             if problem not in _DEAD_ENDS:
                 raise GrammarError(problem)
             row[:] = 0
@@ -96,6 +97,11 @@ class GuidanceMatcher:
     @property
     def is_terminated(self) -> bool:
         return bool(self.inner.is_stopped())
+
+    @property
+    def problem(self) -> str | None:
+        problem = self.inner.get_error().partition("\n")[0] if self.inner.is_error() else ""
+        return None if _NOT_ALLOWED in problem else problem or None
 
 
 class GuidanceGrammar:
@@ -143,7 +149,7 @@ class Guidance:
         for i, matcher, token in zip(range(len(known)), known, tokens, strict=True):
             inner = matcher.inner
             if token != NO_TOKEN and not inner.consume_token(token):
-                errors[i] = refused(token)
+                errors[i] = refused(token, matcher)
                 bits[i] = 0
             else:
                 inner.unsafe_compute_mask_ptr(place, size)

@@ -83,6 +83,10 @@ class LmfeMatcher:
     def is_terminated(self) -> bool:
         return self._allowed() == [self._end]
 
+    @property
+    def problem(self) -> str | None:
+        return None
+
 
 class LmfeGrammar:
     """A parser, which is never changed: parsers make new ones as they read."""

@@ -61,6 +61,10 @@ class OutlinesMatcher:
             len(tokens) == 1 and tokens[0] // WORD_BITS == self._word and bool(1 << tokens[0] % WORD_BITS & self._bit)
         )
 
+    @property
+    def problem(self) -> str | None:
+        return None
+
 
 class OutlinesGrammar:
     """A table."""

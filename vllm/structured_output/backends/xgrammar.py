@@ -103,6 +103,10 @@ class XgrammarMatcher:
         row: np.ndarray = np.zeros(self._words, np.uint32)
         return self.fill(row) and not row.any()
 
+    @property
+    def problem(self) -> str | None:
+        return None
+
 
 class XgrammarGrammar:
     """A compiled grammar."""
@@ -215,7 +219,7 @@ class Xgrammar:
             if good:
                 matcher.note(token)
             else:
-                errors[place] = refused(token)
+                errors[place] = refused(token, matcher)
         return errors
 
 
