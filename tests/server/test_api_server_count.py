@@ -27,6 +27,7 @@ from vllm.entrypoints.openai import api_server, front_ends, routes
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.front_ends import Further, Link, check_front_ends, plain_flags
+from vllm.entrypoints.openai.paced import Paced
 from vllm.exceptions import QueueOverflowError
 from vllm.metrics.registry import EngineMetrics, render_all, snapshot
 from vllm.step.messages import CoreStats
@@ -305,6 +306,7 @@ async def test_a_front_end_that_hangs_is_named_instead_of_left_out_of_sums(route
     state = SimpleNamespace(
         context=SimpleNamespace(front_ends=further), args=SimpleNamespace(enable_server_load_tracking=True)
     )
+    state.exposition = Paced(lambda: routes.exposition(state))  # type: ignore[arg-type]
     with pytest.raises(APIError, match="front ends does not answer") as refused:
         await route(SimpleNamespace(app=SimpleNamespace(state=state)))
     assert refused.value.status == 503 and "retry-after" in refused.value.headers
