@@ -9,11 +9,15 @@ elif torch.cuda.device_count() < 2:
     collect_ignore = ["test_one_shot.py", "test_tensor_parallel.py"]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def fast_kernels():
-    """Our kernels on "cuda" tensors, and true fp32 in torch's own products."""
+    """Our kernels on "cuda" tensors, whatever backend the test before has used, and true fp32 in torch's products."""
     from vllm.ops import triton as kernels
 
     kernels.register()
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seeded():
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ for, and the answer must be the reference's.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from types import ModuleType
@@ -248,3 +249,42 @@ def test_the_reference_can_take_over_from_the_kernels(monkeypatch: pytest.Monkey
     assert ops.plan_batch.kernel("cpu") == ops.plan_batch.reference
     with pytest.raises(ValueError, match="Unknown attention backend 'MAGIC'"):
         attention_backends.use("MAGIC", CPU)
+
+
+def test_engines_of_one_process_use_one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_backends, "_users", {})
+
+    class Owner:
+        pass
+
+    first, second, third = Owner(), Owner(), Owner()
+    attention_backends.claim(None, CPU, first)
+    attention_backends.claim("TRITON_ATTN", CPU, second)
+    with pytest.raises(ValueError, match="through TRITON_ATTN: one that does it through TORCH_SDPA needs a process of"):
+        attention_backends.claim("TORCH_SDPA", CPU, third)
+    attention_backends.claim("TORCH_SDPA", torch.device("meta"), third)
+    first.itself = first  # type: ignore[attr-defined]  # gone only once garbage is collected
+    del first, second
+    attention_backends.claim("TORCH_SDPA", CPU, third)
+    with pytest.raises(ValueError, match="through TORCH_SDPA"):
+        attention_backends.claim(None, CPU, Owner())
+
+
+def test_an_engine_that_is_gone_leaves_the_choice_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import LLM, SamplingParams
+
+    gc.collect()
+    options: dict[str, object] = {"model": "demo", "max_model_len": 128, "num_gpu_blocks_override": 32}
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    llm = LLM(**options)
+    want = llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0].text
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_SDPA")
+    with pytest.raises(ValueError, match="needs a process of its own"):
+        LLM(**options)
+    assert llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0].text == want
+    del llm
+    llm = LLM(**options)
+    assert llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0].text == want
+    del llm
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND")
+    LLM(**options)

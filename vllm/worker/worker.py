@@ -85,6 +85,7 @@ class Worker:
         self.ranks, self.tp = ranks, ranks.tp
         self.device = self._open_device()
         self.context: DeviceContext = create_context(self.device)
+        attention_backends.claim(config.model_config.attention_backend, self.device, self)
         ops.setup(self.device.type)
         attention = attention_backends.use(config.model_config.attention_backend, self.device)
         self._compiling = compiling

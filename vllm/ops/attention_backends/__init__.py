@@ -5,9 +5,11 @@ A backend replaces the op `attend` on one device; the cache keeps its layout, an
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from vllm.ops.attention import AttentionParams, HostBatch, OwnKV, Planned, atten
 from vllm.step.inputs import GroupInputs, StepInputs
 
 logger = init_logger(__name__)
+
+DEFAULT = "TRITON_ATTN"  # on every device: the kernels of this package
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,34 @@ class Backend(Protocol):
         """As `ops.attention.plan_batch`."""
 
 
+_users: dict[str, tuple[str, WeakSet[object]]] = {}  # by type of device: what all engines of this process use, and who
+
+
+def claim(name: str | None, device: torch.device, owner: object) -> None:
+    """Let `owner` rely on backend `name` for as long as it lives: the ops are this process's, and captured steps hold
+    what they were captured with. Raises ValueError if another lives that relies on another backend.
+    """
+    name = name or DEFAULT
+    used, owners = _users.get(device.type, (name, WeakSet()))
+    if used != name:
+        gc.collect()
+        if owners:
+            raise ValueError(
+                f"An engine in this process does attention on {device.type!r} through {used}: one that does it through "
+                f"{name} needs a process of its own, or has to wait until that engine is gone (`del llm`)."
+            )
+        owners = WeakSet()
+    owners.add(owner)
+    _users[device.type] = name, owners
+
+
 def use(name: str | None, device: torch.device) -> Backend | None:
     """Let backend `name` ("TORCH_SDPA", "FLASH_ATTN", "FLASHINFER") do attention on `device` for this whole process.
 
     None and "TRITON_ATTN" stand for the kernels that are registered already. Returns the library's backend, if it is
     one. Raises ValueError if the library cannot be imported.
     """
-    if name is None or name == "TRITON_ATTN":
+    if name in (None, DEFAULT):
         return None
     if name == "TORCH_SDPA":
         logger.info("Attention runs as plain torch operations (TORCH_SDPA): exact, and slower than the default.")
