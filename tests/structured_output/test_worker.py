@@ -191,19 +191,12 @@ def test_a_copy_that_crashes_harms_no_other(process: CompileProcess, tmp_path: P
     slow = slow_ones(process, tmp_path / "go", 5)
     process.build(spec("quick"), LONG).result(60)
     worker = worker_of(process)
-    before = {copy.pid for copy in worker.children()}
+    wait_until(lambda: psutil.STATUS_STOPPED in statuses(worker))
+    stopped = next(copy for copy in worker.children() if copy.status() == psutil.STATUS_STOPPED)
     crashing = [process.build(spec(text), LONG) for text in ("crash", "late-crash")]
     with pytest.raises(GrammarError, match="crashed"):
         crashing[0].result(60)
-    stopped: list[psutil.Process] = []
-
-    def one_is_stopped() -> bool:
-        of_slow = (copy for copy in worker.children() if copy.pid in before)
-        stopped[:] = [copy for copy in of_slow if copy.status() == psutil.STATUS_STOPPED]
-        return bool(stopped)
-
-    wait_until(one_is_stopped)
-    stopped[0].kill()
+    stopped.kill()
     wait_until(lambda: any(future.done() for future in slow))
     assert [type(future.exception()) for future in slow if future.done()] == [GrammarError]
     (tmp_path / "go").touch()
