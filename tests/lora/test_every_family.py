@@ -46,7 +46,7 @@ TOKENS = 10
 ORDER = [*range(len(MANY_RANKS)), -1]  # the adapter of each request, -1 for the base
 LENGTHS = (23, 5, 30, 12, 26, 7, 19, 17, 9)
 SCALE = 0.7
-Oracle = Callable[[int, Tensor], Tensor]  # (adapter, prompt) -> logits at every position
+Oracle = Callable[[int, Tensor, int], Tensor]  # (adapter, ids, tokens of the prompt) -> logits at every position
 
 
 def chosen() -> list[str]:
@@ -65,9 +65,9 @@ def save(case: str, folder: Path, *, divided: bool = False) -> Oracle:
         targets = TARGETS.get(case) or TARGETS.get(case.partition("-")[0], "all-linear")
         adapted = peft_adapters(reference, folder, MANY_RANKS, targets)
 
-        def by_peft(index: int, prompt: Tensor) -> Tensor:
+        def by_peft(index: int, ids: Tensor, prompt: int) -> Tensor:
             with merged(adapted, index) as model:
-                return known.logits_of(model.base_model.model, prompt, case)
+                return known.logits_of(model.base_model.model, ids, case)
 
         return by_peft
     architecture, model_type, reference, config = described.CASES[case]
@@ -77,7 +77,11 @@ def save(case: str, folder: Path, *, divided: bool = False) -> Oracle:
     base.mkdir()
     weights = described.save_config(architecture, model_type, reference, config, base)
     changed = [weights_with_adapter(weights, base, folder / f"a{i}", rank, i) for i, rank in enumerate(MANY_RANKS)]
-    return lambda index, prompt: reference.logits(config, weights if index < 0 else changed[index], prompt)
+
+    def by_reference(index: int, ids: Tensor, prompt: int) -> Tensor:
+        return reference.logits({**config, "prompt": prompt}, weights if index < 0 else changed[index], ids)
+
+    return by_reference
 
 
 def weights_with_adapter(
@@ -156,8 +160,8 @@ def test_answers_are_those_of_merged_weights_in_any_company(case: str, tmp_path:
         first = outputs[f"{i}"].outputs[0]
         tokens = list(first.token_ids)
         sequence = torch.tensor([*prompt, *tokens[:-1]])
-        logits = oracle(adapter, sequence)
-        assert adapter < 0 or relative_error(logits, oracle(-1, sequence)) > 0.01, "the adapter changes hardly anything"
+        logits, bare = (oracle(index, sequence, len(prompt)) for index in (adapter, -1))
+        assert adapter < 0 or relative_error(logits, bare) > 0.01, "the adapter changes hardly anything"
         wanted = logits[len(prompt) - 1 :].log_softmax(-1)
         assert tokens == wanted.argmax(-1).tolist(), (i, adapter)
         again = outputs[f"{i} again"].outputs[0]
@@ -171,7 +175,7 @@ def test_answers_are_those_of_merged_weights_in_any_company(case: str, tmp_path:
 def test_two_ranks_compute_the_logits_of_merged_weights(case: str, tmp_path: Path) -> None:
     oracle = save(case, tmp_path, divided=True)
     prompts = [torch.randint(0, 131, (length,)) for length in LENGTHS]
-    expected = [oracle(index, prompt) for index, prompt in zip(ORDER, prompts, strict=True)]
+    expected = [oracle(index, prompt, len(prompt)) for index, prompt in zip(ORDER, prompts, strict=True)]
     adapters = [read(tmp_path / "base", tmp_path / f"a{i}") for i in range(len(MANY_RANKS))]
 
     def work(tp: Any) -> list[Tensor]:
