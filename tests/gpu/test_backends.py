@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from tests.gpu.test_engine_core import SMALL, core, together
+from vllm.ops import attention_backends
 
 MODELS = {
     "llama": transformers.LlamaConfig(**SMALL),
@@ -23,6 +24,7 @@ def test_torchs_own_attention_gives_the_tokens_of_the_kernels(family, tmp_path, 
     transformers.AutoModelForCausalLM.from_config(MODELS[family]).save_pretrained(tmp_path)
     want = together(core(str(tmp_path)))[0]
     assert together(core(str(tmp_path), enforce_eager=True))[0] == want
+    monkeypatch.setattr(attention_backends, "_users", {})  # no engine of before is used any more
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_SDPA")
     engine = core(str(tmp_path))
     assert engine._executor.worker.runner.decode_steps is None
