@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -27,3 +31,18 @@ def test_a_packed_table_can_be_looked_up_and_multiplied(rows):
     packed = onednn._pack_table(table)
     assert torch.equal(onednn._embedding(ids, packed), table[ids])
     torch.testing.assert_close(onednn._linear(x, packed), x @ table.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_processor_without_bf16_products_takes_the_plain_path():
+    # oneDNN reads the variable once, as it is loaded.
+    program = (
+        "import torch\n"
+        "from vllm.ops.cpu import onednn\n"
+        "weight, x = torch.randn(700, 390).bfloat16(), torch.randn(3, 390).bfloat16()\n"
+        "torch.testing.assert_close(onednn._linear(x, onednn._pack(weight)), x @ weight.T)\n"
+        "table = onednn._pack_table(weight)\n"
+        "assert torch.equal(onednn._embedding(torch.tensor([3, 0]), table), weight[[3, 0]])\n"
+    )
+    limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", program], env=limited, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]

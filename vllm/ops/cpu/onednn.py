@@ -26,9 +26,16 @@ class OneDnnWeight:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._TYPICAL_ROWS)
 
 
+def _multiplies(dtype: torch.dtype) -> bool:
+    # bf16: only where the processor has AVX-512, and an error elsewhere.   fp16: on most machines not at all.
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
+
+
 def _gains(weight: Tensor) -> bool:
-    # oneDNN costs some 15 us a call, and has no fp16 product on most machines: small and fp16 weights stay as they are.
-    return weight.dim() == 2 and weight.numel() >= 1 << 18 and weight.dtype in (torch.float32, torch.bfloat16)
+    # oneDNN costs some 15 us a call: small weights stay as they are.
+    return weight.dim() == 2 and weight.numel() >= 1 << 18 and _multiplies(weight.dtype)
 
 
 def _pack(weight: Tensor) -> Any:
