@@ -445,16 +445,16 @@ class DecodeGraphs(StaticSteps[_Key]):
 
         def run() -> None:
             self._fill_adapters(view, slots)
-            logits = self._runner.head(hidden, view)
-            self._choose(logits, drawing, mask_logits(logits, index, bits))
+            self._choose(self._runner.head(hidden, view), drawing, (index, bits))
 
         return Entry(run, None, (masks,))
 
-    def _choose(self, logits: Tensor, drawing: Drawing | None, unmasked: Tensor | None) -> None:
-        """Deliver a token for each row of logits. unmasked: sums of what was there before masks."""
+    def _choose(self, logits: Tensor, drawing: Drawing | None, masks: tuple[Tensor, Tensor] | None) -> None:
+        """Deliver a token for each row of logits. masks: index and bits as for `mask_logits`."""
         size, table, device = len(logits), self._table, self._context.device
         slots, positions, turns = (self._inputs[i, :size] for i in range(3))
         if drawing is not None:
+            unmasked = None if masks is None else mask_logits(logits, *masks)
             draw_tokens(
                 logits, slots, positions, drawing, table.tokens, table.device_lengths, self._ids, turns, unmasked
             )
@@ -462,8 +462,8 @@ class DecodeGraphs(StaticSteps[_Key]):
         pieces = -(-self._params.vocab_size // ARGMAX_BLOCK)
         best, sums = (torch.empty(size, pieces, dtype=torch.float32, device=device) for _ in range(2))
         best_at = torch.empty(size, pieces, dtype=torch.int32, device=device)
-        tiles = argmax_tiles(logits, best, best_at, sums)
+        tiles = argmax_tiles(logits, best, best_at, sums, masks)
         choose_tokens(
-            slots, positions, best, best_at, sums if unmasked is None else unmasked, tiles, self._params.vocab_size,
-            table.tokens, table.device_lengths, self._ids, turns, masked=unmasked is not None,
+            slots, positions, best, best_at, sums, tiles, self._params.vocab_size, table.tokens, table.device_lengths,
+            self._ids, turns, masked=masks is not None,
         )  # fmt: skip

@@ -139,8 +139,8 @@ class DryRun:
         draw_tokens(logits, ids, ids, drawing, tokens, ids, ids, unmasked=unmasked)
         # not `empty_like`, which imports a library for algebra for tensors of this device
         best, best_at = (torch.empty(unmasked.shape, dtype=t, device=META) for t in (torch.float32, torch.int32))
-        tiles = argmax_tiles(logits, best, best_at, best)
-        choose_tokens(ids, ids, best, best_at, unmasked, tiles, logits.shape[1], tokens, ids, ids, masked=True)
+        tiles = argmax_tiles(logits, best, best_at, best, (ids, bits))
+        choose_tokens(ids, ids, best, best_at, best, tiles, logits.shape[1], tokens, ids, ids, masked=True)
 
     def _decode(self, model: Model, layout: KVLayout, caches: list[Tensor], sizes: Sequence[int]) -> None:
         if not sizes:

@@ -338,8 +338,8 @@ def test_masked_rows_say_what_they_may_and_free_rows_what_they_would(drawn):
     slots, positions = torch.arange(rows, dtype=torch.int32), torch.full((rows,), 2, dtype=torch.int32)
     tokens, lengths = torch.zeros(rows, 9, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     out = torch.full((rows,), -9, dtype=torch.int32)
-    sums = mask_logits(logits, index, bits)
     if drawn:
+        sums = mask_logits(logits, index, bits)
         one, none = torch.ones(rows), torch.zeros(rows, dtype=torch.int32)
         seeds = rng.integers(0, 2**64, rows, dtype=np.uint64)
         drawing = Drawing(one, none.float(), none, one, torch.from_numpy(stream_start(seeds).view(np.int64)))
@@ -348,9 +348,11 @@ def test_masked_rows_say_what_they_may_and_free_rows_what_they_would(drawn):
         params = DrawParams(one, none.float(), none, one, numbers, none.numpy(), one.numpy())
         ids = draw.reference(want, params).tolist()
     else:
-        best, best_sums = torch.empty(rows, sums.shape[1]), torch.empty(rows, sums.shape[1])
-        best_at = torch.empty(rows, sums.shape[1], dtype=torch.int32)
-        tiles = argmax_tiles(logits, best, best_at, best_sums)
+        best, sums = torch.empty(rows, 3), torch.empty(rows, 3)
+        best_at = torch.empty(rows, 3, dtype=torch.int32)
+        before = logits.clone()
+        tiles = argmax_tiles(logits, best, best_at, sums, (index, bits))
+        assert tiles == 3 and torch.equal(logits.nan_to_num(), before.nan_to_num()), "logits stay"
         choose_tokens(slots, positions, best, best_at, sums, tiles, vocab, tokens, lengths, out, masked=True)
         ids = want.argmax(-1).tolist()
     assert out.tolist() == [ids[0], ids[1], IMPOSSIBLE, ids[3], NOT_FINITE, NOT_FINITE]

@@ -226,25 +226,41 @@ def normalize_rows(x: Folded, out: Tensor, pdl: bool = False) -> None:
 
 
 @triton.jit
-def _argmax_kernel(logits, best, best_at, sums, stride, tiles, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, tiles): the maximum of one tile, its lowest index, and the tile's sum."""
+def _argmax_kernel(
+    logits, index, bits, best, best_at, sums, stride, tiles, words, MASKED: tl.constexpr, VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles): the maximum of one tile, its lowest index, and the tile's sum. MASKED: the maximum of what
+    the row's mask allows."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     c = tile * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + c, mask=c < VOCAB, other=-float("inf")).to(tl.float32)
+    tl.store(sums + row * tiles + tile, tl.sum(tl.where(c < VOCAB, x, 0.0), 0))
+    if MASKED:
+        mask = tl.load(index + row)
+        if mask >= 0:
+            word = tl.load(bits + mask.to(tl.int64) * words + c // 32, mask=c < VOCAB, other=0)
+            x = tl.where(((word >> (c % 32)) & 1) == 0, -float("inf"), x)
     top, at = tl.max(x, 0, return_indices=True)
     tl.store(best + row * tiles + tile, top)
     tl.store(best_at + row * tiles + tile, at + tile * BLOCK)
-    tl.store(sums + row * tiles + tile, tl.sum(tl.where(c < VOCAB, x, 0.0), 0))
 
 
-def argmax_tiles(logits: Tensor, best: Tensor, best_at: Tensor, sums: Tensor) -> int:
-    """First half of an argmax over [rows, vocab]; returns the number of tiles, the second dimension of the outputs."""
+def argmax_tiles(
+    logits: Tensor, best: Tensor, best_at: Tensor, sums: Tensor, masks: tuple[Tensor, Tensor] | None = None
+) -> int:
+    """First half of an argmax over [rows, vocab]; returns the number of tiles, the second dimension of the outputs.
+
+    masks: index and bits as for `mask_logits`; the logits stay, and `sums` are of all of them.
+    """
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, ARGMAX_BLOCK)
+    index, bits = (best_at, best_at) if masks is None else masks
     _argmax_kernel[(rows, tiles)](
-        logits, best, best_at, sums, logits.stride(0), tiles, VOCAB=vocab, BLOCK=ARGMAX_BLOCK, num_warps=4
-    )
+        logits, index, bits, best, best_at, sums, logits.stride(0), tiles, bits.shape[1], MASKED=masks is not None,
+        VOCAB=vocab, BLOCK=ARGMAX_BLOCK, num_warps=4,
+    )  # fmt: skip
     return tiles
 
 
