@@ -21,15 +21,15 @@ class AddedTokens:
         self.rows: Tensor | None = None
         self._dtype, self._device = dtype, device
 
-    def load(self, slot: int, rows: Tensor | None) -> None:
-        """Put an adapter's rows [tokens, width] into `slot`; None if it adds no tokens."""
+    def load(self, slot: int, rows: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """What puts an adapter's rows [tokens, width] into `slot`, pairs (to, of); None if it adds no tokens."""
         self.counts[slot] = 0 if rows is None else len(rows)
         if rows is None:
-            return
+            return []
         if self.rows is None:
             shape = len(self.counts), self.most, self.width
             self.rows = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self.rows[slot, : len(rows)].copy_(rows, non_blocking=True)
+        return [(self.rows[slot, : len(rows)], rows)]
 
     def known(self, ids: Tensor) -> Tensor:
         """The ids with some token of the model instead of each added one."""

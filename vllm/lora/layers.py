@@ -81,6 +81,10 @@ def as_laid_out(b: Tensor) -> Tensor:
     return laid_out
 
 
+# Pairs (to, of). They are made all at once: each on its own would give up the interpreter's lock and wait for it again.
+Copies = list[tuple[Tensor, Tensor]]
+
+
 def fill_slot(
     a: Tensor,
     b: Tensor,
@@ -88,8 +92,8 @@ def fill_slot(
     slot: int,
     new: tuple[Tensor, Tensor] | None,
     filled: dict[int, tuple[int, int]],
-) -> None:
-    """Copy an adapter's matrices over those of the one before it; None where it has none for the layer.
+) -> Copies:
+    """What puts an adapter's matrices over those of the one before it; None where it has none for the layer.
 
     a, b: of the slot, [parts, rank, inputs] and [outputs, rank]; of an embedding a is [vocabulary, rank].   ranks: see
     `LowRank`.   filled: how much of the rank of a and b is not zeros, by slot; of a slot that is not there nothing.
@@ -101,10 +105,10 @@ def fill_slot(
     for to, used, zeros in ((a, own[0], before[0]), (b, own[1], before[1])):
         if used < zeros:
             to[:, used:zeros].zero_()
-    if new is not None:
-        filled[slot] = own
-        a[:, : own[0]].copy_(new[0], non_blocking=True)
-        b[:, : own[1]].copy_(new[1], non_blocking=True)
+    if new is None:
+        return []
+    filled[slot] = own
+    return [(a[:, : own[0]], new[0]), (b[:, : own[1]], new[1])]
 
 
 def concerns(view: RowView, filled: Container[int]) -> bool:
@@ -165,10 +169,10 @@ class LinearStack:
             b[first : first + count, :own] = scaled
         return a, as_laid_out(b)
 
-    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
-        """Put an adapter's matrices into `slot`; None where it does not change this layer."""
+    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> Copies:
+        """What puts an adapter's matrices into `slot`; None where it does not change this layer."""
         by_part = self.a[slot].view(len(self.parts), -1, self.a.shape[2])
-        fill_slot(by_part, self.b[slot], self.ranks, slot, matrices, self._filled)
+        return fill_slot(by_part, self.b[slot], self.ranks, slot, matrices, self._filled)
 
     def add(self, out: Tensor, x: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the layer's output in place. out: [rows, outputs], x: [rows, inputs]."""
@@ -245,9 +249,9 @@ class EmbeddingStack:
         (piece,) = pieces.values()
         return piece.a.t().to(self.a.dtype).contiguous(), (piece.b.float() * piece.scale).to(self.b.dtype)
 
-    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
-        """Put an adapter's matrices into `slot`; None where it does not change the embedding."""
-        fill_slot(self.a[slot], self.b[slot], self.ranks, slot, matrices, self._filled)
+    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> Copies:
+        """What puts an adapter's matrices into `slot`; None where it does not change the embedding."""
+        return fill_slot(self.a[slot], self.b[slot], self.ranks, slot, matrices, self._filled)
 
     def add(self, out: Tensor, ids: Tensor, rows: RowView) -> None:
         """Add the adapters' part of the embedding in place. out: [rows, width], ids: [rows]."""
@@ -313,8 +317,8 @@ class ExpertStack:
         count, hidden = self._count, self.shape.hidden
         self.changes = [(zeros(hidden, (count, count)), zeros(count, (hidden,))) for _ in range(self.shape.experts)]
 
-    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> None:
-        """Put an adapter's matrices into `slot`; None where it does not change these experts."""
+    def load(self, slot: int, matrices: tuple[Tensor, Tensor] | None) -> Copies:
+        """What puts an adapter's matrices into `slot`; None where it does not change these experts."""
         if matrices is None:
             self.used.discard(slot)
             for change in self.changes:
@@ -322,12 +326,13 @@ class ExpertStack:
                     part.ranks[slot] = 0
                     part.a[slot].zero_()
                     part.b[slot].zero_()
-            return
+            return []
         if not self.changes:
             self._allocate()
         self.used.add(slot)
         all_a, all_b = (matrix.flatten() for matrix in matrices)
         own = matrices[0].shape[0]
+        copies: Copies = []
         for change in self.changes:
             for low_rank in change:
                 low_rank.a[slot].zero_()
@@ -339,8 +344,9 @@ class ExpertStack:
                 first = low_rank.parts[kind == 1][0]
                 a, all_a = all_a[: own * inputs].view(own, inputs), all_a[own * inputs :]
                 b, all_b = all_b[: own * outputs].view(outputs, own), all_b[own * outputs :]
-                low_rank.a[slot, row : row + own].copy_(a, non_blocking=True)
-                low_rank.b[slot, first : first + outputs, :own].copy_(b, non_blocking=True)
+                copies.append((low_rank.a[slot, row : row + own], a))
+                copies.append((low_rank.b[slot, first : first + outputs, :own], b))
+        return copies
 
     @property
     def most(self) -> int:
@@ -505,10 +511,14 @@ class LoRALayers:
 
     def load(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter to the device, into a slot that no step in flight reads."""
+        copies: Copies = []
         for path, stack in self._stacks.items():
-            stack.load(slot, adapter.matrices.get(path))
+            copies += stack.load(slot, adapter.matrices.get(path))
         for path, tokens in self._added.items():
-            tokens.load(slot, adapter.added.get(path))
+            copies += tokens.load(slot, adapter.added.get(path))
+        if copies:
+            to, of = zip(*copies, strict=True)
+            torch._foreach_copy_(to, of, non_blocking=True)
         self.with_added = frozenset(s for tokens in self._added.values() for s, n in enumerate(tokens.counts) if n)
         experts = [stack for stack in self._stacks.values() if isinstance(stack, ExpertStack)]
         self.with_experts = frozenset(slot for stack in experts for slot in stack.used)
