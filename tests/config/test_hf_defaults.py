@@ -7,14 +7,22 @@ import pytest
 from tools.hf_class_defaults import document
 from vllm.config.facts import USUAL, Facts, Windows, facts_of
 from vllm.config.hf import HFConfig
-from vllm.config.hf_defaults import architecture_of, class_defaults
+from vllm.config.hf_defaults import architecture_of, class_defaults, model_types
+from vllm.model_executor.models.registry import ModelRegistry
 
 
 def test_the_table_is_what_the_tool_writes() -> None:
-    """If not: python -m tools.hf_class_defaults"""
+    """If not: python -m tools.hf_class_defaults. Types that are newer than the table may be missing from it, and those
+    that nothing here runs may have changed: what is installed is the newest release, of any day.
+    """
+    ours, known = set(ModelRegistry.get_supported_archs()), set(model_types())
+    compared = 0
     for model_type, entry in document().items():
-        assert class_defaults(model_type) == entry["defaults"], model_type
-        assert architecture_of(model_type) == entry["architecture"]
+        if model_type in known and entry["architecture"] in ours:
+            assert class_defaults(model_type) == entry["defaults"], model_type
+            assert architecture_of(model_type) == entry["architecture"]
+            compared += 1
+    assert compared > 50
 
 
 def test_unknown_types_have_no_defaults() -> None:
