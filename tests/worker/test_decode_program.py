@@ -17,7 +17,7 @@ from tests.models.spec_flips import BASES, Flip, build, flips
 from vllm.lora.layers import ExpertStack, LoRALayers
 from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.kv_groups import layout_of
-from vllm.model_executor.models.spec import Attn, Decoder, Layout, Mlp, Moe, Norm, Rope
+from vllm.model_executor.models.spec import Attn, Decoder, HeadNorm, Layout, Mlp, Moe, Norm, Rope
 from vllm.sampling_params import SamplingParams
 from vllm.step.inputs import GroupInputs, RowView, StepFeatures, StepInputs
 from vllm.step.plan import SlotInit
@@ -162,6 +162,12 @@ COVERED = {
     "heads of 256": with_block(attn=Attn(2, 1, 256, Rope(256))),
     "plain": BASES["plain"],
     "head norms": BASES["head norms"],
+    "a norm of all heads, OLMo 2": with_block(
+        attn=Attn(4, 2, 32, Rope(32), qk_norm=Norm("rms", 1e-5), qk_norm_over=HeadNorm.ALL), layout=Layout.BRANCH
+    ),
+    "a norm of all heads, OLMoE": with_block(
+        attn=Attn(4, 4, 32, Rope(32), qk_norm=Norm("rms", 1e-5), qk_norm_over=HeadNorm.ALL), ffn=_EXPERTS
+    ),
     "yarn": BASES["yarn"],
     "one window": with_windows(5, 5),
     "every second layer": with_windows(17, None, 17, None),

@@ -23,6 +23,7 @@ from vllm.model_executor.models.spec import (
     Block,
     BlockSpec,
     Decoder,
+    HeadNorm,
     Layout,
     LearnedPositions,
     Mlp,
@@ -167,7 +168,7 @@ def _rope_computed(rope: Rope | None) -> Rope | None:
 
 
 def _attn_computed(attn: Attn) -> Attn:
-    norm = attn.qk_norm  # of each head, by kernels that know this kind
+    norm = attn.qk_norm  # by kernels that know this kind, of each head or of all
     return Attn(
         attn.heads,
         attn.kv_heads,
@@ -177,6 +178,7 @@ def _attn_computed(attn: Attn) -> Attn:
         window=attn.window,
         softcap=attn.softcap,
         qk_norm=None if norm is None else Norm("rms", norm.eps, norm.offset),
+        qk_norm_over=HeadNorm.ALL if attn.qk_norm_over is HeadNorm.ALL else HeadNorm.HEAD,
         qkv_bias=attn.qkv_bias,
         out_bias=attn.out_bias,
     )
@@ -333,6 +335,8 @@ def refusal(model: Model, kv_caches: list[Tensor]) -> str | None:
         return "latent attention is fused on one rank and with a cache of the model's dtype only"
     if model.tp.world > 1 and any(isinstance(b.ffn, Moe) and b.ffn.shared is not None for b in spec.blocks):  # type: ignore[attr-defined]
         return "shared experts are fused on one rank only"
+    if model.tp.world > 1 and any(b.attn.qk_norm_over is HeadNorm.ALL for b in spec.blocks if isinstance(b, Block)):
+        return "norms over the heads of all ranks are fused on one rank only"
     return None
 
 
@@ -432,6 +436,7 @@ def _attention(attn: Any, kv_caches: list[Tensor]) -> DecodeAttention:
         interleaved=spec.rope is not None and spec.rope.interleaved,
         k_scale=attn.params.k_scale,
         v_scale=attn.params.v_scale,
+        joint=spec.qk_norm_over is HeadNorm.ALL,
     )
 
 

@@ -410,6 +410,14 @@ def test_ranks_elect_the_best_token_of_all():
     assert tokens[2, 4] == want[3] and tokens[3, 1] == 700 and 0 <= int(tokens[0, 2]) < world * share
 
 
+def normed_jointly(qkv, weights):
+    """qkv with all queries and all keys of a row normalised together."""
+    parts = (len(weights.q_weight), len(weights.k_weight))
+    q, k, v = qkv.split([*parts, qkv.shape[1] - sum(parts)], 1)
+    q, k = (rms_norm.reference(x, w, EPS, 1.0) for x, w in ((q, weights.q_weight), (k, weights.k_weight)))
+    return torch.cat([q, k, v], 1)
+
+
 @pytest.mark.parametrize(("splits", "early"), [(1, False), (4, False), (1, True), (4, True)])
 @pytest.mark.parametrize(
     ("norm", "window", "dim", "rotated", "interleaved", "softcap"),
@@ -420,6 +428,8 @@ def test_ranks_elect_the_best_token_of_all():
         (False, 70, 16, 0, False, 0.5),
         (True, None, 24, 8, False, None),
         (False, None, 40, 16, True, 2.0),
+        ("joint", None, 16, 16, False, None),
+        ("joint", 70, 24, 8, False, None),
     ],
 )
 def test_decode_attention_is_rotation_write_and_attention_in_one(
@@ -434,12 +444,17 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(
     cos_sin = torch.cat([angle.cos(), angle.sin()], -1)
     qkv = torch.randn(3, (heads + 2 * kv_heads) * dim)
     weights = rotary_ops.QKNorm(torch.randn(dim), torch.randn(dim), EPS, 1.0) if norm else None
+    normal = qkv
+    if norm == "joint":
+        weights = rotary_ops.QKNorm(torch.randn(heads * dim), torch.randn(kv_heads * dim), EPS, 1.0)
+        normal = normed_jointly(qkv, weights)
 
     want_cache = cache.clone()
     home = table[slots.long(), lengths // block].long() * block + lengths % block
     if rotated:
         rotary = (lengths, cos_sin, interleaved, want_cache, home)
-        q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
+        each = None if norm == "joint" else weights
+        q, _ = rotary_ops.rotate_and_write_kv.reference(normal, heads, *rotary, qk_norm=each)
     else:
         q, k, v = qkv.view(3, -1, dim).split([heads, kv_heads, kv_heads], 1)
         write_kv.reference(k, v, want_cache, home)
@@ -453,7 +468,7 @@ def test_decode_attention_is_rotation_write_and_attention_in_one(
 
     a = DecodeAttention(
         heads, 0.25, cache, cos_sin if rotated else None, None if weights is None else weights.q_weight,
-        None if weights is None else weights.k_weight, EPS, 1.0, 1, window, softcap, interleaved,
+        None if weights is None else weights.k_weight, EPS, 1.0, 1, window, softcap, interleaved, joint=norm == "joint",
     )  # fmt: skip
     rows = DecodeRows(
         slots, lengths.to(torch.int32), [table[:0], table], torch.empty(3 * heads * splits, dim),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.ops.test_shared_prefix import block_table
+from tests.ops.triton.test_decode import normed_jointly
 from vllm.ops import rotary as rotary_ops
 from vllm.ops.attention import AttentionParams, attend
 from vllm.ops.shared_prefix import SharedPlan, Tiles, cut, find_groups
@@ -32,6 +33,7 @@ def device_plan(work, kv_heads, tile_rows, head_dim, spare=2):
         (4, 4, True, 4, 16, 16, False, None),
         (4, 2, True, 2, 24, 8, False, 1.5),
         (2, 2, False, 1, 16, 16, True, None),
+        (6, 2, "joint", 2, 24, 24, False, None),
     ],
 )
 def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, splits, dim, rotated, interleaved, cap):
@@ -56,11 +58,15 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     rows = len(slots)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
     weights = rotary_ops.QKNorm(torch.randn(dim), torch.randn(dim), EPS, 1.0) if norm else None
+    normal, each = qkv, weights
+    if norm == "joint":
+        weights = rotary_ops.QKNorm(torch.randn(heads * dim), torch.randn(kv_heads * dim), EPS, 1.0)
+        normal, each = normed_jointly(qkv, weights), None
     d_table = torch.from_numpy(table)
     want_cache = cache.clone()
     home = d_table.gather(1, lengths[:, None] // block).long()[:, 0] * block + lengths % block
     rotary = (lengths, cos_sin, interleaved, want_cache, home)
-    q, _ = rotary_ops.rotate_and_write_kv.reference(qkv, heads, *rotary, qk_norm=weights)
+    q, _ = rotary_ops.rotate_and_write_kv.reference(normal, heads, *rotary, qk_norm=each)
     starts, lens = torch.arange(rows + 1, dtype=torch.int32), (lengths + 1).to(torch.int32)
     group = GroupInputs(home, d_table)
     step = StepInputs.of(
@@ -72,6 +78,7 @@ def test_fused_decode_attention_over_a_shared_prefix(heads, kv_heads, norm, spli
     attention = DecodeAttention(
         heads, 0.25, cache, cos_sin, None if weights is None else weights.q_weight,
         None if weights is None else weights.k_weight, EPS, 1.0, softcap=cap, interleaved=interleaved,
+        joint=norm == "joint",
     )  # fmt: skip
     padded = rows + 1
     decode_rows = DecodeRows(

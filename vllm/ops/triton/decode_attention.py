@@ -149,12 +149,12 @@ def _wide(x, AXIS: tl.constexpr):
 def _norm_weights(
     weight, a, b, other_a, other_b, offset, D: tl.constexpr, ROT: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """A norm's weights of columns a and b and of those that they are rotated with, as vectors: a load of two axes would
-    choose the layout of the heads that it is multiplied with.
+    """The weights of a norm of each head for columns a and b and for those that they are rotated with, as vectors: a
+    load of two axes would choose the layout of the heads that it is multiplied with.
     """
-    wa = a.to(tl.float32)  # unused without NORM
+    wa = a.to(tl.float32)  # unused without such a norm
     wb, wya, wyb = wa, wa, wa
-    if NORM:
+    if NORM == 1:
         wa = tl.load(weight + a, mask=a < D, other=0.0).to(tl.float32) + offset
         wb = tl.load(weight + b, mask=b < D, other=0.0).to(tl.float32) + offset
         wya, wyb = wb, wa
@@ -214,13 +214,39 @@ def _columns(
 
 
 @triton.jit
+def _joint_factors(
+    at, count, weight_at, a, b, keep, other_a, other_b, eps, offset, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROT: tl.constexpr, HALVES: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """What a norm over the COUNT numbers of a token's heads multiplies the columns of `_columns` with. at: the first of
+    these numbers, CHUNK of which are read at a time.   count: as COUNT, or 0 to read none.   weight_at: where the
+    heads' weights are.
+    """
+    i = _wide(tl.arange(0, CHUNK), AXIS)
+    x = tl.load(at + i, mask=i < count, other=0.0).to(tl.float32)
+    squares = x * x
+    for first in tl.static_range(CHUNK, COUNT, CHUNK):
+        x = tl.load(at + first + i, mask=first + i < count, other=0.0).to(tl.float32)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, AXIS, keep_dims=True) / COUNT + eps)
+    wa, wb, wya, wyb = _columns(weight_at, a, b, keep, other_a, other_b, D, DP, ROT, HALVES, AXIS)
+    wa, wb = (wa.to(tl.float32) + offset) * rstd, (wb.to(tl.float32) + offset) * rstd
+    wya, wyb = (wya.to(tl.float32) + offset) * rstd, (wyb.to(tl.float32) + offset) * rstd
+    return wa, wb, wya, wyb
+
+
+@triton.jit
 def _turned(
     xa, xb, ya, yb, wa, wb, wya, wyb, cos_a, cos_b, sin_a, sin_b, eps, D: tl.constexpr, ROT: tl.constexpr,
     NORM: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """What `_columns` gave, normalised and rotated, in fp32."""
+    """What `_columns` gave, normalised and rotated, in fp32. NORM: 1 for one of each head, with the weights of
+    `_norm_weights`; 2 for one of all heads, with the factors of `_joint_factors`.
+    """
     xa, xb, ya, yb = xa.to(tl.float32), xb.to(tl.float32), ya.to(tl.float32), yb.to(tl.float32)
-    if NORM:
+    if NORM == 2:
+        xa, xb, ya, yb = xa * wa, xb * wb, ya * wya, yb * wyb
+    if NORM == 1:
         rstd = tl.rsqrt(tl.sum(xa * xa + xb * xb, AXIS, keep_dims=True) / D + eps)
         xa = xa * rstd * _wide(wa, AXIS)
         xb = xb * rstd * _wide(wb, AXIS)
@@ -335,6 +361,15 @@ def _decode_kernel(
     k_at = fused + (HEADS + kv_head) * D
     kxa, kxb, kya, kyb = _columns(k_at, a, b, a < width, other_a, other_b, D, DP, ROT, HALVES, 0)
     v_new = tl.load(fused + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < width, other=0.0)
+    if NORM == 2:
+        qwa, qwb, qwya, qwyb = _joint_factors(
+            fused, HEADS * D, q_weight + (kv_head * GROUP + g[:, None]) * D, a, b, in_g, other_a, other_b, eps, offset,
+            HEADS * D, 1024, D, DP, ROT, HALVES, 1,
+        )  # fmt: skip
+        kwa, kwb, kwya, kwyb = _joint_factors(
+            fused + HEADS * D, width * KV_HEADS, k_weight + kv_head * D, a, b, a < width, other_a, other_b, eps, offset,
+            KV_HEADS * D, 1024, D, DP, ROT, HALVES, 0,
+        )  # fmt: skip
     q1, q2 = _turned(
         qxa, qxb, qya, qyb, qwa, qwb, qwya, qwyb, cos_a[None, :], cos_b[None, :], sin_a[None, :], sin_b[None, :], eps,
         D, ROT, NORM, 1,
@@ -482,7 +517,14 @@ def _shared_kernel(
     head = kv_head * GROUP + i % GROUP
     q_at = qkv + row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * D) + head[:, None] * D
     xa, xb, ya, yb = _columns(q_at, a, b, rows, other_a, other_b, D, DP, ROT, HALVES, 1)
-    wa, wb, wya, wyb = _norm_weights(q_weight, a, b, other_a, other_b, offset, D, ROT, HALVES, NORM)
+    if NORM == 2:
+        token_at = qkv + row.to(tl.int64)[:, None] * ((HEADS + 2 * KV_HEADS) * D)
+        wa, wb, wya, wyb = _joint_factors(
+            token_at, tl.where(rows, HEADS * D, 0), q_weight + head[:, None] * D, a, b, rows, other_a, other_b, eps,
+            offset, HEADS * D, 64, D, DP, ROT, HALVES, 1,
+        )  # fmt: skip
+    else:
+        wa, wb, wya, wyb = _norm_weights(q_weight, a, b, other_a, other_b, offset, D, ROT, HALVES, NORM)
     q1, q2 = _turned(xa, xb, ya, yb, wa, wb, wya, wyb, cos_a, cos_b, sin_a, sin_b, eps, D, ROT, NORM, 1)
     qa = q1.to(qkv.dtype.element_ty)
     qb = q2.to(qkv.dtype.element_ty)
@@ -510,6 +552,7 @@ class DecodeAttention:
     in a float8 format, of numbers divided by k_scale and v_scale.
 
     cos_sin: [positions, columns of a head that are rotated], None for no rotation; interleaved: as of `ops.rotary`.
+    q_weight, k_weight: of a norm of each head, [head_dim], or with `joint` of all of a token's, [heads * head_dim].
     group: of the layer's block table.   window: keys that each query sees; None for all.   softcap: of the scores.
     """
 
@@ -527,6 +570,7 @@ class DecodeAttention:
     interleaved: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
+    joint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,7 +644,8 @@ def _arguments(qkv: Tensor, a: DecodeAttention, rows: DecodeRows, pdl: bool) -> 
     const = {"HEADS": a.heads, "KV_HEADS": kv_heads, "D": head_dim, "DP": max(16, triton.next_power_of_2(head_dim))}
     const |= {"ROT": rotated, "INTERLEAVED": a.interleaved, "BS": block_size, "SOFTCAP": a.softcap is not None}
     const |= {"LIMIT": fp8_limit(a.cache.dtype), **pairs(a.cache)}
-    return tensors, numbers, {**const, "NORM": a.q_weight is not None, "PDL": pdl}
+    norm = 0 if a.q_weight is None else 2 if a.joint else 1
+    return tensors, numbers, {**const, "NORM": norm, "PDL": pdl}
 
 
 def _attend_shared(qkv: Tensor, a: DecodeAttention, rows: DecodeRows, shared: SharedPlan, pdl: bool) -> None:
