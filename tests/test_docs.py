@@ -21,6 +21,8 @@ from vllm.benchmarks.serve import make_parser as bench_parser
 from vllm.config.document import markdown as arguments_page
 from vllm.entrypoints.cli.client import _parser as client_parser
 from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.openai.protocol import LATER_FIELDS
+from vllm.entrypoints.openai.routes import LATER_ROUTES, OTHER_MODELS_ROUTES
 from vllm.entrypoints.openai.run_batch import make_parser as batch_parser
 from vllm.reasoning import NAMES
 from vllm.tool_parsers.registry import FORMATS
@@ -135,6 +137,11 @@ def test_every_parameter_that_works_is_in_the_page():
 def test_links_lead_to_files(name):
     for target in re.findall(r"\]\((?!http)([^)#]+)", text_of(name)):
         assert (DOCS / target).exists(), target
+
+
+def test_the_page_of_errors_names_all_routes_and_fields_that_are_refused():
+    page = text_of("errors")
+    assert [name for name in (*LATER_FIELDS, *LATER_ROUTES, *OTHER_MODELS_ROUTES) if f"`{name}`" not in page] == []
 
 
 def test_every_page_is_in_the_index():
