@@ -46,7 +46,7 @@ def _system() -> Iterator[str]:
     yield f"libc: {' '.join(platform.libc_ver())}"
     for tool in ("gcc", "g++", "nvcc"):
         path = shutil.which(tool)
-        yield f"{tool}: {_first_line([path, '--version']) if path else 'not found'}"
+        yield f"{tool}: {_version([path, '--version']) if path else 'not found'}"
 
 
 def _processor() -> Iterator[str]:
@@ -107,9 +107,10 @@ def _environment() -> Iterator[str]:
             yield f"{name}={'(set)' if SECRET.search(name) else value}"
 
 
-def _first_line(command: Sequence[str]) -> str:
+def _version(command: Sequence[str]) -> str:
+    """The line that names the release, as in nvcc's answer, else the first."""
     lines = _lines(command)
-    return lines[0] if lines else "no answer"
+    return next((line for line in lines if ", release " in line), lines[0]) if lines else "no answer"
 
 
 def _lines(command: Sequence[str]) -> list[str]:

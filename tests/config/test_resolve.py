@@ -405,6 +405,17 @@ def test_a_variable_for_other_machines_is_a_warning(
     assert make(CPU, attention_backend="TORCH_SDPA").model_config.attention_backend == "TORCH_SDPA"
 
 
+def test_the_log_says_why_a_rocm_build_of_torch_runs_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resolve.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    monkeypatch.setattr("vllm.platforms.metadata.version", lambda name: "2.9.0+rocm6.4")
+    (tmp_path / "config.json").write_text(json.dumps(document("llama")))
+    assert EngineArgs(str(tmp_path)).create_engine_config().device_config.device == "cpu"
+    assert "PyTorch is a ROCm build, and AMD GPUs are not supported yet" in caplog.text
+
+
 @pytest.mark.parametrize(("name", "module"), [("FLASH_ATTN", "flash_attn"), ("FLASHINFER", "flashinfer")])
 def test_attention_libraries_are_used_where_they_are_installed(
     make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 
 import pytest
@@ -41,4 +42,12 @@ def test_a_missing_package_is_said_to_be_missing(monkeypatch):
 
 def test_a_tool_that_fails_or_hangs_does_no_harm():
     assert collect_env._lines(["/nowhere/nvidia-smi"]) == []
-    assert collect_env._first_line(["false"]) == "no answer"
+    assert collect_env._version(["false"]) == "no answer"
+
+
+def test_the_line_of_nvcc_names_its_release(tmp_path, monkeypatch):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'nvcc: a compiler driver'\necho 'Some tools, release 12.8, V12.8.93'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "nvcc: Some tools, release 12.8, V12.8.93" in list(collect_env._system())

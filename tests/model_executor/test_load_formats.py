@@ -20,7 +20,7 @@ from tests.models.test_against_hugging_face import CASES, GQA
 from vllm import LLM, EngineArgs, ModelRegistry, SamplingParams
 from vllm.config.model_source import copy_small_files
 from vllm.distributed import TensorParallel
-from vllm.model_executor.model_loader import weights
+from vllm.model_executor.model_loader import checkpoint, weights
 from vllm.model_executor.model_loader.tensorizer import TensorizerConfig, tensorize_vllm_model
 
 ROOT = Path(__file__).parents[2]
@@ -312,6 +312,18 @@ def test_a_device_for_pytorch_files_is_said_to_be_idle_where_there_are_none(
     assert said == []
     read(folder, pt_load_map_location={"cuda:0": "cpu"})
     assert said == ["pt_load_map_location has no effect: the weights are safetensors files."]
+
+
+def test_the_progress_of_loading_is_shown_unless_it_is_switched_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(checkpoint.Checkpoint, "tensors", lambda self, progress: asked.append(progress) or iter(()))
+    for shown in (True, False):
+        config = engine_args(folder, use_tqdm_on_load=shown).create_engine_config()
+        with weights.open_weights(config, torch.device("cpu"), TensorParallel(), 0):
+            pass
+    assert asked == [True, False]
 
 
 def test_devices_of_pytorch_files_are_mapped(torch_folder: Path) -> None:

@@ -214,6 +214,7 @@ def _device(args: dict[str, Any], why: dict[str, str]) -> str:
     reason = ""
     if device == "auto":
         device, reason = detect_device()
+        logger.info("Running on %r: %s.", device, reason)
     _note(why, "device", device, args["device"] != "auto", reason)
     return device
 
