@@ -435,7 +435,7 @@ PROGRAM = {
     "granite": ("GraniteForCausalLM", {}, True),
     "granite-scaled": ("GraniteForCausalLM", {"residual_multiplier": 0.2}, True),
     "stablelm": ("StableLmForCausalLM", {}, True),
-    "olmo2": ("Olmo2ForCausalLM", {}, False),
+    "olmo2": ("Olmo2ForCausalLM", {}, True),
 }
 
 

@@ -53,7 +53,8 @@ class Adapted:
 
     def __call__(self, step: Any, caches: list[Tensor]) -> Tensor:
         view = RowView(torch.zeros(len(step.token_ids), dtype=torch.int32), ())
-        hidden: Tensor = self.model(structs.replace(step, features=StepFeatures(adapters=(view, view))), caches)
+        features = structs.replace(step.features or StepFeatures(), adapters=(view, view))
+        hidden: Tensor = self.model(structs.replace(step, features=features), caches)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
