@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
@@ -200,7 +200,10 @@ def test_a_stuck_step_is_unhealthy_and_then_ends_the_server(model_folder):
 def test_the_end_of_its_terminal_lets_streams_finish_too(model_folder):
     body = {"prompt": "Hello", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
     slow = {"VLLM_FAULTS": ",".join(f"forward.sleep@{step}:0.02" for step in range(5, 100))}
-    with Server(model_folder, env=slow) as server, ThreadPoolExecutor(1) as pool:
+    with ExitStack() as stack:
+        # Under nohup the tests, and so the server, would begin with this signal ignored.
+        stack.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL))
+        server, pool = stack.enter_context(Server(model_folder, env=slow)), stack.enter_context(ThreadPoolExecutor(1))
         assert server.process is not None
         stream = pool.submit(server.post, "/v1/completions", body)
         while server.metric("vllm:num_requests_running") < 1:
