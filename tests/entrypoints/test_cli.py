@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -338,6 +339,25 @@ def test_a_measurement_that_cannot_be_made_is_one_line(argv, message, capsys):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "demo", "--port", "0"],
+        ["bench", "latency", "--model", "demo"],
+        ["run-batch", "-i", __file__, "-o", os.devnull, "--model", "demo"],
+    ],
+    ids=" ".join,
+)
+def test_an_adapter_that_is_not_there_is_one_line_and_a_status(command, capsys):
+    """Its error is of a class of its own, which is no ValueError."""
+    try:
+        status = run([*command, "--quantization", "bitsandbytes", "--qlora-adapter-name-or-path", "/nowhere/x"])
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
+    assert status == 1 and "No adapter found for /nowhere/x" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])

@@ -303,6 +303,11 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
         (["--max-body-size", "0"], "--max-body-size must be positive"),
         (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
         (["--enable-lora", "--lora-modules", "a"], "expected name=path"),
+        (["--enable-lora", "--lora-modules", "demo=b"], "the name 'demo' stands for the base model"),
+        (
+            ["--enable-lora", "--lora-modules", "b=b", "--served-model-name", "a", "b"],
+            "the name 'b' stands for the base model",
+        ),
         (["--prompt-adapters", "a=b"], "--prompt-adapters needs --enable-prompt-adapter"),
         (["--enable-auto-tool-choice"], "requires --tool-call-parser"),
         (["--tool-call-parser", "nobody"], "invalid tool call parser: nobody"),

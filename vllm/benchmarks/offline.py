@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.benchmarks.datasets import Sample, random_samples, sharegpt_samples
 from vllm.benchmarks.serve import percentile
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMError
 from vllm.utils.argparse import FlexibleArgumentParser
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def main(kind: str, argv: Sequence[str]) -> int:
     _check(parser, args)
     try:
         return _measure(kind, args)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (VLLMError, ValueError, RuntimeError, OSError) as error:
         parser.exit(1, f"vllm bench {kind}: {error}\n")
 
 

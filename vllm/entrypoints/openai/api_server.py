@@ -25,6 +25,7 @@ from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.adapters import parse_lora_modules, served_prompt_adapters
 from vllm.entrypoints.openai.cli_args import make_arg_parser, parsing_of, validate_parsed_serve_args
+from vllm.exceptions import VLLMError
 from vllm.logger import DATE_FORMAT, init_logger
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.allocator import keep_little_freed_memory
@@ -734,7 +735,7 @@ def serve(args: argparse.Namespace, build: AppBuilder = build_app) -> int:
             print(config.explain())
             return 0
         return run_event_loop(run_server(args, build))
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (VLLMError, ValueError, TypeError, RuntimeError, OSError) as error:
         logger.error("%s", error)
         return 1
 

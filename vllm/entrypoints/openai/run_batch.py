@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.cli_args import add_parsing_flags, parsing_of
+from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.utils.argparse import FlexibleArgumentParser
 
@@ -237,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     args = make_parser().parse_args(list(argv[1:]))
     try:
         return execute(args)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (VLLMError, ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"vllm run-batch: {error}", file=sys.stderr)
         return 1
 
