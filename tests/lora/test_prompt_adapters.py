@@ -15,6 +15,7 @@ from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.prompt_adapter.request import PromptAdapterRequest
+from vllm.sampling_params import BeamSearchParams
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 128, "block_size": 8, "num_gpu_blocks_override": 200,
@@ -95,6 +96,50 @@ def test_answers_are_those_of_peft_beside_others(
         assert answers == {str(i): expected(model, ids) for i, model in enumerate(models)}
         assert engine.list_prompt_adapters() == [1, 2]
         assert engine.remove_prompt_adapter(1) and not engine.remove_prompt_adapter(1)
+
+
+@pytest.mark.parametrize("options", [WAYS["whole"], WAYS["chunked"]], ids=["whole", "chunked"])
+def test_beams_behind_a_prompt_adapter_are_those_of_peft(
+    options: dict[str, Any], base: Path, adapters: list[tuple[PromptAdapterRequest, Any]]
+) -> None:
+    """Under both names of a search, with both adapters and none in one batch."""
+    width, steps = 3, 5
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    work = [*adapters, (None, plain)]
+    old = SamplingParams(n=width, use_beam_search=True, temperature=0, max_tokens=steps, ignore_eos=True)
+    new = BeamSearchParams(beam_width=width, max_tokens=steps, ignore_eos=True)
+    with LLM(str(base), **{**OPTIONS, **options}) as llm:
+        ids = llm.get_tokenizer().encode("The capital of France is Paris.")
+        engine = llm.llm_engine
+        for number, (request, _) in enumerate(work):
+            for params in (old, new):
+                name = f"{number} {type(params).__name__}"
+                engine.add_request(name, {"prompt_token_ids": ids}, params, prompt_adapter_request=request)
+        found = {}
+        while engine.has_unfinished_requests():
+            found.update({output.request_id: output.outputs for output in engine.step() if output.finished})
+    for number, (_, model) in enumerate(work):
+        beams = best_beams(model, ids, width, steps)
+        for params in (old, new):
+            outputs = found[f"{number} {type(params).__name__}"]
+            assert [list(o.token_ids) for o in outputs] == [tokens for tokens, _ in beams]
+            assert [o.cumulative_logprob for o in outputs] == pytest.approx([total for _, total in beams], abs=1e-4)
+
+
+def best_beams(model: Any, ids: list[int], width: int, steps: int) -> list[tuple[list[int], float]]:
+    """What a search keeps that never ends early: tokens and their log probability."""
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    for _ in range(steps):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids + tokens for tokens, _ in beams])).logits[:, -1]
+        best = logits.float().log_softmax(-1).topk(width)
+        grown = [
+            ([*tokens, int(token)], total + float(value))
+            for (tokens, total), values, chosen in zip(beams, best.values, best.indices, strict=True)
+            for value, token in zip(values, chosen, strict=True)
+        ]
+        beams = sorted(grown, key=lambda beam: -beam[1])[:width]
+    return beams
 
 
 def test_what_is_wrong_with_a_prompt_adapter_is_said(base: Path, tmp_path: Path) -> None:

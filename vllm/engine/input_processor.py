@@ -332,8 +332,9 @@ class InputProcessor:
         if request.lora_request is not None:
             self.lora_folder(request.lora_request)
         if request.prompt_adapter_request is not None:
-            if not isinstance(request.params, SamplingParams) or request.params.prompt_logprobs is not None:
-                raise ValueError("Prompt adapters are for sampling alone: not for beams, pooling or prompt_logprobs.")
+            params = request.params
+            if isinstance(params, PoolingParams) or getattr(params, "prompt_logprobs", None) is not None:
+                raise ValueError("Prompt adapters are not for pooling, and not available with prompt_logprobs.")
             self.virtual_tokens(request.prompt_adapter_request)
         if _priority("priority", request.priority) != 0 and self._config.scheduler_config.policy != "priority":
             raise ValueError(f"Got priority {request.priority} but Priority scheduling is not enabled.")
