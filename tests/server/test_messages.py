@@ -305,3 +305,22 @@ def test_thoughts_over_http() -> None:
         assert effort["content"] == message["content"]
         refused = server.post("/v1/chat/completions", {**body, "reasoning_effort": "some"})
         assert refused.status == 400 and "reasoning_effort" in refused.json["message"]
+
+
+def test_grammar_of_an_answer_that_is_gone_on_with_begins_at_once() -> None:
+    """A parser whose models think even without the opening tag: it is the conversation that says they speak already."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    body = {"messages": [USER, {"role": "assistant", "content": "It is"}], "max_tokens": 60, "temperature": 0}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    with Server(DEMO, "--reasoning-parser", "deepseek_r1", "--served-model-name", "demo") as server:
+        chat_body = {**body, **form, "add_generation_prompt": False, "continue_final_message": True}
+        message = server.post("/v1/chat/completions", chat_body).json["choices"][0]["message"]
+        assert json.loads(message["content"]) == {"a": 1} and message["reasoning_content"] is None
+        forced = {**chat_body, "tools": TOOLS, "tool_choice": NAMED}
+        (call,) = server.post("/v1/chat/completions", forced).json["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]).keys() == {"city"}
+        output = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+        (block,) = server.post("/v1/messages", {**body, "model": "demo", **output}).json["content"]
+        assert json.loads(block["text"]) == {"a": 1}
+        thinking = server.post("/v1/chat/completions", {**body, **form}).json["choices"][0]["message"]
+        assert thinking["content"] is None and thinking["reasoning_content"]

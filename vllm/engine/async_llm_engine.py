@@ -387,10 +387,12 @@ class AsyncLLMEngine:
         account: str | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
+        speaks: bool = False,
     ) -> RequestStream:
         """Begin a request for a consumer that wants to be called rather than to wait; it has to close the stream.
 
         account: common to several requests of one call, which `check_admission` was asked for as a whole.
+        speaks: as of `RequestInput`.
 
         The parameters are the engine's from here on. Raises, here or through the stream, what `generate` raises.
         """
@@ -403,6 +405,7 @@ class AsyncLLMEngine:
             priority=priority,
             owns_params=True,
             account=account,
+            speaks=speaks,
         )
         return await self._open(request, timeout)
 

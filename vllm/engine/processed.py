@@ -28,6 +28,8 @@ class RequestInput(NamedTuple):
 
     owns_params: the parameters were made, and so checked, for this request alone, and nobody else has them.
     account: the name that all requests of one call of a user have in common, if there are several.
+    speaks: it is known that no thoughts will come, so that a grammar begins with the output; else the prompt's last
+    tokens say it.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class RequestInput(NamedTuple):
     add_special_tokens: bool = True  # bos, where the tokenizer adds one; chat templates write their own
     owns_params: bool = False
     account: str | None = None
+    speaks: bool = False
 
 
 class ProcessedRequest(NamedTuple):
@@ -51,7 +54,7 @@ class ProcessedRequest(NamedTuple):
     `pooled` are the parameters of a request that is pooled, which others of its batch may have in common with it;
     `params` are neutral ones then, and `children` empty. `second_from` is where the second text of a pair begins.
     `tokenizer` is that of the request's adapter, if it has one.
-    `known_prompt` is as of `Facts`, None where no prompt can be longer.
+    `known_prompt` is as of `Facts`, None where no prompt can be longer. `speaks` is as of `RequestInput`.
     """
 
     request_id: str
@@ -73,6 +76,7 @@ class ProcessedRequest(NamedTuple):
     virtual: VirtualTokens | None = None
     tokenizer: Tokenizer | None = None
     known_prompt: int | None = None
+    speaks: bool = False
 
 
 class Children(Sequence[CoreRequest]):
@@ -154,6 +158,7 @@ def core_request(
         content_keys=keys,
         virtual=b"" if virtual is None else virtual.embeddings,
         lends=lends,
+        speaks=request.speaks,
     )
 
 

@@ -37,6 +37,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     for kinds of pooling that make one row of a prompt; together they fit into one step.
     `lends`: others will be forked from it as soon as its first token is known; until they have come, or for a limited
     time, it computes no more, so that they find it there.
+    `speaks`: it is known that no thoughts precede the answer, so that its grammar holds from the first token.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     virtual: bytes = b""
     parts: tuple[tuple[int, int], ...] = ()
     lends: bool = False
+    speaks: bool = False
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

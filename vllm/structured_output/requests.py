@@ -81,6 +81,7 @@ class _Waiting(NamedTuple):
     spec: GrammarSpec
     future: Future[Compiled]
     deadline: float
+    speaks: bool
 
 
 class _State:
@@ -193,13 +194,16 @@ class GrammarRequests:
         for future in [self.compiler.compile(spec) for spec in dict.fromkeys(specs)]:
             future.result()
 
-    def add(self, request: Request, spec: GrammarSpec) -> bool:
-        """Take in a request that has not begun; whether it may at once. If not, `ready` will tell."""
+    def add(self, request: Request, spec: GrammarSpec, speaks: bool = False) -> bool:
+        """Take in a request that has not begun; whether it may at once. If not, `ready` will tell.
+
+        speaks: no thoughts will come, whatever the prompt's last tokens say.
+        """
         future = self.compiler.compile(spec)
         if future.done() and future.exception() is None:
-            self._begin(request, future.result())
+            self._begin(request, future.result(), speaks)
             return True
-        self._waiting[request.id] = _Waiting(request, spec, future, self._clock() + WAIT_SECONDS)
+        self._waiting[request.id] = _Waiting(request, spec, future, self._clock() + WAIT_SECONDS, speaks)
         return False
 
     def ready(self, patience: float = 0.0) -> Ready:
@@ -207,7 +211,7 @@ class GrammarRequests:
         found = Ready([], {}, {})
         if patience:
             wait([waiting.future for waiting in self._waiting.values()], patience, FIRST_COMPLETED)
-        for request_id, (request, _, future, deadline) in list(self._waiting.items()):
+        for request_id, (request, _, future, deadline, speaks) in list(self._waiting.items()):
             if not future.done():
                 if self._clock() > deadline:
                     found.late[request_id] = f"Its grammar was not compiled within {WAIT_SECONDS:g} s; try again later."
@@ -216,7 +220,7 @@ class GrammarRequests:
             del self._waiting[request_id]
             error = future.exception()
             if error is None:
-                self._begin(request, future.result())
+                self._begin(request, future.result(), speaks)
                 found.begin.append(request_id)
             elif isinstance(error, GrammarError):
                 found.refused[request_id] = refusal(error)
@@ -240,10 +244,10 @@ class GrammarRequests:
     def _reasoning_end(self) -> ReasoningEnd | None:
         return None if self._make_reasoning_end is None else self._make_reasoning_end()
 
-    def _begin(self, request: Request, compiled: Compiled) -> None:
+    def _begin(self, request: Request, compiled: Compiled, speaks: bool) -> None:
         """From here on the grammar says where the request may end, and the sampler nothing any more."""
         end = self._reasoning_end
-        openings = () if end is None or end.in_prompt(request.tokens) else end.openings(request.tokens)
+        openings = () if end is None or speaks or end.in_prompt(request.tokens) else end.openings(request.tokens)
         width = self.compiler.vocabulary.width  # adapters may have further tokens, which no mask allows
         if openings:
             openings = [opening for opening in openings if max(opening) < width]

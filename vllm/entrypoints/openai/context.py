@@ -216,7 +216,9 @@ class ServerContext:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One checked prompt of a request, not handed to the engine yet. `timeout` is in seconds, None for none."""
+    """One checked prompt of a request, not handed to the engine yet. `timeout` is in seconds, None for none; `speaks`
+    is as of `RequestInput`.
+    """
 
     engine: AsyncLLMEngine
     item: dict[str, Any]
@@ -227,6 +229,7 @@ class Prompt:
     account: str | None = None  # of all prompts of one request
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
+    speaks: bool = False
 
     async def generate(self) -> AsyncGenerator[RequestOutput, None]:
         """The outputs as they come. Leaving the generator aborts the request."""
@@ -248,6 +251,7 @@ class Prompt:
             account=self.account,
             lora_request=self.lora_request,
             prompt_adapter_request=self.prompt_adapter_request,
+            speaks=self.speaks,
         )
 
 

@@ -218,13 +218,15 @@ class Wanted:
 
     parsing: reads the answer, None if all of it is content. form: what the text must look like, None if it is free.
     shows_special: whether special tokens must stay visible, since some of them are markers.
-    stop_token_ids: what ends an answer besides the model's own ends.
+    stop_token_ids: what ends an answer besides the model's own ends.   speaks: the prompt says that there will be no
+    thoughts.
     """
 
     parsing: AnswerParsing | None = None
     form: StructuredOutputsParams | None = None
     shows_special: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    speaks: bool = False
 
 
 def tool_choice_of(request: Any) -> Any:
@@ -260,13 +262,13 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     one_call = request.parallel_tool_calls is False
     markers: tuple[str, ...] = MARKERS if is_harmony else ()
     thoughts: Callable[[], Machine] | None = None
-    may_speak = False
+    speaks = may_speak = False
     if settings.reasoning_parser is not None and not is_harmony:
         think = think_format(settings.reasoning_parser)
         assert think is not None
         begins = think.begins(prompt, continues=request.continue_final_message)
-        may_speak = begins is Begins.UNKNOWN and not think.opens_itself
-        if begins is not Begins.SPEAKING:
+        speaks, may_speak = begins is Begins.SPEAKING, begins is Begins.UNKNOWN and not think.opens_itself
+        if not speaks:
             thoughts = lambda: think.machine(begins)  # noqa: E731
             markers += (*think.starts, *think.ends, *think.other_ends)
     calls: Callable[[], Machine | PluginMachine] | None = None
@@ -284,7 +286,7 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     elif choice == "auto" and isinstance(form, type):
         calls = _plugin(form, tokenizer, request)
     if thoughts is None and calls is None:
-        return Wanted()
+        return Wanted(speaks=speaks)
     special = tokenizer.special_ids if tokenizer is not None else frozenset()
     shows = tokenizer is not None and any(tokenizer.token_to_id(marker) in special for marker in markers)
 
@@ -303,7 +305,7 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     stops: tuple[int, ...] = ()
     if is_harmony and tokenizer is not None and not request.ignore_eos:
         stops = tuple(i for i in map(tokenizer.token_to_id, (RETURN, CALL)) if i is not None)
-    return Wanted(parsing, _form(choice, tools, one_call), shows, stops)
+    return Wanted(parsing, _form(choice, tools, one_call), shows, stops, speaks)
 
 
 def _plugin(
