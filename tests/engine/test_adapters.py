@@ -155,3 +155,15 @@ def test_an_adapter_that_was_removed_and_is_still_used_holds_up_no_other() -> No
     for _ in range(3):
         adapters.advance(scheduler)  # type: ignore[arg-type]
     assert not scheduler.blocked and adapters.ids() == [5, 6]
+
+
+def test_an_adapter_that_was_displaced_as_soon_as_it_was_read_is_ready() -> None:
+    """Others may need its room before anybody asks what became of it."""
+    adapters, scheduler = Adapters(Reader(), 1, 1), Requests()  # type: ignore[arg-type]
+    assert adapters.state(5) == "unknown"
+    adapters.add(5, "/5")
+    assert adapters.state(5) == "loading"
+    read(adapters, 5)
+    run(adapters, scheduler, 0, 6)
+    assert adapters.ids() == [6] and adapters.state(5) == "ready"
+    assert adapters.remove(5) and adapters.state(5) == "unknown"

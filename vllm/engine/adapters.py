@@ -201,13 +201,17 @@ class Adapters:
             self._enqueue(adapter_id)
 
     def state(self, adapter_id: int) -> str:
-        """ "ready", "loading", "unknown", or why it cannot be used (told once)."""
+        """ "ready", "loading", "unknown", or why it cannot be used (told once). One that was read and has made room for
+        others since is ready, too: its next request has it read again.
+        """
         if adapter_id in self._errors and adapter_id != self._loading:
             return self._errors.pop(adapter_id)
-        if adapter_id in self._digests and adapter_id not in self._removed:
+        is_kept = adapter_id not in self._removed
+        if adapter_id in self._digests and is_kept:
             return READY
-        waits = adapter_id == self._loading or any(queued == adapter_id for queued, _ in self._queue)
-        return LOADING if waits else UNKNOWN
+        if adapter_id == self._loading or any(queued == adapter_id for queued, _ in self._queue):
+            return LOADING
+        return READY if adapter_id in self._folders and is_kept else UNKNOWN
 
     def remove(self, adapter_id: int) -> bool:
         """Forget an adapter, once the requests that use it have ended; False if it is not known."""
