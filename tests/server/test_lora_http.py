@@ -193,7 +193,32 @@ def test_adapters_in_the_folder_of_the_operator_are_found_by_name(lora_server: S
         assert complete(lora_server, name).status == 404, name
     broken = complete(lora_server, "broken")
     assert broken.status == 400 and "neither adapter_model.safetensors" in broken.json["message"]
-    assert lora_server.post("/v1/unload_lora_adapter", {"lora_name": "by-name"}).status == 200
+    unload = {"lora_name": "by-name"}
+    assert lora_server.post("/v1/unload_lora_adapter", unload).status == 200
+    messages = [{"role": "user", "content": "Hi"}]
+    for path, fields in (
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"messages": messages}),
+    ):
+        for model, status in (("by-name", 200), ("absent", 404)):
+            assert lora_server.post(path, {"model": model, **fields}).status == status, path
+        assert lora_server.post("/v1/unload_lora_adapter", unload).status == 200
+
+
+def test_adapters_are_found_by_name_for_what_is_pooled(folders: tuple[Path, list[Path]]) -> None:
+    base, adapters = folders
+    found = base.parent / "found"
+    with LLM(str(base), task="embed", enable_lora=True, dtype="float32") as llm:
+        request = LoRARequest("third", 1, str(adapters[2]))
+        expected, plain = (llm.encode(PROMPT, lora_request=r, use_tqdm=False)[0].outputs.data for r in (request, None))
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(found)}
+    with Server(base, "--task", "embed", "--enable-lora", "--dtype", "float32", env=env) as server:
+        answer = server.post("/v1/embeddings", {"model": "by-name", "input": PROMPT}).json
+        assert answer["model"] == "by-name"
+        assert answer["data"][0]["embedding"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert answer["data"][0]["embedding"] != pytest.approx(plain.tolist(), abs=1e-2)
+        assert server.post("/v1/embeddings", {"model": "absent", "input": PROMPT}).status == 404
 
 
 def test_an_adapter_brings_tokens_of_its_own(lora_server: Server, folders: tuple[Path, list[Path]]) -> None:

@@ -275,6 +275,7 @@ async def prepare(context: ServerContext, request: MessagesRequest, request_id: 
 
 async def count_tokens(context: ServerContext, request: CountTokensRequest) -> dict[str, int]:
     """How many tokens the prompt has."""
+    await context.discover_adapter(request.model)
     context.check_model(request.model)
     body = to_chat(context, request)
     _, ids = await chat.prompt_of(context, body, None)

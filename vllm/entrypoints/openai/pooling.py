@@ -97,11 +97,12 @@ async def _token_ids(
         ) from None
 
 
-def _begin(
+async def _begin(
     context: ServerContext, request: _Pooling, items: list[dict[str, Any]], params: PoolingParams, prefix: str,
     header_id: str | None,
 ) -> Pooled:  # fmt: skip
     """The request with these prompts, once the queue has room for all of them."""
+    await context.discover_adapter(request.model)
     model = context.check_model(request.model)
     for item in items:
         length = len(item["prompt_token_ids"])
@@ -177,7 +178,7 @@ async def embed(context: ServerContext, request: EmbeddingRequest, header_id: st
     """POST /v1/embeddings."""
     params = PoolingParams(dimensions=request.dimensions, task="embed")
     params.verify(context.engine.vllm_config.model_config)
-    work = _begin(context, request, await _inputs(context, request), params, "embd", header_id)
+    work = await _begin(context, request, await _inputs(context, request), params, "embd", header_id)
 
     async def answer(context: ServerContext) -> dict[str, Any]:
         outputs = await work.outputs()
@@ -194,7 +195,7 @@ async def pool(context: ServerContext, request: PoolingRequest, header_id: str |
     """POST /pooling."""
     params = PoolingParams(dimensions=request.dimensions, task=request.task, use_activation=request.use_activation)
     params.verify(context.engine.vllm_config.model_config)
-    work = _begin(context, request, await _inputs(context, request), params, "pool", header_id)
+    work = await _begin(context, request, await _inputs(context, request), params, "pool", header_id)
 
     async def answer(context: ServerContext) -> dict[str, Any]:
         outputs = await work.outputs()
@@ -210,7 +211,7 @@ async def pool(context: ServerContext, request: PoolingRequest, header_id: str |
 async def classify(context: ServerContext, request: ClassifyRequest, header_id: str | None) -> Answer:
     """POST /classify: the probability of each class, and the name of the likeliest."""
     params = PoolingParams(task="classify", use_activation=request.use_activation)
-    work = _begin(context, request, await _inputs(context, request), params, "classify", header_id)
+    work = await _begin(context, request, await _inputs(context, request), params, "classify", header_id)
     names = context.engine.vllm_config.model_config.hf.get("id2label", default={})
 
     async def answer(context: ServerContext) -> dict[str, Any]:
@@ -258,7 +259,7 @@ async def _scores(
             return [processor.pair(a, b, truncate=kept) for a, b in zip(firsts, seconds, strict=True)]
 
         items = await context.in_lane(size, prompts)
-        work = _begin(context, request, items, params, prefix, header_id)
+        work = await _begin(context, request, items, params, prefix, header_id)
 
         async def of_pairs() -> tuple[list[float], int]:
             outputs = await work.outputs()
@@ -268,7 +269,7 @@ async def _scores(
     texts = [*firsts, *seconds]
     ids = await _token_ids(context, request, texts, True, "text_2")
     items = [{"prompt": text, "prompt_token_ids": found} for text, found in zip(texts, ids, strict=True)]
-    work = _begin(context, request, items, params, prefix, header_id)
+    work = await _begin(context, request, items, params, prefix, header_id)
 
     async def of_vectors() -> tuple[list[float], int]:
         outputs = await work.outputs()

@@ -393,6 +393,7 @@ async def tokenize(request: Request) -> Response:
 
 async def tokenized(context: ServerContext, body: TokenizeRequest) -> bytes:
     """The answer of /tokenize. Raises APIError."""
+    await context.discover_adapter(body.model)
     context.check_model(body.model)
     body.refuse_later_features()
     try:
@@ -428,6 +429,7 @@ async def detokenize(request: Request) -> Response:
 
 async def detokenized(context: ServerContext, body: DetokenizeRequest) -> bytes:
     """The answer of /detokenize. Raises APIError."""
+    await context.discover_adapter(body.model)
     context.check_model(body.model)
     tokenizer = context.tokenizer
     most = context.limits.max_detokenized
