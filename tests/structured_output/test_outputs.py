@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.model_executor.guided_decoding.guided_fields import GuidedDecodingRequest
 from vllm.sampling_params import BeamSearchParams, GuidedDecodingParams, StructuredOutputsParams
-from vllm.structured_output import requests
+from vllm.structured_output import excess, requests
 from vllm.structured_output.backends.guidance import Guidance, GuidanceGrammar
 
 BACKENDS = ("guidance", "xgrammar", "outlines", "lm-format-enforcer")
@@ -254,7 +254,7 @@ def test_a_request_whose_masks_take_too_long_fails_alone(
     monkeypatch.setattr(Guidance, "fill_all", slow)
     monkeypatch.setattr(GuidanceGrammar, "start", start)
     monkeypatch.setattr(requests, "MASK_SECONDS", 0.01)
-    monkeypatch.setattr(requests, "EXCESS_SECONDS", 0.05)
+    monkeypatch.setattr(excess, "EXCESS_SECONDS", 0.05)
     params = [
         SamplingParams(max_tokens=60, guided_decoding=GuidedDecodingParams(regex=pattern)) for pattern in (long, quick)
     ]
@@ -264,6 +264,63 @@ def test_a_request_whose_masks_take_too_long_fails_alone(
     assert_idle(demo)
     (output,) = demo.generate(["y"], params[1], use_tqdm=False)
     assert re.fullmatch(quick, output.outputs[0].text)
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every mask takes far longer than it may, and ten of them too long; how many were computed in each call."""
+    fill_all, calls = Guidance.fill_all, []
+
+    def slow(self: Guidance, matchers: Any, tokens: Any, bits: Any) -> Any:
+        calls.append(len(matchers))
+        end = time.thread_time() + 0.03 * len(matchers)
+        while time.thread_time() < end:
+            pass
+        return fill_all(self, matchers, tokens, bits)
+
+    monkeypatch.setattr(Guidance, "fill_all", slow)
+    monkeypatch.setattr(requests, "MASK_SECONDS", 0.01)
+    monkeypatch.setattr(requests, "MASKS_AT_ONCE", 4)
+    monkeypatch.setattr(excess, "EXCESS_SECONDS", 0.2)
+    return calls
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_masks_that_take_too_long_are_added_up_over_requests(demo: LLM, slow_masks: list[int], alike: bool) -> None:
+    """As many as one request asks for take no more from others than one, nor do different ones together."""
+    patterns = [f"[a-{chr(ord('f') + (0 if alike else i))}]{{200}}" for i in range(12)]
+    params = [
+        SamplingParams(max_tokens=100, temperature=2.0, seed=i, guided_decoding=GuidedDecodingParams(regex=pattern))
+        for i, pattern in enumerate(patterns)
+    ]
+    with pytest.raises(GenerationError, match="the grammar is too complex"):
+        demo.generate(["x"] * 12, params, use_tqdm=False)
+    assert_idle(demo)
+    # Grammars of their own have one more mask each before they are over; requests that are alike have none.
+    assert max(slow_masks) <= 4
+    assert sum(slow_masks) < (40 if alike else 100)
+
+
+def test_tokens_that_must_follow_hold_nobody_up(demo: LLM, slow_masks: list[int]) -> None:
+    """Their masks are computed for as long as one mask may take."""
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(excess, "EXCESS_SECONDS", 1e9)
+        patch.setattr(requests, "MASK_SECONDS", 0.1)
+        taken: list[float] = []
+        advance = requests.GrammarRequests.advance
+
+        def timed(*args: Any) -> Any:
+            begun = time.thread_time()
+            found = advance(*args)
+            taken.append(time.thread_time() - begun)
+            return found
+
+        patch.setattr(requests.GrammarRequests, "advance", timed)
+        params = SamplingParams(max_tokens=100, guided_decoding=GuidedDecodingParams(regex="(\u00e9){40}"))
+        (output,) = demo.generate(["x"], params, use_tqdm=False)
+    assert output.outputs[0].text == "\u00e9" * 40
+    assert max(taken) < 0.5  # of 80 masks of 0.03 s
 
 
 def test_free_requests_beside_them_are_what_they_are_alone(demo: LLM) -> None:

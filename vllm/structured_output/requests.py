@@ -6,6 +6,7 @@ when a step is forgotten, since tokens are only ever added.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -16,7 +17,8 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import Compiled, GrammarCompiler
-from vllm.structured_output.grammar import NO_TOKEN, Backend, GrammarError, Matcher, refused
+from vllm.structured_output.excess import Excess, Share
+from vllm.structured_output.grammar import NO_TOKEN, Backend, Grammar, GrammarError, Matcher, refused
 from vllm.structured_output.positions import MaskTable, Node
 from vllm.structured_output.vocabulary import WORD_BITS
 
@@ -31,10 +33,13 @@ COMPLETE_EARLY = "complete before min_tokens"
 WAIT_SECONDS = 30.0
 # Tokens that must follow are taken so many at a time: a grammar may force any number.
 MAX_FORCED = 64
-# A mask may take so long. What a request's masks take beyond that is added up, and ends it when it comes to the other:
-# nobody else gets a token meanwhile.
+# The masks of a step may take so long, or the other time each, and so may those of tokens that must follow. What they
+# take beyond that is added up (`excess.py`).
 MASK_SECONDS = 0.05
-EXCESS_SECONDS = 1.0
+MIN_MASK_SECONDS = 0.005
+MASKS_AT_ONCE = 8  # after so many it is known whether they take too long
+SLOW_SECONDS = 10.0  # so long masks are computed one by one after some have
+_TOO_COMPLEX = "the grammar is too complex: what may follow takes too long to find out"
 _NO_MASKS: np.ndarray = np.zeros((0, 0), np.uint32)
 
 
@@ -89,22 +94,26 @@ class _State:
     must follow need not be sampled.   position: of the first token that was not taken in.   unseen: those before it
     that the matcher has not seen.   node: where the text stands, if it can be told; then its mask may be known.   seen:
     output tokens that were searched for the end of the reasoning.
-    mask: of the token at `position`, once it is computed: a matrix and its row.   excess: seconds that masks have
-    taken beyond what they may.   problem: why the request cannot go on there.   complete_early: its text is
-    complete there, though it has fewer than min_tokens.
+    mask: of the token at `position`, once it is computed: a matrix and its row.   share: of the time that slow masks
+    have taken.   problem: why the request cannot go on there.   complete_early: its text is complete there, though it
+    has fewer than min_tokens.
     openings: what must still follow to open the reasoning, in each way that there is; before the first token the answer
     may begin instead.   opened: output tokens that have opened it.   own: the first tokens of openings that may begin
     the answer, too.   put_off: tokens that a text may have, but that end the request: not before min_tokens.
     """
 
     __slots__ = (
-        "backend", "begin", "complete_early", "ends", "ends_late", "excess", "jumps", "mask", "matcher", "min_tokens",
-        "node", "opened", "openings", "own", "places", "position", "problem", "put_off", "reasoning", "seen", "table",
-        "unseen",
+        "backend", "begin", "complete_early", "ends", "ends_late", "grammar", "jumps", "mask", "matcher", "min_tokens",
+        "node", "opened", "openings", "own", "places", "position", "problem", "put_off", "reasoning", "seen", "share",
+        "table", "unseen",
     )  # fmt: skip
 
-    def __init__(self, compiled: Compiled, request: Request, openings: Sequence[tuple[int, ...]] | None) -> None:
+    def __init__(
+        self, compiled: Compiled, request: Request, openings: Sequence[tuple[int, ...]] | None, share: Share
+    ) -> None:
         self.backend: Backend = compiled.backend
+        self.grammar: Grammar = compiled.grammar
+        self.share = share
         self.matcher: Matcher = compiled.grammar.start()
         self.ends: Collection[int] = request.stop_token_ids
         self.ends_late = False
@@ -123,7 +132,6 @@ class _State:
         self.node: Node | None = None if compiled.places is None else compiled.places.begin
         self.mask: tuple[np.ndarray, int] | None = None
         self.table: MaskTable | None = None if compiled.places is None else compiled.places.table
-        self.excess = 0.0
         self.problem: str | None = None
         self.complete_early = False
 
@@ -173,8 +181,9 @@ class GrammarRequests:
         self._waiting: dict[str, _Waiting] = {}
         self._states: dict[str, _State] = {}
         self._filled: tuple[list[_State], np.ndarray] = [], _NO_MASKS  # the last matrix of masks
-        # Masks have taken too long: those of each request are timed, without the time in which no processor was free.
-        self._slow = False
+        self._excess = Excess(clock)
+        # Masks have taken too long: until then each one is timed, without the time in which no processor was free.
+        self._slow_until = -math.inf
 
     def __bool__(self) -> bool:
         """Whether any request has a grammar, or waits for one."""
@@ -251,7 +260,7 @@ class GrammarRequests:
         width = self.compiler.vocabulary.width  # adapters may have further tokens, which no mask allows
         if openings:
             openings = [opening for opening in openings if max(opening) < width]
-        state = self._states[request.id] = _State(compiled, request, openings)
+        state = self._states[request.id] = _State(compiled, request, openings, self._excess.join(compiled.grammar))
         state.ends_late = not state.ends
         state.ends = [token for token in state.ends if token < width]
         if not state.ends:
@@ -272,7 +281,8 @@ class GrammarRequests:
     def forget(self, request_ids: Iterable[str]) -> None:
         """These have ended; unknown ids are ignored."""
         for request_id in request_ids:
-            self._states.pop(request_id, None)
+            if (state := self._states.pop(request_id, None)) is not None:
+                self._excess.leave(state.grammar)
             self._leave(request_id)
         if not self._states:
             self._filled = [], _NO_MASKS
@@ -371,22 +381,26 @@ class GrammarRequests:
             return forced
         members = [state for _, state in found]
         may_end = self._fill(members)
+        until = time.perf_counter() + MASK_SECONDS
         for place in sorted({*_without_choice(members), *may_end}) if jumps else may_end:
             output, state = found[place]
             if not state.jumps:
                 continue
             request = requests[output.request_id]
             room = min(MAX_FORCED, request.max_len - len(request.tokens))
-            if tokens := self._forced(state, room, jumps):
+            if tokens := self._forced(state, room, jumps, until):
                 forced.append((output, tokens))
         return forced
 
-    def _forced(self, state: _State, most: int, jumps: bool) -> list[int]:
-        """The tokens that must follow, as long as masks have only one; the last may be one that ends the request."""
+    def _forced(self, state: _State, most: int, jumps: bool, until: float) -> list[int]:
+        """The tokens that must follow, as long as masks have only one, and the time is not `until`; the last may be one
+        that ends the request.
+        """
         tokens: list[int] = []
         while len(tokens) < most and state.problem is None and state.mask is not None:
             bits, place = state.mask
-            if jumps and (known := state.walk(most - len(tokens))):
+            in_time = time.perf_counter() < until
+            if jumps and in_time and (known := state.walk(most - len(tokens))):
                 tokens += known
                 self._fill_one(state, bits[place : place + 1])
                 state.mask = bits, place
@@ -395,7 +409,7 @@ class GrammarRequests:
             if token in state.ends:
                 tokens.append(token)
                 break
-            if not jumps or token == NO_TOKEN:
+            if not jumps or token == NO_TOKEN or not in_time:
                 break
             tokens.append(token)
             state.take_in(token)
@@ -451,16 +465,23 @@ class GrammarRequests:
 
     def _compute(self, backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
         """Compute masks of one back end, each into its row. Returns the rows of texts that may end."""
-        if self._slow and len(states) > 1:
-            ends, slow = [], False
-            for i, state in enumerate(states):
-                self._slow = True
-                if self._compute(backend, [state], bits[i : i + 1]):
-                    ends.append(i)
-                slow |= self._slow
-            self._slow = slow
-            return ends
-        clock = time.thread_time if self._slow else time.perf_counter
+        allowed = max(MIN_MASK_SECONDS, MASK_SECONDS / len(states))
+        ends: list[int] = []
+        begin = 0
+        while begin < len(states):
+            end = begin + (1 if self._clock() < self._slow_until else MASKS_AT_ONCE)
+            found = self._compute_some(backend, states[begin:end], bits[begin:end], allowed)
+            ends += [begin + place for place in found] if begin else found
+            begin = end
+        return ends
+
+    def _compute_some(self, backend: Backend, states: Sequence[_State], bits: np.ndarray, allowed: float) -> list[int]:
+        """As `_compute`, in one go. allowed: seconds that each mask may take."""
+        slow = self._clock() < self._slow_until  # then there is but one
+        if slow and states[0].share.is_over:
+            self._settle(states[0], bits[0], False, GrammarError(_TOO_COMPLEX))
+            return []
+        clock = time.thread_time if slow else time.perf_counter
         begun = clock()
         lost = [state.show_all_but_last() for state in states]
         tokens = [state.unseen[0] if state.unseen else NO_TOKEN for state in states]
@@ -470,12 +491,13 @@ class GrammarRequests:
             state.unseen.clear()
             if (error := lost[i]) is not None:
                 errors[i] = error
-        excess = clock() - begun - MASK_SECONDS
-        if self._slow and excess > 0:
-            states[0].excess += excess
-            if states[0].excess > EXCESS_SECONDS:
-                errors[0] = GrammarError("the grammar is too complex: what may follow takes too long to find out")
-        self._slow = excess > 0
+        excess = clock() - begun - allowed * len(states)
+        if excess > 0:
+            self._slow_until = self._clock() + SLOW_SECONDS
+            if slow:
+                self._excess.charge(states[0].share, excess)
+                if states[0].share.is_over:
+                    errors[0] = GrammarError(_TOO_COMPLEX)
         for i, state in enumerate(states):
             if state.put_off and state.position - state.begin < state.min_tokens:
                 _forbid(bits[i], state.put_off)
