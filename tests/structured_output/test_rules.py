@@ -204,6 +204,8 @@ def test_odd_schemas_are_taken_or_refused(backend: str, schema: object) -> None:
         ('{"minLength": 1e999}', "cannot be written as JSON"),
         ('{"properties": 7}', "properties must be an object"),
         ('{"$ref": "#/nowhere"}', "leads nowhere"),
+        ('{"anyOf": [{"$ref": "#/anyOf/²"}]}', "leads nowhere"),
+        ('{"anyOf": [{"$ref": "#/anyOf/%s"}]}' % ("1" * 5000), "leads nowhere"),
         ('{"format": {}}', "format must be a string"),
     ],
 )

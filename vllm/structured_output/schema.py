@@ -207,6 +207,7 @@ def check_references(root: Any) -> None:
         _resolve(root, reference)
 
 
+_INDEX = re.compile(r"[0-9]{1,9}")
 _PASSES = 16  # over all schemas, to find out which have a finite text; more, and nobody says that one has none
 
 
@@ -264,7 +265,7 @@ def _resolve(root: Any, reference: str) -> Any:
         part = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and part in found:
             found = found[part]
-        elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+        elif isinstance(found, list) and _INDEX.fullmatch(part) and int(part) < len(found):
             found = found[int(part)]
         else:
             raise SchemaError(f"$ref {show(reference)} leads nowhere")
