@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import Compiled, GrammarCompiler
-from vllm.structured_output.excess import Excess, Share
+from vllm.structured_output.excess import MASK_SECONDS, Excess, Share
 from vllm.structured_output.grammar import NO_TOKEN, Backend, Grammar, GrammarError, Matcher, refused
 from vllm.structured_output.positions import MaskTable, Node
 from vllm.structured_output.vocabulary import WORD_BITS
@@ -33,10 +33,7 @@ COMPLETE_EARLY = "complete before min_tokens"
 WAIT_SECONDS = 30.0
 # Tokens that must follow are taken so many at a time: a grammar may force any number.
 MAX_FORCED = 64
-# The masks of a step may take so long, or the other time each, and so may those of tokens that must follow. What they
-# take beyond that is added up (`excess.py`).
-MASK_SECONDS = 0.05
-MIN_MASK_SECONDS = 0.005
+MIN_MASK_SECONDS = 0.005  # of each mask of a step, however many there are
 MASKS_AT_ONCE = 8  # after so many it is known whether they take too long
 SLOW_SECONDS = 10.0  # so long masks are computed one by one after some have
 _TOO_COMPLEX = "the grammar is too complex: what may follow takes too long to find out"

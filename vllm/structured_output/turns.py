@@ -16,11 +16,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from vllm.ipc.child import die_with
-from vllm.structured_output.grammar import Backend, GrammarError
+from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
 
 TURN_SECONDS = (0.02, 0.1)  # of the first turn, and of the second
@@ -31,6 +32,14 @@ MEMORY_BYTES = 4 << 30  # of address space that each copy may add: more than imp
 _CHUNK = 1 << 20
 _SOON = 1e-3  # seconds: no turn is looked at more often
 _ALIVE = b"+"  # a copy's first word: it will end with this process, even if it is stopped
+
+
+class Compiler(Protocol):
+    """What of `grammar.Backend` compiles."""
+
+    def prepare(self) -> None: ...
+
+    def build(self, spec: GrammarSpec) -> bytes: ...
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -92,7 +101,7 @@ class Turns:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Compiler,
         news: select.poll,
         tell: Callable[[bytes], object],
         turn_seconds: Sequence[float] = TURN_SECONDS,
@@ -210,7 +219,7 @@ class Turns:
         return status
 
 
-def _copy(backend: Backend, number: int, spec: GrammarSpec) -> tuple[int, int]:
+def _copy(backend: Compiler, number: int, spec: GrammarSpec) -> tuple[int, int]:
     """A copy of this process that compiles: its id, and where it writes _ALIVE and then an encoded Answer."""
     parent = os.getpid()
     ours, theirs = os.pipe()
@@ -236,7 +245,7 @@ def _write(target: int, data: bytes) -> None:
         view = view[os.write(target, view) :]
 
 
-def _answer(backend: Backend, number: int, spec: GrammarSpec) -> Answer:
+def _answer(backend: Compiler, number: int, spec: GrammarSpec) -> Answer:
     try:
         return Answer(number, backend.build(spec))
     except GrammarError as error:

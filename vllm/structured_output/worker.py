@@ -19,9 +19,9 @@ from concurrent.futures import Future
 import msgspec
 
 from vllm.ipc.helper import Helper, Questions
-from vllm.structured_output.grammar import Backend, GrammarError
+from vllm.structured_output.grammar import GrammarError
 from vllm.structured_output.spec import GrammarSpec
-from vllm.structured_output.turns import STARVED, TURN_SECONDS, Answer, Turns
+from vllm.structured_output.turns import STARVED, TURN_SECONDS, Answer, Compiler, Turns
 from vllm.structured_output.vocabulary import Vocabulary
 
 START_SECONDS = 120.0  # to import a library and read a vocabulary
@@ -167,13 +167,14 @@ def main() -> int:
     """Answer until the other end is closed."""
     questions = Questions()
     from vllm.structured_output.backends import make_backend
+    from vllm.structured_output.trial import Tried
 
-    return serve(questions, make_backend)
+    return serve(questions, lambda name, vocabulary: Tried(make_backend(name, vocabulary), vocabulary))
 
 
 def serve(
     questions: Questions,
-    make_backend: Callable[[str, Vocabulary], Backend],
+    make_backend: Callable[[str, Vocabulary], Compiler],
     turn_seconds: Sequence[float] = TURN_SECONDS,
 ) -> int:
     """Answer until the other end is closed; the status of the process."""
