@@ -11,19 +11,26 @@ import pytest
 import torch
 import torchao.quantization as ao
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
 from torch import Tensor, nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from transformers import TorchAoConfig
 
 from tests.quantization.harness import assert_same_logits, is_projection, plain_model, quantize_folder
 from vllm.model_executor.layers.quantization.bitsandbytes import NF4, round_to_table
+from vllm.model_executor.layers.quantization.compressed_tensors import CompressedTensors
 
 
-def compress(model: nn.Module, preset: str, folder: Path, ignore: list[str]) -> nn.Module:
-    """Compress a Hugging Face model with a preset of llm-compressor, save it; the model with the same numbers."""
-    scheme = preset_name_to_scheme(preset, ["Linear"])
+def compress(model: nn.Module, scheme: QuantizationScheme, folder: Path, ignore: list[str]) -> nn.Module:
+    """Compress a Hugging Face model with a scheme of llm-compressor, save it; the model with the same numbers."""
     apply_quantization_config(
         model,
         QuantizationConfig(
@@ -41,7 +48,8 @@ def compress(model: nn.Module, preset: str, folder: Path, ignore: list[str]) -> 
             if args.strategy in ("group", "tensor_group"):
                 view, dims = weight.unflatten(1, (-1, args.group_size)), -1
             elif args.strategy == "block":
-                view, dims = weight.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)), (1, 3)
+                rows, columns = args.block_structure
+                view, dims = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)), (1, 3)
             else:
                 view, dims = weight, (0, 1) if args.strategy == "tensor" else 1
             scale, zero = calculate_qparams(view.amin(dims), view.amax(dims), args, **options)
@@ -80,12 +88,50 @@ PRESETS = [
 def test_compressed_tensors(preset: str, tmp_path: Path) -> None:
     reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
     ignore = ["re:.*k_proj"] if preset == "W4A16" else []
-    numbers = compress(copy.deepcopy(reference), preset, tmp_path, ignore)
+    check(reference, state, preset_name_to_scheme(preset, ["Linear"]), tmp_path, ignore)
+
+
+# Integers in the ways that no preset has.
+INTEGERS: dict[str, dict[str, Any]] = {
+    "blocks": {"num_bits": 4, "strategy": "block", "block_structure": [64, 32]},
+    "blocks with zero points": {"num_bits": 4, "symmetric": False, "strategy": "block", "block_structure": [64, 32]},
+    "one zero point": {"num_bits": 4, "symmetric": False, "strategy": "tensor"},
+    "unpacked, one zero point": {"num_bits": 8, "symmetric": False, "strategy": "tensor"},
+    "unpacked, a zero point for each output": {"num_bits": 8, "symmetric": False, "strategy": "channel"},
+}
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_of_compressed_tensors(kind: str, tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
+    layout = "int-quantized" if kind.startswith("unpacked") else "pack-quantized"
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**INTEGERS[kind]), format=layout)
+    check(reference, state, scheme, tmp_path, [])
+
+
+def check(
+    reference: Any, state: dict[str, Tensor], scheme: QuantizationScheme, folder: Path, ignore: list[str]
+) -> None:
+    numbers = compress(copy.deepcopy(reference), scheme, folder, ignore)
     values = {name: tensor.float() for name, tensor in numbers.state_dict().items() if name in state}
     assert set(values) == set(state)
     reference.load_state_dict(values)
     # of NVFP4 the library itself makes bfloat16
-    assert_same_logits(tmp_path, reference, 2e-2 if preset == "NVFP4A16" else 1e-3)
+    assert_same_logits(folder, reference, 2e-2 if scheme.weights.strategy == "tensor_group" else 1e-3)
+
+
+@pytest.mark.parametrize("place", ["input", "output", "q_attn"])
+def test_rotations_of_activations_are_refused_by_name(place: str) -> None:
+    """llm-compressor writes those of weights (SpinQuant's R1 and R2) into the weights, where nobody need know them."""
+
+    def settings(*places: str) -> dict[str, Any]:
+        apply = [TransformArgs(targets=["Linear"], location=place) for place in places]
+        config = TransformConfig(config_groups={"R": TransformScheme(type="hadamard", apply=apply)})
+        return {"format": "dense", "transform_config": config.model_dump(mode="json")}
+
+    CompressedTensors(settings("weight_input", "weight_output"))
+    with pytest.raises(ValueError, match=f"'R', at '{place}'"):
+        CompressedTensors(settings("weight_input", place))
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -78,6 +78,21 @@ class WeightArgs:
             fields.get("actorder") in ("group", "dynamic", True),
         )
 
+    def inputs_per_scale(self, k: int) -> int:
+        """How many of `k` inputs share a scale of integers."""
+        size = self.group if self.block is None else self.block[1]
+        return k if size == -1 else min(size, k)
+
+    def spread(self, tensors: Tensors, leaf: str, n: int, k: int, *dtypes: torch.dtype) -> Tensor:
+        """The tensor called `leaf`, with a number for each scale, in fp32 and in the scales' full shape [n, groups]."""
+        groups = -(-k // self.inputs_per_scale(k))
+        if self.per_tensor:
+            return take(tensors, leaf, (), *dtypes).float().expand(n, groups)
+        if self.block is None:
+            return take(tensors, leaf, (n, groups), *dtypes).float()
+        rows = self.block[0]
+        return take(tensors, leaf, (-(-n // rows), groups), *dtypes).float().repeat_interleave(rows, 0)[:n]
+
 
 def _inputs_of(fields: Any) -> InputQuant | None:
     """How a scheme wants inputs rounded; a fixed scale is in the checkpoint."""
@@ -101,17 +116,16 @@ class PackedIntegers(Reader):
         if "weight_shape" in tensors and tensors["weight_shape"].tolist() != [n, k]:
             raise ValueError(f"'weight_shape' says {tensors['weight_shape'].tolist()}, expected {[n, k]}")
         codes = self._unpack(take(tensors, "weight_packed", _any(tensors, "weight_packed", n), torch.int32), k)
-        group = k if args.group == -1 else min(args.group, k)
+        group = args.inputs_per_scale(k)
         groups = -(-k // group)
-        middle = 2 ** (args.bits - 1)
-        if args.per_tensor:
-            scales = take(tensors, "weight_scale", (1,), *FLOATS).float().expand(n, 1)
-        else:
-            scales = take(tensors, "weight_scale", (n, groups), *FLOATS).float()
-        offsets, zero = None, middle
+        scales = args.spread(tensors, "weight_scale", n, k, *FLOATS)
+        offsets, zero = None, 2 ** (args.bits - 1)
         if not args.symmetric:
-            stored = take(tensors, "weight_zero_point", (-(-n * args.bits // WORD), groups), torch.int32)
-            zeros = self._unpack(stored.t(), n).t().float()
+            if args.per_tensor or args.block is not None:  # only the others are packed
+                zeros = args.spread(tensors, "weight_zero_point", n, k, torch.int8) + zero
+            else:
+                stored = take(tensors, "weight_zero_point", (-(-n * args.bits // WORD), groups), torch.int32)
+                zeros = self._unpack(stored.t(), n).t().float()
             offsets, zero = -zeros * scales, 0
         order = None
         if "weight_g_idx" in tensors and groups > 1:
@@ -140,7 +154,8 @@ class PackedIntegers(Reader):
         raise ValueError(f"{words.shape[1]} words cannot hold {count} codes of {bits} bits")
 
     def example(self, weight: Tensor) -> GroupedWeight:
-        return round_to_groups(weight, word_bits(self.args.bits), self.args.group, symmetric=self.args.symmetric)
+        group = self.args.inputs_per_scale(weight.shape[1])
+        return round_to_groups(weight, word_bits(self.args.bits), group, symmetric=self.args.symmetric)
 
 
 def _any(tensors: Tensors, leaf: str, rows: int) -> tuple[int, ...]:
@@ -157,23 +172,26 @@ class Integers(Reader):
     inputs: InputQuant | None
 
     def read(self, tensors: Tensors, n: int, k: int) -> GroupedWeight:
-        args = self.args
-        if not args.symmetric and "weight_zero_point" in tensors and bool(tensors["weight_zero_point"].any()):
-            raise ValueError("unpacked integer weights with zero points are not supported")
         codes = take(tensors, "weight", (n, k), torch.int8)
-        group = k if args.group == -1 else min(args.group, k)
-        if args.per_tensor or tensors.get("weight_scale", codes).numel() == 1:
-            scales = take(tensors, "weight_scale", (), *FLOATS).float().expand(n, 1)
-        else:
-            flat = tensors.get("weight_scale", codes).dim() == 1
-            scales = take(tensors, "weight_scale", (n,) if flat else (n, -(-k // group)), *FLOATS).float().view(n, -1)
+        scales, zeros = self._spread(tensors, "weight_scale", n, k, *FLOATS), None
+        if not self.args.symmetric and "weight_zero_point" in tensors:
+            zeros = self._spread(tensors, "weight_zero_point", n, k, torch.int8)
         return GroupedWeight(
-            (codes.to(torch.int16) + 128).to(torch.uint8), scales.contiguous(), group, 8, 128,
-            inputs=_fixed(self.inputs, tensors),
+            (codes.to(torch.int16) + 128).to(torch.uint8), scales.contiguous(), self.args.inputs_per_scale(k), 8, 128,
+            None if zeros is None or not bool(zeros.any()) else -zeros * scales, inputs=_fixed(self.inputs, tensors),
         )  # fmt: skip
 
+    def _spread(self, tensors: Tensors, leaf: str, n: int, k: int, *dtypes: torch.dtype) -> Tensor:
+        """As of WeightArgs; one number may stand for all, and one for each output may have no second dimension."""
+        stored = tensors.get(leaf)
+        if stored is not None and stored.numel() == 1:
+            return take(tensors, leaf, (), *dtypes).float().expand(n, -(-k // self.args.inputs_per_scale(k)))
+        if stored is not None and stored.dim() == 1:
+            tensors = {**tensors, leaf: stored[:, None]}
+        return self.args.spread(tensors, leaf, n, k, *dtypes)
+
     def example(self, weight: Tensor) -> GroupedWeight:
-        return round_to_groups(weight, 8, self.args.group)
+        return round_to_groups(weight, 8, self.args.inputs_per_scale(weight.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -300,6 +318,7 @@ class CompressedTensors(Format):
         if not isinstance(sparsity, Mapping):
             raise ValueError("The quantization config's `sparsity_config` must be an object.")
         self._sparse = setting(sparsity, "format", str, "dense", among=(*_SPARSE, "dense")) != "dense"
+        _check_rotations(settings)
         self._groups: list[tuple[tuple[str, ...], Reader]] = []
         groups = setting(settings, "config_groups", dict, {})
         for name, group in groups.items():
@@ -359,6 +378,18 @@ def _reader_of(group: Mapping[str, Any], layout: str) -> Reader | None:
             raise ValueError(f"Floats of {args.bits} bits in the layout {layout!r} are not supported, expected 8.")
         return Floats(args, inputs)
     return Integers(args, inputs)
+
+
+def _check_rotations(settings: Mapping[str, Any]) -> None:
+    """Rotations that weights contain already are nothing to the reader; those of activations are not computed here."""
+    for name, group in setting(setting(settings, "transform_config", dict, {}), "config_groups", dict, {}).items():
+        for part in setting(group, "apply", list, []) if isinstance(group, Mapping) else ():
+            location = part.get("location") if isinstance(part, Mapping) else None
+            if location not in ("weight_input", "weight_output"):
+                raise ValueError(
+                    f"The quantization config's `transform_config` rotates activations ({name!r}, at {location!r}), "
+                    "which is not supported; rotations of weights (weight_input, weight_output) are."
+                )
 
 
 def _matches(target: str, name: str) -> bool:
