@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from transformers import TorchAoConfig
 
 from tests.quantization.harness import assert_same_logits, is_projection, plain_model, quantize_folder
+from vllm.model_executor.layers.quantization.auto_round import AutoRound
 from vllm.model_executor.layers.quantization.bitsandbytes import NF4, round_to_table
 from vllm.model_executor.layers.quantization.compressed_tensors import CompressedTensors
 
@@ -110,14 +112,48 @@ def test_integers_of_compressed_tensors(kind: str, tmp_path: Path) -> None:
 
 
 def check(
-    reference: Any, state: dict[str, Tensor], scheme: QuantizationScheme, folder: Path, ignore: list[str]
+    reference: Any,
+    state: dict[str, Tensor],
+    scheme: QuantizationScheme,
+    folder: Path,
+    ignore: list[str],
+    described: dict[str, Any] | None = None,
 ) -> None:
+    """The engine computes what the library says is stored; described: the quantization config, if not the library's."""
     numbers = compress(copy.deepcopy(reference), scheme, folder, ignore)
+    if described is not None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = json.dumps({**config, "quantization_config": described})
+        (folder / "config.json").write_text(text, encoding="utf-8")
     values = {name: tensor.float() for name, tensor in numbers.state_dict().items() if name in state}
     assert set(values) == set(state)
     reference.load_state_dict(values)
     # of NVFP4 the library itself makes bfloat16
     assert_same_logits(folder, reference, 2e-2 if scheme.weights.strategy == "tensor_group" else 1e-3)
+
+
+# What AutoRound says of floats that it stores as the preset does.
+AUTO_ROUND: dict[str, dict[str, Any]] = {
+    "MXFP4": {"data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 4, "act_data_type": "mx_fp"},
+    "MXFP8": {"data_type": "mx_fp", "bits": 8, "group_size": 32, "act_bits": 8, "act_data_type": "mx_fp"},
+    "NVFP4A16": {"data_type": "nv_fp", "bits": 4, "group_size": 16},
+    "FP8_BLOCK": {"data_type": "fp", "bits": 8, "group_size": [128, 128], "act_bits": 8, "act_group_size": 128},
+    "FP8_DYNAMIC": {"data_type": "fp", "bits": 8, "group_size": -1, "act_bits": 8, "act_group_size": -1},
+    "FP8": {"data_type": "fp", "bits": 8, "group_size": 0, "act_bits": 8, "act_group_size": 0},
+}
+
+
+@pytest.mark.parametrize("preset", AUTO_ROUND)
+def test_floats_of_auto_round(preset: str, tmp_path: Path) -> None:
+    reference, state = plain_model(tmp_path, num_hidden_layers=1, num_key_value_heads=4)
+    described = {"quant_method": "auto-round", "block_name_to_quantize": "model.layers", **AUTO_ROUND[preset]}
+    check(reference, state, preset_name_to_scheme(preset, ["Linear"]), tmp_path, [], described)
+
+
+def test_floats_of_auto_round_that_are_not_known() -> None:
+    settings = {"bits": 4, "data_type": "fp", "group_size": 32}
+    with pytest.raises(ValueError, match="`data_type` is 'fp' of 4 bits, expected int, fp of 8"):
+        AutoRound(settings).reader(["model.layers.0.mlp.up_proj"])
 
 
 @pytest.mark.parametrize("place", ["input", "output", "q_attn"])

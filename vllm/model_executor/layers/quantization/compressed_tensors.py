@@ -324,7 +324,7 @@ class CompressedTensors(Format):
         for name, group in groups.items():
             if not isinstance(group, Mapping):
                 raise ValueError(f"The quantization config's group {name!r} is not an object.")
-            reader = _reader_of(group, layout)
+            reader = reader_of(group, layout)
             if reader is not None:
                 self._groups.append((names_of(group, "targets"), reader))
         self._plain = names_of(settings, "ignore")
@@ -349,7 +349,11 @@ class CompressedTensors(Format):
         return None
 
 
-def _reader_of(group: Mapping[str, Any], layout: str) -> Reader | None:
+def reader_of(group: Mapping[str, Any], layout: str) -> Reader | None:
+    """How the modules of a config group are stored, by its own layout or `layout`; None: plainly.
+
+    Raises ValueError that names the setting which is wrong or not supported.
+    """
     weights = group.get("weights")
     if weights is None:
         return None
