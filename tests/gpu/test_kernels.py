@@ -155,6 +155,39 @@ def test_long_queries_over_common_keys(heads, kv_heads, head_dim):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
+    [
+        (32, 8, 128, torch.bfloat16),
+        (6, 2, 128, torch.float16),
+        (16, 8, 256, torch.bfloat16),
+        (3, 3, 256, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 5, 200, 700])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_long_queries_with_windows_caps_and_sinks(softcap, window, heads, kv_heads, head_dim, dtype):
+    """Behind cached tokens, also some in common, and without."""
+    own = [900, 1, 333, 129]
+    for cached in ([0, 0, 0, 0], [300, 60, 256, 290]):
+        lens = [c + n for c, n in zip(cached, own, strict=True)]
+        batch = make_batch(own, lens, heads, kv_heads, head_dim, 16, dtype, window, device="cuda")
+        batch.cache[1:].nan_to_num_()
+        shared = any(cached) and window is None
+        if shared:
+            batch.group.block_table[2, :12] = batch.group.block_table[0, :12]
+        groups = [Group(np.array([0, 2]), 192)] if shared else []
+        group = msgspec.structs.replace(batch.group, plan=gather_plan(np.array(own), np.array(lens), groups))
+        for sinks in (None, torch.randn(heads, device="cuda")):
+            params = attention.AttentionParams(head_dim**-0.5, window, softcap, sinks=sinks)
+            got = attention.attend(batch.q, batch.cache, params, batch.step, group)
+            again = attention.attend(batch.q, batch.cache, params, batch.step, group)
+            clean = batch.cache.float().nan_to_num()
+            want = attention.attend.reference(batch.q.float(), clean, params, batch.step, batch.group)
+            assert torch.equal(got, again)
+            assert error(got, want) < TOLERANCE[dtype], (cached, sinks is not None)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
     [(32, 8, 128, torch.bfloat16), (14, 2, 64, torch.float16), (16, 8, 256, torch.bfloat16), (4, 2, 80, torch.float32)],
 )
 def test_decode_batches_over_shared_prefixes(heads, kv_heads, head_dim, dtype):

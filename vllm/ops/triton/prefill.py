@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm.ops.attention import AttentionParams, GatherPlan, OwnKV
+from vllm.ops.triton import hopper_prefill
 from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
@@ -214,12 +215,18 @@ def attend_gathered(
     softcap = params.softcap
     if plan.runs and window is None and softcap is None and params.sinks is None:
         return attend_runs(q, keys, values, params.scale, plan, out, fresh)
+    inner, outer = (0.0, params.scale * _LOG2E) if softcap is None else (params.scale / softcap, softcap * _LOG2E)
+    if hopper_prefill.available() and hopper_prefill.takes(head_dim):
+        capped = softcap is not None
+        hopper_prefill.attend(
+            q, keys, values, params.sinks, step, plan, fresh, (inner, outer), window or 0, capped, out
+        )  # fmt: skip
+        return out
     k, v = (x.as_strided((x.shape[0], kv_heads * head_dim), (x.stride(0), 1)) for x in (keys, values))
     padded = triton.next_power_of_2(head_dim)
     rows, tile, stages, warps = 128, 64, 2, 4 if padded <= 128 else 8  # as measured on an H200
     tiles = q.shape[0] // rows + requests
     fused = q.as_strided((q.shape[0], heads * head_dim), (q.stride(0), 1))
-    inner, outer = (0.0, params.scale * _LOG2E) if softcap is None else (params.scale / softcap, softcap * _LOG2E)
     _prefill_kernel[(tiles, heads)](
         TensorDescriptor(fused, list(fused.shape), list(fused.stride()), [rows, padded]),
         TensorDescriptor(k, list(k.shape), list(k.stride()), [tile, padded]),
