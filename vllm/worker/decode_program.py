@@ -128,12 +128,17 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
     eight = attn.cache.element_size() == 1
     wide = few and width <= 16384  # of longer sequences every program has enough keys to read alone
     one = rows == 1 and wide and not eight
-    long = rows * kv_heads <= 16 and not (wide or large)  # so few programs that each must ask for much at once
-    light = layer.o.weight.shape.numel() <= 1 << (22 if rows == 1 else 21)
+    long = rows * kv_heads <= (16 if eight else 64) and not (wide or large)  # few programs, which must ask for much
+    weights = layer.o.weight.shape.numel()
+    light = weights <= 1 << (22 if rows == 1 else 21)
     alone = w.tp.world == 1
     splits = choose_splits(rows * kv_heads, max(width // 2, 2048) if few else width, None)
     if one:
         splits = max(1, min(splits, (256 if light else 512) // kv_heads))
+    # with so many rows half the shares will do, and the next product leaves room for more warps
+    shared = wide and rows * kv_heads > 32 and not (one or light or large or eight) and weights <= 1 << 22
+    if shared:
+        splits = max(1, splits // 2)
     if isinstance(attn, LatentDecode):
         splits = choose_latent_splits(rows, attn.heads)
     up = down = o = product(layer.o, RESIDUAL)
@@ -150,8 +155,12 @@ def choose_step_tiling(w: ProgramWeights, rows: int, width: int, adapted: bool =
         down,
         o if w.head is None else product(Linear(w.head), ARGMAX),
         splits,
-        tile=128 if eight and not (few or large) else 64 if (wide or long or (few and light)) and not large else 32,
-        warps=4 if one or large or long or (few and light) or (eight and not few) else 2 if wide else 1,
+        tile=128
+        if eight and not (few or large)
+        else 64
+        if (wide or long or (few and light)) and not (large or shared)
+        else 32,
+        warps=4 if one or large or long or shared or (few and light) or (eight and not few) else 2 if wide else 1,
         stages=3 if long or (eight and not (few or large)) else 2,
         early=one or (few and light and not large),
         wide_gate=wide_gate,

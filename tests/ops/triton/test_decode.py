@@ -517,10 +517,10 @@ def test_decode_attention_reads_and_writes_a_cache_of_eight_bits(dtype, splits, 
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 64])
-@pytest.mark.parametrize("inputs", [64, 320, 896, 1024, 4096, 14336])
+@pytest.mark.parametrize("inputs", [64, 320, 896, 1024, 2304, 4096, 8960, 14336])
 def test_chosen_tilings_divide_the_product(rows, inputs):
     for mode in (STORE, GATED, RESIDUAL, ARGMAX):
-        for outputs in (64, 896, 4096, 28672, 128256):
+        for outputs in (64, 896, 2048, 4096, 8192, 28672, 128256):
             t = choose_tiling(rows, outputs, inputs, mode)
             if not t.vector:
                 assert inputs % (t.depth * t.split) == 0

@@ -426,12 +426,16 @@ def choose_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     if mode == RESIDUAL and outputs < 2048:  # narrow tiles, or the device is not filled
         return _fitting(Tiling(False, 16, 256, 4, split=2, stages=6 if rows <= 32 else 4, ahead=512), inputs)
     if mode == RESIDUAL:
+        if inputs >= 8192 and inputs % 256 == 0 and outputs // 64 * 4 <= processors():  # all programs at once
+            return Tiling(False, 64, 64, 4, split=4, stages=10)
         return _fitting(Tiling(False, 64, 128, 4, split=2, stages=6, ahead=512), inputs)
     if mode == STORE:
         return _fitting(Tiling(False, 64, 128, 4, stages=6, ahead=256 if inputs <= 2048 else 1024), inputs)
     if mode == GATED:
         small = outputs <= 8192
-        if not small and inputs <= 2048:
+        if small and inputs <= 2048 and 3 * processors() <= outputs // 64 * 4 <= 4 * processors():
+            return _fitting(Tiling(False, 64, 64, 4, stages=6, ahead=512), inputs)  # most programs at once, each alone
+        if not small and inputs < 4096:  # two on a processor
             return _fitting(Tiling(False, 64, 64, 4, stages=4, ahead=512), inputs)
         return _fitting(Tiling(False, 32 if small else 64, 128, 4, stages=6 if small else 4), inputs)
     return _fitting(
