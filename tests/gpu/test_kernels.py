@@ -281,7 +281,7 @@ def test_draw_matches_the_reference(name, spread):
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("with_norm", ["none", "each", "joint"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim", "interleaved"), [(128, 128, False), (80, 32, True), (64, 64, True)])
 def test_rotate_and_write(head_dim, rotary_dim, interleaved, with_norm, cache_dtype):
     heads, kv_heads, block, tokens = 12, 4, 16, 37
@@ -290,8 +290,10 @@ def test_rotate_and_write(head_dim, rotary_dim, interleaved, with_norm, cache_dt
     positions = torch.randint(0, 512, (tokens,), device="cuda")
     slots = torch.randperm(20 * block, device="cuda")[:tokens]
     weights = None
-    if with_norm:
-        weights = rotary.QKNorm(*(torch.randn(head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)), 1e-6)
+    if with_norm != "none":
+        sizes = (heads * head_dim, kv_heads * head_dim) if with_norm == "joint" else (head_dim, head_dim)
+        given = (torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in sizes)
+        weights = rotary.QKNorm(*given, 1e-6, joint=with_norm == "joint")
     caches = [torch.full((20, 2, kv_heads, block, head_dim), 3.0, device="cuda") for _ in range(2)]
     caches[1] = caches[1].to(cache_dtype)
     rest = (positions, cos_sin, interleaved)

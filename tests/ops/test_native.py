@@ -334,7 +334,7 @@ def test_a_float8_cache_holds_the_same_bits_as_the_reference(native, dtype, cach
     block_size=st.sampled_from([1, 5, 16]),
     dtypes=st.sampled_from([(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float16)]),
     interleaved=st.booleans(),
-    normed=st.booleans(),
+    normed=st.sampled_from(["none", "each", "joint"]),
 )
 def test_rotation_and_cache_write_agree_with_the_reference(
     native, query_lens, dims, block_size, dtypes, interleaved, normed
@@ -348,8 +348,10 @@ def test_rotation_and_cache_write_agree_with_the_reference(
     angles = torch.rand(32, rotary_dim // 2) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
-    weights = torch.randn(2, head_dim).to(dtype)
-    norm = QKNorm(weights[0], weights[1], 1e-5, 0.5) if normed else None
+    norm = None
+    if normed != "none":
+        sizes = (heads * head_dim, kv_heads * head_dim) if normed == "joint" else (head_dim, head_dim)
+        norm = QKNorm(*(torch.randn(n).to(dtype) for n in sizes), 1e-5, 0.5, joint=normed == "joint")
     arguments = (heads, step.positions, cos_sin, interleaved)
     expected, _ = rotate_and_write_kv.reference(qkv.clone(), *arguments, other, group.slot_mapping, qk_norm=norm)
     got, _ = native.rotate_and_write_kv(qkv.clone(), *arguments, kv_cache, group.slot_mapping, qk_norm=norm)

@@ -30,12 +30,22 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMS norm of each query and key head before its rotation. q_weight, k_weight: [head_dim]."""
+    """RMS norm of each query and key head before its rotation, or with `joint` of all of a token's query heads
+    together, and of all its key heads. q_weight, k_weight: [head_dim], with `joint` [heads * head_dim].
+    """
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
     offset: float = 0.0
+    joint: bool = False
+
+    def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], normalised by the reference."""
+        first = 1 if self.joint else 2
+        parts = ((q, self.q_weight), (k, self.k_weight))
+        q, k = (rms_norm.reference(x.flatten(first), w, self.eps, self.offset).view(x.shape) for x, w in parts)
+        return q, k
 
 
 @op
@@ -60,8 +70,7 @@ def rotate_and_write_kv(
     kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     q, k, v = qkv.view(qkv.shape[0], -1, head_dim).split([heads, kv_heads, kv_heads], 1)
     if qk_norm is not None:
-        q = rms_norm.reference(q, qk_norm.q_weight, qk_norm.eps, qk_norm.offset)
-        k = rms_norm.reference(k, qk_norm.k_weight, qk_norm.eps, qk_norm.offset)
+        q, k = qk_norm.apply(q, k)
     q = rotate.reference(q, positions, cos_sin, interleaved)
     k = rotate.reference(k, positions, cos_sin, interleaved)
     write_kv.reference(k, v, kv_cache, slot_mapping, k_scale, v_scale)

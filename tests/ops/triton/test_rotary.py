@@ -21,13 +21,16 @@ def test_rotation_matches_the_reference(head_dim, rotary_dim, interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", ["none", "each", "joint"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (24, 12), (40, 40)])
 def test_rotate_and_write_matches_the_reference(head_dim, rotary_dim, norm, interleaved):
     heads, kv_heads, block = 6, 3, 8
     qkv = torch.randn(5, (heads + 2 * kv_heads) * head_dim)
     positions, slots = torch.randint(0, 64, (5,)), torch.tensor([9, 8, 33, 20, 16])
-    weights = ops.QKNorm(torch.randn(head_dim), torch.randn(head_dim), 1e-5, 1.0) if norm else None
+    weights = None
+    if norm != "none":
+        sizes = (heads * head_dim, kv_heads * head_dim) if norm == "joint" else (head_dim, head_dim)
+        weights = ops.QKNorm(*(torch.randn(n) for n in sizes), 1e-5, 1.0, joint=norm == "joint")
     caches = [torch.full((5, 2, kv_heads, block, head_dim), 3.0) for _ in range(2)]
     q = [
         f(qkv.clone(), heads, positions, table(rotary_dim), interleaved, cache, slots, qk_norm=weights)

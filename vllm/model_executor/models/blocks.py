@@ -159,6 +159,12 @@ class HeadsNorm(nn.Module):
         self.weight = ShardedParameter.empty(shape, cut, 0, 1, ctx.dtype) if spec.weight else None
         self.bias = ShardedParameter.empty(shape, cut, 0, 1, ctx.dtype) if spec.bias else None
 
+    @property
+    def is_joint_rms(self) -> bool:
+        """Whether it is an RMS norm over all heads, and all of them are here."""
+        alone = self.over is HeadNorm.ALL and self.tp.world == 1
+        return alone and self.spec.kind == "rms" and self.weight is not None and self.bias is None
+
     def norm(self, x: Tensor) -> Tensor:
         """x: [tokens, heads on this rank, head_dim]."""
         if self.over is HeadNorm.ALL:
@@ -272,6 +278,8 @@ class SelfAttention(nn.Module):
             self.k_norm = _head_norm(spec, spec.kv_heads, first_kv_head, self.kv_heads, ctx)
         # what one operation does, from the product to the cache
         plain_norm = self.q_norm is None or isinstance(self.q_norm, RMSNorm)
+        if isinstance(self.q_norm, HeadsNorm) and isinstance(self.k_norm, HeadsNorm):
+            plain_norm = self.q_norm.is_joint_rms and self.k_norm.is_joint_rms
         unusual = spec.clip_qkv is not None or spec.temperature is not None
         unusual = unusual or (spec.qk_norm is not None and (spec.norm_after_rope or not spec.qk_norm.weight))
         self.fused = spec.rope is not None and plain_norm and not unusual
@@ -335,9 +343,11 @@ class SelfAttention(nn.Module):
     def _rms_qk_norm(self) -> QKNorm | None:
         """The head norms as the fused operation takes them."""
         q_norm, k_norm = self.q_norm, self.k_norm
-        if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
+        if q_norm is None or k_norm is None or q_norm.weight is None or k_norm.weight is None:
             return None
-        if q_norm.weight is None or k_norm.weight is None:
+        if isinstance(q_norm, HeadsNorm) and q_norm.is_joint_rms:
+            return QKNorm(q_norm.weight, k_norm.weight, q_norm.spec.eps, q_norm.spec.offset, joint=True)
+        if not isinstance(q_norm, RMSNorm):
             return None
         return QKNorm(q_norm.weight, k_norm.weight, q_norm.variance_epsilon, q_norm.offset)
 

@@ -320,6 +320,12 @@ class NativeKernels:
         covered = cache_code is not None and qkv.stride(1) == 1 and _rotary_covers(qkv, positions, cos_sin)
         q_weight = k_weight = None
         eps = offset = 0.0
+        if qk_norm is not None and qk_norm.joint and covered:
+            heads_of = qkv.view(len(qkv), -1, kv_cache.shape[4])
+            q, k = heads_of[:, :heads], heads_of[:, heads : heads + kv_cache.shape[2]]
+            for x, normalised in zip((q, k), qk_norm.apply(q, k), strict=True):
+                x.copy_(normalised)
+            qk_norm = None
         if qk_norm is not None:
             q_weight, k_weight = qk_norm.q_weight.data_ptr(), qk_norm.k_weight.data_ptr()
             eps, offset = qk_norm.eps, qk_norm.offset

@@ -21,14 +21,25 @@ def _square_sum(a, b, ptr, tail_mask, tail, ROTARY: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
+def _own_weights(
+    q_weight, k_weight, h, at, keep, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Columns `at` of every head's own weights: of queries [HEADS, D], then of keys [KV_HEADS, D]."""
+    wq = tl.load(q_weight + h * D + at, mask=keep & (h < HEADS), other=0.0)
+    wk = tl.load(k_weight + (h - HEADS) * D + at, mask=keep & (h >= HEADS) & (h < HEADS + KV_HEADS), other=0.0)
+    return tl.where(h < HEADS, wq, wk)
+
+
+@triton.jit
 def _rotate_kernel(
     x_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, cache, slots_ptr,
     eps, offset, inv_k_scale, inv_v_scale, v_offset, stride_block, stride_t, stride_h,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HP: tl.constexpr, VP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, HALFP: tl.constexpr, BS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CACHE: tl.constexpr, LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, JOINT: tl.constexpr, CACHE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens,). x: [tokens, HEADS + 2 * KV_HEADS, D] rotated in place; with CACHE keys and values are cached too.
+    JOINT: the norm is of all queries and of all keys, each with weights of its own for every head.
 
     A thread owns both elements of a pair, so that writing in place cannot overtake a read.
     """
@@ -49,12 +60,20 @@ def _rotate_kernel(
     tail_keep = (h < HEADS + KV_HEADS) & (tail < D)
     is_query = h < HEADS
     if NORM:
-        rstd = tl.rsqrt(_square_sum(a, b, rows, tail_keep, tail, ROTARY, D) / D + eps)[:, None]
+        squares = _square_sum(a, b, rows, tail_keep, tail, ROTARY, D)[:, None]
         in_pair = i < HALF
-        wq = tl.load(q_weight_ptr + at_a, mask=in_pair, other=0.0)
-        wa = tl.where(is_query, wq, tl.load(k_weight_ptr + at_a, mask=in_pair, other=0.0))
-        wq = tl.load(q_weight_ptr + at_b, mask=in_pair, other=0.0)
-        wb = tl.where(is_query, wq, tl.load(k_weight_ptr + at_b, mask=in_pair, other=0.0))
+        if JOINT:
+            of_queries = tl.sum(tl.where(is_query, squares, 0.0)) / (HEADS * D)
+            of_keys = tl.sum(tl.where(is_query, 0.0, squares)) / (KV_HEADS * D)
+            rstd = tl.rsqrt(tl.where(is_query, of_queries, of_keys) + eps)
+            wa = _own_weights(q_weight_ptr, k_weight_ptr, h, at_a, in_pair, HEADS, KV_HEADS, D)
+            wb = _own_weights(q_weight_ptr, k_weight_ptr, h, at_b, in_pair, HEADS, KV_HEADS, D)
+        else:
+            rstd = tl.rsqrt(squares / D + eps)
+            wq = tl.load(q_weight_ptr + at_a, mask=in_pair, other=0.0)
+            wa = tl.where(is_query, wq, tl.load(k_weight_ptr + at_a, mask=in_pair, other=0.0))
+            wq = tl.load(q_weight_ptr + at_b, mask=in_pair, other=0.0)
+            wb = tl.where(is_query, wq, tl.load(k_weight_ptr + at_b, mask=in_pair, other=0.0))
         # the norm's output is rounded to the model's dtype before it is rotated, as in two separate operations
         a = (a * rstd * (wa.to(tl.float32) + offset)).to(x_ptr.dtype.element_ty).to(tl.float32)
         b = (b * rstd * (wb.to(tl.float32) + offset)).to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -87,8 +106,11 @@ def _rotate_kernel(
         rest = tl.load(rows + tail, mask=tail_keep, other=0.0)
         if NORM:
             in_tail = tail < D
-            wq = tl.load(q_weight_ptr + tail, mask=in_tail, other=0.0)
-            wt = tl.where(is_query, wq, tl.load(k_weight_ptr + tail, mask=in_tail, other=0.0))
+            if JOINT:
+                wt = _own_weights(q_weight_ptr, k_weight_ptr, h, tail, in_tail, HEADS, KV_HEADS, D)
+            else:
+                wq = tl.load(q_weight_ptr + tail, mask=in_tail, other=0.0)
+                wt = tl.where(is_query, wq, tl.load(k_weight_ptr + tail, mask=in_tail, other=0.0))
             rest = (rest.to(tl.float32) * rstd * (wt.to(tl.float32) + offset)).to(x_ptr.dtype.element_ty)
             tl.store(rows + tail, rest, mask=tail_keep)
         if CACHE:
@@ -121,7 +143,8 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> 
     if tokens:
         _rotate_kernel[(tokens,)](
             x, positions, cos_sin, x, x, x, positions, 0.0, 0.0, 1.0, 1.0, 0, 0, x.stride(0), x.stride(1),
-            BS=1, NORM=False, CACHE=False, LIMIT=0.0, **_shape(heads, 0, head_dim, cos_sin.shape[-1], interleaved),
+            BS=1, NORM=False, JOINT=False, CACHE=False, LIMIT=0.0,
+            **_shape(heads, 0, head_dim, cos_sin.shape[-1], interleaved),
         )  # fmt: skip
     return x
 
@@ -149,7 +172,8 @@ def rotate_and_write_kv(
         _rotate_kernel[(tokens,)](
             qkv, positions, cos_sin, *weights, kv_cache, slot_mapping, eps, offset, 1.0 / k_scale, 1.0 / v_scale,
             kv_cache.stride(1), kv_cache.stride(0), qkv.stride(0), head_dim,
-            BS=block_size, NORM=qk_norm is not None, CACHE=True, LIMIT=fp8_limit(kv_cache.dtype),
+            BS=block_size, NORM=qk_norm is not None, JOINT=qk_norm is not None and qk_norm.joint, CACHE=True,
+            LIMIT=fp8_limit(kv_cache.dtype),
             **_shape(heads, kv_heads, head_dim, cos_sin.shape[-1], interleaved),
         )  # fmt: skip
     q, k, v = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], 1)
