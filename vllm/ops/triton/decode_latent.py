@@ -26,7 +26,7 @@ from vllm.ops.triton.decode_parts import processors
 MOST_ROWS = 16  # each reads K_h and V_h for itself
 _COLUMNS = 64  # of the latent that a program of `absorb` computes
 _VALUES = 16  # numbers of a head that a program of `expand` computes
-_TILE, _STAGES, _WARPS = 64, 2, 8  # of `attend`: latents at a time
+_TILE, _STAGES, _WARPS = 32, 2, 8  # of `attend`: latents at a time
 _TOGETHER = 8  # splits that are merged at a time
 
 
@@ -137,6 +137,37 @@ def _absorb_kernel(
         tl.store(to + RANK + at_b, (b * cos + a * sin).to(dtype), mask=i < half)
 
 
+@triton.jit
+def _places(cache, table, key, live, stride_block, width: tl.constexpr, BS: tl.constexpr):
+    """Where latents `key` [TILE] stand, [TILE, 1]."""
+    block = tl.load(table + key // BS, mask=live, other=0).to(tl.int64)
+    return (cache + block * stride_block + (key % BS) * width)[:, None]
+
+
+@triton.jit
+def _latents(at, d, e, live, RANK: tl.constexpr, ROPE: tl.constexpr):
+    """Latents [TILE, d] and their rotated keys [TILE, e]; zeros for those that are not live: stale memory may hold NaN,
+    and 0 * NaN is NaN.
+    """
+    c = tl.load(at + d[None, :], mask=live[:, None] & (d < RANK)[None, :], other=0.0)
+    k = tl.load(at + RANK + e[None, :], mask=live[:, None] & (e < ROPE)[None, :], other=0.0)
+    return c, k
+
+
+@triton.jit
+def _attend_tile(m, z, acc, inner, q_rope, c, k, live, scale, PRECISION: tl.constexpr):
+    """One tile of latents, the left operand, of which there are enough rows, into maxima, sums and results."""
+    s = tl.dot(c, tl.trans(inner), input_precision=PRECISION)
+    s = tl.dot(k, tl.trans(q_rope), s, input_precision=PRECISION) * scale
+    s = tl.where(live[:, None], s, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 0))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(s - m_new[None, :])
+    z = z * alpha + tl.sum(p, 0)
+    acc = tl.dot(tl.trans(c), p.to(c.dtype), acc * alpha[None, :], input_precision=PRECISION)
+    return m_new, z, acc
+
+
 @triton.jit(do_not_specialize=["stride_table", "splits"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _attend_kernel(
     inner_ptr, turned, cache, table_ptr, slots_ptr, positions_ptr, part, peaks, scale, stride_block, stride_table,
@@ -157,37 +188,34 @@ def _attend_kernel(
     share, active = _shares(position, splits, TILE)
     table = table_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_table
     lo = split * share
-    hi = tl.minimum(lo + share, position + 1)
-    if PDL:
-        gdc_wait()
-    if (slot < 0) | (split >= active):
-        return
+    hi = tl.where(slot >= 0, tl.minimum(lo + share, position + 1), 0)
     d = tl.arange(0, RP)
     e = tl.arange(0, PP)
+    t = tl.arange(0, TILE)
+    # the first tile is read before the kernel in front is waited for, but for the newest latent, which that one writes
+    at = _places(cache, table, lo + t, lo + t < hi, stride_block, RANK + ROPE, BS)
+    c, k = _latents(at, d, e, (lo + t < hi) & (lo + t < position), RANK, ROPE)
+    if PDL:
+        gdc_wait()
+    if lo >= hi:
+        return
     in_h = h < HEADS
     heads = row * HEADS + h
     inner = tl.load(inner_ptr + heads[:, None] * RANK + d[None, :], mask=in_h[:, None] & (d < RANK)[None, :], other=0.0)
     q_rope = tl.load(turned + heads[:, None] * ROPE + e[None, :], mask=in_h[:, None] & (e < ROPE)[None, :], other=0.0)
+    newest = lo + t == position
+    c_new, k_new = _latents(at, d, e, newest, RANK, ROPE)
+    c = tl.where(newest[:, None], c_new, c)  # a masked load with `c` for the others made an illegal access on an H200
+    k = tl.where(newest[:, None], k_new, k)
     m = tl.full([BM], -1.0e30, tl.float32)
     z = tl.zeros([BM], tl.float32)
     acc = tl.zeros([RP, BM], tl.float32)
-    t = tl.arange(0, TILE)
-    for key in tl.range(lo, hi, TILE, num_stages=STAGES):
-        # latents are the left operand, of which there are enough rows; stale memory may hold NaN, and 0 * NaN is NaN
+    m, z, acc = _attend_tile(m, z, acc, inner, q_rope, c, k, lo + t < hi, scale, PRECISION)
+    for key in tl.range(lo + TILE, hi, TILE, num_stages=STAGES):
         live = key + t < hi
-        block = tl.load(table + (key + t) // BS, mask=live, other=0).to(tl.int64)
-        at = (cache + block * stride_block + ((key + t) % BS) * (RANK + ROPE))[:, None]
-        c = tl.load(at + d[None, :], mask=live[:, None] & (d < RANK)[None, :], other=0.0)
-        k = tl.load(at + RANK + e[None, :], mask=live[:, None] & (e < ROPE)[None, :], other=0.0)
-        s = tl.dot(c, tl.trans(inner), input_precision=PRECISION)
-        s = tl.dot(k, tl.trans(q_rope), s, input_precision=PRECISION) * scale
-        s = tl.where(live[:, None], s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 0))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s - m_new[None, :])
-        z = z * alpha + tl.sum(p, 0)
-        acc = tl.dot(tl.trans(c), p.to(c.dtype), acc * alpha[None, :], input_precision=PRECISION)
-        m = m_new
+        at = _places(cache, table, key + t, live, stride_block, RANK + ROPE, BS)
+        c, k = _latents(at, d, e, live, RANK, ROPE)
+        m, z, acc = _attend_tile(m, z, acc, inner, q_rope, c, k, live, scale, PRECISION)
     place = heads * splits + split
     tl.store(part + place[None, :] * RANK + d[:, None], acc, mask=in_h[None, :] & (d < RANK)[:, None])
     tl.store(peaks + place * 2, m, mask=in_h)
