@@ -178,3 +178,25 @@ def test_a_decode_steps_experts_match_the_reference(tokens, experts, top_k, inte
     got = kernels.sum_chosen(outputs, weights, home)
     want = ops.expert_mlp.reference(x, *ops.route.reference(logits, top_k, True), gate_up, down, "gelu_tanh")
     assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("tma", [True, False])
+def test_products_of_many_rows_with_and_without_descriptors(tma, monkeypatch):
+    monkeypatch.setattr(kernels, "has_tma", lambda: tma)
+    hidden, inner, experts, top_k = 72, 520, 3, 2  # tiles and inputs that are not full
+    x, gate_up = torch.randn(90, hidden), torch.randn(experts, 2 * inner, hidden) / 8
+    down = torch.randn(experts, hidden, inner) / 16
+    weights, chosen = kernels.route(torch.randn(90, experts), top_k, True)
+    s = kernels.sort_pairs(chosen, experts, 128)
+    cut = kernels._Tiling(128, (128, 64, 1, 1), (128, 64, 1, 1))
+    got = kernels._apply(x, s, cut, gate_up, down, top_k, "silu", ops.NO_EXTRAS, False)
+    want = ops.expert_mlp.reference(x, weights, chosen, gate_up, down, "silu")
+    torch.testing.assert_close(kernels.sum_chosen(got, weights, s.home), want, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_are_deep_where_they_divide_the_inputs():
+    few = kernels._choose_tiling(256, 40, 1536, 512, torch.bfloat16)
+    assert (few.gated, few.plain) == (kernels._DEEP, kernels._DEEP)
+    few = kernels._choose_tiling(192, 64, 2048, 1408, torch.bfloat16)
+    assert (few.gated, few.plain) == (kernels._DEEP, kernels._FEW.plain)
+    assert kernels._choose_tiling(640, 64, 2048, 1024, torch.bfloat16) == kernels._FEW

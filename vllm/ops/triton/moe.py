@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm.ops import moe as ops
 from vllm.ops.moe import NO_EXTRAS, Choice, ExpertExtras
 from vllm.ops.triton.activation import KINDS, apply_activation, gated
-from vllm.ops.triton.decode_parts import processors
+from vllm.ops.triton.decode_parts import has_tma, processors
 from vllm.ops.triton.packed_experts import PackedStack, grouped_mlp, tile_rows
 
 _SORT_BLOCK = 1024
@@ -265,11 +266,13 @@ def _grouped_kernel(
     x, w, bias, out, order, tiles, most, group, limit, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, LIMITED: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows times one tile of its expert's weight [N (2 x N if GATED), K].
 
     FIRST: row r of the product is that of token order[r] // TOP_K, and what is stored is act(gate) * up, each rounded
     to the model's dtype first, or act(up) if not GATED. Otherwise x is in sorted order already.
+    TMA: w, and x if not FIRST, are descriptors of matrices [all rows, K].
     """
     if PDL:
         gdc_launch_dependents()
@@ -281,30 +284,43 @@ def _grouped_kernel(
     if tile >= tl.load(tiles + 3 * most):
         return
     expert = tl.load(tiles + tile).to(tl.int64)
-    row = tl.load(tiles + most + tile) + tl.arange(0, BM)
+    first_row = tl.load(tiles + most + tile)
+    row = first_row + tl.arange(0, BM)
     in_m = row < tl.load(tiles + 2 * most + tile)
     n = (inside // group) * BN + tl.arange(0, BN)
     in_n = n < N
     source = row
     if FIRST:
         source = tl.load(order + row, mask=in_m, other=0) // TOP_K
-    x_rows = x + source[:, None].to(tl.int64) * K
-    w_rows = w + expert * (K * N * (2 if GATED else 1)) + n[None, :].to(tl.int64) * K
+    if FIRST or not TMA:
+        x_rows = x + source[:, None].to(tl.int64) * K
+    if TMA:
+        first_n = expert.to(tl.int32) * (N * (2 if GATED else 1)) + (inside // group) * BN
+    else:
+        w_rows = w + expert * (K * N * (2 if GATED else 1)) + n[None, :].to(tl.int64) * K
     acc = tl.zeros([BM, BN], tl.float32)
     if GATED:
         up = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         k = start + tl.arange(0, BK)
         in_k = k < K
-        if K % BK == 0:
+        if TMA and not FIRST:
+            a = x.load([first_row, start])
+        elif K % BK == 0:
             a = tl.load(x_rows + k[None, :], mask=in_m[:, None], other=0.0)
-            b = tl.load(w_rows + k[:, None], mask=in_n[None, :], other=0.0)
         else:
             a = tl.load(x_rows + k[None, :], mask=in_m[:, None] & in_k[None, :], other=0.0)
+        if TMA:
+            b = w.load([first_n, start]).T
+        elif K % BK == 0:
+            b = tl.load(w_rows + k[:, None], mask=in_n[None, :], other=0.0)
+        else:
             b = tl.load(w_rows + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
         if GATED:
-            if K % BK == 0:
+            if TMA:
+                c = w.load([first_n + N, start]).T
+            elif K % BK == 0:
                 c = tl.load(w_rows + N * K + k[:, None], mask=in_n[None, :], other=0.0)
             else:
                 c = tl.load(w_rows + N * K + k[:, None], mask=in_n[None, :] & in_k[:, None], other=0.0)
@@ -347,6 +363,7 @@ class _Tiling:
     plain: tuple[int, int, int, int]
 
 
+_DEEP = (32, 256, 4, 3)  # where few rows have most weights read, and the pieces divide the inputs
 _FEWEST = _Tiling(16, (32, 128, 4, 4), (32, 128, 4, 4))  # where wider tiles are too few for the device
 _FEW = _Tiling(16, (64, 128, 4, 4), (64, 128, 4, 4))
 _SOME = _Tiling(64, (64, 64, 4, 4), (128, 64, 4, 4))
@@ -354,12 +371,15 @@ _MANY = _Tiling(128, (128, 64, 8, 4), (256, 64, 8, 4))
 _EXACT = _Tiling(16, (32, 32, 4, 2), (32, 32, 4, 2))  # fp32, on the ordinary cores
 
 
-def _choose_tiling(pairs: int, experts: int, inner: int, dtype: torch.dtype) -> _Tiling:
+def _choose_tiling(pairs: int, experts: int, hidden: int, inner: int, dtype: torch.dtype) -> _Tiling:
     if dtype == torch.float32:
         return _EXACT
     each = pairs / experts
     if each <= 16:
-        return _FEWEST if min(pairs, experts) * inner // 64 < 2 * processors() else _FEW
+        if min(pairs, experts) * inner // 64 < 2 * processors():
+            return _FEWEST
+        first, second = (_DEEP if each <= 8 and n % 256 == 0 else _FEW.plain for n in (hidden, inner))
+        return _Tiling(16, first, second)
     return _SOME if each <= 64 else _MANY
 
 
@@ -434,12 +454,22 @@ def _grouped(
     bn, bk, warps, stages = cut
     group = min(_GROUP, triton.next_power_of_2(s.most))
     grid = (triton.cdiv(s.most, group) * group * triton.cdiv(out.shape[1], bn),)
+    inputs, first = w.shape[2], kind >= 0
+    depth = min(bk, max(16, triton.next_power_of_2(inputs)))
+    # with tiles of fewer rows not measured; slower for Mixtral's first product, and with few inputs no faster
+    tma = rows >= 128 and (inputs <= 2048 if first else inputs > 512) and inputs % 8 == 0 and has_tma()
+    given: tuple = (x, w)
+    if tma:
+        stack = w.view(-1, inputs)
+        given = (
+            x if first else TensorDescriptor(x, list(x.shape), [inputs, 1], [rows, depth]),
+            TensorDescriptor(stack, list(stack.shape), [inputs, 1], [bn, depth]),
+        )
     _grouped_kernel[grid](
-        x, w, out if bias is None else bias, out, s.order, s.tiles, s.most, group, limit or 0.0,
-        N=out.shape[1], K=w.shape[2], TOP_K=top_k, BM=rows, BN=bn,
-        BK=min(bk, max(16, triton.next_power_of_2(w.shape[2]))), STAGES=stages, FIRST=kind >= 0,
-        GATED=kind >= 0 and has_gate, KIND=max(kind, 0),
-        BIAS=bias is not None, LIMITED=limit is not None, PDL=pdl, num_warps=warps, num_stages=stages,
+        *given, out if bias is None else bias, out, s.order, s.tiles, s.most, group, limit or 0.0,
+        N=out.shape[1], K=inputs, TOP_K=top_k, BM=rows, BN=bn, BK=depth, STAGES=stages, FIRST=first,
+        GATED=first and has_gate, KIND=max(kind, 0), BIAS=bias is not None, LIMITED=limit is not None, PDL=pdl,
+        TMA=tma, num_warps=warps, num_stages=stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
@@ -491,7 +521,7 @@ def expert_mlp(
     gate_up, down = (w if isinstance(w, Tensor) else w.numbers() for w in (gate_up, down))
     if not gate_up.is_contiguous() or not down.is_contiguous():
         return ops.expert_mlp.reference(x, weights, experts, gate_up, down, act, extras)
-    cut = _choose_tiling(tokens * top_k, len(gate_up), down.shape[2], x.dtype)
+    cut = _choose_tiling(tokens * top_k, len(gate_up), down.shape[1], down.shape[2], x.dtype)
     s = sort_pairs(experts, len(gate_up), cut.rows)
     outputs = _apply(x.contiguous(), s, cut, gate_up, down, top_k, act, extras, pdl=False)
     return sum_chosen(outputs, weights, s.home)
@@ -535,7 +565,7 @@ def routed_mlp(
         weights, s = route_and_sort(router_logits, top_k, renormalize, rows, pdl)
         return grouped_mlp(x, s, rows, gate_up, down, top_k, act, pdl), weights, s.home
     gate_up, down = (w if isinstance(w, Tensor) else w.numbers() for w in (gate_up, down))
-    cut = _choose_tiling(len(x) * top_k, len(gate_up), down.shape[2], x.dtype)
+    cut = _choose_tiling(len(x) * top_k, len(gate_up), down.shape[1], down.shape[2], x.dtype)
     weights, s = route_and_sort(router_logits, top_k, renormalize, cut.rows, pdl)
     return _apply(x, s, cut, gate_up, down, top_k, act, NO_EXTRAS, pdl), weights, s.home
 
