@@ -19,11 +19,13 @@ def stream(hidden: int) -> Stream:
 
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize(
-    ("hidden", "inter", "experts", "top_k", "shared"), [(72, 40, 5, 3, 0), (64, 36, 8, 2, 50), (40, 16, 3, 3, 32)]
+    ("hidden", "inter", "experts", "top_k", "shared"),
+    [(72, 40, 5, 3, 0), (40, 16, 6, 2, 0), (64, 36, 8, 2, 50), (40, 16, 3, 3, 32)],
 )
 def test_experts_and_the_shared_one(hidden, inter, experts, top_k, shared, folded, monkeypatch):
     monkeypatch.setattr(kernels, "_RISE", (2, 32, 1, 8))
     monkeypatch.setattr(kernels, "_FALL", (4, 64, 1, 8))
+    monkeypatch.setattr(kernels, "_FALL_WHOLE", (2, 64, 1, 8))
     s, x = stream(hidden), torch.randn(1, hidden)
     given: torch.Tensor | Folded = x
     if folded:  # the norm's weight is in the rows, its factor is not

@@ -28,6 +28,7 @@ MOST_EXPERTS = 256  # each is held against each other
 _ROUTED = 4  # logits of a program of `choose`
 _RISE = 2, 2048, 4, 8  # outputs, inputs at a time, warps, neighbours whose products are added up at once
 _FALL = 8, 2048, 8, 8
+_FALL_WHOLE = 4, 4096, 8, 8  # where all inputs are one tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +297,7 @@ def rise(
     outputs, depth, warps, fold = _RISE
     while inputs % depth and depth > 256:
         outputs, depth = outputs * 2, depth // 2
+    outputs = min(outputs, 4) if depth == 512 else outputs
     _rise_kernel[(triton.cdiv(inter, outputs), top_k + triton.cdiv(width, inter))](
         rows, gate_up, gate_up if shared is None else shared, squares, tiles, eps, room.experts, room.activated,
         N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, FOLD=fold, KIND=KINDS[act], NORM=norm,
@@ -320,23 +322,24 @@ def fall(
             room.activated, down, room.experts, room.weights, room.shares, out, stream, scale, next_weight, pdl
         )
         return packed_experts.fall_tiles(down.shape[1])
-    outputs, depth, warps, fold = _FALL
     hidden, inter, top_k = down.shape[1], down.shape[2], len(room.experts)
     width = 0 if shared is None else shared.shape[1]
+    outputs, depth, warps, fold = _FALL_WHOLE if width == 0 and top_k * inter <= _FALL_WHOLE[1] else _FALL
+    tiles = triton.cdiv(hidden, outputs)
     to, none = s.h if out is None else out, s.h
-    _fall_kernel[(fall_tiles(hidden),)](
+    _fall_kernel[(tiles,)](
         room.activated, down, down if shared is None else shared, room.experts, room.weights, to, s.h,
         none if next_weight is None else next_weight, s.scaled, s.squares, scale, N=hidden, K=inter, TOP_K=top_k,
         SHARED=width, BN=outputs, BK=min(depth, triton.next_power_of_2(top_k * inter)), FOLD=fold,
         MODE=RESIDUAL if out is None else STORE, NEXT=next_weight is not None, PDL=pdl, num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    return fall_tiles(hidden)
+    return tiles
 
 
 def fall_tiles(hidden: int) -> int:
     """The most programs of `fall`, each of which leaves a part of the squares."""
-    return -(-hidden // _FALL[0])
+    return -(-hidden // min(_FALL[0], _FALL_WHOLE[0]))
 
 
 def _unfolded(x: Tensor | Folded) -> tuple[Tensor, Tensor, int, float, bool]:

@@ -460,7 +460,7 @@ def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
         whole = inputs == limit
         return Tiling(True, 2, limit // 2 if whole else limit, 8 if inputs > 3072 else 4, whole=whole)
     t = usual = _usual_vector_tiling(outputs, inputs, mode)
-    if mode == RESIDUAL and _is_narrow(outputs):
+    if (mode == RESIDUAL and _is_narrow(outputs)) or (mode == STORE and _is_one_piece(outputs, inputs)):
         return usual
     while inputs % t.depth and t.depth > 256:
         t = replace(t, rows=t.rows * 2, depth=t.depth // 2, whole=True)
@@ -470,6 +470,11 @@ def _vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
 def _is_narrow(outputs: int) -> bool:
     """Whether tiles of 16 outputs would leave processors without a second program."""
     return 2 * outputs < 3 * 16 * processors()
+
+
+def _is_one_piece(outputs: int, inputs: int) -> bool:
+    """Whether few outputs are best read in pieces of 2048 inputs, of which at most a quarter is empty."""
+    return outputs < 4 * 16 * processors() and 1536 <= inputs < 2048
 
 
 def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
@@ -485,7 +490,8 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
     if mode == RESIDUAL:
         wide = inputs >= 8192
         return Tiling(True, 16 if wide else 8, min(1024, limit), 8 if wide else 4, whole=True)
-    if mode == STORE and inputs > 1024 and inputs % 1024:  # short pieces, or many are half empty
+    one_piece = _is_one_piece(outputs, inputs)
+    if mode == STORE and inputs > 1024 and inputs % 1024 and not one_piece:  # short pieces, or many are half empty
         if outputs < 4 * 16 * processors() and inputs > 2048:
             return Tiling(True, 1, 2048, 4, unroll=2)
         return Tiling(True, 16 if outputs >= 4 * 16 * processors() else 8, 256, 4, unroll=2, whole=True)
