@@ -26,6 +26,15 @@ def has_tma() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 
 
+@cache
+def has_warp_roles() -> bool:
+    """Whether the device is a Hopper GPU, and Triton one whose language for kernels with warps of several roles (Gluon,
+    which still changes) is as `hopper_prefill` uses it.
+    """
+    known = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+    return known and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`

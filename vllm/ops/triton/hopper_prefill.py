@@ -7,8 +7,6 @@ What is computed is that of `prefill._prefill_kernel`, where heads are as wide a
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
@@ -29,13 +27,6 @@ from vllm.step.inputs import StepInputs
 _FORMS = {128: (128, 2), 256: (64, 2)}  # by head size: keys of a tile, and tiles under way, from times on an H200
 _SHARED_FORM = (64, 4)  # where keys in common are whole tiles of 64 (`shared_prefix.ALIGN`), for heads of 128
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # the name before Triton 3.7
-
-
-@functools.cache
-def available() -> bool:
-    """Whether the device is a Hopper GPU, and Triton one whose language for such kernels is as it is used here."""
-    known = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-    return known and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def takes(head_dim: int) -> bool:

@@ -25,8 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from vllm.logger import init_logger
-from vllm.ops.triton.decode_parts import has_tma, processors
-from vllm.ops.triton.hopper_prefill import available
+from vllm.ops.triton.decode_parts import has_tma, has_warp_roles, processors
 
 logger = init_logger(__name__)
 
@@ -224,7 +223,7 @@ def precompile(
     `Precompilation.wait` waits for those of `first` only.
     """
     count = min(16, os.cpu_count() or 1) if processes is None else processes
-    processors(), has_tma(), available()  # asked for here, once: the processes must not open the device
+    processors(), has_tma(), has_warp_roles()  # asked for here, once: the processes must not open the device
     progress = _Progress()
     children = []
     for _ in range(count):

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm.ops.attention import AttentionParams, GatherPlan, OwnKV
-from vllm.ops.triton import hopper_prefill
+from vllm.ops.triton.decode_parts import has_warp_roles
 from vllm.step.inputs import GroupInputs, StepInputs
 
 _LOG2E = math.log2(math.e)
@@ -216,12 +216,13 @@ def attend_gathered(
     if plan.runs and window is None and softcap is None and params.sinks is None:
         return attend_runs(q, keys, values, params.scale, plan, out, fresh)
     inner, outer = (0.0, params.scale * _LOG2E) if softcap is None else (params.scale / softcap, softcap * _LOG2E)
-    if hopper_prefill.available() and hopper_prefill.takes(head_dim):
-        capped = softcap is not None
-        hopper_prefill.attend(
-            q, keys, values, params.sinks, step, plan, fresh, (inner, outer), window or 0, capped, out
-        )  # fmt: skip
-        return out
+    if has_warp_roles():
+        from vllm.ops.triton import hopper_prefill  # whose language not every Triton has
+
+        if hopper_prefill.takes(head_dim):
+            capped, scales = softcap is not None, (inner, outer)
+            hopper_prefill.attend(q, keys, values, params.sinks, step, plan, fresh, scales, window or 0, capped, out)
+            return out
     k, v = (x.as_strided((x.shape[0], kv_heads * head_dim), (x.stride(0), 1)) for x in (keys, values))
     padded = triton.next_power_of_2(head_dim)
     rows, tile, stages, warps = 128, 64, 2, 4 if padded <= 128 else 8  # as measured on an H200
