@@ -8,7 +8,6 @@ What is computed is that of `prefill._prefill_kernel`, where heads are as wide a
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
