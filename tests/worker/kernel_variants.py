@@ -15,6 +15,9 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from vllm.config.hf import HFConfig
+from vllm.config.quantization import Quantization
+from vllm.model_executor.layers.quantization import format_of
+from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops import triton as kernels
 from vllm.ops.triton.precompile import _Collector, _NoDevice
@@ -37,6 +40,12 @@ CONFIGS = (
     {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_attention_heads": 8,
      "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
 )  # fmt: skip
+STORED = (
+    Quantization("gptq", "gptq", {"bits": 4, "group_size": 128, "sym": True, "desc_act": False}),
+    Quantization("awq", "awq", {"bits": 4, "group_size": 128, "zero_point": True}),
+    Quantization("fp8", "fp8"),
+)
+QUANTIZED = ("qwen3", "mixtral")
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
@@ -50,11 +59,16 @@ def random_steps(run: DryRun, rng: random.Random) -> None:
         model.logits(hidden[:rows])
 
 
-def missing(config: dict[str, object]) -> list[str]:
-    """Variants that random steps of a model need and its dry runs do not."""
+def missing(config: dict[str, object], stored: Quantization | None = None) -> list[str]:
+    """Variants that random steps of a model need and its dry runs do not. stored: how its weights are."""
     hf = HFConfig.from_dict(config)
-    spec = ModelRegistry.resolve(hf.architectures).decoder(hf)
-    run = DryRun(spec, torch.bfloat16, 8192, 16, torch.bfloat16, 64, GRAPHS)
+    family = ModelRegistry.resolve(hf.architectures)
+    quantization = None
+    if stored is not None:
+        quantization = ModelQuantization(format_of(stored), family, packs_experts=True)
+    run = DryRun(
+        family.decoder(hf), torch.bfloat16, 8192, 16, torch.bfloat16, 64, GRAPHS, quantization=quantization
+    )  # fmt: skip
     collector = _Collector()
     original, JITFunction.run = JITFunction.run, lambda self, *a, **k: collector(self, *a, **k)
     try:
@@ -72,8 +86,9 @@ def main() -> None:
     triton.runtime.driver.set_active(_NoDevice(90))
     kernels.register("meta")
     for config in CONFIGS:
-        for variant in missing({**COMMON, **config}):
-            print(config["model_type"], variant)
+        for stored in (None, *STORED) if config["model_type"] in QUANTIZED else (None,):
+            for variant in missing({**COMMON, **config}, stored):
+                print(config["model_type"], "" if stored is None else stored.name, variant)
 
 
 if __name__ == "__main__":

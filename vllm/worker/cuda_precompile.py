@@ -15,7 +15,10 @@ from torch import Tensor
 from vllm.distributed.parallel_state import SINGLE, TensorParallel
 from vllm.lora.layers import LoRALayers
 from vllm.model_executor.layers.dtypes import dtype_of
+from vllm.model_executor.layers.quantization import format_of
+from vllm.model_executor.layers.quantization.method import ModelQuantization
 from vllm.model_executor.model_loader.loader import build_decoder
+from vllm.model_executor.model_loader.quantized_weights import fill_quantized_without_memory
 from vllm.model_executor.models.family import Family
 from vllm.model_executor.models.kv_groups import layout_of
 from vllm.model_executor.models.registry import ModelRegistry
@@ -61,6 +64,11 @@ def start(config: VllmConfig, capability: tuple[int, int], tp: TensorParallel = 
         family.modules,
         config.parallel_config.pipeline_parallel_size,
         config.lora_config,
+        None
+        if model.quantized is None
+        else ModelQuantization(
+            format_of(model.quantized), family, packs_experts=not config.parallel_config.enable_eplb
+        ),
     )
     return precompile([run.first, run.sampling], [run.larger], capability[0] * 10 + capability[1])
 
@@ -82,19 +90,24 @@ class DryRun:
     def __init__(
         self, spec: Decoder, dtype: torch.dtype, max_positions: int, block_size: int, cache_dtype: torch.dtype,
         max_num_seqs: int, graphs: Sequence[int], tp: TensorParallel = SINGLE, modules: str | None = None,
-        stages: int = 1, lora: LoRAConfig | None = None,
+        stages: int = 1, lora: LoRAConfig | None = None, quantization: ModelQuantization | None = None,
     ) -> None:  # fmt: skip
         """graphs: batch sizes whose decode steps are captured, and fused where that is possible.   stages: of the
         pipeline; the model's kernels are then those of all of them.   lora: where rows may have adapters.
+        quantization: of a quantized model, whose weights are taken to be stored as this format usually stores them.
         """
         kinds = tuple(dict.fromkeys(spec.blocks))  # layers that are alike need the same kernels
         self._spec = replace(spec, blocks=kinds)
         self._dtype, self._max_positions, self._block_size = dtype, max_positions, block_size
         self._cache_dtype, self._max_num_seqs, self._graphs, self._tp = cache_dtype, max_num_seqs, graphs, tp
-        self._modules, self._stages, self._lora = modules, stages, lora
+        self._modules, self._stages, self._lora, self._quantization = modules, stages, lora, quantization
 
     def _model(self) -> tuple[Model, KVLayout, list[Tensor]]:
-        model = build_decoder(self._spec, self._dtype, self._max_positions, META, self._tp, modules=self._modules)
+        model = build_decoder(
+            self._spec, self._dtype, self._max_positions, META, self._tp, self._quantization, self._modules
+        )
+        if self._quantization is not None:
+            fill_quantized_without_memory(model, self._quantization)
         layout = layout_of(model.traits, self._block_size, self._cache_dtype)
         if self._lora is not None:
             LoRALayers(
@@ -109,7 +122,10 @@ class DryRun:
     def first(self) -> None:
         """What the first requests need: prompts and mixed batches, and decode steps of one row."""
         model, layout, caches = self._model()
-        for queries in ([1024], [300], [200, 40], [1, 1]):
+        queries_of_steps: list[list[int]] = [[1024], [300], [200, 40], [1, 1]]
+        if self._quantization is not None:  # kernels for packed weights differ by tokens, and requests at the end
+            queries_of_steps += [[2] * 10, [2] * 20, [2] * 40]
+        for queries in queries_of_steps:
             model.logits(model(mixed_step(np.array(queries, np.int32), layout), caches)[:2])
         self._decode(model, layout, caches, self._graphs[:1])
 

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import is_plain, plain_weight
 from vllm.model_executor.layers.quantization.method import (
     EXPERT_PARTS,
+    Draw,
     ModelQuantization,
     QuantizedExpertMethod,
     QuantizedLinearMethod,
@@ -318,17 +319,34 @@ def fill_quantized_with_random_numbers(
     model: nn.Module, quantization: ModelQuantization, device: torch.device, seed: int, scale: float
 ) -> int:
     """Random weights for the quantized layers, as `fill_with_random_numbers` makes them for the others."""
-    generator, total = torch.Generator(device), 0
+    generator = torch.Generator(device)
 
     def start(path: str) -> None:
         generator.manual_seed((zlib.crc32(path.encode()) << 32 | seed & 0xFFFFFFFF) & 0x7FFFFFFFFFFFFFFF)
 
+    def draw(shape: tuple[int, int]) -> Tensor:
+        return torch.empty(shape, device=device).uniform_(-scale, scale, generator=generator)
+
+    return _fill(model, quantization, device, draw, start)
+
+
+def fill_quantized_without_memory(model: nn.Module, quantization: ModelQuantization) -> None:
+    """Weights on "meta" for the quantized layers, packed as this process packs for that device."""
+    meta = torch.device("meta")
+    _fill(model, quantization, meta, lambda shape: torch.empty(shape, device=meta), lambda path: None)
+
+
+def _fill(
+    model: nn.Module, quantization: ModelQuantization, device: torch.device, draw: Draw, start: Callable[[str], None]
+) -> int:
+    """Examples for the quantized layers; `start` is told the path of each before its weights are drawn."""
+    total = 0
     for path, layer, method in quantized_layers(model):
         start(path)
-        total += method.load_random(layer, device, generator, scale)
+        total += method.load_random(layer, device, draw)
     for path, experts in quantized_experts(model):
         start(path)
         reader = quantization.reader_of(f"{path}.0.gate", expert=True)
         assert reader is not None
-        total += experts.load_random(reader, device, generator, scale)
+        total += experts.load_random(reader, device, draw)
     return total

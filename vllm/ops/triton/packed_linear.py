@@ -460,8 +460,9 @@ class PackedWords:
             more = (zero - weight.zero) * scales
             offsets = more if offsets is None else offsets + more
         groups = -(-blocks * block // self.group)  # those of padding count too
-        self.scales = _narrowed(_padded(scales, groups))
-        self.offsets = None if offsets is None else _narrowed(_padded(offsets, groups))
+        self.scales = _narrowed(_padded(scales, groups), torch.float16)
+        # (a product of a scale and a zero has too many digits for float16)
+        self.offsets = None if offsets is None else _narrowed(_padded(offsets, groups), torch.float32)
         tensors = (self.words, self.scales, self.offsets)
         self.num_bytes = sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
@@ -479,9 +480,11 @@ def _padded(values: Tensor, groups: int) -> Tensor:
     return torch.nn.functional.pad(values[:, :groups], (0, max(0, groups - values.shape[1])))
 
 
-def _narrowed(values: Tensor) -> Tensor:
-    """[out, groups] -> [groups, out]."""
+def _narrowed(values: Tensor, usual: torch.dtype) -> Tensor:
+    """[out, groups] -> [groups, out], in float16 if that is as exact. usual: what values without memory are put in."""
     values = values.t().contiguous()
+    if values.is_meta:
+        return values.to(usual)
     half = values.half()
     return half if torch.equal(half.float(), values) else values
 

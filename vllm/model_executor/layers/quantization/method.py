@@ -105,6 +105,7 @@ def containers_of(prefix: str, shape: LinearShape) -> list[str]:
 Weight = GroupedWeight | StoredRows | Tensor
 WeightType = TypeVar("WeightType", GroupedWeight | Tensor, Weight)
 Sink = Callable[[int, list[GroupedWeight | Tensor]], None]
+Draw = Callable[[tuple[int, int]], Tensor]  # a weight of this shape, fp32
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,11 @@ class QuantizedLinearMethod(LinearMethod):
         cut = [self._cut(weight, part) for weight, part in self._parts(tensors, order, device)]
         return self.pack(layer, cut, device)
 
-    def load_random(self, layer: Any, device: torch.device, generator: torch.Generator, scale: float) -> int:
-        """Random weights between -scale and scale, stored about as the format would."""
+    def load_random(self, layer: Any, device: torch.device, draw: Draw) -> int:
+        """Weights that `draw` makes of their shapes, stored about as the format would."""
         cut = []
         for reader, part in zip(self._readers(), self.shape.outputs, strict=True):
-            weight = torch.empty(part.size, self.shape.in_features, device=generator.device)
-            weight.uniform_(-scale, scale, generator=generator)
+            weight = draw((part.size, self.shape.in_features))
             cut.append(self._cut(weight if reader is None else reader.example(weight), part))
         return self.pack(layer, cut, device)
 
@@ -388,14 +388,12 @@ class QuantizedExpertMethod(ExpertMethod):
         weights = [_read(r, t, *shape) for r, t, shape in zip(readers, tensors, shapes, strict=True)]
         return self._add(weights, device)
 
-    def load_random(self, reader: Reader, device: torch.device, generator: torch.Generator, scale: float) -> int:
-        """Random weights for all experts."""
+    def load_random(self, reader: Reader, device: torch.device, draw: Draw) -> int:
+        """Weights for all experts, as `QuantizedLinearMethod.load_random` makes them."""
         total, inner, hidden = 0, self.shape.inner, self.shape.hidden
         for expert in range(self.shape.experts):
             shapes = (inner, hidden), (inner, hidden), (hidden, inner)
-            drawn = [
-                torch.empty(s, device=generator.device).uniform_(-scale, scale, generator=generator) for s in shapes
-            ]
+            drawn = [draw(shape) for shape in shapes]
             if expert in self.mine:
                 total += self._add([reader.example(weight) for weight in drawn], device)
         return total
