@@ -13,6 +13,7 @@ from vllm.ops.triton.decode_parts import Tiling
 from vllm.ops.triton.float8 import Float8Weight
 from vllm.ops.triton.packed_experts import pack_experts
 from vllm.ops.triton.packed_linear import PackedWords, WidePacked, dequantize, wide_packed_product
+from vllm.ops.triton.packed_many import ManyTiling, many_rows_product, takes
 from vllm.ops.triton.quantized import multiply, pack
 
 KINDS = {
@@ -45,6 +46,8 @@ def test_products_match_the_numbers(kind, dtype):
     ("rows", "tiling"),
     [
         (1, Tiling(True, 32, 8, 4, 1, 3, ahead=4)),
+        (1, Tiling(True, 16, 8, 4, 1, unroll=2, whole=True)),
+        (5, Tiling(True, 16, 8, 2, 2, unroll=2, whole=True)),
         (20, Tiling(True, 32, 32, 4, 2, 2, ahead=4)),
         (1, Tiling(False, 32, 16, 2, 4, 3, ahead=2)),
         (1, Tiling(False, 64, 16, 2, 4, 4, ahead=2)),
@@ -91,6 +94,19 @@ def test_products_of_many_rows(kind, dtype):
     ):  # fmt: skip
         x = torch.randn(rows, 2048, device="cuda", dtype=dtype)
         assert error(wide_packed_product(x, packed, None, dtype, t), x.float() @ numbers.T) < TOLERANCE[dtype], t
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="cut for Hopper GPUs")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_products_of_many_rows_on_hopper(dtype):
+    weight = round_to_groups(torch.randn(1536, 1024, device="cuda"), 4, 128)
+    numbers, packed = weight.dequantize(), PackedWords(weight)
+    assert takes(packed, dtype)
+    for tiling in (None, ManyTiling(256, 128, 8), ManyTiling(256, 64, 4), ManyTiling(128, 64, 4)):
+        for rows in (1, 65, 200, 256, 300):
+            x = torch.randn(rows, 1024, device="cuda", dtype=dtype)
+            found = many_rows_product(x, packed, dtype, tiling)
+            assert error(found, x.float() @ numbers.T) < TOLERANCE[dtype], (rows, tiling)
 
 
 def float8(kind, n, k, inputs=None):

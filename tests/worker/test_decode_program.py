@@ -28,8 +28,9 @@ from vllm.worker.slot_table import SlotTable
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the interpreter is not chosen", allow_module_level=True)
 
-from vllm.ops.quantized_weights import round_to_fp8, round_to_groups
+from vllm.ops.quantized_weights import InputQuant, round_to_fp8, round_to_groups
 from vllm.ops.triton import decode_latent, decode_linear
+from vllm.ops.triton.float8 import Rounded, float8_weight
 from vllm.ops.triton.packed_experts import PackedStack, pack_experts
 from vllm.ops.triton.packed_linear import PackedWords
 from vllm.worker import decode_program, decode_weights
@@ -286,6 +287,52 @@ def test_packed_weights_give_what_their_numbers_give(kind, walk, monkeypatch):
     hidden = torch.empty(2, 64)
     program.run(table, hidden=hidden)
     assert error(hidden, model(step, caches)) < LIMIT
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("layout", [Layout.PRE, Layout.SANDWICH, Layout.PARALLEL_SHARED])
+def test_rows_are_rounded_where_they_are_normalised_and_activated(layout, monkeypatch):
+    """What is rounded there for products of 8-bit floats is what they would have rounded themselves."""
+    monkeypatch.setattr(decode_program, "MAX_ROWS", 0)
+    monkeypatch.setattr(
+        torch, "_scaled_mm",
+        lambda a, b, scale_a, scale_b, **_: (a.float() * scale_a) @ (b.float() * scale_b),
+    )  # fmt: skip
+    block = BASES["plain"].blocks[0]
+    block = replace(block, layout=layout, ffn=replace(block.ffn, hidden=256))
+    spec = replace(BASES["plain"], hidden_size=128, blocks=(block,) * 2)
+    model = build(spec, torch.float32)
+    table, caches, _, slots, positions = setting(model)
+    weights = read_weights(model, [cache.clone() for cache in caches])
+    assert weights is not None
+
+    def packed(part: Linear) -> Linear:
+        made = float8_weight(round_to_fp8(part.weight, "channel", InputQuant("fp8")))
+        assert made is not None
+        return replace(part, weight=made)
+
+    layers = []
+    for layer in weights.layers:
+        ffn = replace(layer.ffn, up=packed(layer.ffn.up), down=packed(layer.ffn.down))
+        layers.append(replace(layer, qkv=packed(layer.qkv), o=packed(layer.o), ffn=ffn))
+    weights, found = replace(weights, layers=tuple(layers)), []
+    rounded = []
+    original = decode_program.join_rows
+
+    def join(h, out, *args, **options):
+        rounded.append(isinstance(out, Rounded))
+        original(h, out, *args, **options)
+
+    monkeypatch.setattr(decode_program, "join_rows", join)
+    for takes in (True, False):
+        if not takes:
+            monkeypatch.setattr(decode_program, "_takes_rounded", lambda p: False)
+        rounded.clear()
+        program, hidden = DecodeProgram(weights, 2, 64, slots, positions, pdl=False), torch.empty(2, 128)
+        program.run(table, hidden=hidden)
+        assert any(rounded) == takes
+        found.append(hidden)
+    assert torch.equal(*found)
 
 
 @torch.inference_mode()

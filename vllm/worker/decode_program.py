@@ -59,6 +59,7 @@ from vllm.ops.triton.decode_step import (
     nominate,
     normalize_rows,
 )
+from vllm.ops.triton.float8 import Float8Weight, Rounded, round_rows, rounded_product
 from vllm.ops.triton.moe import routed_mlp, sum_chosen
 from vllm.ops.triton.packed_experts import PackedStack
 from vllm.ops.triton.packed_linear import PackedWords
@@ -76,6 +77,7 @@ from vllm.worker.slot_table import SlotTable
 
 __all__ = ["DecodeProgram", "ProgramWeights", "StepTiling", "choose_step_tiling", "read_weights"]
 
+Rows = Tensor | Folded | Rounded  # behind a norm
 MAX_ROWS = 64  # with more, cuBLAS reads the weights as fast as our own products and multiplies faster
 MAX_PACKED_ROWS = 64  # with more, a packed weight is written as numbers first
 
@@ -230,6 +232,9 @@ class DecodeProgram:
             empty(rows, tiles, dtype=int32), empty(rows, tiles, dtype=fp32),
         )  # fmt: skip
         self._x = empty(rows, hidden)  # normalised rows
+        self._rounded: Rounded | None = None  # the same for products that take them so
+        if not self._few and all(_takes_rounded(p) for p in products if p is not self._head):
+            self._rounded = Rounded(empty(rows, hidden, dtype=torch.float8_e4m3fn), empty(rows, 1, dtype=fp32))
         self._branch = empty(rows, hidden)  # what a branch computed, where it does not go to the stream at once
         self._qkv = empty(rows, first.qkv.outputs)
         self._context = empty(rows, first.o.weight.shape[1])
@@ -298,7 +303,7 @@ class DecodeProgram:
         if hidden is not None:
             if isinstance(x, Folded):
                 normalize_rows(x, hidden, pdl=self._pdl)
-            else:
+            elif isinstance(x, Tensor):
                 hidden.copy_(x)
         if token_ids is None:
             return
@@ -310,7 +315,7 @@ class DecodeProgram:
                 token_ids, turns,
             )  # fmt: skip
 
-    def _walk(self, table: SlotTable) -> Tensor | Folded:
+    def _walk(self, table: SlotTable) -> Rows:
         """All layers; returns the rows behind the last norm."""
         w, t = self.weights, self._tiling
         rows: DecodeRows | LatentRows
@@ -331,15 +336,15 @@ class DecodeProgram:
         return x
 
     def _layer(
-        self, layer: LayerWeights, p: _Products, x: Tensor | Folded, rows: DecodeRows | LatentRows,
-        after: NormWeights | None, reader: Product | None,
-    ) -> Tensor | Folded:  # fmt: skip
+        self, layer: LayerWeights, p: _Products, x: Rows, rows: DecodeRows | LatentRows, after: NormWeights | None,
+        reader: Product | None,
+    ) -> Rows:  # fmt: skip
         """after: the norm behind the layer, whose result the product `reader` takes; None: not a product alone."""
         norms, h, moe = layer.norms, self._stream.h, isinstance(layer.ffn, MoeWeights)
         inner = p.up  # what reads the norm before the MLP; experts of several rows take whole ones
         if moe:
             inner = None if self._chosen is None or self._adapters is not None else p.router
-        qkv = self._multiply(p.qkv, x, self._qkv)
+        qkv = self._product(p.qkv, x, self._qkv)
         if isinstance(layer.attention, LatentDecode):
             if not isinstance(rows, LatentRows):
                 raise RuntimeError("All layers have latent attention, or none.")
@@ -368,23 +373,23 @@ class DecodeProgram:
         return self._ffn(layer, p, x, None, after, reader, multiplied=not moe)
 
     def _ffn(
-        self, layer: LayerWeights, p: _Products, x: Tensor | Folded, branch: NormWeights | None,
-        after: NormWeights | None, reader: Product | None, *, out: Tensor | None = None, multiplied: bool = False,
-    ) -> Tensor | Folded:  # fmt: skip
+        self, layer: LayerWeights, p: _Products, x: Rows, branch: NormWeights | None, after: NormWeights | None,
+        reader: Product | None, *, out: Tensor | None = None, multiplied: bool = False,
+    ) -> Rows:  # fmt: skip
         """The feed-forward part of rows x, to the stream. multiplied: x is what `up` has computed."""
         ffn = layer.ffn
         if isinstance(ffn, MlpWeights):
             if p.down is None:
                 raise RuntimeError("An MLP without its second product.")
-            y = x if multiplied and isinstance(x, Tensor) else self._rise(p, x)
+            y = x if multiplied and not isinstance(x, Folded) else self._rise(p, x)
             return self._add(p.down, y, branch, after, reader, out=out)
         if p.router is None:
             raise RuntimeError("Experts without a router.")
-        if self._chosen is not None:
+        if self._chosen is not None and not isinstance(x, Rounded):
             return self._experts_of_one(layer, ffn, p.router, self._chosen, x, branch, after, reader, out)
-        if isinstance(x, Folded):
+        if not isinstance(x, Tensor):
             raise RuntimeError("Experts take rows that are normalised.")
-        logits = self._multiply(p.router, x, self._room(p.router))
+        logits = self._product(p.router, x, self._room(p.router))
         y, weights, home = routed_mlp(
             x, logits, ffn.gate_up, ffn.down, ffn.top_k, ffn.renormalize, ffn.act, pdl=self._pdl
         )
@@ -393,20 +398,20 @@ class DecodeProgram:
                 self._add(p.down, self._rise(p, x), None, None, None)
             else:  # the norm is of both together
                 total = sum_chosen(y, weights, home)
-                z = self._multiply(replace(p.down, mode=STORE, scale=1.0), self._rise(p, x), self._branch)
+                z = self._product(replace(p.down, mode=STORE, scale=1.0), self._rise(p, x), self._branch)
                 return self._collect(total + z, branch, after, layer.scale, out)
         if self._alone:
-            return self._join(y, branch, after, Chosen(weights, home), layer.scale, out)
+            return self._join(y, branch, after, None, Chosen(weights, home), layer.scale, out)
         return self._collect(sum_chosen(y, weights, home), branch, after, layer.scale, out)
 
     def _experts_of_one(
         self, layer: LayerWeights, ffn: MoeWeights, router: Product, room: ChosenExperts, x: Tensor | Folded,
         branch: NormWeights | None, after: NormWeights | None, reader: Product | None, out: Tensor | None,
-    ) -> Tensor | Folded:  # fmt: skip
+    ) -> Rows:  # fmt: skip
         """The feed-forward part of one row with experts: what `_ffn` does."""
         s, pdl, weight, shared = self._stream, self._pdl, router.weight, ffn.shared
         if router.change is not None or not isinstance(weight, Tensor):
-            choose_by_logits(self._multiply(router, x, self._room(router)), room, ffn.renormalize, pdl)
+            choose_by_logits(self._product(router, x, self._room(router)), room, ffn.renormalize, pdl)
         else:
             choose_experts(x, weight, room, ffn.renormalize, pdl)
         up, down = (None, None) if shared is None else (shared.up.weight, shared.down.weight)
@@ -422,21 +427,21 @@ class DecodeProgram:
         tiles = fall(ffn.down, down, room, s, scale=layer.scale, next_weight=after.weight, pdl=pdl)
         return Folded(s.scaled, s.squares, tiles, after.eps)
 
-    def _rise(self, p: _Products, x: Tensor | Folded) -> Tensor:
+    def _rise(self, p: _Products, x: Rows) -> Tensor | Rounded:
         """The first product of an MLP, or of the shared expert."""
         if p.up is None:
             raise RuntimeError("An MLP without its first product.")
-        return self._multiply(p.up, x, self._room(p.up))
+        return self._multiply(p.up, x, self._room(p.up), p.down)
 
     def _room(self, p: Product) -> Tensor:
         """[rows, outputs] for what is between two products."""
         return self._inner[: self.rows * p.outputs].view(self.rows, p.outputs)
 
-    def _enter(self, table: SlotTable, after: NormWeights | None, reader: Product | None) -> Tensor | Folded:
+    def _enter(self, table: SlotTable, after: NormWeights | None, reader: Product | None) -> Rows:
         """The embeddings of the rows' tokens as the stream, or what stands there, behind the first norm."""
         w, s = self.weights, self._stream
         if w.entrance is None:
-            return s.h if after is None else self._join(None, None, after, first=True)
+            return s.h if after is None else self._join(None, None, after, reader, first=True)
         folds = after is not None and self._folds(after, reader)
         following = None
         if folds and after is not None and after.weight is not None:
@@ -449,14 +454,28 @@ class DecodeProgram:
             total = w.tp.all_reduce(s.h)
             if total is not s.h:
                 s.h.copy_(total)
-        return s.h if after is None else self._join(None, None, after)
+        return s.h if after is None else self._join(None, None, after, reader)
 
     def _folds(self, norm: NormWeights, reader: Product | None) -> bool:
         """Whether a norm is left to the products before and behind it."""
         return self._alone and self._few and norm.folds and reader is not None
 
-    def _multiply(self, p: Product, x: Tensor | Folded, out: Tensor) -> Tensor:
-        """A product with its activation, by our own kernels where they are as fast as others."""
+    def _product(self, p: Product, x: Rows, out: Tensor) -> Tensor:
+        """`_multiply` whose result nobody takes rounded."""
+        y = self._multiply(p, x, out)
+        if isinstance(y, Rounded):
+            raise RuntimeError("A product was rounded for nobody.")
+        return y
+
+    def _multiply(self, p: Product, x: Rows, out: Tensor, reader: Product | None = None) -> Tensor | Rounded:
+        """A product with its activation, by our own kernels where they are as fast as others.
+
+        reader: the product that takes the result, which may be rounded for it.
+        """
+        if isinstance(x, Rounded):
+            if not isinstance(p.weight, Float8Weight):
+                raise RuntimeError("Rows are rounded for products of 8-bit floats only.")
+            return self._activated(p, rounded_product(x, p.weight, p.bias, out.dtype), reader)
         if self._few or (isinstance(p.weight, PackedWords) and self.rows <= MAX_PACKED_ROWS):
             run_product(p, self._stream, x, out, pdl=self._pdl)
             return out
@@ -469,18 +488,27 @@ class DecodeProgram:
         y: Tensor = linear(x, weight, p.bias) if isinstance(weight, Tensor) else many_rows(x, weight, p.bias, x.dtype)
         if p.change is not None:
             _add_change(p.change, y, x)
-        if p.act is not None:
-            y = activate_gated(y, p.act) if p.mode == GATED else activate(y, p.act)
-        return y
+        return self._activated(p, y, reader)
+
+    def _activated(self, p: Product, y: Tensor, reader: Product | None) -> Tensor | Rounded:
+        if p.act is None:
+            return y
+        if p.mode != GATED:
+            return activate(y, p.act)
+        if reader is not None and self._rounded is not None:
+            return round_rows(y, act=p.act, pdl=self._pdl)
+        return activate_gated(y, p.act)
 
     def _add(
-        self, p: Product, x: Tensor, branch: NormWeights | None, after: NormWeights | None, reader: Product | None,
-        out: Tensor | None = None,
-    ) -> Tensor | Folded:  # fmt: skip
+        self, p: Product, x: Tensor | Rounded, branch: NormWeights | None, after: NormWeights | None,
+        reader: Product | None, out: Tensor | None = None,
+    ) -> Rows:  # fmt: skip
         """The product of x, behind the norm `branch`, to the stream, which is returned behind the norm `after`."""
         s = self._stream
         if p.mode != RESIDUAL:
-            return self._collect(self._multiply(p, x, self._branch), branch, after, p.scale, out)
+            return self._collect(self._product(p, x, self._branch), branch, after, p.scale, out, reader)
+        if isinstance(x, Rounded):
+            raise RuntimeError("Rows are rounded where there are many.")
         if after is None or not self._folds(after, reader):
             run_product(p, s, x, s.h, pdl=self._pdl)
             return s.h if after is None else self._join(None, None, after, out=out)
@@ -488,33 +516,47 @@ class DecodeProgram:
         return Folded(s.scaled, s.squares, p.tiles, after.eps)
 
     def _collect(
-        self, y: Tensor, branch: NormWeights | None, after: NormWeights | None, scale: float, out: Tensor | None
-    ) -> Tensor:
+        self, y: Tensor, branch: NormWeights | None, after: NormWeights | None, scale: float, out: Tensor | None,
+        reader: Product | None = None,
+    ) -> Tensor | Rounded:  # fmt: skip
         """What this rank computed of a branch to the stream, after that of the others has been added."""
         tp, h = self.weights.tp, self._stream.h
         if self._alone:
-            return self._join(y, branch, after, None, scale, out)
+            return self._join(y, branch, after, reader, None, scale, out)
         plain = branch is None and scale == 1.0 and out is None
         if plain and tp.one_shot is not None and tp.one_shot.accepts(y):  # noqa: SIM102 (what folds has a weight)
             if after is not None and after.folds and after.weight is not None:
                 return tp.one_shot.sum_add_norm(y, h, after.weight, after.eps, pdl=self._pdl)
-        return self._join(tp.all_reduce(y), branch, after, None, scale, out)
+        return self._join(tp.all_reduce(y), branch, after, reader, None, scale, out)
 
     def _join(
-        self, y: Tensor | None, branch: NormWeights | None, after: NormWeights | None, chosen: Chosen | None = None,
-        scale: float = 1.0, out: Tensor | None = None, first: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """first: it begins the step, and so goes without PDL."""
-        h = self._stream.h
+        self, y: Tensor | None, branch: NormWeights | None, after: NormWeights | None, reader: Product | None = None,
+        chosen: Chosen | None = None, scale: float = 1.0, out: Tensor | None = None, first: bool = False,
+    ) -> Tensor | Rounded:  # fmt: skip
+        """reader: the product that takes the result, if one does alone.   first: it begins the step, and so goes
+        without PDL.
+        """
+        h, rounded = self._stream.h, self._rounded
+        if (
+            rounded is not None
+            and reader is not None
+            and reader is not self._head
+            and after is not None
+            and out is None
+        ):
+            join_rows(h, rounded, y, chosen, branch, after, scale, pdl=self._pdl and not first)
+            return rounded
         out = self._x if out is None else out
         join_rows(h, out, y, chosen, branch, after, scale, pdl=self._pdl and not first)
         return h if after is None else out
 
-    def _choose(self, x: Tensor | Folded, table: SlotTable, token_ids: Tensor, turns: Tensor | None) -> None:
+    def _choose(self, x: Rows, table: SlotTable, token_ids: Tensor, turns: Tensor | None) -> None:
         """The most likely token of every row; of several ranks each names the best of its part of the vocabulary."""
         w, s, wide, pdl = self.weights, self._stream, self._tiling.wide_head, False
         if w.head is None or self._head is None:
             raise RuntimeError("This stage of the pipeline has no head.")
+        if isinstance(x, Rounded):
+            raise RuntimeError("Rows are rounded for products of 8-bit floats only.")
         if self._few:
             run_product(self._head, s, x, s.h, pdl=self._pdl)
             tiles, pdl = self._head.tiles, self._pdl
@@ -582,6 +624,14 @@ class _AdapterRows:
 def _add_change(change: Change, y: Tensor, x: Tensor) -> None:
     """What adapters add to a product that knows nothing of them, in place."""
     add_lora(y, x, change.weights, RowView(change.rows, ()))
+
+
+def _takes_rounded(p: Product) -> bool:
+    """Whether a product of many rows rounds its inputs, each row with a scale of its own."""
+    weight = p.weight
+    if not isinstance(weight, Float8Weight) or weight.inputs is None or p.change is not None:
+        return False
+    return weight.inputs.limit is None and weight.fixed is None
 
 
 _BRANCH_NORMS = (Layout.SANDWICH, Layout.BRANCH)  # layouts that normalise a branch before it reaches the stream

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm.ops.triton.float8 import Rounded, round_row
+
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
@@ -63,7 +65,7 @@ def _join_kernel(
     DIM: tl.constexpr, DP: tl.constexpr, ADD: tl.constexpr, TOP_K: tl.constexpr,
     FIRST: tl.constexpr, FIRST_CENTER: tl.constexpr, FIRST_WEIGHT: tl.constexpr, FIRST_BIAS: tl.constexpr,
     SECOND: tl.constexpr, SECOND_CENTER: tl.constexpr, SECOND_WEIGHT: tl.constexpr, SECOND_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, scales, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows,). What is rounded to the model's dtype here is rounded there where operations are apart."""
     if PDL:
@@ -97,27 +99,34 @@ def _join_kernel(
         total = _normalized(
             total, second_weight, second_bias, c, second_eps, DIM, SECOND_CENTER, SECOND_WEIGHT, SECOND_BIAS
         )
-        tl.store(out + row * DIM + c, total.to(dtype), mask=keep)
+        if ROUND:
+            total = total.to(dtype).to(tl.float32)
+            round_row(total, tl.program_id(0), out, scales, scales, float("inf"), DIM, DP, False)
+        else:
+            tl.store(out + row * DIM + c, total.to(dtype), mask=keep)
 
 
 def join_rows(
-    h: Tensor, out: Tensor, y: Tensor | None = None, chosen: Chosen | None = None, branch: NormWeights | None = None,
-    after: NormWeights | None = None, scale: float = 1.0, pdl: bool = False,
+    h: Tensor, out: Tensor | Rounded, y: Tensor | None = None, chosen: Chosen | None = None,
+    branch: NormWeights | None = None, after: NormWeights | None = None, scale: float = 1.0, pdl: bool = False,
 ) -> None:  # fmt: skip
     """h += branch(y) * scale, then out = after(h); a norm that is None is left out, and so is `out` without `after`.
 
-    h, out: [rows, width]; out may be h.   y: [rows, width], or the rows of `chosen`; None adds nothing.
+    h, out: [rows, width]; out may be h, or rounded rows.   y: [rows, width], or the rows of `chosen`; None adds
+    nothing.
     """
     width = h.shape[1]
     none = NormWeights(None, None, 0.0, False)
     first, second = (none if norm is None else norm for norm in (branch, after))
     norms = (h if t is None else t for t in (first.weight, first.bias, second.weight, second.bias))
+    codes, scales = out if isinstance(out, Rounded) else (out, None)
     experts = (h, h) if chosen is None else (chosen.weights, chosen.home)
     _join_kernel[(h.shape[0],)](
-        h if y is None else y, h, out, *norms, *experts, first.eps, second.eps, scale,
+        h if y is None else y, h, codes, *norms, *experts, first.eps, second.eps, scale,
         DIM=width, DP=triton.next_power_of_2(width), ADD=y is not None, TOP_K=0 if chosen is None else chosen.top_k,
         FIRST=branch is not None, FIRST_CENTER=first.center, FIRST_WEIGHT=first.weight is not None,
         FIRST_BIAS=first.bias is not None, SECOND=after is not None, SECOND_CENTER=second.center,
         SECOND_WEIGHT=second.weight is not None, SECOND_BIAS=second.bias is not None, PDL=pdl,
+        scales=scales, ROUND=isinstance(out, Rounded),
         num_warps=4 if width <= 2048 else 8, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -49,7 +49,7 @@ from vllm.ops.triton.decode_parts import (
     take_shares,
 )
 from vllm.ops.triton.float8 import ASSEMBLY, BLOCK, Float8Weight, float8_floats, float8_numbers
-from vllm.ops.triton.packed_linear import PackedWords, choose_packed_tiling, launch_packed
+from vllm.ops.triton.packed_linear import WORDS, PackedWords, choose_packed_tiling, launch_packed
 
 STORE, GATED, RESIDUAL, ARGMAX = range(4)
 DTYPES = [torch.bfloat16, torch.float16]  # of rows, and of weights without scales
@@ -512,7 +512,8 @@ def _float8_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
 def _float8_tiling(rows: int, outputs: int, inputs: int, mode: int) -> Tiling:
     """Of several rows with 8-bit weights, from times on an H200 (`benchmarks/h200/quantized.py`)."""
     if mode == GATED and outputs > 8192:
-        return Tiling(False, 128, BLOCK, 8, stages=4, ahead=512)
+        small = Tiling(False, 64, BLOCK, 4, stages=4, ahead=1024)
+        return small if rows <= 32 else Tiling(False, 128, BLOCK, 8, stages=4, ahead=512)
     if mode == RESIDUAL and outputs >= 2048:
         return Tiling(False, 64, BLOCK, 4, split=4, stages=6, ahead=512)
     if mode == STORE and outputs >= 2048:
@@ -525,7 +526,8 @@ def choose_product_tiling(rows: int, weight: Weight, mode: int) -> Tiling:
     outputs, inputs = weight.shape
     outputs //= 2 if mode == GATED else 1
     if isinstance(weight, PackedWords):
-        return choose_packed_tiling(rows, outputs, weight.words.shape[0])
+        fine = weight.format == "int4" and weight.words.shape[2] == WORDS[0]
+        return choose_packed_tiling(rows, outputs, weight.words.shape[0], fine)
     if isinstance(weight, Float8Weight) and rows == 1:
         return _float8_vector_tiling(outputs, inputs, mode)
     if isinstance(weight, Float8Weight):

@@ -38,7 +38,8 @@ def has_warp_roles() -> bool:
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is cut. `vector`: the kernel for one row, with `unroll` and `whole`; `split`, `stages` and `ahead`
-    belong to the other. With a packed weight, `vector` is the kernel whose warps take blocks of their own.
+    belong to the other. With a packed weight, `vector` are the kernels whose warps take blocks of their own; `whole` is
+    the one of these that reads words straight into registers, `unroll` blocks at a time.
     """
 
     vector: bool

@@ -8,6 +8,7 @@ same order.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,10 +17,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from vllm.ops.quantized_weights import FP8_MAX, GroupedWeight, InputQuant
+from vllm.ops.triton.activation import KINDS, gated
 
 BLOCK = 128  # outputs and inputs of a block that has one scale
 ASSEMBLY = os.environ.get("TRITON_INTERPRET") != "1"  # the interpreter knows none
 _MOST_INPUTS = 65536  # one program holds a whole row
+
+
+class Rounded(NamedTuple):
+    """Inputs rounded for these products: codes float8_e4m3fn [rows, in], in a weight's order, scales fp32 [rows, 1]."""
+
+    codes: Tensor
+    scales: Tensor
 
 
 class Float8Weight:
@@ -123,17 +132,9 @@ def float8_floats(pairs, ASM: tl.constexpr):
 
 
 @triton.jit
-def _round_kernel(
-    x, out, scales, given, limit, stride, K: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr
-):
-    """Grid (rows,): codes of one row, with a scale of its own or the one given."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0)
+def round_row(v, row, out, scales, given, limit, K: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr):
+    """Codes of a row v [KP] in fp32, zeros beyond K, with a scale of its own or the one given."""
     c = tl.arange(0, KP)
-    keep = c < K
-    v = tl.load(x + row.to(tl.int64) * stride + c, mask=keep, other=0.0).to(tl.float32)
     size = tl.minimum(tl.max(tl.abs(v), 0), limit)
     size = tl.maximum(tl.div_rn(size, 448.0), 1e-12)
     if GIVEN:
@@ -142,31 +143,51 @@ def _round_kernel(
     codes = tl.div_rn(v, tl.broadcast_to(size, [KP]))  # ties are many among numbers of few bits
     codes = tl.reshape(tl.minimum(tl.maximum(codes, -448.0), 448.0), [KP // 128, 2, 64])
     codes = tl.reshape(tl.permute(codes, (0, 2, 1)), [KP])
-    tl.store(out + row.to(tl.int64) * K + c, codes.to(tl.float8e4nv), mask=keep)
+    tl.store(out + row.to(tl.int64) * K + c, codes.to(tl.float8e4nv), mask=c < K)
+
+
+@triton.jit
+def _round_kernel(
+    x, out, scales, given, limit, stride, K: tl.constexpr, KP: tl.constexpr, KIND: tl.constexpr, GIVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows,). KIND: of the activation, where x are the two halves of a gated product, else -1."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    c = tl.arange(0, KP)
+    at = x + row.to(tl.int64) * stride + c
+    v = tl.load(at, mask=c < K, other=0.0)
+    if KIND >= 0:
+        v = gated(v, tl.load(at + K, mask=c < K, other=0.0), 0.0, KIND, False)
+    round_row(v.to(tl.float32), row, out, scales, given, limit, K, KP, GIVEN)
 
 
 def round_rows(
-    x: Tensor, limit: float | None = None, given: Tensor | None = None, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(codes float8_e4m3fn [rows, in], in a weight's order, scales fp32 [rows, 1]).
+    x: Tensor, limit: float | None = None, given: Tensor | None = None, pdl: bool = False, act: str | None = None
+) -> Rounded:
+    """Rows with a scale for each.
 
     x: [rows, in], rows may lie apart.   limit: the largest magnitude that counts.   given: [1], a scale that all rows
-    have.
+    have.   act: x are the halves of a gated product, and act(first) * second is rounded.
     """
     rows, k = x.shape
+    k = k if act is None else k // 2
     out = torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(k)
     _round_kernel[(rows,)](
         x, out, scales, scales if given is None else given, float("inf") if limit is None else limit, x.stride(0),
-        K=k, KP=width, GIVEN=given is not None, PDL=pdl, num_warps=4 if width <= 2048 else 8,
+        K=k, KP=width, KIND=-1 if act is None else KINDS[act], GIVEN=given is not None, PDL=pdl,
+        num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    return out, scales
+    return Rounded(out, scales)
 
 
 def rounded_product(
-    x: Tensor, weight: Float8Weight, bias: Tensor | None, dtype: torch.dtype, pdl: bool = False
+    x: Tensor | Rounded, weight: Float8Weight, bias: Tensor | None, dtype: torch.dtype, pdl: bool = False
 ) -> Tensor:
     """x [rows, in] @ weight.T + bias, inputs rounded as the weight's format wants; results pass through bfloat16.
 
@@ -175,7 +196,7 @@ def rounded_product(
     if weight.inputs is None:
         raise ValueError("This weight's format does not round inputs.")
     given = weight.fixed
-    codes, scales = round_rows(x, weight.inputs.limit, given, pdl)
+    codes, scales = x if isinstance(x, Rounded) else round_rows(x, weight.inputs.limit, given, pdl)
     theirs = weight.scales[None]
     if given is not None and weight.one_scale is not None:
         scales, theirs = given, weight.one_scale

@@ -17,6 +17,7 @@ from vllm.ops.triton import packed_experts
 from vllm.ops.triton.decode_linear import DTYPES, STORE, Product, Stream, Tiling, choose_product_tiling, run_product
 from vllm.ops.triton.float8 import Float8Weight, float8_weight, rounded_product
 from vllm.ops.triton.packed_linear import PackedWords, dequantize, packed_product, packs, wide_packed_product
+from vllm.ops.triton.packed_many import many_rows_product, takes
 
 __all__ = ["PackedWords", "dequantize", "many_rows", "multiply", "pack"]
 
@@ -66,6 +67,8 @@ def many_rows(x: Tensor, weight: PackedWords | Float8Weight, bias: Tensor | None
     """x [rows, in] @ weight.T + bias for more rows than the kernels for packed weights take."""
     if isinstance(weight, Float8Weight) and weight.inputs is not None:
         return rounded_product(x, weight, bias, dtype)
+    if isinstance(weight, PackedWords) and len(x) <= _MANY_ROWS and bias is None and takes(weight, x.dtype):
+        return many_rows_product(x, weight, dtype)
     if isinstance(weight, PackedWords) and len(x) <= _MANY_ROWS:
         return wide_packed_product(x, weight, bias, dtype)
     numbers = weight.numbers(x.dtype) if isinstance(weight, Float8Weight) else dequantize(weight, x.dtype)
