@@ -15,9 +15,9 @@ from vllm.ops.quantized import pack_experts, pack_quantized, quantized_linear
 from vllm.ops.quantized_weights import GroupedWeight
 from vllm.ops.triton import packed_experts
 from vllm.ops.triton.decode_linear import DTYPES, STORE, Product, Stream, Tiling, choose_product_tiling, run_product
+from vllm.ops.triton.decode_parts import has_warp_roles
 from vllm.ops.triton.float8 import Float8Weight, float8_weight, rounded_product
 from vllm.ops.triton.packed_linear import PackedWords, dequantize, packed_product, packs, wide_packed_product
-from vllm.ops.triton.packed_many import many_rows_product, takes
 
 __all__ = ["PackedWords", "dequantize", "many_rows", "multiply", "pack"]
 
@@ -67,9 +67,12 @@ def many_rows(x: Tensor, weight: PackedWords | Float8Weight, bias: Tensor | None
     """x [rows, in] @ weight.T + bias for more rows than the kernels for packed weights take."""
     if isinstance(weight, Float8Weight) and weight.inputs is not None:
         return rounded_product(x, weight, bias, dtype)
-    if isinstance(weight, PackedWords) and len(x) <= _MANY_ROWS and bias is None and takes(weight, x.dtype):
-        return many_rows_product(x, weight, dtype)
     if isinstance(weight, PackedWords) and len(x) <= _MANY_ROWS:
+        if bias is None and has_warp_roles():
+            from vllm.ops.triton import packed_many  # whose language not every Triton has
+
+            if packed_many.takes(weight, x.dtype):
+                return packed_many.many_rows_product(x, weight, dtype)
         return wide_packed_product(x, weight, bias, dtype)
     numbers = weight.numbers(x.dtype) if isinstance(weight, Float8Weight) else dequantize(weight, x.dtype)
     out: Tensor = linear(x, numbers, bias, dtype)
