@@ -332,7 +332,7 @@ def test_rows_are_rounded_where_they_are_normalised_and_activated(layout, monkey
         program.run(table, hidden=hidden)
         assert any(rounded) == takes
         found.append(hidden)
-    assert torch.equal(*found)
+    assert error(*found) < 1e-3  # an activation may differ in its last bit, and then a rounding
 
 
 @torch.inference_mode()

@@ -494,10 +494,12 @@ class DecodeProgram:
         if p.act is None:
             return y
         if p.mode != GATED:
-            return activate(y, p.act)
+            done: Tensor = activate(y, p.act)
+            return done
         if reader is not None and self._rounded is not None:
             return round_rows(y, act=p.act, pdl=self._pdl)
-        return activate_gated(y, p.act)
+        gated: Tensor = activate_gated(y, p.act)
+        return gated
 
     def _add(
         self, p: Product, x: Tensor | Rounded, branch: NormWeights | None, after: NormWeights | None,
