@@ -104,6 +104,19 @@ FOUND = [
             "stream": True,
         },
     ),
+    Attack(
+        "64 prompts of 1,000 tokens with 20 log probabilities",
+        COMPLETIONS,
+        lambda: {"prompt": [[5 + i, *range(5, 1004)] for i in range(64)], "max_tokens": 1, "prompt_logprobs": 20},
+    ),
+    Attack(
+        "300 answers that echo 1,000 tokens with 5 log probabilities, as a stream",
+        COMPLETIONS,
+        lambda: {
+            **{"prompt": list(range(5, 1005)), "n": 300, "max_tokens": 30, "echo": True, "logprobs": 5, "stream": True},
+            "ignore_eos": True,
+        },
+    ),
     Attack("a stored response with 20 log probabilities of 1,500 tokens", RESPONSES, lambda: dict(KNOWN)),
     Attack("the same response as a stream", RESPONSES, lambda: {**KNOWN, "stream": True}),
     Attack(

@@ -14,13 +14,13 @@ from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.entrypoints.openai.connection import Outbox, connection_class
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.events import failed
-from vllm.entrypoints.openai.sse import EventStream
+from vllm.entrypoints.openai.sse import Events, EventStream
 from vllm.exceptions import EngineGenerateError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 
-class Lines:
+class Lines(Events):
     """Each output is a line."""
 
     def feed(self, index: int, output: RequestOutput) -> bytes:

@@ -214,5 +214,17 @@ def test_answers_of_many_choices_are_made_in_several_turns(monkeypatch: pytest.M
     assert max(made_in.values()) <= 10
 
 
+def test_what_choices_echo_counts_among_what_an_output_shows() -> None:
+    """So that many log probabilities of a prompt, which each choice repeats, are written beside the event loop."""
+    work = completion_work({"echo": True, "logprobs": 2, "n": 3, "stream": True})
+    events, source = completions.CompletionEvents(CONTEXT, work), Source(3, True, True, "stop", None)
+    own, echoed = 2 * len(TOKENS[0]), 2 * 3  # two log probabilities of each token; of a prompt of two, up to three
+    first, second, *_ = source.pieces()
+    assert events.entries(0, first) == own + echoed + 2 * 2
+    events.feed(0, first)
+    assert events.entries(0, first) == own + 2 * 2
+    assert events.entries(0, second) == own + echoed  # which says nothing of the prompt itself
+
+
 if __name__ == "__main__":
     RECORDINGS.write_text(json.dumps(answers(), indent=1) + "\n")

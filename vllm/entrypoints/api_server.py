@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import failed
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.routes import answer, context_of, health, read, stream
-from vllm.entrypoints.openai.sse import EventStream
+from vllm.entrypoints.openai.sse import Events, EventStream
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLMEngine
@@ -54,7 +54,7 @@ async def _whole(context: ServerContext, work: completions.Completion, prompt: A
     return {"text": [prompt + choice["text"] for choice in found["choices"]]}
 
 
-class _Texts:
+class _Texts(Events):
     """The texts so far, again and again."""
 
     def __init__(self, work: completions.Completion, prompt: str) -> None:

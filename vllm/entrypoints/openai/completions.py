@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from vllm.entrypoints.openai.answers import INLINE_ENTRIES, count_entries, encode_at_once, is_small, listed
 from vllm.entrypoints.openai.context import Prompt, ServerContext, merge, new_id
 from vllm.entrypoints.openai.errors import APIError, bad_request
 from vllm.entrypoints.openai.events import DONE, AnswerEvents, failed, prompt_length
-from vllm.entrypoints.openai.logprobs import Step, TokenText, completion_logprobs, prompt_logprobs
+from vllm.entrypoints.openai.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.protocol import CompletionRequest
 from vllm.entrypoints.openai.sampling import (
     check_sizes,
@@ -22,6 +21,7 @@ from vllm.entrypoints.openai.sampling import (
     resolve_max_tokens,
     to_sampling_params,
 )
+from vllm.entrypoints.openai.sse import Events
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.deltas import Delta
@@ -201,8 +201,9 @@ def _answer(context: ServerContext, work: Completion, finals: Sequence[RequestOu
     prompt_tokens = sum(len(final.prompt_token_ids or ()) for final in finals)
     completion_tokens = sum(len(output.token_ids) for final in finals for output in final.outputs)
     choices = (
-        _choice(context, work, final, output, i * work.count + output.index)
+        _choice(work, final, output, i * work.count + output.index, echo)
         for i, final in enumerate(finals)
+        for echo in (Echo.of(context, work, final) if work.echo else None,)
         for output in final.outputs
     )
     return {
@@ -215,25 +216,54 @@ def _answer(context: ServerContext, work: Completion, finals: Sequence[RequestOu
     }
 
 
+@dataclass(slots=True)
+class Echo:
+    """A prompt as each of its choices repeats it.
+
+    logprobs: as `completion_logprobs`, if any are asked for.   length: of the texts of its tokens.
+    """
+
+    text: str
+    logprobs: dict[str, Any] | None
+    length: int
+    _encoded: dict[str, str] | None = None
+
+    @classmethod
+    def of(cls, context: ServerContext, work: Completion, result: RequestOutput) -> Echo:
+        top, steps, ids = work.request.logprobs, result.prompt_logprobs, result.prompt_token_ids or ()
+        logprobs = None if top is None or steps is None else completion_logprobs(ids, steps, top, work.text_of)
+        length = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
+        return cls(prompt_text_of(context, result), logprobs, length)
+
+    def before(self, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The prompt's log probabilities, and those of an answer, whose offsets begin at `length`."""
+        if logprobs is None or self.logprobs is None:
+            return logprobs
+        return {name: found + logprobs[name] for name, found in self.logprobs.items()}
+
+    def before_encoded(self, logprobs: dict[str, Any] | None) -> str:
+        """The same as JSON, in which the prompt's are encoded once for all choices."""
+        if logprobs is None or self.logprobs is None:
+            return json.dumps(logprobs)
+        if self._encoded is None:
+            self._encoded = {name: json.dumps(found)[1:-1] for name, found in self.logprobs.items()}
+        lists = ((name, filter(None, (text, json.dumps(logprobs[name])[1:-1]))) for name, text in self._encoded.items())
+        return "{" + ", ".join(f'"{name}": [{", ".join(texts)}]' for name, texts in lists) + "}"
+
+
 def _choice(
-    context: ServerContext, work: Completion, final: RequestOutput, output: CompletionOutput, index: int
+    work: Completion, final: RequestOutput, output: CompletionOutput, index: int, echo: Echo | None
 ) -> dict[str, Any]:
-    text, token_ids = output.text, list(output.token_ids)
-    steps: Iterable[Step | None] | None = output.logprobs
-    if work.echo:
-        prompt_text = prompt_text_of(context, final)
-        if work.request.max_tokens == 0:
-            text, token_ids, steps = "", [], []
-        text = prompt_text + text
-        token_ids = [*(final.prompt_token_ids or ()), *token_ids]
-        steps = None if steps is None else chain(final.prompt_logprobs or (), steps)
+    text, token_ids, steps, top = output.text, output.token_ids, output.logprobs, work.request.logprobs
+    if echo is not None and work.request.max_tokens == 0:
+        text, token_ids, steps = "", [], []
     logprobs = None
-    if work.request.logprobs is not None and steps is not None:
-        logprobs = completion_logprobs(token_ids, steps, work.request.logprobs, work.text_of)
+    if top is not None and steps is not None:
+        logprobs = completion_logprobs(token_ids, steps, top, work.text_of, echo.length if echo else 0)
     return {
         "index": index,
-        "text": text,
-        "logprobs": logprobs,
+        "text": text if echo is None else echo.text + text,
+        "logprobs": logprobs if echo is None else echo.before(logprobs),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
         "prompt_logprobs": prompt_logprobs(final.prompt_logprobs if work.request.prompt_logprobs is not None else None),
@@ -268,43 +298,43 @@ class CompletionEvents(AnswerEvents):
         super().__init__(len(work.prompts), work.count, is_plain)
         self._offsets: dict[int, int] = {}
         self._echoed: set[int] = set()
-        # Prompt logprobs come once, with the first choice; the others echo them too.
-        self._of_prompt: dict[int, Sequence[Any]] = {}
+        self._echoes: dict[int, Echo] = {}  # of each prompt: its log probabilities come once, with the first output
+
+    def entries(self, index: int, output: RequestOutput) -> int:
+        """Also those of the prompt, which each choice repeats with its first output."""
+        shown, top = super().entries(index, output), self._work.request.logprobs
+        if not self._work.echo or top is None:
+            return shown
+        first = sum(index * self._count + choice.index not in self._echoed for choice in output.outputs)
+        return shown + first * prompt_length(output) * (1 + top)
 
     def _before(self, choice: int) -> str:
         return f'{self._head}[{{"index": {choice}, "text": '
 
     def _events(self, choice: int, result: RequestOutput, output: CompletionOutput, deltas: Sequence[Delta]) -> str:
         work, request = self._work, self._work.request
-        text, token_ids, steps = output.text, list(output.token_ids), output.logprobs
-        prompt = choice // self._count
-        if result.prompt_logprobs:
-            self._of_prompt[prompt] = result.prompt_logprobs
+        text, token_ids, steps, echo = output.text, output.token_ids, output.logprobs, None
+        if work.echo and request.max_tokens == 0:
+            text, token_ids, steps = "", [], []
         if work.echo and choice not in self._echoed:
             self._echoed.add(choice)
-            if request.max_tokens == 0:
-                text, token_ids, steps = "", [], []
-            text = prompt_text_of(self._context, result) + text
-            token_ids = [*(result.prompt_token_ids or ()), *token_ids]
-            steps = None if steps is None else [*self._of_prompt.get(prompt, ()), *steps]
-        elif work.echo and request.max_tokens == 0:
-            text, token_ids, steps = "", [], []
-        if not text and not token_ids and output.finish_reason is None:
+            prompt = choice // self._count
+            echo = self._echoes.get(prompt)
+            if echo is None:
+                echo = self._echoes[prompt] = Echo.of(self._context, work, result)
+            text = echo.text + text
+        elif not text and not token_ids and output.finish_reason is None:
             return ""
         logprobs = None
         if request.logprobs is not None and steps is not None:
-            offset = self._offsets.get(choice, 0)
+            offset = echo.length if echo else self._offsets.get(choice, 0)
             logprobs = completion_logprobs(token_ids, steps, request.logprobs, work.text_of, offset)
             self._offsets[choice] = offset + sum(map(len, logprobs["tokens"]))
-        chunk = {
-            "index": choice,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+        shown = json.dumps(logprobs) if echo is None else echo.before_encoded(logprobs)
+        start = json.dumps({"index": choice, "text": text})[:-1]
+        end = json.dumps({"finish_reason": output.finish_reason, "stop_reason": output.stop_reason})[1:]
         usage = usage_of(prompt_length(result), self._sent[choice]) if self._always else None
-        return f'{self._head}{json.dumps([chunk])},"usage":{json.dumps(usage)}}}\n\n'
+        return f'{self._head}[{start}, "logprobs": {shown}, {end}],"usage":{json.dumps(usage)}}}\n\n'
 
     def end(self) -> bytes:
         """The events after the last output: the usage, if it was asked for, and the end mark."""
@@ -316,7 +346,7 @@ class CompletionEvents(AnswerEvents):
         return f'{self._head}[],"usage":{json.dumps(total)}}}\n\n'.encode() + DONE
 
 
-class WholeEvents:
+class WholeEvents(Events):
     """One event with the whole answer, for requests whose choices are known only at the end."""
 
     def __init__(self, context: ServerContext, work: Completion) -> None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as json_text
 
+from vllm.entrypoints.openai.answers import count_entries
 from vllm.entrypoints.openai.errors import APIError, stream_error
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tool_parsers.deltas import Content, Delta
@@ -36,6 +37,10 @@ class AnswerEvents(ABC):
         self._opened = False
         self._is_plain = is_plain
         self._write = self._plain if is_plain and deltas is None else self._full
+
+    def entries(self, index: int, output: RequestOutput) -> int:
+        """How many log probabilities the events of an output of prompt number `index` will show."""
+        return count_entries([output])
 
     def feed(self, index: int, result: RequestOutput) -> bytes:
         """The events of one output of prompt number `index`."""

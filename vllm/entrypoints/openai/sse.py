@@ -30,6 +30,10 @@ HEADERS = [
 class Events(Protocol):
     """Writes what a request's prompts bring as events; nothing is sent for empty ones."""
 
+    def entries(self, index: int, output: RequestOutput) -> int:
+        """How many log probabilities the events of an output of prompt number `index` will show."""
+        return count_entries([output])
+
     def feed(self, index: int, output: RequestOutput) -> bytes:
         """The events of one output of prompt number `index`."""
 
@@ -201,7 +205,7 @@ class EventStream(Response):
                     shows = has_logprobs(taken)
                     if not (shows or taken.finished):  # most
                         events += self._events.feed(index, taken)
-                    elif shows and (taken.finished or count_entries([taken]) > INLINE_ENTRIES):
+                    elif shows and (taken.finished or self._events.entries(index, taken) > INLINE_ENTRIES):
                         self._begin(index, taken)  # ends may tell of all log probabilities again
                     else:
                         events += self._write_output(index, taken)
