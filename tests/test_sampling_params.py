@@ -556,7 +556,8 @@ def test_wrong_beam_search_params_are_refused(arguments: dict[str, Any], message
 class Matryoshka:
     served_model_name = "m"
     is_matryoshka = True
-    matryoshka_dimensions = [64, 128]
+    matryoshka_dimensions: list[int] | None = [64, 128]
+    embedding_width: int | None = 100
 
 
 def test_pooling_params() -> None:
@@ -571,6 +572,12 @@ def test_pooling_params() -> None:
         "use other output dimensions will lead to poor results."
     )
     plain = Matryoshka()
+    for plain.matryoshka_dimensions in ([128], None):
+        with pytest.raises(ValueError, match='Model "m" has embeddings of 100 dimensions, got dimensions=128'):
+            PoolingParams(128).verify(plain)
+    PoolingParams(100).verify(plain)
+    plain.embedding_width = None
+    PoolingParams(128).verify(plain)
     plain.is_matryoshka = False
     with pytest.raises(
         ValueError, match='Model "m" does not support matryoshka representation.*Leave dimensions unset'

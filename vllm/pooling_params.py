@@ -26,6 +26,9 @@ class MatryoshkaModel(Protocol):
     @property
     def matryoshka_dimensions(self) -> list[int] | None: ...
 
+    @property
+    def embedding_width(self) -> int | None: ...
+
 
 def _dimensions(name: str, value: Any) -> int:
     number = integer(name, value)
@@ -110,6 +113,14 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, tag="pooling"):
             raise VLLMValidationError(
                 f'Model "{model_config.served_model_name}" only supports {supported} matryoshka dimensions, '
                 "use other output dimensions will lead to poor results.",
+                parameter="dimensions",
+                value=self.dimensions,
+            )
+        width = model_config.embedding_width
+        if width is not None and self.dimensions > width:
+            raise VLLMValidationError(
+                f'Model "{model_config.served_model_name}" has embeddings of {width} dimensions, '
+                f"got dimensions={self.dimensions}.",
                 parameter="dimensions",
                 value=self.dimensions,
             )

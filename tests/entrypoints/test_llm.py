@@ -23,7 +23,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram
 
 PROMPTS = ["The capital of France is", "def f(x):", "こんにちは", "it's", "emoji 😀 and"]
@@ -417,6 +417,27 @@ def test_chat(llm):
     with pytest.raises(NotImplementedError, match="Unknown part type: x"):
         llm.chat([{"role": "user", "content": [{"type": "x"}]}], GREEDY)
     assert_idle(llm)
+
+
+def test_the_form_of_an_answer_that_is_gone_on_with_begins_at_once():
+    """Behind a reasoning parser whose models think even without the opening tag, unless they speak already."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    conversations = [
+        [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": begun}]
+        for begun in ("It is", "<think>Well</think>It is", "<think>It is")
+    ]
+    older, newer = GuidedDecodingParams(json=schema), StructuredOutputsParams(json=schema)
+    options = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
+    with LLM("demo", reasoning_parser="deepseek_r1", max_model_len=512, num_gpu_blocks_override=100) as llm:
+        for form in ({"guided_decoding": older}, {"structured_outputs": newer}):
+            params = SamplingParams(temperature=0.0, max_tokens=40, **form)
+            found = llm.chat(conversations, params, **options)
+            llm.enqueue_chat(conversations, params, **options)
+            for outputs in (found, llm.wait_for_completion(use_tqdm=False)):
+                speaking, spoke, thinking = (output.outputs[0].text for output in outputs)
+                assert json.loads(speaking) == json.loads(spoke) == {"a": 1}
+                assert thinking and "{" not in thinking
+        assert_idle(llm)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_sentence_transformers_files_are_followed(mode: str, tmp_path: Path) -> 
     with start(tmp_path) as llm:
         assert llm.model_config.max_model_len == 32 and llm.supported_tasks == ("encode", "embed", "score")
         outputs = llm.embed(TEXTS, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": -1})
+        assert llm.model_config.embedding_width == len(outputs[0].outputs.embedding)
         hf_tokenizer = llm.get_tokenizer()
     want = pooled_by_transformers(model, hf_tokenizer, mode, 32)
     if with_dense:
@@ -242,7 +243,7 @@ def test_the_activation_that_a_cross_encoder_was_saved_with_counts(tmp_path: Pat
 
 
 def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
-    save_bert(tmp_path, matryoshka_dimensions=[8, 24])
+    save_bert(tmp_path, matryoshka_dimensions=[8, 24, 64])
     with start(tmp_path) as llm:
         vectors = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
         found = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
@@ -263,6 +264,7 @@ def test_embeddings_score_by_their_cosine(tmp_path: Path) -> None:
         for call, message in (
             (lambda: llm.embed(TEXTS, pooling_params=several[:2]), "lengths of prompts and params"),
             (lambda: llm.embed("a", pooling_params=PoolingParams(dimensions=9)), "only supports"),
+            (lambda: llm.embed("a", pooling_params=PoolingParams(64)), "has embeddings of 48 dimensions, got dimens"),
             (lambda: llm.encode("a", pooling_task="classify"), "not for 'classify'"),
             (lambda: llm.generate("a"), "this model pools"),
             (lambda: llm.classify("a"), "only enabled for `--task classify`"),

@@ -41,7 +41,7 @@ def test_uni_runs_one_rank() -> None:
 
 def test_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"needs Ray on every node: pip install 'vllm\[ray\]'"):
+    with pytest.raises(ValueError, match=r"needs Ray on every node: pip install 'vllm\[ray\]'"):
         vllm.initialize_ray_cluster(ParallelConfig())
 
 

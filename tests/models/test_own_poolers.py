@@ -252,6 +252,7 @@ def test_a_class_pools_by_itself_in_chunks_and_in_any_company(kind: str, tmp_pat
     assert ModelRegistry.is_pooling_model("LlamaForCausalLM") and is_pooling_model(model_cls)
     with start(tmp_path, max_num_batched_tokens=8) as llm:
         assert llm.supported_tasks == ("encode", "embed", "score")
+        assert llm.model_config.embedding_width is None
         found = encode(llm)
         embedded = llm.embed([{"prompt_token_ids": ids} for ids in PROMPTS], use_tqdm=False)
     for ids, ours, output in zip(PROMPTS, found, embedded, strict=True):

@@ -283,6 +283,14 @@ async def test_core_that_cannot_start_says_why(model_folder, tmp_path):
     assert leftovers() == before
 
 
+def test_a_core_that_lacks_ray_says_so_in_one_line(model_folder, tmp_path, monkeypatch, capfd):
+    (tmp_path / "ray.py").write_text("raise ImportError('not installed')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with pytest.raises(RuntimeError, match=r"failed to start: .*needs Ray on every node: pip install 'vllm\[ray\]'"):
+        make(model_folder, distributed_executor_backend="ray")
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 async def test_requests_the_core_cannot_read_end_with_an_error(model_folder):
     """What passes the front end and not the schema fails alone; the core goes on."""
     async with running(model_folder) as engine:

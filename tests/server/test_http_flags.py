@@ -308,6 +308,12 @@ def test_a_chat_template_is_a_text_a_file_or_a_name(form: str, tmp_path: Path) -
             ["--enable-lora", "--lora-modules", "b=b", "--served-model-name", "a", "b"],
             "the name 'b' stands for the base model",
         ),
+        (["--lora-root", "/"], "--lora-root needs --enable-lora"),
+        (
+            ["--enable-lora", "--lora-root", "/", "--lora-root", "/nowhere"],
+            "--lora-root: there is no folder '/nowhere'",
+        ),
+        (["--enable-lora", "--lora-root", ""], "--lora-root: there is no folder ''"),
         (["--prompt-adapters", "a=b"], "--prompt-adapters needs --enable-prompt-adapter"),
         (["--enable-auto-tool-choice"], "requires --tool-call-parser"),
         (["--tool-call-parser", "nobody"], "invalid tool call parser: nobody"),

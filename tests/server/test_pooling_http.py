@@ -16,7 +16,7 @@ from tests.tiny_encoders import save_bert
 from vllm import LLM
 
 TEXTS = ["The capital of France is Paris.", "Hello, my name is Ada.", "Numbers: 0 1 2 3", "世界", "The capital"]
-DIMENSIONS = {"matryoshka_dimensions": [8, 16]}
+DIMENSIONS = {"matryoshka_dimensions": [8, 16, 64]}  # of 48
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,9 @@ def test_a_cross_encoder_scores_ranks_and_classifies(scorer) -> None:
 
 
 WRONG = [
-    ("/v1/embeddings", {"input": "a", "dimensions": 7}, "only supports [8, 16] matryoshka dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 7}, "only supports [8, 16, 64] matryoshka dimensions"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 64}, 'Model "tiny" has embeddings of 48 dimensions'),
+    ("/pooling", {"input": "a", "dimensions": 64}, 'Model "tiny" has embeddings of 48 dimensions'),
     ("/v1/embeddings", {"input": "a", "dimensions": 0}, "Dimensions must be greater than 0"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ("/v1/embeddings", {"input": []}, "must not be empty"),

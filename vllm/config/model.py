@@ -335,6 +335,11 @@ class ModelConfig(metaclass=_Resolving):
         return self.hf.matryoshka_dimensions
 
     @property
+    def embedding_width(self) -> int | None:
+        """Numbers of an embedding; None if the model does not embed, or is the user's own."""
+        return None if self.pooling is None else self.pooling.width
+
+    @property
     def use_async_output_proc(self) -> bool:
         return not self.disable_async_output_proc
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ class PoolingSettings:
     step_tag: for STEP, the token that ends a step.   labels: outputs of a classifier, 0 for what is none.
     dense: folders, in the model's, of sentence-transformers' dense layers behind the pooling.
     lower_case: texts are turned to lower case before they are tokenized.
+    width: numbers of an embedding; None for other tasks, and for models of the user's own.
     """
 
     task: str
@@ -123,6 +124,7 @@ class PoolingSettings:
     labels: int = 0
     dense: tuple[str, ...] = ()
     lower_case: bool = False
+    width: int | None = None
 
     def as_config(self) -> PoolerConfig:
         """The same, as a model's class reads it to build a pooler of its own."""
@@ -153,6 +155,7 @@ class SentenceFiles:
     """What sentence-transformers' files in a model folder say.
 
     type: of pooling, None where no module pools.   max_length: in tokens.   activation: of a cross-encoder's scores.
+    width: of what the last dense layer gives, None without one.
     """
 
     type: str | None = None
@@ -161,6 +164,7 @@ class SentenceFiles:
     max_length: int | None = None
     lower_case: bool = False
     activation: str | None = None
+    width: int | None = None
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles | None:
@@ -171,6 +175,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
     pooling: str | None = None
     normalize = False
     dense: list[str] = []
+    width: int | None = None
     for module in _modules(file):
         kind = str(module.get("type", "")).rpartition(".")[2]
         name = module.get("path", "")
@@ -182,6 +187,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
             normalize = True
         elif kind == "Dense":
             dense.append(name)
+            width = HFConfig(read_json_object(folder / name / "config.json"), folder / name).get_int("out_features")
         elif kind not in ("Transformer", "Dropout"):
             raise ValueError(f"{file}: modules of type {kind!r} are not supported.")
     if len(dense) > _MAX_DENSE:
@@ -191,7 +197,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
     length = config.get_int("max_seq_length", default=None)
     length = _tokenizers_length(folder) if length is None else length  # as sentence-transformers does
     lower_case = config.get_bool("do_lower_case", default=False)
-    return SentenceFiles(pooling, normalize, tuple(dense), length, lower_case, _named_activation(folder))
+    return SentenceFiles(pooling, normalize, tuple(dense), length, lower_case, _named_activation(folder), width)
 
 
 def _named_activation(folder: Path) -> str | None:
@@ -288,7 +294,10 @@ def resolve_pooling(args: Mapping[str, Any], hf: HFConfig, folder: Path, tokeniz
     tokens = _head_tokens(base, override, native, hf, tokenizer_folder)
     if tokens:
         hf = HFConfig.from_dict({**hf.raw, HEAD_TOKENS: list(tokens)}, hf.path)
-    return PoolingChoice(hf, _settings(wanted, base, override, files, hf), convert, files.max_length)
+    settings = _settings(wanted, base, override, files, hf)
+    if base.task == EMBED and not _is_registered(hf):
+        settings = replace(settings, width=files.width or hf.hidden_size)
+    return PoolingChoice(hf, settings, convert, files.max_length)
 
 
 def _pools_by_itself(hf: HFConfig) -> bool:
@@ -296,6 +305,13 @@ def _pools_by_itself(hf: HFConfig) -> bool:
     from vllm.model_executor.models.registry import ModelRegistry
 
     return ModelRegistry.is_own_pooler(hf.architectures)
+
+
+def _is_registered(hf: HFConfig) -> bool:
+    """Whether the architecture's class or family is the user's own."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    return not ModelRegistry.registered().keys().isdisjoint(hf.architectures)
 
 
 def _named(hf: HFConfig) -> str:

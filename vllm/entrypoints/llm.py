@@ -40,6 +40,8 @@ from vllm.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
+from vllm.reasoning import think_format
+from vllm.reasoning.think import Begins
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import Counter
@@ -238,7 +240,7 @@ class LLM:
         add_generation_prompt, continue_final_message: begin a new answer, or go on with the last message.
         tokenization_kwargs: as for `generate`; `add_special_tokens` is False, since templates write special tokens.
         """
-        prompts = self._render(
+        prompts, speaks = self._render(
             messages,
             tokenization_kwargs,
             chat_template=chat_template,
@@ -249,15 +251,11 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(
-            prompts,
-            sampling_params,
-            None,
-            use_tqdm,
-            lora_request,
-            priority=priority,
-            tokenization_kwargs=tokenization_kwargs,
-        )
+        with self._turn:
+            ids = self._add(
+                prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs, speaks
+            )
+            return self._run(ids, use_tqdm)
 
     def beam_search(
         self,
@@ -328,8 +326,13 @@ class LLM:
         unknown = sorted(chat_options.keys() - CHAT_OPTIONS)
         if unknown:
             raise TypeError(f"enqueue_chat has no argument {unknown[0]!r}; it takes those of chat.")
-        prompts = self._render(messages, tokenization_kwargs, **chat_options)
-        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, tokenization_kwargs)
+        prompts, speaks = self._render(messages, tokenization_kwargs, **chat_options)
+        with self._turn:
+            ids = self._add(
+                prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs, speaks
+            )
+            self._queued += ids
+        return ids
 
     def wait_for_completion(self, output_type: type[Any] | None = None, *, use_tqdm: ProgressBar = True) -> list[Any]:
         """Run what `enqueue` has queued. Returns the outputs in that order; TypeError if not of `output_type`."""
@@ -538,8 +541,9 @@ class LLM:
         guided: LLMGuidedOptions | GuidedDecodingRequest | None,
         priority: list[int] | None,
         tokenization: dict[str, Any] | None,
+        speaks: Sequence[bool] = (),
     ) -> list[str]:
-        """Check everything, then queue everything."""
+        """Check everything, then queue everything. speaks: as of `RequestInput`, one per prompt; () for none."""
         if self.model_config.pooling is not None:
             raise ValueError(needs_generation(self.model_config.convert_type))
         found = self._prompts(prompts, prompt_token_ids)
@@ -551,7 +555,7 @@ class LLM:
             raise ValueError("The lengths of prompts and params must be the same.")
         special, truncate = tokenization_options(tokenization)
         params = [final_only(p, guided, truncate) for p in given]
-        return self._submit(found, params, lora_request, prompt_adapter_request, priority, special)
+        return self._submit(found, params, lora_request, prompt_adapter_request, priority, special, speaks)
 
     def _prompts(self, prompts: Any, prompt_token_ids: Any) -> list[Any]:
         """The prompts of a call, which may be of the older form."""
@@ -605,6 +609,7 @@ class LLM:
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: list[int] | None = None,
         add_special_tokens: bool = True,
+        speaks: Sequence[bool] = (),
     ) -> list[str]:
         """`params`: one for all, or one per prompt."""
         count = len(prompts)
@@ -626,6 +631,7 @@ class LLM:
                 prompt_adapter_request=prompt_adapter_request,
                 priority=0 if priority is None else priority[i],
                 add_special_tokens=add_special_tokens,
+                speaks=bool(speaks) and speaks[i],
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -644,15 +650,19 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """The prompts of one or several conversations."""
+    ) -> tuple[list[Any], list[bool]]:
+        """The prompts of one or several conversations, and for each whether it goes on with an answer whose thoughts
+        are over.
+        """
         self._require("generate", "LLM.chat() is only supported for generative models")
         _refuse_processor_options(mm_processor_kwargs)
         check_chat_options(tools, chat_template_kwargs)
         add_special_tokens = (tokenization_kwargs or {}).get("add_special_tokens", False)
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
         tokenizer = self.llm_engine.tokenizer
-        prompts = []
+        parser = self.llm_engine.vllm_config.decoding_config.reasoning_backend
+        think = think_format(parser) if parser and continue_final_message else None
+        prompts, speaks = [], []
         for conversation in messages if several else [messages]:
             text, ids = tokenize_chat(
                 tokenizer,
@@ -667,7 +677,8 @@ class LLM:
             if add_special_tokens and not tokenizer.writes_chats:
                 ids = tokenizer.encode(text, add_special_tokens=True)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return prompts
+            speaks.append(think is not None and think.begins(text, continues=True) is Begins.SPEAKING)
+        return prompts, speaks
 
     def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[Any]:
         """Step until all of these requests have finished; what else finishes meanwhile is kept."""

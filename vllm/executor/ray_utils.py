@@ -21,13 +21,12 @@ _GROUP = "_VLLM_RAY_PLACEMENT_GROUP"  # of the process that has started this one
 
 
 def import_ray() -> Any:
-    """The module `ray`. Raises ImportError with what to do if it is not installed."""
+    """The module `ray`. Raises ValueError with what to do if it is not installed."""
     try:
         import ray
     except ImportError as error:
-        raise ImportError(
-            "distributed_executor_backend='ray' needs Ray on every node: pip install 'vllm[ray]'. On one host 'mp' "
-            "does without it."
+        raise ValueError(
+            "The backend 'ray' needs Ray on every node: pip install 'vllm[ray]'. On one host 'mp' does without it."
         ) from error
     return ray
 
@@ -82,7 +81,7 @@ def initialize_ray_cluster(parallel_config: ParallelConfig, ray_address: str | N
     on as few nodes as possible, the first one on this node, where the engine core is. Inside of a placement group that
     one is used.   device: "cuda" or "cpu"; by default GPUs where the cluster has some.
 
-    Raises ImportError without Ray; ValueError if the cluster is too small, or does not become free in time.
+    Raises ValueError without Ray, and if the cluster is too small, or does not become free in time.
     """
     ray = import_ray()
     connect(ray_address)

@@ -411,6 +411,9 @@ def check_files(args: argparse.Namespace) -> None:
     """Raise ValueError for what a flag names and cannot be used: before the model is loaded, which may take minutes."""
     for path in args.middleware:
         load_middleware(path)
+    for root in args.lora_root:
+        if not root or not Path(root).expanduser().is_dir():
+            raise ValueError(f"--lora-root: there is no folder {root!r}.")
     _check_chat_template(args.chat_template)
     parsing_of(args)
     if not args.ssl_certfile:

@@ -258,6 +258,8 @@ def validate_parsed_serve_args(args: argparse.Namespace) -> None:
     """Raise for combinations that cannot work, and for features of later versions."""
     if args.lora_modules and not args.enable_lora:
         raise ValueError("--lora-modules needs --enable-lora.")
+    if args.lora_root and not args.enable_lora:
+        raise ValueError("--lora-root needs --enable-lora.")
     for adapter in parse_lora_modules(args.lora_modules):
         if adapter.lora_name in (args.served_model_name or [args.model]):
             raise ValueError(f"--lora-modules: the name {adapter.lora_name!r} stands for the base model.")

@@ -23,7 +23,7 @@ class RayPrometheusStatLogger(StatLoggerBase):
     """
 
     def __init__(self, vllm_config: VllmConfig | None = None, local_interval: float = _INTERVAL_S) -> None:
-        """Raises ImportError without Ray."""
+        """Raises ValueError without Ray."""
         super().__init__(local_interval, vllm_config)
         import_ray()
         self._source: EngineMetrics | None = None
