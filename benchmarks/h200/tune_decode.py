@@ -8,6 +8,7 @@ The winners are what `choose_tiling` and `choose_step_tiling` should answer.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from dataclasses import asdict, replace
@@ -176,11 +177,15 @@ class Bench:
     ) -> None:
         """kind: of the layers' weights, plain or as of `random_words`.   cache: as of kv_cache_dtype."""
         hf = HFConfig.load(Path(folder))
-        spec = ModelRegistry.resolve(hf.architectures).decoder(hf)
+        family = ModelRegistry.resolve(hf.architectures)
+        spec = family.decoder(hf)
+        modules = None if family.modules is None else importlib.import_module(family.modules).MODULES
         if device == "meta":
             spec = replace(spec, blocks=tuple(dict.fromkeys(spec.blocks)))
         with torch.device(device):
-            model = DecoderModel(spec, dtype=torch.bfloat16, max_positions=context + 64, device=torch.device(device))
+            model = DecoderModel(
+                spec, dtype=torch.bfloat16, max_positions=context + 64, device=torch.device(device), modules=modules
+            )
         for p in model.parameters():
             p.data.normal_(std=0.02)
         layout = layout_of(model.traits, BLOCK)

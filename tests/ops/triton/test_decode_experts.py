@@ -23,7 +23,7 @@ def stream(hidden: int) -> Stream:
     [(72, 40, 5, 3, 0), (40, 16, 6, 2, 0), (64, 36, 8, 2, 50), (40, 16, 3, 3, 32)],
 )
 def test_experts_and_the_shared_one(hidden, inter, experts, top_k, shared, folded, monkeypatch):
-    monkeypatch.setattr(kernels, "_RISE", (2, 32, 1, 8))
+    monkeypatch.setattr(kernels, "_RISE", (2, 32, 1))
     monkeypatch.setattr(kernels, "_FALL", (4, 64, 1, 8))
     monkeypatch.setattr(kernels, "_FALL_WHOLE", (2, 64, 1, 8))
     s, x = stream(hidden), torch.randn(1, hidden)
@@ -53,6 +53,17 @@ def test_experts_and_the_shared_one(hidden, inter, experts, top_k, shared, folde
         out = torch.empty(1, hidden)
         kernels.fall(down, back if shared else None, room, s, out)
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+def test_tiles_of_2048_inputs(processors, monkeypatch):
+    monkeypatch.setattr(kernels, "processors", lambda: processors)
+    x, gate_up = torch.randn(1, 2048), torch.randn(3, 24, 2048) / 45
+    room = kernels.ChosenExperts.of(3, 2, 24, torch.float32, torch.device("cpu"))
+    room.experts.copy_(torch.tensor([2, 0]))
+    kernels.rise(x, gate_up, None, "silu", room)
+    gate, rise = (x @ gate_up[[2, 0]].mT).chunk(2, -1)
+    torch.testing.assert_close(room.activated, (F.silu(gate) * rise).flatten(), rtol=1e-4, atol=1e-5)
 
 
 def test_of_equal_experts_the_lowest_and_none_twice():

@@ -21,13 +21,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm.ops.triton import packed_experts
 from vllm.ops.triton.activation import KINDS, gated
 from vllm.ops.triton.decode_linear import RESIDUAL, STORE, Folded, Stream
-from vllm.ops.triton.decode_parts import ask_constants, ask_inputs, finish_row
+from vllm.ops.triton.decode_parts import ask_constants, ask_inputs, finish_row, processors
 from vllm.ops.triton.packed_experts import PackedStack
 
 MOST_EXPERTS = 256  # each is held against each other
 _ROUTED = 4  # logits of a program of `choose`
-_RISE = 2, 2048, 4, 8  # outputs, inputs at a time, warps, neighbours whose products are added up at once
-_FALL = 8, 2048, 8, 8
+_RISE = 2, 2048, 4  # outputs, inputs at a time, warps
+_RISE_2048 = (4, 1024, 8), (8, 512, 4)  # the same of 2048 inputs, where there are few outputs and where many
+_RISE_FOLD = 8  # neighbours whose products are added up at once
+_FALL = 8, 2048, 8, 8  # outputs, inputs at a time, warps, neighbours
 _FALL_WHOLE = 4, 4096, 8, 8  # where all inputs are one tile
 
 
@@ -294,16 +296,28 @@ def rise(
         return
     top_k, inter, inputs = len(room.experts), gate_up.shape[1] // 2, gate_up.shape[2]
     width = 0 if shared is None else shared.shape[0] // 2
-    outputs, depth, warps, fold = _RISE
+    groups = top_k + triton.cdiv(width, inter)
+    outputs, depth, warps = _rise_tiling(groups, inter, inputs)
+    _rise_kernel[(triton.cdiv(inter, outputs), groups)](
+        rows, gate_up, gate_up if shared is None else shared, squares, tiles, eps, room.experts, room.activated,
+        N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, FOLD=_RISE_FOLD, KIND=KINDS[act],
+        NORM=norm, SQUARES=_padded(tiles),
+        WHOLE=inter % outputs == 0 and inputs % depth == 0 and width % inter == 0, PDL=pdl, num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def _rise_tiling(groups: int, inter: int, inputs: int) -> tuple[int, int, int]:
+    """Outputs, inputs at a time and warps of a program, from whole-step times on an H200. groups: experts and what is
+    as large as one.
+    """
+    if inputs == 2048:
+        few, many = _RISE_2048
+        return many if groups * inter // many[0] >= 8 * processors() else few
+    outputs, depth, warps = _RISE
     while inputs % depth and depth > 256:
         outputs, depth = outputs * 2, depth // 2
-    outputs = min(outputs, 4) if depth == 512 else outputs
-    _rise_kernel[(triton.cdiv(inter, outputs), top_k + triton.cdiv(width, inter))](
-        rows, gate_up, gate_up if shared is None else shared, squares, tiles, eps, room.experts, room.activated,
-        N=inter, K=inputs, TOP_K=top_k, SHARED=width, BN=outputs, BK=depth, FOLD=fold, KIND=KINDS[act], NORM=norm,
-        SQUARES=_padded(tiles), WHOLE=inter % outputs == 0 and inputs % depth == 0 and width % inter == 0, PDL=pdl,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    return min(outputs, 4) if depth == 512 else outputs, depth, warps
 
 
 def fall(

@@ -483,6 +483,8 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
         return Tiling(True, 16, min(1024, limit), 8) if inputs <= 2048 else Tiling(True, 32, 256, 8, whole=True)
     if mode == GATED:
         return Tiling(True, 16, limit, 8) if inputs <= 1024 else Tiling(True, 2, 1024, 4, unroll=2)
+    if mode == RESIDUAL and 1024 < outputs <= 2048 < inputs <= 4096:
+        return Tiling(True, 2, 2048, 4)
     if mode == RESIDUAL and outputs <= 2048:
         return Tiling(True, 4, min(2048, limit), 8)
     if mode == RESIDUAL and _is_narrow(outputs):
@@ -495,6 +497,8 @@ def _usual_vector_tiling(outputs: int, inputs: int, mode: int) -> Tiling:
         if outputs < 4 * 16 * processors() and inputs > 2048:
             return Tiling(True, 1, 2048, 4, unroll=2)
         return Tiling(True, 16 if outputs >= 4 * 16 * processors() else 8, 256, 4, unroll=2, whole=True)
+    if inputs == 2048 and 4 * processors() <= outputs // 8 <= 5 * processors():  # the last round is nearly full
+        return Tiling(True, 8, 2048, 8, whole=True)
     return Tiling(True, 8, limit, 8) if inputs <= 1024 else Tiling(True, 4, 2048, 8, whole=True)
 
 
