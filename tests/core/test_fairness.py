@@ -29,9 +29,14 @@ class Clients:
     """
 
     def __init__(
-        self, num_blocks: int = 20_000, depth: int = 1, priority: bool = False, cost: tuple[float, float] = (1, 0.1)
+        self,
+        num_blocks: int = 20_000,
+        depth: int = 1,
+        priority: bool = False,
+        cost: tuple[float, float] = (1, 0.1),
+        max_gap: float = 0.0,
     ) -> None:
-        limits = SchedulerLimits(SLOTS, 2048, 1024, priority=priority)
+        limits = SchedulerLimits(SLOTS, 2048, 1024, priority=priority, max_gap=max_gap)
         self.now, self.cost = 0.0, cost
         self.scheduler = Scheduler(limits, full_policy(16), num_blocks, clock=lambda: self.now)
         self.depth = depth
@@ -447,3 +452,25 @@ def test_what_lends_its_cache_goes_on_after_a_while_or_where_others_need_its_slo
     for _ in range(12):
         clients.step()
     assert not clients.scheduler.has_unfinished()
+
+
+def test_long_prompts_of_one_account_leave_steps_short_while_others_come_and_go() -> None:
+    """They are too few to crowd the batch, and the ordinary client pauses between its requests."""
+    clients = Clients(max_gap=0.06)
+    for i in range(30):
+        clients.add(f"long {i}", "long", [7 + i] * 900, 1)
+
+    def longest(steps: int, beside: bool) -> float:
+        found = 0.0
+        for i in range(steps):
+            if beside and i % 12 == 0:
+                clients.add(f"short {clients.steps}", None, [5, 6], 4)
+            before = clients.now
+            clients.step()
+            found = max(found, clients.now - before)
+        return found
+
+    assert longest(40, beside=True) < 0.065
+    assert clients.generated["long"] < 25  # it was there all the time
+    clients.now += 2.0
+    assert longest(5, beside=False) > 0.09

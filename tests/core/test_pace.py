@@ -62,6 +62,15 @@ def test_without_a_limit_or_without_answers_steps_are_full() -> None:
     assert set(run(Pace(0.1, 8192), 1e-3, 6, 0, 100_000)) == {8192}
 
 
+def test_steps_are_short_without_answers_too_while_somebody_is_expected() -> None:
+    pace = Pace(0.1, 8192)
+    assert pace.budget(100, expects=True) <= 512  # nothing is known
+    run(pace, 1e-3, 6, 1, 100_000)
+    pace.planned([], 0)
+    assert pace.budget(100) == 8192
+    assert pace.budget(100, expects=True) <= 320
+
+
 def test_a_pipeline_takes_large_steps_only_of_very_many_prompts_and_not_to_the_end() -> None:
     assert set(run(Pace(0.0, 8192, stages=2), 1e-3, 6, 40, 100_000)) == {4096}
     pace, waiting, found = Pace(0.0, 8192, stages=2), 0, []

@@ -18,6 +18,7 @@ def fast_kernels():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def seeded():
+    """Each test draws the same numbers, whatever runs before it."""
     torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """Sums over two GPUs by writing into each other's memory, against sums in this process."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from vllm.distributed.one_shot import HiddenStates
+from vllm.distributed.ranks import Seat
 from vllm.executor import rendezvous
 
 pytestmark = pytest.mark.timeout(100)  # ranks that wait for each other would wait for ever
@@ -76,10 +76,15 @@ def run(tp_of):
             rendezvous.leave()
 
 
+def join(index, port, states, listener=None):
+    meeting = rendezvous.Meeting(rendezvous.LOOPBACK, port, 60)
+    return rendezvous.join("cuda", Seat(index, 2, 1), meeting, index, (index, 2), listener, states).tp
+
+
 def other(ports):
     """The second rank's process."""
     waiting = iter(ports)
-    run(lambda states: rendezvous.join("cuda", 1, 2, next(waiting), 60, one_shot=states))
+    run(lambda states: join(1, next(waiting), states))
 
 
 def test_sums_of_rows_are_exact_alone_and_in_graphs():
@@ -89,15 +94,14 @@ def test_sums_of_rows_are_exact_alone_and_in_graphs():
         [sys.executable, "-c", f"from tests.gpu.test_one_shot import other; other({ports})"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    waiting: list[socket.socket] = list(listeners)
+    waiting = iter(listeners)
 
-    def join(states):
-        with waiting.pop(0) as listener:
-            port = listener.getsockname()[1]
-            return rendezvous.join("cuda", 0, 2, port, 60, listener, states)
+    def first(states):
+        with next(waiting) as listener:
+            return join(0, listener.getsockname()[1], states, listener)
 
     try:
-        run(join)
+        run(first)
         assert second.wait(60) == 0
     finally:
         second.kill()

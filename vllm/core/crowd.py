@@ -53,7 +53,7 @@ class Crowd:
         held, first = waiting.held(self.account), waiting.first()
         if held < num_running or (first is not None and first.account != self.account):
             self._others_seen = now
-        if now - self._others_seen < _MEMORY_S:
+        if self.has_company(now):
             held, most = max(1, held - num_resting), self._tokens_beside_others()
             self.parts = min(MOST_PARTS, -(-held // most)) or 1
             self.tokens = min(budget, most)
@@ -66,6 +66,10 @@ class Crowd:
         """A request has come at `now` seconds."""
         if request.account is None:
             self._others_seen = now
+
+    def has_company(self, now: float) -> bool:
+        """Whether others are there at `now` seconds, or were a moment ago and may come back."""
+        return now - self._others_seen < _MEMORY_S
 
     def _tokens_beside_others(self) -> int:
         """Of the crowd, in one step."""

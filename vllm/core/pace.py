@@ -39,22 +39,26 @@ class Pace:
         """A prompt of so many tokens waits from now on."""
         self._length += (_SHARE if self._length else 1.0) * (length - self._length)
 
-    def budget(self, waiting: int) -> int:
-        """Tokens that the next step may have, of the sizes in `step.sizes`. waiting: requests without a slot."""
-        if not (self._limit and self._answers) and self._stages == 1:
+    def budget(self, waiting: int, expects: bool = False) -> int:
+        """Tokens that the next step may have, of the sizes in `step.sizes`. waiting: requests without a slot.
+
+        expects: whether somebody may come at any time who shall not wait longer than for a token of an answer.
+        """
+        answers = max(self._answers, int(expects))
+        if not (self._limit and answers) and self._stages == 1:
             return self._most
         backlog = self._cut + int(waiting * self._length)
         self._backlog = max(self._backlog, backlog) if backlog else 0
         most = self._most
         if self._stages > 1 and (self._backlog < _MANY_STEPS * most or backlog < _LAST_STEPS * most):
-            most = min(most, max(most // 2, _LEAST_OF_STAGES, self._answers))
-        if not (self._limit and self._answers):
+            most = min(most, max(most // 2, _LEAST_OF_STAGES, answers))
+        if not (self._limit and answers):
             return most
-        allowed = least = self._answers + _LEAST  # a small step tells what tokens take
+        allowed = least = answers + _LEAST  # a small step tells what tokens take
         if self._per_token:
             allowed = int(self._limit / self._per_token)
             least = max(least, int(min(_SHORT, self._limit) / self._per_token))
-        wanted = min(allowed, self._answers + -(-self._backlog // _STEPS))
+        wanted = min(allowed, answers + -(-self._backlog // _STEPS))
         return min(most, max(rounded_up(least), rounded_down(wanted)))
 
     def planned(self, num_tokens: list[int], cut: int) -> None:

@@ -296,7 +296,8 @@ class Scheduler:
         """
         if self._num_resting and self._in_flight:
             return None  # those they wait for are about to come: nothing else shall be in front of them
-        builder = PlanBuilder(self._step_id, self._pace.budget(len(self._waiting)), self.kv)
+        expects = self._waiting.has_accounts and self._crowd.has_company(self._clock())
+        builder = PlanBuilder(self._step_id, self._pace.budget(len(self._waiting), expects), self.kv)
         self.kv.begin_plan()
         if self.kv.tier is not None:
             self.kv.tier.save(builder.moves, builder.transfers)
