@@ -129,15 +129,17 @@ def blocks(folder):
 
 
 def test_ranks_share_the_smallest_memory(folders):
+    """Others may hold what is beyond the engines' share; more than that is missing from the cache, on all ranks."""
     alone, size = blocks(folders["llama"])
-    held = torch.empty(20 << 30, dtype=torch.uint8, device="cuda:1")
+    total, missing = torch.cuda.mem_get_info("cuda:1")[1], 20 << 30
+    held = torch.empty(int(total * 0.7) + missing, dtype=torch.uint8, device="cuda:1")  # 0.3: what `core` may use
     try:
         beside, _ = blocks(folders["llama"])
     finally:
-        missing = held.nbytes
         del held
         torch.cuda.empty_cache()
-    assert (alone - beside) * size == pytest.approx(missing, abs=2 << 30)  # a context's memory more or less
+    spare = int(total * 0.02)  # is left, where others hold so much
+    assert (alone - beside) * size == pytest.approx(missing + spare, abs=4 << 30)  # contexts and libraries
 
 
 def test_a_killed_rank_ends_the_engine_and_another_can_follow(folders):
