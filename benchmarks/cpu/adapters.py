@@ -57,22 +57,28 @@ def main() -> None:
             return found
 
         kinds: dict[str, list[Any]] = {"base": [None], "one": requests[:1], "eight": requests}
-        rows = []
+        rows: list[dict[str, Any]] = []
+
+        def report(case: str, seen: dict[str, list[float]]) -> None:
+            row = {kind: statistics.median(found) for kind, found in seen.items()}
+            more = "".join(f"  {k} {v:8.2f} ms ({100 * (v / row['base'] - 1):+5.1f} %)" for k, v in row.items())
+            print(f"{case:16}{more}", flush=True)
+            rows.append({"case": case, **row})
+
         for batch in args.batches:
             seen: dict[str, list[float]] = {kind: [] for kind in kinds}
             for _ in range(ROUNDS):
                 for kind, chosen in kinds.items():
                     seen[kind] += steps(batch, 64, chosen, STEPS)[SKIPPED:]
-            rows.append({"case": f"decode batch {batch}", **{k: statistics.median(v) for k, v in seen.items()}})
-        prompts = {k: [steps(1, args.prompt, kinds[k], 1)[0] for _ in range(ROUNDS)] for k in ("base", "one")}
-        rows.append({"case": f"prompt of {args.prompt}", **{k: statistics.median(v) for k, v in prompts.items()}})
-    for row in rows:
-        base = row["base"]
-        more = "".join(f"  {k} {row[k]:8.2f} ms ({100 * (row[k] / base - 1):+5.1f} %)" for k in kinds if k in row)
-        print(f"{row['case']:16}{more}")
+            report(f"decode batch {batch}", seen)
+        seen = {"base": [], "one": []}
+        for _ in range(ROUNDS):
+            for kind in seen:
+                seen[kind] += steps(1, args.prompt, kinds[kind], 1)
+        report(f"prompt of {args.prompt}", seen)
     if args.json:
-        report = {**describe(args), "model": args.folder.name, "rank": args.rank, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        found = {**describe(args), "model": args.folder.name, "rank": args.rank, "rows": rows}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

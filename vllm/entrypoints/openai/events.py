@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as json_text
 
-from vllm.entrypoints.openai.answers import count_entries
 from vllm.entrypoints.openai.errors import APIError, stream_error
+from vllm.entrypoints.openai.sse import Events
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tool_parsers.deltas import Content, Delta
 
@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 Deltas = Callable[[int, CompletionOutput], Sequence[Delta]]
 
 
-class AnswerEvents(ABC):
+class AnswerEvents(Events):
     """Writes the outputs of `prompts` prompts with `count` choices each.
 
     A stream of texts and nothing else (`is_plain`, no `deltas`) is put together from constant parts: `_before` the text
@@ -37,10 +37,6 @@ class AnswerEvents(ABC):
         self._opened = False
         self._is_plain = is_plain
         self._write = self._plain if is_plain and deltas is None else self._full
-
-    def entries(self, index: int, output: RequestOutput) -> int:
-        """How many log probabilities the events of an output of prompt number `index` will show."""
-        return count_entries([output])
 
     def feed(self, index: int, result: RequestOutput) -> bytes:
         """The events of one output of prompt number `index`."""
