@@ -72,6 +72,7 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
 def run(name: str, args: argparse.Namespace, folder: Path) -> dict[str, float] | None:
     """The figures of a layout, added up over its copies; None if it failed, with the end of the log on the screen."""
     layout, running = Layout.of(name), []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
     for copy in range(layout.copies):
         command = [
             sys.executable, "-m", "benchmarks.h200.offline", "--model", args.model,
@@ -79,8 +80,8 @@ def run(name: str, args: argparse.Namespace, folder: Path) -> dict[str, float] |
             "--seed", str(copy), "--llm-kwargs", json.dumps({**json.loads(args.llm_kwargs), **layout.settings}),
             *(["--short"] if args.short else []),
         ]  # fmt: skip
-        devices = ",".join(str(copy * layout.each + i) for i in range(layout.each))
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+        chosen = visible[copy * layout.each : (copy + 1) * layout.each]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(chosen)}
         with (folder / f"{name}-{copy}.log").open("w") as log:
             running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
     deadline = time.monotonic() + args.timeout

@@ -16,6 +16,7 @@ import gc
 import json
 import statistics
 import subprocess
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 from benchmarks.h200.core_step import Core
 from benchmarks.h200.timing import ceilings
+from vllm.model_executor.models.families.deepseek import LatentAttn
 
 CONTEXT = 128  # tokens in; steps are counted between the 32nd and the 160th token out
 SHORT, LONG = 32, 160
@@ -47,27 +49,42 @@ def sizes(model: Any, rows: int) -> tuple[int, int]:
     return read, multiplied
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What one layer reads and computes. width: cached numbers of a token.   products: multiplications of a pair."""
+
+    width: int
+    products: int
+    window: int | None
+
+    @classmethod
+    def of(cls, attn: Any) -> Attention:
+        if isinstance(attn, LatentAttn):
+            return cls(attn.rank + attn.rope_dim, attn.heads * (attn.nope_dim + attn.rope_dim + attn.v_dim), None)
+        return cls(2 * attn.kv_heads * attn.head_dim, 2 * attn.heads * attn.head_dim, attn.window)
+
+
+def attentions(model: Any) -> list[Attention]:
+    return [Attention.of(block.attn) for block in model.traits.decoder.blocks]
+
+
 def cached_bytes(model: Any, tokens: int) -> int:
-    """Of keys and values that one step reads of a sequence of so many tokens."""
-    total = 0
-    for block in model.traits.decoder.blocks:
-        seen = tokens if block.attn.window is None else min(tokens, block.attn.window)
-        total += 2 * 2 * seen * block.attn.kv_heads * block.attn.head_dim
-    return total
+    """Of keys and values, or latents, that one step reads of a sequence of so many tokens."""
+    return sum(2 * a.width * (tokens if a.window is None else min(tokens, a.window)) for a in attentions(model))
 
 
 def prompt_operations(model: Any, tokens: int, multiplied: int) -> float:
     """Multiplications and additions of a prompt, the last row's logits left out."""
     total = 2.0 * tokens * multiplied
-    for block in model.traits.decoder.blocks:
-        hidden = 0 if block.attn.window is None else max(0, tokens - block.attn.window)
-        pairs = tokens * (tokens + 1) / 2 - hidden * (hidden + 1) / 2
-        total += 4.0 * pairs * block.attn.heads * block.attn.head_dim
+    for a in attentions(model):
+        hidden = 0 if a.window is None else max(0, tokens - a.window)
+        total += a.products * (tokens * (tokens + 1) - hidden * (hidden + 1))
     return total
 
 
 def measure(folder: str, found: dict[str, float], rows: list[int], prompts: list[str]) -> dict[str, Any]:
-    core = Core(folder, max_model_len=8448, gpu_memory_utilization=0.85)
+    longest = json.loads((Path(folder) / "config.json").read_text())["max_position_embeddings"]
+    core = Core(folder, max_model_len=min(8448, longest), gpu_memory_utilization=0.85)
     model = core.core.executor.worker.model  # type: ignore[attr-defined]
     result: dict[str, Any] = {"start_s": round(core.start_seconds, 2), "decode": {}, "prefill": {}}
     for n in rows:
@@ -79,6 +96,8 @@ def measure(folder: str, found: dict[str, float], rows: list[int], prompts: list
         result["decode"][n] = {"ms": ms, "floor_ms": floor, "fraction": floor / ms}
     for case in prompts:
         n, tokens = (int(x) for x in case.split("x"))
+        if tokens >= longest:
+            continue
         core.run(n, tokens, 1)
         s = statistics.median(core.run(n, tokens, 1) for _ in range(3))
         least = n * prompt_operations(model, tokens, sizes(model, 1)[1]) / found["matmul_TFLOPs"] / 1e12
