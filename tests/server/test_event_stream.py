@@ -60,6 +60,9 @@ class FakeConnection:
         self.on_writable: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
 
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        self.on_lost = on_lost
+
     def hold_head(self, scope: Any) -> None: ...
 
     def takes_chunks(self, scope: Any) -> bool:
@@ -97,7 +100,7 @@ class Exchange:
         self.messages.append(message)
 
     async def begin(self) -> None:
-        await self.response.start()
+        assert await self.response.start(self.scope, self._receive)
         self.task = asyncio.ensure_future(self.response(self.scope, self._receive, self._send))
         await turns()
 
@@ -207,7 +210,7 @@ async def test_an_error_before_the_first_event_is_raised_by_start():
     exchange = Exchange(prompts=2)
     exchange.prompts[1].stream.fail(TimeoutError("too long"))
     with pytest.raises(TimeoutError, match="too long"):
-        await exchange.response.start()
+        await exchange.response.start(exchange.scope, exchange._receive)
     assert [prompt.closed for prompt in exchange.prompts] == [1, 1]
 
 
@@ -222,6 +225,36 @@ async def test_a_client_that_leaves_ends_its_requests(direct):
     exchange.prompts[1].put("late")  # nobody is called any more
     await turns()
     assert exchange.body == b"0:a\n"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("opened", [True, False])
+async def test_a_client_that_leaves_before_the_first_event_ends_its_requests(direct, opened):
+    exchange = Exchange(prompts=2, direct=direct)
+    if not opened:  # the second request waits to be accepted
+        exchange.prompts[1].open = asyncio.Event().wait  # type: ignore[assignment,method-assign]
+    starting = asyncio.ensure_future(exchange.response.start(exchange.scope, exchange._receive))
+    await turns()
+    exchange.leave()
+    assert await asyncio.wait_for(starting, 5) is False
+    assert [prompt.closed for prompt in exchange.prompts] == [1, int(opened)]
+    assert exchange.connection.on_lost is None
+    assert not hasattr(starting, "cancelling") or not starting.cancelling()
+
+
+async def test_a_connection_that_has_ended_says_so_at_once():
+    made: Any = connection_class(5.0, 10, direct=True)
+    protocol = made(config=uvicorn.Config(lambda: None), server_state=ServerState(), app_state={})
+    transport = FakeTransport()
+    protocol.connection_made(transport)
+    lost: list[int] = []
+    protocol.watch(lambda: lost.append(1))
+    assert lost == []
+    transport.is_closing = lambda: True  # type: ignore[method-assign]
+    protocol.watch(lambda: lost.append(2))
+    assert lost == [2]
+    protocol.connection_lost(None)
+    assert lost == [2, 2]
 
 
 async def test_a_listener_that_fails_harms_no_other(caplog):
@@ -261,7 +294,7 @@ async def answer_of(prompt: FakePrompt, direct: bool, later: Callable[[], None])
     response = EventStream([prompt], Lines())  # type: ignore[arg-type, list-item]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await response.start()
+        assert await response.start(scope, receive)
         await response(scope, receive, send)
 
     transport = FakeTransport()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pickle
 import socket
@@ -312,6 +313,46 @@ def test_leaving_aborts_the_request(strict: Server, leave: str, stream: bool, n:
     connection.close()
     assert eventually(lambda: idle(strict), 5)
     assert strict.metric("vllm:generation_tokens_total") - before < 500 * n
+
+
+@pytest.fixture(scope="module")
+def narrow(model_folder: Path) -> Iterator[Server]:
+    with Server(model_folder, "--max-num-seqs", "1") as running:
+        yield running
+
+
+QUEUED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("leave", ["close", "reset"])
+@pytest.mark.parametrize(("path", "stream"), [("/v1/completions", False), *((path, True) for path in QUEUED)])
+def test_leaving_takes_the_request_out_of_the_queue(narrow: Server, path: str, stream: bool, leave: str) -> None:
+    assert eventually(lambda: idle(narrow))
+    before = narrow.metric("vllm:prompt_tokens_total")
+    body = json.dumps({**LONG, "prompt": [[5]] * 6}).encode()  # one after the other
+    model = json.loads(narrow.get("/v1/models").text)["data"][0]["id"]
+    queued = json.dumps({**QUEUED[path], "model": model, "stream": stream}).encode()
+    with contextlib.ExitStack() as stack:
+        working = stack.enter_context(socket.create_connection(("127.0.0.1", narrow.port)))
+        working.sendall(post_head(len(body), extra="connection: close\r\n") + body)
+        assert working.recv(1 << 10)
+        leaving = [stack.enter_context(socket.create_connection(("127.0.0.1", narrow.port))) for _ in range(3)]
+        for connection in leaving:
+            connection.sendall(post_head(len(queued), path) + queued)
+        assert eventually(lambda: narrow.metric("vllm:num_requests_waiting") >= 3)
+        for connection in leaving:
+            if leave == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        while working.recv(1 << 16):
+            pass
+    assert eventually(lambda: idle(narrow))
+    assert narrow.metric("vllm:prompt_tokens_total") - before == 6  # nobody computed what nobody waits for
 
 
 def test_a_reader_that_stops_is_cut(strict: Server) -> None:

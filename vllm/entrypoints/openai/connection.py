@@ -37,8 +37,12 @@ MAX_UNSENT_BYTES = 16 * 1024
 class ChunkWriter(Protocol):
     """A connection that takes chunks of the body that is being sent, at once and without a turn of the event loop.
 
-    In this order: `hold_head`, the application's sending of the head, `open` if `takes_chunks`, chunks, `close`.
+    In this order: `watch`, `hold_head`, the application's sending of the head, `open` if `takes_chunks`, chunks,
+    `close`.
     """
+
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        """Before anything is sent: have `on_lost` called when the connection ends, at once if it has; None: no more."""
 
     def hold_head(self, scope: Any) -> None:
         """Keep the head of the response to `scope` until the first chunk, `close` or the end goes with it: one write
@@ -315,6 +319,11 @@ class BoundedConnection(NoUpgrades):
             self._on_lost()
 
     # -- chunks of a streamed body, see ChunkWriter ----------------------------------------------------------------
+
+    def watch(self, on_lost: Callable[[], None] | None) -> None:
+        self._on_lost = on_lost
+        if on_lost is not None and self.transport.is_closing():
+            on_lost()
 
     def hold_head(self, scope: Any) -> None:
         cycle = self.cycle

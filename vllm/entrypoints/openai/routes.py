@@ -218,7 +218,9 @@ async def _gone(request: Request) -> None:
 
 
 async def stream(request: Request, events: EventStream) -> Response:
-    """Start a stream; errors before its first event are plain HTTP errors."""
+    """Start a stream; errors before its first event are plain HTTP errors. A client that leaves before it is noticed
+    as one that leaves later: its requests are aborted.
+    """
     context = context_of(request)
 
     def on_close() -> None:
@@ -227,10 +229,10 @@ async def stream(request: Request, events: EventStream) -> Response:
     context.load += 1
     events.on_close = on_close
     try:
-        await events.start()
+        there = await events.start(request.scope, request.receive)
     except Exception as error:
         raise as_api_error(error) from error
-    return events
+    return events if there else Response(status_code=499)
 
 
 @router.post("/v1/completions", openapi_extra=_schema(CompletionRequest), responses=GENERATING_ANSWERS)

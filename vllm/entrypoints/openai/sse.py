@@ -69,25 +69,50 @@ class EventStream(Response):
         self._gone = False  # the connection has ended
         self.on_close: Callable[[], None] | None = None  # called once, when nothing more will be sent
 
-    async def start(self) -> None:
+    async def start(self, scope: Any, receive: Any) -> bool:
         """Begin the requests and wait for the first event; what is raised until then is raised here, in time for the
-        status to say so.
+        status to say so. Whether the client is still there: nothing may be sent otherwise.
         """
+        task, writer = asyncio.current_task(), chunk_writer(scope)
+        watcher = None if writer is not None else asyncio.ensure_future(_until_disconnect(receive))
+
+        def leave(*_: object) -> None:
+            self._gone = True
+            if task is not None:
+                task.cancel()
+
         try:
-            for index, prompt in enumerate(self._prompts):
-                stream = await prompt.open()
-                self._streams.append(stream)
-                stream.listen(partial(self._on_output, index))
-                if index % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
-                    await asyncio.sleep(0)
-            while not self._ready and not self._complete:
-                await self._changed.wait()
-                self._changed.clear()
-                self._ready = self._collect()
+            if writer is not None:
+                writer.watch(leave)
+            elif watcher is not None:
+                watcher.add_done_callback(leave)
+            await self._await_first()
             self._begun = True
-        except BaseException:
+        except BaseException as error:
             self._close()
+            if self._gone and isinstance(error, asyncio.CancelledError):
+                take_back_cancel(task)
+                return False
             raise
+        finally:
+            if writer is not None:
+                writer.watch(None)
+            elif watcher is not None:
+                watcher.remove_done_callback(leave)
+                watcher.cancel()
+        return True
+
+    async def _await_first(self) -> None:
+        for index, prompt in enumerate(self._prompts):
+            stream = await prompt.open()
+            self._streams.append(stream)
+            stream.listen(partial(self._on_output, index))
+            if index % BEGUN_PER_TURN == BEGUN_PER_TURN - 1:
+                await asyncio.sleep(0)
+        while not self._ready and not self._complete:
+            await self._changed.wait()
+            self._changed.clear()
+            self._ready = self._collect()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": HEADERS + self._extra}
