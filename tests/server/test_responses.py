@@ -106,7 +106,9 @@ def test_stored_responses(client: openai.OpenAI, stored: Server) -> None:
     made = client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0)
     assert client.responses.retrieve(made.id) == made
     items = client.responses.input_items.list(made.id).data
-    assert [item.content for item in items] == ["What is the capital of France?"]
+    (item,) = items
+    assert item.type == "message" and item.id.startswith("msg_")
+    assert item.content[0].type == "input_text" and item.content[0].text == "What is the capital of France?"
     client.responses.delete(made.id)
     for method in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
         with pytest.raises(openai.NotFoundError, match=made.id):

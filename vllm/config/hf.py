@@ -7,6 +7,7 @@ code from being imported (`refuse_model_code`) is here too.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -61,13 +62,22 @@ class _MissingFieldError(ValueError):
     """A field is absent and has no default."""
 
 
+_SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """The number that transformers writes as an object, since JSON has no name for it; any other object as it is."""
+    name = value.get("__float__") if len(value) == 1 else None
+    return _SPECIAL_FLOATS.get(name, value) if isinstance(name, str) else value
+
+
 def read_json_object(file: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read `file`, which must be a JSON object of at most `max_bytes`. Raises ValueError that names the file."""
     try:
         size = file.stat().st_size
         if size > max_bytes:
             raise ValueError(f"{file} has {size} bytes, expected at most {max_bytes}. Is it the right file?")
-        document = json.loads(file.read_bytes()[: max_bytes + 1])
+        document = json.loads(file.read_bytes()[: max_bytes + 1], object_hook=_special_float)
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist. Expected a model folder in Hugging Face format.") from None
     except OSError as error:
@@ -577,7 +587,7 @@ def _override_with_function(folder: Path, function: Callable[[Any], Any], trust_
             f"hf_overrides must return the config it was given, but returned a {type(changed).__name__}. "
             "End the function with `return config`."
         )
-    fields: dict[str, Any] = json.loads(changed.to_json_string(use_diff=False))
+    fields: dict[str, Any] = json.loads(changed.to_json_string(use_diff=False), object_hook=_special_float)
     return fields
 
 

@@ -98,7 +98,7 @@ async def prepare(context: ServerContext, request: ResponsesRequest, request_id:
     response_id, _ = new_id("resp", wanted, "_")
 
     def written() -> tuple[bytes, bytes, bytes]:
-        kept = (encode_at_once(conversation), encode_at_once(items)) if is_stored else (b"[]", b"[]")
+        kept = (encode_at_once(conversation), encode_at_once(_listed(items))) if is_stored else (b"[]", b"[]")
         return encode_at_once(_echoed(request, work.prompt.params, is_stored)), *kept
 
     size = request.size + before
@@ -127,6 +127,21 @@ def _input_items(request: ResponsesRequest) -> list[Any]:
     if not request.input:
         raise bad_request("input must hold at least one message.", "input")
     return request.input
+
+
+def _listed(items: list[Any]) -> list[dict[str, Any]]:
+    """Items of an input as a list of them shows them: each with a type and an id, texts as parts."""
+    listed = []
+    for item in items:
+        item = {"type": "message", **item}
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        if item["type"] == "message" and isinstance(item.get("content"), str):
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        listed.append({"id": new_id(_ID_PREFIXES.get(item["type"], "item"), None, "_")[0], **item})
+    return listed
+
+
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 def _echoed(request: ResponsesRequest, params: SamplingParams, is_stored: bool) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def mamba2(hf: HFConfig) -> Decoder:
     """Mamba 2."""
     _silu(hf)
     limit = hf.get("time_step_limit", default=[0.0, math.inf])
-    endless = (math.inf, "Infinity", {"__float__": "Infinity"})  # as transformers has written it over time
+    endless = (math.inf, "Infinity")  # as transformers has written it over time
     if not isinstance(limit, list) or len(limit) != 2 or limit[0] != 0.0 or limit[1] not in endless:
         raise ValueError(f"{hf.file}: field `time_step_limit` is {limit}, expected no limit, which is [0, Infinity].")
     norm = Norm("rms", hf.get_float("layer_norm_epsilon", minimum=0))
