@@ -413,7 +413,8 @@ class DecodeProgram:
         if router.change is not None or not isinstance(weight, Tensor):
             choose_by_logits(self._product(router, x, self._room(router)), room, ffn.renormalize, pdl)
         else:
-            choose_experts(x, weight, room, ffn.renormalize, pdl)
+            soon = None if reader is None or not isinstance(reader.weight, Tensor) else reader.weight
+            choose_experts(x, weight, room, ffn.renormalize, soon, pdl)
         up, down = (None, None) if shared is None else (shared.up.weight, shared.down.weight)
         if not (up is None or isinstance(up, Tensor)) or not (down is None or isinstance(down, Tensor)):
             raise RuntimeError("A shared expert is stored as plain numbers.")

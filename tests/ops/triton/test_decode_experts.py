@@ -43,6 +43,7 @@ def test_experts_and_the_shared_one(hidden, inter, experts, top_k, shared, folde
         kernels.fall(down, back if shared else None, room, s, scale=0.5, next_weight=weight)
         weights, chosen = ops.route.reference(x @ router.T, top_k, renormalize)
         assert room.experts.tolist() == chosen[0].tolist()
+        assert room.logits.tolist() == [kernels.MISSING] * experts  # as before, for the next layer
         want = ops.expert_mlp.reference(x, weights, chosen, gate_up, down, "silu")
         if shared:
             gate, rise = (x @ up.T).chunk(2, -1)

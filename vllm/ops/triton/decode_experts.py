@@ -1,6 +1,6 @@
 """Triton kernels of a mixture of experts in a decode step of one row: three launches from the stream and back to it.
 
-  choose   the router's product, and by the last program to arrive the choice
+  choose   the router's product, and by the last of its programs the choice
   rise     gate and up of every chosen expert, and of the shared one, with the activation
   fall     down of all of them, weighted and added up in the order of the choices: one product whose inputs lie behind
            each other, with the ways to end of any other (`decode_linear`)
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from vllm.ops.triton import packed_experts
 from vllm.ops.triton.activation import KINDS, gated
@@ -25,6 +25,9 @@ from vllm.ops.triton.decode_parts import ask_constants, ask_inputs, finish_row, 
 from vllm.ops.triton.packed_experts import PackedStack
 
 MOST_EXPERTS = 256  # each is held against each other
+MISSING = 0x7FC0DEAD  # of a logit: no 16-bit number has these bits
+_AHEAD = 2 << 20  # bytes of a later weight that memory brings while the experts are chosen
+_PIECE = 512  # of these, a thread's
 _ROUTED = 4  # logits of a program of `choose`
 _RISE = 2, 2048, 4  # outputs, inputs at a time, warps
 _RISE_2048 = (4, 1024, 8), (8, 512, 4)  # the same of 2048 inputs, where there are few outputs and where many
@@ -37,12 +40,11 @@ _FALL_WHOLE = 4, 4096, 8, 8  # where all inputs are one tile
 class ChosenExperts:
     """Room for what the kernels pass to each other, all static. For experts of width `inter`:
 
-    logits: [experts] fp32.   arrived: [1] int32, zero.   experts: [top_k] int32.   weights: [top_k] fp32.
+    logits: [experts] int32, the bits of fp32, or MISSING.   experts: [top_k] int32.   weights: [top_k] fp32.
     activated: [top_k * inter + width of the shared expert].   shares: of packed weights, as `fall_room` makes them.
     """
 
     logits: Tensor
-    arrived: Tensor
     experts: Tensor
     weights: Tensor
     activated: Tensor
@@ -55,8 +57,7 @@ class ChosenExperts:
     ) -> ChosenExperts:  # fmt: skip
         """With new memory. width: of `activated`.   down: the weights, which matter if they are packed."""
         return cls(
-            torch.empty(experts, dtype=torch.float32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.full((experts,), MISSING, dtype=torch.int32, device=device),
             torch.empty(top_k, dtype=torch.int32, device=device),
             torch.empty(top_k, dtype=torch.float32, device=device),
             torch.empty(width, dtype=dtype, device=device),
@@ -64,14 +65,29 @@ class ChosenExperts:
         )
 
 
+@triton.jit
+def _ask_ahead(weight, program, PIECE: tl.constexpr):
+    """Bring the program's part of a weight into the L2, a piece a thread, to stay there while experts pass through."""
+    thread = tl.arange(0, num_threads())
+    at = weight.to(tl.pointer_type(tl.int8)) + (program * num_threads() + thread).to(tl.int64) * PIECE
+    tl.inline_asm_elementwise(
+        "{ .reg .b64 p; createpolicy.fractional.L2::evict_last.b64 p, 1.0; "
+        "cp.async.bulk.prefetch.L2.global.L2::cache_hint [$1], $2, p; mov.u32 $0, 0; }",
+        "=r,l,r", [at, tl.full([num_threads()], PIECE, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _select_kernel(
-    x, w, squares, tiles, eps, logits, arrived, experts, weights, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+    x, w, squares, tiles, eps, logits, experts, weights, ahead, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, NORM: tl.constexpr,
-    SQUARES: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr,
+    SQUARES: tl.constexpr, GIVEN: tl.constexpr, MISSING: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (E / BE,): logits of the row x [K] with w [E, K], rounded as x is; then softmax over all, and the largest,
-    of equal ones the lowest. GIVEN: grid (1,), x are the logits.
+    """Grid (E / BE + AHEAD,): logits of the row x [K] with w [E, K], rounded as x is; then softmax over all, and the
+    largest, of equal ones the lowest. GIVEN: grid (1,), x are the logits.
+
+    AHEAD: programs that meanwhile bring the beginning of a weight into the L2, which is needed soon.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -82,6 +98,12 @@ def _select_kernel(
             gdc_wait()
         value = tl.load(x + e, mask=e < E, other=-float("inf")).to(tl.float32)
     else:
+        PROGRAMS: tl.constexpr = (E + BE - 1) // BE
+        if AHEAD > 0:  # noqa: SIM102 (what is inside is not compiled without)
+            if pid >= PROGRAMS:
+                gdc_wait()
+                _ask_ahead(ahead, pid - PROGRAMS, PIECE)
+                return
         here = pid * BE + tl.arange(0, BE)
         k = tl.arange(0, KP)
         keep = (here < E)[:, None] & (k < K)[None, :]
@@ -93,15 +115,18 @@ def _select_kernel(
         y = tl.sum(rows.to(tl.float32) * xv[None, :], 1)
         if NORM:
             y = y * tl.rsqrt(tl.sum(parts, 0) / K + eps)
-        tl.store(logits + here, y.to(x.dtype.element_ty).to(tl.float32), mask=here < E)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived, 1, sem="acq_rel")
-        if before != tl.num_programs(0) - 1:
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+        tl.store(logits + here, y.to(tl.int32, bitcast=True), mask=here < E)
+        if pid != PROGRAMS - 1:
             return
-        tl.store(arrived, 0)
-        value = tl.load(logits + e, mask=e < E, other=-float("inf"), cache_modifier=".cg")
-    p = tl.exp(value - tl.max(value, 0))
-    p = p / tl.sum(p, 0)
+        # A logit says itself that it has come, which is a fence and a counter less to wait for.
+        bits = tl.load(logits + e, mask=e < E, other=0, volatile=True)
+        while tl.max((bits == MISSING).to(tl.int32), 0) > 0:
+            bits = tl.load(logits + e, mask=e < E, other=0, volatile=True)
+        tl.debug_barrier()
+        value = tl.load(
+            logits.to(tl.pointer_type(tl.float32)) + e, mask=e < E, other=-float("inf"), cache_modifier=".cg"
+        )
     # an expert's rank is the number of those before it; NaN comes last, but before experts that do not exist
     order = tl.where(e < E, tl.where(value > -3.0e38, value, -3.0e38), -float("inf"))
     other = tl.reshape(order, (EP, 1))
@@ -109,10 +134,13 @@ def _select_kernel(
     f = tl.reshape(e, (EP, 1))
     g = tl.reshape(e, (1, EP))
     rank = tl.sum(((other > mine) | ((other == mine) & (f < g))).to(tl.int32), 0)
-    if RENORMALIZE:
-        p = p / tl.sum(tl.where(rank < TOP_K, p, 0.0), 0)
+    p = tl.exp(value - tl.max(value, 0))
+    p = p / tl.sum(tl.where(rank < TOP_K, p, 0.0) if RENORMALIZE else p, 0)
     tl.store(experts + rank, e, mask=rank < TOP_K)
     tl.store(weights + rank, p, mask=rank < TOP_K)
+    if not GIVEN:
+        tl.debug_barrier()
+        tl.store(logits + e, MISSING, mask=e < E)
 
 
 @triton.jit
@@ -258,15 +286,23 @@ def _fall_kernel(
 
 
 def choose_experts(
-    x: Tensor | Folded, router: Tensor, room: ChosenExperts, renormalize: bool, pdl: bool = False
-) -> None:
-    """The experts of one row and their weights. x: [1, hidden]; router: [experts, hidden]."""
+    x: Tensor | Folded, router: Tensor, room: ChosenExperts, renormalize: bool, ahead: Tensor | None = None,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """The experts of one row and their weights. x: [1, hidden]; router: [experts, hidden].
+
+    ahead: a weight that will be needed soon, and may be read while there is nothing else to read.
+    """
     rows, squares, tiles, eps, norm = _unfolded(x)
     experts, inputs = router.shape
-    _select_kernel[(triton.cdiv(experts, _ROUTED),)](
-        rows, router, squares, tiles, eps, room.logits, room.arrived, room.experts, room.weights,
+    pieces = 0
+    if pdl and ahead is not None and ahead.is_contiguous():
+        pieces = min(_AHEAD, ahead.numel() * ahead.element_size()) // (_PIECE * 32 * 8)
+    _select_kernel[(triton.cdiv(experts, _ROUTED) + pieces,)](
+        rows, router, squares, tiles, eps, room.logits, room.experts, room.weights, rows if ahead is None else ahead,
         E=experts, EP=triton.next_power_of_2(experts), K=inputs, KP=triton.next_power_of_2(inputs), BE=_ROUTED,
         TOP_K=len(room.experts), RENORMALIZE=renormalize, NORM=norm, SQUARES=_padded(tiles), GIVEN=False, PDL=pdl,
+        MISSING=MISSING, AHEAD=pieces, PIECE=_PIECE,
         num_warps=8, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
@@ -275,10 +311,10 @@ def choose_by_logits(logits: Tensor, room: ChosenExperts, renormalize: bool, pdl
     """The same where the router's product was computed before. logits: [1, experts]."""
     experts = logits.shape[1]
     _select_kernel[(1,)](
-        logits, logits, logits, 1, 0.0, room.logits, room.arrived, room.experts, room.weights,
+        logits, logits, logits, 1, 0.0, room.logits, room.experts, room.weights, logits,
         E=experts, EP=triton.next_power_of_2(experts), K=1, KP=1, BE=_ROUTED, TOP_K=len(room.experts),
-        RENORMALIZE=renormalize, NORM=False, SQUARES=2, GIVEN=True, PDL=pdl, num_warps=8,
-        **({"launch_pdl": True} if pdl else {}),
+        RENORMALIZE=renormalize, NORM=False, SQUARES=2, GIVEN=True, MISSING=MISSING, AHEAD=0, PIECE=_PIECE, PDL=pdl,
+        num_warps=8, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
