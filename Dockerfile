@@ -1,5 +1,6 @@
-# A server for NVIDIA GPUs:  docker build . --target vllm-openai --tag vllm/vllm-openai
-# and, with Ray for several hosts:  docker build . --target vllm-openai --build-arg EXTRAS=[ray] --tag vllm/vllm-openai
+# A server for NVIDIA GPUs, under a name of your registry that the manifests in examples/ have too:
+#     docker build . --target vllm-openai --tag registry.example.com/vllm-server
+# With Ray, for several hosts: --build-arg EXTRAS=[ray]
 ARG PYTHON_IMAGE=python:3.12-slim
 
 FROM ${PYTHON_IMAGE} AS build

@@ -473,5 +473,7 @@ def write(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     for written in write(Path(sys.argv[1])):
         print(written)

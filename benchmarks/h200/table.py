@@ -62,8 +62,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     sys.stdout.write(markdown(json.loads(Path(sys.argv[1]).read_text())))
 
 

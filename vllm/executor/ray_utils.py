@@ -43,6 +43,7 @@ def connect(address: str | None = None) -> bool:
         options.pop("include_dashboard")
         ray.init(address=address, **options)
         return True
+    logger.info("Looking for a Ray cluster that this host belongs to.")
     try:
         ray.init(address="auto", log_to_driver=True, logging_level="warning")
     except ConnectionError:
