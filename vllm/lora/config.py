@@ -152,7 +152,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         from vllm.lora.adapter import tensors_of
 
         return {name: tuple(tensor.shape) for name, tensor in tensors_of(file)}
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
         for count, entry in enumerate(iterate_header(file, MAX_HEADER_BYTES), 1):
             if count > MAX_TENSORS:
