@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -18,6 +19,7 @@ from tests.lora.test_added_tokens import save_with_tokens
 from tests.server.http_server import MODEL, Server
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai import routes
 from vllm.entrypoints.openai.adapters import ServedAdapters, parse_lora_modules, parse_prompt_adapters
 from vllm.entrypoints.openai.errors import APIError
 from vllm.lora.request import LoRARequest
@@ -340,6 +342,36 @@ def test_a_load_that_nobody_waits_for_is_given_up() -> None:
         engine.let.set()
         await adapters.load("slow", "x", ["base"])
         assert adapters.find("slow") is not None
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_takes_its_load_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        engine, gone = Blocked(), asyncio.Event()
+        adapters = ServedAdapters(engine)  # type: ignore[arg-type]
+        body = SimpleNamespace(lora_name="slow", lora_path="x")
+
+        async def read(*_: Any) -> Any:
+            return body
+
+        async def receive() -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        monkeypatch.setattr(routes, "_changeable_adapters", lambda _: adapters)
+        monkeypatch.setattr(routes, "context_of", lambda _: SimpleNamespace(fixed_names=["base"]))
+        monkeypatch.setattr(routes, "read", read)
+        request: Any = SimpleNamespace(receive=receive)
+        loading = asyncio.ensure_future(routes.load_lora_adapter(request))
+        await engine.began.wait()
+        gone.set()
+        assert (await loading).status_code == 499
+        assert engine.removed == [1] and not adapters.all()
+        gone.clear()
+        engine.let.set()
+        assert (await routes.load_lora_adapter(request)).status_code == 200
+        assert [known.lora_name for known in adapters.all()] == ["slow"]
 
     asyncio.run(run())
 
