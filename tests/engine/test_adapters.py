@@ -167,3 +167,73 @@ def test_an_adapter_that_was_displaced_as_soon_as_it_was_read_is_ready() -> None
     run(adapters, scheduler, 0, 6)
     assert adapters.ids() == [6] and adapters.state(5) == "ready"
     assert adapters.remove(5) and adapters.state(5) == "unknown"
+
+
+class SlowReader(Reader):
+    """Reads an adapter when it is let, or fails once it is told to drop it meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+        self.ready = False
+        self._stopped: list[int] = []
+
+    def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if name == "begin_loading_adapter":
+            self.begun.append(args[0])
+        if name == "drop_adapter" and args[0] in self._read:
+            self._read.remove(args[0])
+            self._stopped.append(args[0])
+        if name == "loaded_adapters":
+            stopped, self._stopped = [[number, None, "not wanted"] for number in self._stopped], []
+            if not self.ready:
+                return [stopped]
+            return [stopped + super().collective_rpc(name)[0]]
+        return super().collective_rpc(name, args)
+
+
+def test_an_adapter_that_is_removed_while_it_is_read_makes_way_at_once() -> None:
+    reader, scheduler = SlowReader(), Requests()
+    adapters, live = Adapters(reader, 2, 2), scheduler  # type: ignore[arg-type]
+    adapters.add(5, "/5")
+    adapters.add(6, "/6")
+    adapters.add(7, "/7")
+    adapters.advance(live)  # type: ignore[arg-type]
+    assert reader.begun == [5]
+    assert adapters.remove(5) and not adapters.remove(5) and adapters.remove(6)
+    assert [adapters.state(number) for number in (5, 6, 7)] == ["unknown", "unknown", "loading"]
+    adapters.check(5, "/elsewhere")
+    adapters.advance(live)  # type: ignore[arg-type]
+    assert reader.begun == [5, 7], "the one that was queued only is not read"
+    reader.ready = True
+    adapters.advance(live)  # type: ignore[arg-type]
+    assert adapters.ids() == [7] and not adapters.busy
+
+
+def test_an_adapter_that_is_added_again_while_its_reading_ends_is_read_anew() -> None:
+    reader, scheduler = SlowReader(), Requests()
+    adapters, live = Adapters(reader, 2, 2), scheduler  # type: ignore[arg-type]
+    adapters.add(5, "/5")
+    adapters.advance(live)  # type: ignore[arg-type]
+    assert adapters.remove(5)
+    adapters.add(5, "/other")
+    assert adapters.state(5) == "loading"
+    reader.ready = True
+    adapters.advance(live)  # type: ignore[arg-type]
+    adapters.advance(live)  # type: ignore[arg-type]
+    assert reader.begun == [5, 5] and adapters.ids() == [5] and adapters.state(5) == "ready"
+
+
+def test_an_adapter_that_is_removed_while_a_request_waits_for_it_goes_with_the_request() -> None:
+    reader, scheduler = SlowReader(), Requests()
+    adapters, live = Adapters(reader, 2, 2), scheduler  # type: ignore[arg-type]
+    waiting = scheduler.add(message(0, 5))
+    adapters.want(message(0, 5), live)  # type: ignore[arg-type]
+    adapters.advance(live)  # type: ignore[arg-type]
+    assert adapters.remove(5) and not adapters.remove(5)
+    reader.ready = True
+    adapters.advance(live)  # type: ignore[arg-type]
+    assert not scheduler.blocked and not reader.dropped
+    adapters.slots.admitted(waiting)
+    end(adapters, waiting)
+    assert reader.dropped == [5] and not adapters.ids() and adapters.state(5) == "unknown"

@@ -9,7 +9,7 @@ import random
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from tests.models.test_against_hugging_face import CASES
 from vllm.config.hf import HFConfig
 from vllm.distributed import TensorParallel
 from vllm.lora.adapter import Adapter, read_adapter
-from vllm.lora.config import first_match, read_config
+from vllm.lora.config import MAX_HEADER_BYTES, added_tokens, first_match, read_config
 from vllm.lora.layers import LinearStack, LoRALayers
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
+from vllm.model_executor.model_loader.safetensors_file import read_entries
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.ops.lora import LowRank, add_lora, lay_out_b
 from vllm.step.inputs import RowView, Segment
@@ -42,10 +43,11 @@ def reference_ops() -> Iterator[None]:
         yield
 
 
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
 FAMILIES = ["llama-tied-biased", "qwen3", "gemma2", "phi", "phi3", "opt-350m", "gpt2", "gpt_neox", "mistral"]
 
 
-def read(model_folder: Path, folder: Path, max_rank: int = 64, max_bytes: int = 1 << 30) -> Adapter:
+def read(model_folder: Path, folder: Path, max_rank: int = 64, max_bytes: int = 1 << 30, **options: Any) -> Adapter:
     config = HFConfig.load(model_folder)
     family = ModelRegistry.resolve(config.architectures)
     attn = family.decoder(config).blocks[0].attn
@@ -53,7 +55,7 @@ def read(model_folder: Path, folder: Path, max_rank: int = 64, max_bytes: int = 
     def in_order(tensor: torch.Tensor, layout: WeightLayout, name: str) -> torch.Tensor:
         return canonical(tensor, layout, attn.heads, attn.kv_heads)
 
-    return read_adapter(folder, family.resolve, in_order, max_rank=max_rank, max_bytes=max_bytes)
+    return read_adapter(folder, family.resolve, in_order, max_rank=max_rank, max_bytes=max_bytes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -273,16 +275,120 @@ def test_the_first_pattern_that_names_a_layer_or_its_end_counts(patterns: dict[s
     assert first_match(patterns, path, 0) == wanted
 
 
-def test_names_without_end_are_refused(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrappers", "message"),
+    [(100, "is longer than any name of a tensor of an adapter"), (100_000, "with names of at most 4096 characters")],
+)
+def test_names_without_end_are_refused(wrappers: int, message: str, llama: Path, tmp_path: Path) -> None:
     save_adapter(llama, tmp_path, targets=["q_proj"])
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    name = "base_model.model.model.layers.0.mlp.experts" + ".base_layer" * 100_000 + ".lora_A.weight"
+    name = "base_model.model.model.layers.0.mlp.experts" + ".base_layer" * wrappers + ".lora_A.weight"
     save_file({**tensors, name: torch.zeros(8, 48)}, tmp_path / "adapter_model.safetensors")
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     settings["target_parameters"] = [f"m{i}.experts.down_proj" for i in range(4000)]
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="is longer than any name of a tensor of an adapter"):
+    with pytest.raises(ValueError, match=message):
         read(llama, tmp_path)
+
+
+def write_header(file: Path, header: bytes) -> None:
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def header_of(names: Iterable[str], shape: tuple[int, int] = (0, 0)) -> bytes:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    return json.dumps(dict.fromkeys(names, entry)).encode()
+
+
+def test_headers_of_adapters_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Front ends look for added tokens there: what is too long is not parsed, what is no entry not to its end."""
+    file = tmp_path / "adapter_model.safetensors"
+    write_header(file, header_of(["model.embed_tokens.weight"], (70, 0)))
+    assert added_tokens(tmp_path, file, 64) == 6
+    write_header(file, b'{"a":{"dtype":"F32","shape":[' + b"0," * 1_000_000 + b'0],"data_offsets":[0,0]}}')
+    with pytest.raises(ValueError, match="entry of tensor 'a' is not an object") as refused:
+        read_entries(file)
+    assert len(str(refused.value)) < 500
+    assert added_tokens(tmp_path, file, 64) == 0
+    with file.open("r+b") as stream:
+        stream.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        stream.truncate(MAX_HEADER_BYTES + 100)
+    with pytest.raises(ValueError, match=f"has a header of {MAX_HEADER_BYTES + 1} bytes, expected at most"):
+        added_tokens(tmp_path, file, 64)
+    monkeypatch.setattr("vllm.lora.config.MAX_TENSORS", 10)
+    write_header(file, header_of(map(str, range(11))))
+    with pytest.raises(ValueError, match="more than 10 tensors"):
+        added_tokens(tmp_path, file, 64)
+
+
+def test_only_so_much_is_read_of_an_adapter_of_another_model(llama: Path, tmp_path: Path) -> None:
+    save_adapter(llama, tmp_path, targets=["q_proj"])
+    rests: list[None] = []
+    names = [f"base_model.model.model.layers.{i}.x.lora_{c}.weight" for i in range(300) for c in "AB"]
+    save_file({name: torch.ones(8, 8) for name in names}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"layers that the base model does not have: .*x and more\.") as refused:
+        read(llama, tmp_path, rest=lambda: rests.append(None))
+    assert len(rests) < 600 / 2 and len(str(refused.value)) < 600
+    with pytest.raises(ValueError, match="has more than 599 tensors"):
+        read(llama, tmp_path, max_tensors=599)
+    torch.save({name: torch.ones(8, 8) for name in names}, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has more than 100 tensors"):
+        read(llama, tmp_path, max_tensors=100)
+    torch.save({"x" * 200_000: torch.ones(8, 8)}, tmp_path / "adapter_model.bin")
+    with pytest.raises(ValueError, match="describes its tensors in 200[0-9]{3} bytes"):
+        read(llama, tmp_path, max_tensors=2)
+
+
+def test_a_model_says_how_many_tensors_its_adapters_may_have(llama: Path, tmp_path: Path) -> None:
+    save_adapter(llama, tmp_path)
+    layers = LoRALayers(load(llama).adaptable(), 1, 8, torch.float32, torch.device("cpu"))
+    layers.prepare(read(llama, tmp_path, max_tensors=layers.max_tensors()))
+    assert layers.max_tensors() < 5000
+
+
+PLAIN = torch.ones(8, 48)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (PLAIN.to(torch.float8_e4m3fn), "is torch.float8_e4m3fn, which is not supported"),
+        (PLAIN.to(torch.complex64), "is torch.complex64, which is not supported"),
+        (PLAIN.to("meta"), "is a torch.strided, meta tensor, expected a plain one"),
+        (PLAIN.to_sparse(), "is a torch.sparse_coo, cpu tensor, expected a plain one"),
+        (torch.quantize_per_tensor(PLAIN, 0.1, 0, torch.qint8), "is a quantized tensor, expected a plain one"),
+        (torch.zeros(1).expand(2**33, 4), r"\[8589934592, 4\] repeats what is stored"),
+    ],
+)
+def test_tensors_of_other_kinds_are_refused_by_name(
+    tensor: torch.Tensor, message: str, llama: Path, tmp_path: Path
+) -> None:
+    save_adapter(llama, tmp_path, targets=["q_proj"])
+    (tmp_path / "adapter_model.safetensors").unlink()
+    torch.save({f"{Q}.lora_A.weight": tensor}, tmp_path / "adapter_model.bin")
+    with pytest.raises(ValueError, match=f"q_proj.lora_A.weight'.*{message}"):
+        read(llama, tmp_path)
+
+
+def test_tensors_that_share_what_is_stored_are_not_copied_without_end(llama: Path, tmp_path: Path) -> None:
+    save_adapter(llama, tmp_path, targets=["q_proj"])
+    (tmp_path / "adapter_model.safetensors").unlink()
+    names = [f"base_model.model.model.layers.0.{i}.self_attn.q_proj.lora_A.weight" for i in range(4)]
+    torch.save(dict.fromkeys(names, PLAIN), tmp_path / "adapter_model.bin")
+    size = (tmp_path / "adapter_model.bin").stat().st_size
+    with pytest.raises(ValueError, match=f"its tensors have more than {size} bytes"):
+        read(llama, tmp_path, max_bytes=size)
+
+
+def test_parameters_are_tensors_too(llama: Path, tmp_path: Path) -> None:
+    save_adapter(llama, tmp_path, targets=["q_proj"])
+    expected = read(llama, tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    torch.save({k: torch.nn.Parameter(v) for k, v in tensors.items()}, tmp_path / "adapter_model.bin")
+    found = read(llama, tmp_path)
+    assert all(torch.equal(found.layers[name].b, weights.b) for name, weights in expected.layers.items())
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"peft_type": "LORA", "r": NaN}'])
@@ -299,9 +405,6 @@ def weights_with(tmp_path: Path, llama: Path, change: Any) -> None:
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-
-
-Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from tests.lora.adapters import save_adapter
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
+from vllm.lora.adapter import Adapter
 from vllm.lora.request import LoRARequest
+from vllm.worker import adapters as worker_adapters
 
 RANKS = [8, 16, 4, 8, 12]
 TARGETS: list[Any] = [
@@ -218,6 +222,36 @@ def test_what_is_wrong_with_an_adapter_is_said_and_costs_nobody_else(
         assert list(output.outputs[0].token_ids) == expected(model, ids, 12)
     with LLM(str(base), **OPTIONS) as llm, pytest.raises(ValueError, match="LoRA is not enabled"):
         llm.generate(PROMPTS[0], greedy(), lora_request=good)
+
+
+def test_reading_an_adapter_ends_when_nobody_wants_it_and_when_its_time_is_over(
+    base: Path, adapters: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one thread that reads is free for the next then."""
+    good, _ = adapters[2]
+    assert good is not None
+    began, still = threading.Event(), worker_adapters.read_adapter
+
+    def without_end(folder: Path, *args: Any, rest: Callable[[], None], **options: Any) -> Adapter:
+        if folder != Path(good.lora_path):
+            began.set()
+            while True:
+                rest()
+        return still(folder, *args, rest=rest, **options)
+
+    endless, late = (LoRARequest("endless", 60 + i, str(adapters[3 + i][0].lora_path)) for i in range(2))  # type: ignore[union-attr]
+    monkeypatch.setattr(worker_adapters, "read_adapter", without_end)
+    with LLM(str(base), enable_lora=True, max_loras=2, **OPTIONS) as llm:
+        core = llm.llm_engine._lora_core()
+        core.begin_adapter(endless.lora_int_id, endless.lora_path)
+        assert began.wait(60) and core.adapter_state(endless.lora_int_id) == "loading"
+        assert core.remove_lora(endless.lora_int_id)
+        assert llm.llm_engine.add_lora(good) and llm.llm_engine.list_loras() == {good.lora_int_id}
+        assert core.adapter_state(endless.lora_int_id) == "unknown"
+    monkeypatch.setattr(worker_adapters, "_LONGEST", -1e9)
+    too_long = pytest.raises(ValueError, match="reading the adapter took longer than")
+    with LLM(str(base), enable_lora=True, max_loras=2, **OPTIONS) as llm, too_long:
+        llm.llm_engine.add_lora(late)
 
 
 def test_of_a_qlora_adapters_base_only_what_it_adapts_is_quantized(base: Path, tmp_path: Path) -> None:

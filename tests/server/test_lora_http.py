@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -18,7 +19,9 @@ from tests.lora.test_added_tokens import save_with_tokens
 from tests.server.http_server import MODEL, Server
 from tests.tiny_models import save_llama
 from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai import routes
 from vllm.entrypoints.openai.adapters import ServedAdapters, parse_lora_modules, parse_prompt_adapters
+from vllm.entrypoints.openai.errors import APIError
 from vllm.lora.request import LoRARequest
 from vllm.prompt_adapter.request import PromptAdapterRequest
 
@@ -281,6 +284,96 @@ def test_modules_that_are_none_are_refused(words: list[str]) -> None:
         parse_lora_modules(words)
     with pytest.raises(ValueError, match="--prompt-adapters"):
         parse_prompt_adapters(words)
+
+
+class Blocked:
+    """An engine that reads an adapter when it is let."""
+
+    def __init__(self) -> None:
+        self.let, self.began = asyncio.Event(), asyncio.Event()
+        self.removed: list[int] = []
+
+    async def add_lora(self, request: LoRARequest) -> bool:
+        self.began.set()
+        await self.let.wait()
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        self.removed.append(number)
+        return True
+
+
+def test_a_name_that_nobody_knows_waits_for_no_other_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "known").mkdir()
+    (tmp_path / "known" / "adapter_config.json").write_text("{}")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setenv("VLLM_LORA_RESOLVER_CACHE_DIR", str(tmp_path))
+
+    async def run() -> None:
+        engine = Blocked()
+        adapters = ServedAdapters(engine)  # type: ignore[arg-type]
+        loading = asyncio.ensure_future(adapters.load("slow", "x", ["base"]))
+        await engine.began.wait()
+        await adapters.discover("nobody", ["base"])
+        assert adapters.find("nobody") is None and not loading.done()
+        again = asyncio.ensure_future(adapters.load("slow", "y", ["base"]))
+        found = [asyncio.ensure_future(adapters.discover("known", ["base"])) for _ in range(2)]
+        await asyncio.sleep(0)
+        engine.let.set()
+        await asyncio.gather(loading, *found)
+        with pytest.raises(APIError, match="has already been loaded"):
+            await again
+        assert [request.lora_name for request in adapters.all()] == ["slow", "known"]
+        assert not engine.removed and not adapters._changing, "no name is held any more"
+
+    asyncio.run(run())
+
+
+def test_a_load_that_nobody_waits_for_is_given_up() -> None:
+    async def run() -> None:
+        engine = Blocked()
+        adapters = ServedAdapters(engine)  # type: ignore[arg-type]
+        loading = asyncio.ensure_future(adapters.load("slow", "x", ["base"]))
+        await engine.began.wait()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert engine.removed == [1] and adapters.find("slow") is None
+        engine.let.set()
+        await adapters.load("slow", "x", ["base"])
+        assert adapters.find("slow") is not None
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_takes_its_load_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        engine, gone = Blocked(), asyncio.Event()
+        adapters = ServedAdapters(engine)  # type: ignore[arg-type]
+        body = SimpleNamespace(lora_name="slow", lora_path="x")
+
+        async def read(*_: Any) -> Any:
+            return body
+
+        async def receive() -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        monkeypatch.setattr(routes, "_changeable_adapters", lambda _: adapters)
+        monkeypatch.setattr(routes, "context_of", lambda _: SimpleNamespace(fixed_names=["base"]))
+        monkeypatch.setattr(routes, "read", read)
+        request: Any = SimpleNamespace(receive=receive)
+        loading = asyncio.ensure_future(routes.load_lora_adapter(request))
+        await engine.began.wait()
+        gone.set()
+        assert (await loading).status_code == 499
+        assert engine.removed == [1] and not adapters.all()
+        gone.clear()
+        engine.let.set()
+        assert (await routes.load_lora_adapter(request)).status_code == 200
+        assert [known.lora_name for known in adapters.all()] == ["slow"]
+
+    asyncio.run(run())
 
 
 def test_a_name_of_the_hub_is_no_way_around_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

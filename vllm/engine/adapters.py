@@ -50,6 +50,8 @@ class Adapters:
         self._left: dict[int, bytes] = {}  # digests of those that are on the device and not in host memory
         self._queue: deque[tuple[int, float]] = deque()  # adapters to be read, and since when
         self._loading: int | None = None
+        self._unwanted = False  # whether what is being read is to be forgotten
+        self._leaving: set[int] = set()  # to be removed as soon as the requests run that wait for them
         self._reports: list[str | None] = []  # of the ranks that have read it: the digest, or None
         self._waiting: dict[int, list[CoreRequest]] = {}
 
@@ -87,8 +89,11 @@ class Adapters:
         live.lora_key = self._digests[request.lora_id]
 
     def _enqueue(self, adapter_id: int) -> None:
-        if adapter_id != self._loading and all(queued != adapter_id for queued, _ in self._queue):
+        if (adapter_id != self._loading or self._unwanted) and not self._is_queued(adapter_id):
             self._queue.append((adapter_id, self._clock()))
+
+    def _is_queued(self, adapter_id: int) -> bool:
+        return any(queued == adapter_id for queued, _ in self._queue)
 
     def _request_ended(self, adapter_id: int) -> None:
         if self._users[adapter_id]:
@@ -140,6 +145,11 @@ class Adapters:
                 self._errors[self._loading or 0] = error
             return []
         adapter_id, self._loading = self._loading or 0, None
+        if self._unwanted:
+            self._unwanted = False
+            self._errors.pop(adapter_id, None)
+            self._executor.collective_rpc("drop_adapter", args=(adapter_id,))
+            return []
         error = error or self._errors.pop(adapter_id, None)
         if error is not None or None in self._reports:
             return self._fail(adapter_id, error or "A rank could not read it.", scheduler)
@@ -153,6 +163,9 @@ class Adapters:
         for request in self._waiting.pop(adapter_id, ()):
             self._let_run(request, scheduler)
             scheduler.unblock(request.request_id, REASON)
+        if adapter_id in self._leaving:
+            self._leaving.discard(adapter_id)
+            self.remove(adapter_id)
 
     def _fail(self, adapter_id: int, error: str, scheduler: Scheduler) -> list[CoreOutput]:
         """No rank keeps it, and every request that waits for it ends."""
@@ -160,6 +173,7 @@ class Adapters:
         self._errors[adapter_id] = error
         waiting = [request.request_id for request in self._waiting.pop(adapter_id, ())]
         self._folders.pop(adapter_id, None)
+        self._leaving.discard(adapter_id)
         return [
             CoreOutput(output.request_id, [], finish_reason="error", error=f"The LoRA adapter cannot be used: {error}")
             for output in scheduler.abort(waiting)
@@ -187,7 +201,7 @@ class Adapters:
             return
         self._left.pop(adapter_id, None)
         self.slots.remove(adapter_id)
-        if adapter_id not in self._waiting and all(queued != adapter_id for queued, _ in self._queue):
+        if adapter_id not in self._waiting and not self._is_queued(adapter_id):
             self._folders.pop(adapter_id, None)
 
     # -- by hand -------------------------------------------------------------------------------------------------------
@@ -197,6 +211,7 @@ class Adapters:
         self.check(adapter_id, folder)
         self._errors.pop(adapter_id, None)
         self._folders[adapter_id] = folder
+        self._leaving.discard(adapter_id)
         if adapter_id not in self._digests or adapter_id in self._removed:
             self._enqueue(adapter_id)
 
@@ -207,16 +222,26 @@ class Adapters:
         if adapter_id in self._errors and adapter_id != self._loading:
             return self._errors.pop(adapter_id)
         is_kept = adapter_id not in self._removed
+        is_read = adapter_id == self._loading and not self._unwanted
         if adapter_id in self._digests and is_kept:
             return READY
-        if adapter_id == self._loading or any(queued == adapter_id for queued, _ in self._queue):
+        if is_read or self._is_queued(adapter_id):
             return LOADING
         return READY if adapter_id in self._folders and is_kept else UNKNOWN
 
     def remove(self, adapter_id: int) -> bool:
-        """Forget an adapter, once the requests that use it have ended; False if it is not known."""
-        wanted = adapter_id == self._loading or adapter_id in self._waiting
-        displaced = adapter_id in self._folders and adapter_id not in self._digests and not wanted
+        """Forget an adapter, once the requests that use it have ended; False if it is not known. One that is being read
+        is read to its end only if requests wait for it.
+        """
+        if adapter_id in self._waiting:
+            is_new = adapter_id not in self._leaving
+            self._leaving.add(adapter_id)
+            return is_new
+        self._queue = deque(entry for entry in self._queue if entry[0] != adapter_id)
+        if adapter_id == self._loading and not self._unwanted:
+            self._unwanted = True
+            self._executor.collective_rpc("drop_adapter", args=(adapter_id,))
+        displaced = adapter_id in self._folders and adapter_id not in self._digests
         if not displaced and (adapter_id not in self._digests or adapter_id in self._removed):
             return False
         self._removed.add(adapter_id)

@@ -481,7 +481,11 @@ class EngineCore:
 
     def remove_lora(self, adapter_id: int) -> bool:
         """Forget an adapter once its requests have ended; False if it is not loaded."""
-        return self._known_adapters().remove(adapter_id)
+        adapters = self._known_adapters()
+        is_known = adapters.remove(adapter_id)
+        if adapters.busy:
+            self._left_over.extend(self._ended(adapters.advance(self.scheduler)))
+        return is_known
 
     def pin_lora(self, adapter_id: int) -> bool:
         """Keep a loaded adapter where it is. Raises ValueError if it cannot be."""

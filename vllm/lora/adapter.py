@@ -6,17 +6,21 @@ Files come from strangers: nothing in them is executed, sizes are bounded, and e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vllm.lora.config import (
     CONFIG,
+    MAX_HEADER_BYTES,
     MAX_NAME,
+    MAX_TENSORS,
     NEW_EMBEDDINGS,
     AdapterConfig,
     endings,
@@ -38,6 +42,12 @@ _EXPERTS = "experts"  # the module whose parameters are meant where a name has n
 _LONGEST_NUMBER = 6  # digits of a layer's number
 _OF_TRAINING = (".lora_velora_embed", ".lora_monteclora_sampler.")  # in names of tensors that only training reads
 _AHEAD = 4 << 20  # bytes of a file that are asked for ahead: that takes a moment in which no other thread runs
+_FEW = 64  # tensors of a file that is no adapter's main one
+_PICKLED = 1024  # bytes that describe a tensor in a file of torch.save
+_NUMBERS = frozenset(
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+     torch.uint8, torch.bool)
+)  # fmt: skip
 _COPIED = ("embed.weight", "head.weight", "head.bias")  # of the base model, canonical names
 
 
@@ -128,14 +138,16 @@ def read_adapter(
     *,
     max_rank: int,
     max_bytes: int,
+    max_tensors: int = MAX_TENSORS,
     vocabulary: int | None = None,
     rest: Callable[[], None] = lambda: None,
 ) -> Adapter:
     """The adapter in `folder`, for a base model whose names `resolve` knows.
 
     max_rank: the largest rank that is served.   max_bytes: of the file of weights, and of that of new tokens.
+    max_tensors: in the file of weights.
     vocabulary: tokens of the base model; what copies of its embedding and head have behind them is added to it.
-    rest: called between two tensors.
+    rest: called between two tensors; what it raises ends the reading.
     Raises ValueError if anything about it is damaged, unknown or not supported; nothing of it is left in memory then.
     """
     config_file, weights_file = find_adapter(folder)
@@ -155,10 +167,14 @@ def read_adapter(
     pairs: dict[str, dict[str, Tensor]] = {}
     copies: dict[str, tuple[int, ...]] = {}
     new_tokens = _new_tokens(folder, max_bytes, digest)
-    for name, tensor in tensors_of(weights_file):
+    parameters, unknown, left = _by_owner(config.parameters), list[str](), max_bytes
+    for name, tensor in tensors_of(weights_file, max_tensors):
         rest()
         if len(name) > MAX_NAME:
             raise ValueError(f"{weights_file}: {name[:100]!r}... is longer than any name of a tensor of an adapter.")
+        left -= tensor.nbytes
+        if left < 0:
+            raise ValueError(f"{weights_file}: its tensors have more than {max_bytes} bytes. Is it the right file?")
         _update(digest, name, tensor)
         if any(part in name for part in _OF_TRAINING):
             continue
@@ -172,16 +188,20 @@ def read_adapter(
         path, letter = _split(weights_file, name)
         if letter in pairs.setdefault(path, {}):
             raise ValueError(f"{weights_file}: the tensor {name!r} occurs twice.")
-        if tensor.ndim != 2 or not tensor.is_floating_point():
+        if not pairs[path] and not _parameters_of(_unwrapped(path), parameters) and resolve(f"{path}.weight") is None:
+            unknown.append(path)
+            if len(unknown) > _NAMES_SHOWN:  # nothing more has to be read
+                break
+        if tensor.ndim != 2 or not tensor.numel() or not tensor.is_floating_point():
             raise ValueError(
                 f"{weights_file}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, expected a matrix."
             )
         pairs[path][letter] = tensor.clone()  # the file may be replaced while we hold views of it
+    _refuse_unknown(weights_file, unknown)
     if not pairs:
         raise ValueError(f"{weights_file} holds no LoRA weights.")
     layers: dict[str, LoRAWeights] = {}
     experts = _experts(weights_file, pairs, config, resolve)
-    unknown = []
     for path, pair in pairs.items():
         rest()
         found = resolve(f"{path}.weight")
@@ -192,13 +212,25 @@ def read_adapter(
         if name in layers:
             raise ValueError(f"{weights_file}: the layer {path!r} occurs twice.")
         layers[name] = _checked(weights_file, path, pair, config, layout, name, canonical, max_rank)
-    if unknown:
-        more = f" and {len(unknown) - _NAMES_SHOWN} more" if len(unknown) > _NAMES_SHOWN else ""
-        raise ValueError(
-            f"{weights_file} adapts layers that the base model does not have: "
-            f"{', '.join(unknown[:_NAMES_SHOWN])}{more}. Was the adapter trained for another model?"
-        )
+    _refuse_unknown(weights_file, unknown)
     return Adapter(config, layers, digest.digest(), copies, new_tokens, experts)
+
+
+def _refuse_unknown(file: Path, layers: Sequence[str]) -> None:
+    """Raise ValueError if there are any layers that the base model does not have."""
+    if layers:
+        more = " and more" if len(layers) > _NAMES_SHOWN else ""
+        raise ValueError(
+            f"{file} adapts layers that the base model does not have: {', '.join(layers[:_NAMES_SHOWN])}{more}. Was "
+            "the adapter trained for another model?"
+        )
+
+
+def _unwrapped(name: str) -> str:
+    """A module's name without the wrappers that peft puts around one of which several parameters are adapted."""
+    while name.endswith(_WRAPPED):
+        name = name.removesuffix(_WRAPPED)
+    return name
 
 
 def _experts(
@@ -208,9 +240,7 @@ def _experts(
     by_path: dict[str, list[tuple[int, str]]] = {}  # of a layer's experts: how deep its wrapper is, and its name
     parameters = _by_owner(config.parameters)
     for name in pairs if parameters else ():
-        owner = name
-        while owner.endswith(_WRAPPED):
-            owner = owner.removesuffix(_WRAPPED)
+        owner = _unwrapped(name)
         if wanted := _parameters_of(owner, parameters):
             if unknown := wanted - _STACKS.keys():
                 raise ValueError(
@@ -296,14 +326,41 @@ def _checked(
     return LoRAWeights(a, b, config.scale(path))
 
 
-def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a file of weights, of either kind. Raises ValueError."""
-    return iterate_tensors(file, _AHEAD) if file.suffix == ".safetensors" else iterate_pickle(file)
+def tensors_of(file: Path, max_tensors: int = _FEW) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a file of weights, of either kind. Raises ValueError, for too many tensors before the first."""
+    if file.suffix == ".safetensors":
+        found = iterate_tensors(file, _AHEAD, max_header=MAX_HEADER_BYTES, max_tensors=max_tensors)
+    else:
+        found = _pickled(file, max_tensors)
+    for name, tensor in found:
+        if tensor.dtype not in _NUMBERS:
+            raise ValueError(f"{file}: the tensor {name!r:.200} is {tensor.dtype}, which is not supported.")
+        yield name, tensor
+
+
+def _pickled(file: Path, max_tensors: int) -> Iterator[tuple[str, Tensor]]:
+    """Of a file of torch.save: tensors that are as large as what is stored of them."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            sizes = [info.file_size for info in archive.infolist() if info.filename.endswith("data.pkl")]
+        if sum(sizes) > (most := _PICKLED * (max_tensors + _FEW)):
+            raise ValueError(f"{file} describes its tensors in {sum(sizes)} bytes, expected at most {most}.")
+    tensors = list(iterate_pickle(file))
+    if len(tensors) > max_tensors:
+        raise ValueError(f"{file} has more than {max_tensors} tensors. Is it the right file?")
+    for name, tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}, {tensor.device.type}"
+            raise ValueError(f"{file}: {name!r:.200} is {kind} tensor, expected a plain one.")
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{file}: the tensor {name!r:.200} {list(tensor.shape)!r:.100} repeats what is stored; save it as a "
+                "contiguous one."
+            )
+        yield name, tensor.detach()
 
 
 def _update(digest: Any, name: str, tensor: Tensor) -> None:
-    import torch
-
     digest.update(f"{name}:{tensor.dtype}:{list(tensor.shape)};".encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 

@@ -9,21 +9,27 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from vllm.utils.safetensors_header import DamagedFile, iterate_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 MAX_CONFIG_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 32 << 20  # of a file of weights
+# Of a file of weights, whose header has some 160 bytes a tensor; the largest adapters change 60 layers of 384 experts.
+MAX_HEADER_BYTES = 32 << 20
+MAX_TENSORS = 1 << 18
 _MAX_PICKLE_BYTES = 256 << 20  # of rows of new tokens
 MAX_RANK = 4096
 MAX_PATTERNS = 4096
 MAX_NAME = 512  # characters in the name of a tensor
+_AT_ONCE = 128  # tensors whose headers are read without a rest
 # Settings that change what an adapter computes, with the values that change nothing.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_dora": ("weight-decomposed adapters (DoRA)", (None, False)),
@@ -135,27 +141,29 @@ def added_tokens(folder: Path, weights: Path, vocabulary: int) -> int:
     return max([0, *(shape[0] - vocabulary for shape in shapes.values())])
 
 
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors in a file; {} for a damaged one. Of pickles only small ones are read."""
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's matrices but those of LoRA; {} for a damaged one. Of pickles only small ones are read.
+
+    Raises ValueError for a file that is larger than that of any adapter.
+    """
     if file.suffix != ".safetensors":
         if file.stat().st_size > _MAX_PICKLE_BYTES:
             raise ValueError(f"{file} is larger than {_MAX_PICKLE_BYTES} bytes. Write it as a safetensors file.")
-        from vllm.model_executor.model_loader.checkpoint import iterate_pickle
+        from vllm.lora.adapter import tensors_of
 
-        return {name: list(tensor.shape) for name, tensor in iterate_pickle(file)}
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = stream.read(min(length, _MAX_HEADER_BYTES))
+        return {name: tuple(tensor.shape) for name, tensor in tensors_of(file)}
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        entries = json.loads(header)
-        return {name: entry["shape"] for name, entry in entries.items() if name != "__metadata__" and _has_shape(entry)}
-    except (ValueError, RecursionError, AttributeError):
+        for count, entry in enumerate(iterate_header(file, MAX_HEADER_BYTES), 1):
+            if count > MAX_TENSORS:
+                raise ValueError(f"{file} has more than {MAX_TENSORS} tensors. Is it the right file?")
+            if len(entry.shape) == 2 and "lora_" not in entry.name:
+                shapes[entry.name] = entry.shape
+            if count % _AT_ONCE == 0:
+                time.sleep(0.001)  # let the threads that answer requests in
+    except DamagedFile:
         return {}
-
-
-def _has_shape(entry: Any) -> bool:
-    shape = entry.get("shape") if isinstance(entry, dict) else None
-    return isinstance(shape, list) and all(type(size) is int for size in shape)
+    return shapes
 
 
 def read_config(file: Path) -> AdapterConfig:

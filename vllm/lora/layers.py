@@ -529,6 +529,10 @@ class LoRALayers:
         products = [stack for stack in self._stacks.values() if not isinstance(stack, ExpertStack)]
         return sum(stack.a[0].nbytes + stack.b[0].nbytes for stack in products)
 
+    def max_tensors(self) -> int:
+        """More than any file of an adapter for this stage of the model has."""
+        return 8 * len(self._targets) + 1024  # two for each, copies, and what only training reads
+
     def max_file_bytes(self) -> int:
         """More than any file of an adapter of the largest rank for this model needs, in fp32 and with long names."""
         world = max((stack.world for stack in self._stacks.values() if isinstance(stack, LinearStack)), default=1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm.lora.adapter import read_adapter
-from vllm.lora.config import check_stretch
+from vllm.lora.config import MAX_TENSORS, check_stretch
 from vllm.lora.layers import HostAdapter, LoRALayers
 from vllm.model_executor.layers.dtypes import dtype_of
 from vllm.model_executor.layers.weight_layout import WeightLayout, canonical
@@ -31,6 +31,8 @@ ROWS_WITH_ADAPTERS = "rows with adapters"
 _STRETCHED = "divided positions"
 _ADDED = "added tokens"
 _NICE = 10  # of the thread that reads adapters: steps come first
+_LONGEST = 60.0  # seconds that reading an adapter may take, and for the largest that there may be
+_SLOWEST = 10e6  # bytes a second more
 _AT_ONCE = 0.001  # seconds that it works without a rest
 _QUIET = 0.1  # seconds after the last step from which on nobody has to be let in
 
@@ -69,9 +71,13 @@ class WorkerAdapters:
         self._rotary = dict(zip(factors, self._model.stretch(factors), strict=True)) if factors else {}
         self._rows: np.ndarray = np.zeros(lora.max_loras + 1, np.int64)  # of rotary tables, by slot; last: without
         self._max_bytes = config.parallel_config.pipeline_parallel_size * self._layers.max_file_bytes()
+        whole = config.parallel_config.pipeline_parallel_size == 1  # of the other stages' layers there may be more
+        self._max_tensors = min(MAX_TENSORS, self._layers.max_tensors()) if whole else MAX_TENSORS
         self._host: dict[int, HostAdapter] = {}
         self._pace = _Pace()
+        self._patience = _LONGEST + self._max_bytes / _SLOWEST
         self._loading: dict[int, Future[HostAdapter]] = {}
+        self._unwanted: set[int] = set()  # of those that are being read
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters", initializer=_give_way)
         self._slots: np.ndarray = np.full(config.scheduler_config.max_num_seqs, self.column.neutral, np.int32)
 
@@ -79,7 +85,8 @@ class WorkerAdapters:
 
     def begin_loading(self, adapter_id: int, folder: str) -> None:
         """Read an adapter in another thread; `loaded` tells when that is done."""
-        self._loading[adapter_id] = self._reader.submit(self._read, Path(folder))
+        self._unwanted.discard(adapter_id)
+        self._loading[adapter_id] = self._reader.submit(self._read, adapter_id, Path(folder))
 
     def loaded(self) -> list[list[Any]]:
         """[id, digest as hex, None] of the adapters that have been read since the last call, [id, None, why] of those
@@ -100,15 +107,27 @@ class WorkerAdapters:
         return news
 
     def drop(self, adapter_id: int) -> None:
-        """Forget an adapter in host memory; what has been copied to the device stays there."""
+        """Forget an adapter in host memory; what has been copied to the device stays there. One that is being read is
+        not read to its end, which `loaded` tells as an error.
+        """
         self._host.pop(adapter_id, None)
+        if adapter_id in self._loading:
+            self._unwanted.add(adapter_id)
 
-    def _read(self, folder: Path) -> HostAdapter:
+    def _read(self, adapter_id: int, folder: Path) -> HostAdapter:
         assert self._family is not None
-        rest = self._pace.rest
+        started = time.monotonic()
+
+        def rest() -> None:
+            if adapter_id in self._unwanted:
+                raise ValueError("It is not wanted any more.")
+            if time.monotonic() - started > self._patience:
+                raise ValueError(f"{folder}: reading the adapter took longer than {self._patience:.0f} seconds.")
+            self._pace.rest()
+
         adapter = read_adapter(
             folder, self._family.resolve, self._canonical, max_rank=self._max_rank, max_bytes=self._max_bytes,
-            vocabulary=self._model.traits.vocab_size, rest=rest,
+            max_tensors=self._max_tensors, vocabulary=self._model.traits.vocab_size, rest=rest,
         )  # fmt: skip
         stretch = check_stretch(adapter.config, self._positions, self._rotary)
         prepared = self._layers.prepare(adapter, self._model.is_elsewhere, rest).moved(self._context.host_bytes, rest)

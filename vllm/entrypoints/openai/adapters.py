@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm import envs
 from vllm.entrypoints.openai.errors import APIError, bad_request, not_found
@@ -89,7 +90,9 @@ class ServedAdapters:
         self._requests = {request.lora_name: request for request in requests}
         self._next_id = len(requests) + 1
         self._roots = [Path(root).expanduser().resolve() for root in roots]
-        self._changing = asyncio.Lock()
+        self._adding = 0  # how many are being read
+        # by name: reading takes a while, and no other may take the name meanwhile
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def find(self, name: str) -> LoRARequest | None:
         """The adapter of this name."""
@@ -100,7 +103,7 @@ class ServedAdapters:
         return list(self._requests.values())
 
     async def load(self, name: Any, path: Any, served: Sequence[str]) -> None:
-        """Add an adapter under a new name. Raises APIError (400) with nothing changed.
+        """Add an adapter under a new name. Raises APIError (400), or is cancelled, with nothing changed.
 
         served: names that are taken.
         """
@@ -108,7 +111,7 @@ class ServedAdapters:
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.")
         if len(name) > MAX_NAME:
             raise _invalid(f"lora_name may have at most {MAX_NAME} characters, got {len(name)}.")
-        async with self._changing:  # reading takes a while, and no other may take the name meanwhile
+        async with self._lock(name):
             if name in self._requests or name in served:
                 raise _invalid(f"The lora adapter '{name}' has already been loaded.")
             await self._add(name, self._inside_root(path))
@@ -123,7 +126,7 @@ class ServedAdapters:
         resolvers = LoRAResolverRegistry.all()
         if not resolvers or not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
             return
-        async with self._changing:
+        async with self._lock(name):
             for resolver in resolvers:
                 if name in self._requests:
                     return
@@ -131,15 +134,24 @@ class ServedAdapters:
                 if found is not None:
                     await self._add(name, found.lora_path, found.base_model_name)
 
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._changing.setdefault(name, asyncio.Lock())
+
     async def _add(self, name: str, path: str, base_model_name: str | None = None) -> None:
-        if len(self._requests) >= MAX_ADAPTERS:
+        if len(self._requests) + self._adding >= MAX_ADAPTERS:
             raise _invalid(f"At most {MAX_ADAPTERS} adapters may be loaded. Unload one first.")
         request = LoRARequest(name, self._next_id, path, base_model_name=base_model_name)
         self._next_id += 1
+        self._adding += 1
         try:
             await self._engine.add_lora(request)
         except (ValueError, VLLMClientError) as error:
             raise bad_request(str(error), "lora_path") from error
+        except asyncio.CancelledError:  # nobody waits for it any more, but others do for the thread that reads it
+            await self._engine.remove_lora(request.lora_int_id)
+            raise
+        finally:
+            self._adding -= 1
         self._requests[name] = request
 
     async def unload(self, name: Any) -> None:

@@ -602,7 +602,17 @@ def _pooling_route(path: str) -> Callable[[Request], Awaitable[Response]]:
 async def load_lora_adapter(request: Request) -> Response:
     adapters = _changeable_adapters(request)
     body = await read(request, LoadLoRAAdapterRequest)
-    await adapters.load(body.lora_name, body.lora_path, context_of(request).fixed_names)
+    work = adapters.load(body.lora_name, body.lora_path, context_of(request).fixed_names)
+    loading, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    watcher.add_done_callback(lambda _: loading.cancel())  # where the client is gone, others need not wait
+    try:
+        await loading
+    except asyncio.CancelledError:
+        if not watcher.done():
+            raise
+        return Response(status_code=499)
+    finally:
+        watcher.cancel()
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

@@ -129,5 +129,5 @@ def iterate_pickle(file: Path, map_location: str | dict[str, str] = "cpu") -> It
         raise ValueError(f"{file} holds a {type(state).__name__}, expected a dictionary of tensors.")
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError(f"{file}: entry {name!r} is a {type(tensor).__name__}, expected a tensor.")
+            raise ValueError(f"{file}: entry {name!r:.200} is a {type(tensor).__name__}, expected a tensor.")
         yield name, tensor

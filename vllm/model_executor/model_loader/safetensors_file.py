@@ -1,25 +1,22 @@
 """Reading safetensors: a checked header, then tensors that are views of the memory-mapped file.
 
-The format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data,
-whose pieces lie back to back. Files come from strangers: everything is checked before the first tensor is touched.
+Files come from strangers: everything is checked before the first tensor is touched.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+from vllm.utils.safetensors_header import MAX_HEADER_BYTES, damaged, iterate_header
+
 _AHEAD = 128 << 20  # bytes
-MAX_DIMENSIONS = 16
 
 _DTYPES = {
     "F64": torch.float64,
@@ -51,66 +48,43 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_entries(file: Path) -> list[TensorEntry]:
-    """The tensors of `file` in file order. Raises ValueError that names the file if it is damaged in any way."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            if start == b"version ":
-                raise _damaged(file, "it is a pointer of Git LFS, whose content `git lfs pull` fetches")
-            length = int.from_bytes(start, "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise _damaged(file, f"its header claims {length} bytes, but the file has {size} in all")
-            header = json.loads(stream.read(length))
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise _damaged(file, "its header is not valid JSON") from None
-    if not isinstance(header, dict):
-        raise _damaged(file, "its header is not a JSON object")
-    header.pop("__metadata__", None)
-    spans = sorted((_entry(file, name, fields, 8 + length) for name, fields in header.items()), key=lambda e: e.start)
-    position = 8 + length
+def read_entries(file: Path, max_header: int = MAX_HEADER_BYTES, max_tensors: int | None = None) -> list[TensorEntry]:
+    """The tensors of `file` in file order. Raises ValueError that names the file if it is damaged in any way.
+
+    max_header: bytes of the header.   max_tensors: None for any number.
+    """
+    spans: list[TensorEntry] = []
+    for name, dtype, shape, start, end in iterate_header(file, max_header):
+        if len(spans) == max_tensors:
+            raise ValueError(f"{file} has more than {max_tensors} tensors. Is it the right file?")
+        if dtype not in _DTYPES:
+            raise damaged(file, f"tensor {name!r:.200} has the unknown dtype {dtype!r:.100}")
+        entry = TensorEntry(name, _DTYPES[dtype], shape, start)
+        if entry.num_bytes != end - start:
+            raise damaged(file, f"tensor {name!r:.200} has {end - start} bytes, its shape needs {entry.num_bytes}")
+        spans.append(entry)
+    spans.sort(key=lambda entry: entry.start)
+    with file.open("rb") as stream:
+        position = 8 + int.from_bytes(stream.read(8), "little")
     for entry in spans:
         if entry.start != position:
-            raise _damaged(file, f"tensor {entry.name!r} starts at byte {entry.start}, expected {position}")
+            raise damaged(file, f"tensor {entry.name!r:.200} starts at byte {entry.start}, expected {position}")
         position += entry.num_bytes
+    size = file.stat().st_size
     if position != size:
-        raise _damaged(file, f"its tensors need {position} bytes, but the file has {size}")
+        raise damaged(file, f"its tensors need {position} bytes, but the file has {size}")
     return spans
 
 
-def _entry(file: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
-    if not isinstance(fields, dict):
-        raise _damaged(file, f"the entry of tensor {name!r} is not an object")
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise _damaged(file, f"tensor {name!r} has the unknown dtype {dtype!r}")
-    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _damaged(file, f"tensor {name!r} has the shape {shape!r}")
-    if not _is_sizes(offsets) or len(offsets) != 2:
-        raise _damaged(file, f"tensor {name!r} has the data_offsets {offsets!r}")
-    entry = TensorEntry(name, _DTYPES[dtype], tuple(shape), data_start + offsets[0])
-    if entry.num_bytes != offsets[1] - offsets[0]:
-        raise _damaged(file, f"tensor {name!r} has {offsets[1] - offsets[0]} bytes, its shape needs {entry.num_bytes}")
-    return entry
-
-
-def _is_sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
-
-
-def _damaged(file: Path, what: str) -> ValueError:
-    return ValueError(f"{file} is not a complete safetensors file: {what}. Download it again.")
-
-
-def iterate_tensors(file: Path, ahead: int = _AHEAD) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensors(
+    file: Path, ahead: int = _AHEAD, *, max_header: int = MAX_HEADER_BYTES, max_tensors: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) in file order. A tensor is a view of the mapped file.
 
-    ahead: bytes behind a tensor that the system is asked to read meanwhile.
+    ahead: bytes behind a tensor that the system is asked to read meanwhile.   max_header, max_tensors: as of
+    `read_entries`.
     """
-    entries = read_entries(file)
+    entries = read_entries(file, max_header, max_tensors)
     with file.open("rb") as stream:
         # Copy-on-write, because torch wants writable memory; nobody writes, so no byte is copied. The mapping ends with
         # the last view of it, which may outlive this function.
