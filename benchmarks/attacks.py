@@ -125,6 +125,18 @@ FOUND = [
         lambda: {"prompt": "a", "max_tokens": 30, "use_beam_search": True, "best_of": 64, "temperature": 0},
     ),
 ]
+AMBIGUOUS = [  # each token can be read in more ways than the one before it, and so takes longer
+    Attack(
+        f"{count} texts of the grammar {grammar!r}",
+        COMPLETIONS,
+        lambda grammar=grammar, count=count: {  # type: ignore[misc]
+            **{"prompt": "a", "max_tokens": 300, "n": count, "ignore_eos": True, "temperature": 1, "seed": 5},
+            "guided_grammar": grammar,
+        },
+    )
+    for grammar in ('start: a\na: a "x" | a a | "y"', 'start: s\ns: s s s | s s | "a" | "b"')
+    for count in (1, 30, 128)
+]
 PAIRS = [  # what a model that scores pairs tokenizes: a text of many characters and few tokens, with many others
     Attack(
         "/score: 100,000 spaces with 2,000 texts" + named,

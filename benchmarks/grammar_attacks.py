@@ -1,9 +1,9 @@
 """What hostile schemas, patterns, grammars and tools take from others: `python -m benchmarks.grammar_attacks`.
 
 The constraints of the tests are put to a server of the demo model, once for each back end, and tools with such schemas;
-then schemas that all differ. Beside them another client reads streams of 64 tokens and a third asks for /health. Shown
-are how many were refused, how long the slowest took that was answered, the longest time in which the reader got
-nothing, the slowest /health, and the memory of all of the server's processes.
+then long texts of ambiguous grammars, and schemas that all differ. Beside them another client reads streams of 64
+tokens and a third asks for /health. Shown are how many were refused, how long the slowest took that was answered, the
+longest time in which the reader got nothing, the slowest /health, and the memory of all of the server's processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.attacks import CHAT, COMPLETIONS, MEGABYTE, USER, Bystanders, post, serving, tool
+from benchmarks.attacks import AMBIGUOUS, CHAT, COMPLETIONS, MEGABYTE, USER, Bystanders, post, serving, tool
 from tests.structured_output.test_compiler import HOSTILE
 from vllm.structured_output.support import BACKENDS
 
@@ -76,7 +76,7 @@ def put(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", type=int, default=5000, help="that differ")
-    parser.add_argument("--only", nargs="+", default=[*BACKENDS, "tools", "schemas"], help="some of these")
+    parser.add_argument("--only", nargs="+", default=[*BACKENDS, "tools", "texts", "schemas"], help="some of these")
     parser.add_argument("--out", type=Path, help="also write the figures there, as JSON")
     args = parser.parse_args()
     found: dict[str, Any] = {}
@@ -84,7 +84,8 @@ def main() -> None:
         watched = Bystanders(port, "demo")
         time.sleep(2.0)
         print("others alone: gap {:.0f} ms, /health {:.0f} ms".format(*(1e3 * s for s in watched.worst_since(0.0))))
-        for name, asked in [*((b, constraints(b)) for b in BACKENDS), ("tools", tools())]:
+        texts = ((attack.name, attack.path, attack.body()) for attack in AMBIGUOUS)
+        for name, asked in [*((b, constraints(b)) for b in BACKENDS), ("tools", tools()), ("texts", texts)]:
             if name not in args.only:
                 continue
             if name in BACKENDS:  # its library is loaded when it is first asked for

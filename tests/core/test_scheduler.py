@@ -563,3 +563,26 @@ def test_suspects_of_several_steps_may_be_more_than_there_are_slots() -> None:
         result = StepResult(plan.step_id, [7 if samples else -1 for samples in plan.sample.tolist()])
         ended.update((out.request_id, out.finish_reason) for out in scheduler.apply(result) if out.finish_reason)
     assert ended == {"a": "length", "b": "length", "c": "length"} and not scheduler.has_unfinished()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_paused_requests_are_left_out_while_others_can_go_on(depth: int) -> None:
+    sim = Simulation(full_policy(), 400, limits(), depth)
+    for name in "abc":
+        sim.add(name, [1, 2, 3], 40)
+    while not all(sim.output.values()):
+        sim.step()
+    while sim.scheduler.num_in_flight:
+        sim.record(sim.scheduler.apply(sim.device.collect()))
+    had = {name: len(output) for name, output in sim.output.items()}
+    while "c" not in sim.finished:
+        sim.scheduler.paused = ["b", "a"]
+        sim.step()
+    assert (len(sim.output["a"]), len(sim.output["b"])) == (had["a"], had["b"])
+    while "b" not in sim.finished:  # the first goes on where nobody else can
+        sim.scheduler.paused = [name for name in "ba" if name in sim.scheduler.requests]
+        sim.step()
+    assert len(sim.output["a"]) == had["a"]
+    sim.scheduler.paused = ()
+    sim.run()
+    assert all(sim.output[name] == expected_output([1, 2, 3], 40, frozenset()) for name in "abc")

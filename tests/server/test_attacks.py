@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from benchmarks.attacks import (
+    AMBIGUOUS,
     CHAT,
     COMPLETIONS,
     FOUND,
@@ -82,6 +83,16 @@ def test_work_for_many_sequences_leaves_room_for_others(attacked: Server, watche
     """Their first tokens come between its own, and none of them is refused."""
     effect = measure(attacked.port, pid_of(attacked), attack, watched, patience=0.0)
     assert effect.status == 200
+    assert effect.gap < SECONDS
+    assert effect.health < SECONDS
+
+
+@pytest.mark.parametrize("attack", AMBIGUOUS[1:6:3], ids=["two", "three"])
+def test_texts_that_get_ever_harder_to_read_leave_room_for_others(
+    attacked: Server, watched: Bystanders, attack: Attack
+) -> None:
+    effect = measure(attacked.port, pid_of(attacked), attack, watched, patience=0.0)
+    assert effect.status in (200, 400)
     assert effect.gap < SECONDS
     assert effect.health < SECONDS
 

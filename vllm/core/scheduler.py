@@ -86,6 +86,7 @@ class Scheduler:
         self._long = limits.chunk_threshold or limits.max_model_len
         self._watermark = num_blocks // 100
         self.requests: dict[str, Request] = {}
+        self.paused: Sequence[str] = ()  # ids of requests that the next plan leaves out, the first if another can go on
         self._waiting = WaitingQueue(limits.priority, limits.max_num_seqs, limits.account_share)
         self._crowd = Crowd(self._waiting, limits.max_num_batched_tokens)
         stages = limits.stages if limits.chunked_prefill else 1  # else a prompt may be as long as a step
@@ -324,6 +325,9 @@ class Scheduler:
                 if crowd.account is not None:
                     tokens = crowd.tokens_of_prompts(builder.requests, builder.num_tokens)
                 self._admit_waiting(builder, tokens)
+            if self.paused and not (builder.requests or self._in_flight or preempted):
+                self.paused = self.paused[1:]  # nobody else can go on
+                self._continue_running(builder)
         if not builder.requests and not builder.moves.loaded:
             if self.kv.tier is not None:
                 if builder.moves.saved and not self._in_flight:  # what is to be saved takes the room that they need
@@ -438,12 +442,15 @@ class Scheduler:
         rotates, ahead = self.limits.stages > 1, self._ahead
         add, add_tokens = builder.requests.append, builder.num_tokens.append
         add_computed, add_sample = builder.num_computed.append, builder.sample.append
+        paused = frozenset(self.paused)
         crowd, turn = (self._crowd.account, self._crowd.next_turn()) if parts > 1 else (None, 0)
         i, end = 0, len(running)
         while i < end and budget > 0:
             request = running[i]
             i += 1
             if crowd is not None and request.slot % parts != turn and request.account == crowd:
+                continue
+            if paused and request.id in paused:
                 continue
             pending = request.num_pending
             total = len(request.tokens) + pending

@@ -244,7 +244,9 @@ class EngineCore:
                 said["late"][late] = True
             return said
 
-        plan = schedule(masks if self._grammars else None)
+        grammars, scheduler = self._grammars, self.scheduler
+        scheduler.paused = grammars.paused(scheduler.running, len(scheduler.requests)) if grammars else ()
+        plan = schedule(masks if grammars else None)
         if self._together is not None:
             tokens = 0 if plan is None else self.scheduler.planned_tokens
             tokens, go_on = self._together.agree(tokens, self.has_unfinished(), self._calls)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from vllm.structured_output.grammar import Grammar
 
-# The masks of a step may take so long together, and so may those of tokens that must follow. What they take beyond that
-# is added up.
-MASK_SECONDS = 0.05
+# The slow masks of a step may take so long together, and so may those of tokens that must follow. What a mask takes
+# beyond its part of that is added up.
+MASK_SECONDS = 0.025
 EXCESS_SECONDS = 1.0
 HALF_LIFE_SECONDS = 10.0  # half of it is forgotten in that time
 

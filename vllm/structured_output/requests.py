@@ -33,9 +33,12 @@ COMPLETE_EARLY = "complete before min_tokens"
 WAIT_SECONDS = 30.0
 # Tokens that must follow are taken so many at a time: a grammar may force any number.
 MAX_FORCED = 64
-MIN_MASK_SECONDS = 0.005  # of each mask of a step, however many there are
-MASKS_AT_ONCE = 8  # after so many it is known whether they take too long
-SLOW_SECONDS = 10.0  # so long masks are computed one by one after some have
+MIN_MASK_SECONDS = 0.002  # of each mask, however many requests have slow ones
+MASKS_AT_ONCE = 8  # after so many it is known whether they take long
+QUICK_SECONDS = 0.0002  # a mask that takes no longer costs about what the rest of its row does
+QUICK_STEP_SECONDS = 0.005  # and so may all masks of a step, however few there are
+SLOW_SECONDS = 10.0  # so long masks are computed one by one after some have taken longer
+COMPANY_SECONDS = 1.0  # so long others count as there after they were
 _TOO_COMPLEX = "the grammar is too complex: what may follow takes too long to find out"
 _NO_MASKS: np.ndarray = np.zeros((0, 0), np.uint32)
 
@@ -94,15 +97,17 @@ class _State:
     mask: of the token at `position`, once it is computed: a matrix and its row.   share: of the time that slow masks
     have taken.   problem: why the request cannot go on there.   complete_early: its text is complete there, though it
     has fewer than min_tokens.
+    paused_until: its next token shall not be computed before, if others are there.   mask_seconds: of its last slow
+    mask.
     openings: what must still follow to open the reasoning, in each way that there is; before the first token the answer
     may begin instead.   opened: output tokens that have opened it.   own: the first tokens of openings that may begin
     the answer, too.   put_off: tokens that a text may have, but that end the request: not before min_tokens.
     """
 
     __slots__ = (
-        "backend", "begin", "complete_early", "ends", "ends_late", "grammar", "jumps", "mask", "matcher", "min_tokens",
-        "node", "opened", "openings", "own", "places", "position", "problem", "put_off", "reasoning", "seen", "share",
-        "table", "unseen",
+        "backend", "begin", "complete_early", "ends", "ends_late", "grammar", "jumps", "mask", "mask_seconds",
+        "matcher", "min_tokens", "node", "opened", "openings", "own", "paused_until", "places", "position", "problem",
+        "put_off", "reasoning", "request_id", "seen", "share", "table", "unseen",
     )  # fmt: skip
 
     def __init__(
@@ -110,7 +115,9 @@ class _State:
     ) -> None:
         self.backend: Backend = compiled.backend
         self.grammar: Grammar = compiled.grammar
+        self.request_id = request.id
         self.share = share
+        self.paused_until, self.mask_seconds = -math.inf, 0.0
         self.matcher: Matcher = compiled.grammar.start()
         self.ends: Collection[int] = request.stop_token_ids
         self.ends_late = False
@@ -179,8 +186,10 @@ class GrammarRequests:
         self._states: dict[str, _State] = {}
         self._filled: tuple[list[_State], np.ndarray] = [], _NO_MASKS  # the last matrix of masks
         self._excess = Excess(clock)
-        # Masks have taken too long: until then each one is timed, without the time in which no processor was free.
+        # Masks have taken long: until then each one is timed, without the time in which no processor was free.
         self._slow_until = -math.inf
+        self._paced: dict[str, _State] = {}  # requests whose masks take long, by their ids
+        self._others_seen = -math.inf
 
     def __bool__(self) -> bool:
         """Whether any request has a grammar, or waits for one."""
@@ -280,6 +289,7 @@ class GrammarRequests:
         for request_id in request_ids:
             if (state := self._states.pop(request_id, None)) is not None:
                 self._excess.leave(state.grammar)
+                self._paced.pop(request_id, None)
             self._leave(request_id)
         if not self._states:
             self._filled = [], _NO_MASKS
@@ -292,6 +302,35 @@ class GrammarRequests:
 
     def forget_all(self) -> None:
         self.forget([*self._states, *self._waiting])
+
+    # -- while it runs -------------------------------------------------------------------------------------------------
+
+    def paused(self, running: Iterable[Request], num_requests: int) -> list[str]:
+        """Requests that the next step shall leave out, since their masks have taken their part of the time; the first
+        may go on first. num_requests: all that there are, also those that do not run.
+
+        Nobody else gets a token while a mask is computed, so slow masks take half of the time at most while others are
+        there; in it all that have slow masks get the same, whatever their grammars. No more of them go on together than
+        have masks for one step, and none before the mask of its last token is computed.
+        """
+        if not self._paced:
+            return []
+        now = self._clock()
+        if num_requests > len(self._paced):
+            self._others_seen = now
+        if now - self._others_seen >= COMPANY_SECONDS:
+            return []
+        found: list[str] = []
+        room = MASK_SECONDS
+        slow = [(state, request) for request in running if (state := self._paced.get(request.id)) is not None]
+        for state, request in sorted(slow, key=lambda one: one[0].paused_until):
+            if state.share.is_over:
+                continue  # it ends
+            if request.num_pending or state.paused_until > now or room <= 0:
+                found.append(request.id)
+            else:
+                room -= state.mask_seconds
+        return found
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 
@@ -462,24 +501,54 @@ class GrammarRequests:
 
     def _compute(self, backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
         """Compute masks of one back end, each into its row. Returns the rows of texts that may end."""
-        allowed = max(MIN_MASK_SECONDS, MASK_SECONDS / len(states))
+        quick = max(QUICK_STEP_SECONDS, QUICK_SECONDS * len(states))
         ends: list[int] = []
         begin = 0
         while begin < len(states):
-            end = begin + (1 if self._clock() < self._slow_until else MASKS_AT_ONCE)
-            found = self._compute_some(backend, states[begin:end], bits[begin:end], allowed)
+            if self._clock() < self._slow_until:
+                end = begin + 1
+                found = self._compute_slow(backend, states[begin:end], bits[begin:end])
+            else:
+                end = begin + MASKS_AT_ONCE
+                begun = time.perf_counter()
+                found = self._compute_some(backend, states[begin:end], bits[begin:end])
+                quick -= time.perf_counter() - begun
+                if quick < 0:
+                    self._slow_until = self._clock() + SLOW_SECONDS
             ends += [begin + place for place in found] if begin else found
             begin = end
         return ends
 
-    def _compute_some(self, backend: Backend, states: Sequence[_State], bits: np.ndarray, allowed: float) -> list[int]:
-        """As `_compute`, in one go. allowed: seconds that each mask may take."""
-        slow = self._clock() < self._slow_until  # then there is but one
-        if slow and states[0].share.is_over:
-            self._settle(states[0], bits[0], False, GrammarError(_TOO_COMPLEX))
+    def _compute_slow(self, backend: Backend, one: Sequence[_State], bits: np.ndarray) -> list[int]:
+        """As `_compute`, of one that may take long."""
+        (state,) = one
+        found: list[int] = []
+        if not state.share.is_over:
+            begun = time.thread_time()
+            found = self._compute_some(backend, one, bits)
+            seconds = time.thread_time() - begun
+            self._pace(state, seconds)
+            allowed = max(MIN_MASK_SECONDS, MASK_SECONDS / max(1, len(self._paced)))
+            if seconds > allowed:
+                self._excess.charge(state.share, seconds - allowed)
+        if state.share.is_over:
+            self._settle(state, bits[0], False, GrammarError(_TOO_COMPLEX))
             return []
-        clock = time.thread_time if slow else time.perf_counter
-        begun = clock()
+        return found
+
+    def _pace(self, state: _State, seconds: float) -> None:
+        """A mask has taken so long. Of N requests with slow masks each may have a part of 1 / 2N of the time."""
+        if seconds <= QUICK_SECONDS:
+            self._paced.pop(state.request_id, None)
+            return
+        self._paced[state.request_id] = state
+        now = self._clock()
+        state.mask_seconds = seconds
+        state.paused_until = now + (2 * len(self._paced) - 1) * seconds
+        self._slow_until = now + SLOW_SECONDS
+
+    def _compute_some(self, backend: Backend, states: Sequence[_State], bits: np.ndarray) -> list[int]:
+        """As `_compute`, in one go."""
         lost = [state.show_all_but_last() for state in states]
         tokens = [state.unseen[0] if state.unseen else NO_TOKEN for state in states]
         filled = backend.fill_all([state.matcher for state in states], tokens, bits)
@@ -488,13 +557,6 @@ class GrammarRequests:
             state.unseen.clear()
             if (error := lost[i]) is not None:
                 errors[i] = error
-        excess = clock() - begun - allowed * len(states)
-        if excess > 0:
-            self._slow_until = self._clock() + SLOW_SECONDS
-            if slow:
-                self._excess.charge(states[0].share, excess)
-                if states[0].share.is_over:
-                    errors[0] = GrammarError(_TOO_COMPLEX)
         for i, state in enumerate(states):
             if state.put_off and state.position - state.begin < state.min_tokens:
                 _forbid(bits[i], state.put_off)

@@ -28,8 +28,9 @@ from vllm.structured_output.vocabulary import WORD_BITS, Vocabulary
 # Between the parts of JSON text: a few blanks, or a line break and an indentation. More would let a model that has lost
 # its way write blanks until it runs out of tokens.
 WHITESPACE = r"[ \t]{1,8}|[ \t]{0,2}\r?\n[ \t]{0,40}"
-# A quarter of the library's own fuel: what takes more takes seconds, of which others wait for their grammars.
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000)
+# A quarter of the library's own fuel: what takes more takes seconds, of which others wait for their grammars. And less
+# than half of its items of a mask, which nobody can interrupt: as many as an `anyOf` needs whose rows just fit.
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000, step_max_items=20_000)
 MAX_RULES = 1000  # of EBNF: the library's translator takes time that grows with their square
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")  # nothing may follow, and the text may not end either
 _NOT_ALLOWED = "doesn't satisfy the grammar"  # that is the token's fault, not the text's
