@@ -355,6 +355,33 @@ def test_leaving_takes_the_request_out_of_the_queue(narrow: Server, path: str, s
     assert narrow.metric("vllm:prompt_tokens_total") - before == 6  # nobody computed what nobody waits for
 
 
+@pytest.mark.parametrize("rubbish", [b"\x00\xff\r\n\r\n", post_head(None) + b"ZZZ\r\n"])
+def test_rubbish_behind_a_stream_is_not_answered_within_it(strict: Server, rubbish: bytes) -> None:
+    body = json.dumps(LONG).encode()
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=20) as connection:
+        connection.sendall(post_head(len(body)) + body)
+        received = connection.recv(1 << 10)
+        assert received.startswith(b"HTTP/1.1 200")
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(rubbish)
+            while part := connection.recv(1 << 16):
+                received += part
+    assert received.count(b"HTTP/1.1") == 1
+    assert eventually(lambda: idle(strict))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_aborts_the_first_of_two_pipelined_requests(strict: Server, stream: bool) -> None:
+    assert eventually(lambda: idle(strict))
+    before = strict.metric("vllm:generation_tokens_total")
+    body = json.dumps({**LONG, "prompt": [[5]] * 8, "stream": stream}).encode()
+    with socket.create_connection(("127.0.0.1", strict.port)) as connection:
+        connection.sendall((post_head(len(body)) + body) * 2)
+        assert eventually(lambda: strict.metric("vllm:generation_tokens_total") > before)
+    assert eventually(lambda: idle(strict), 5)
+    assert strict.metric("vllm:generation_tokens_total") - before < 8 * 500
+
+
 def test_a_reader_that_stops_is_cut(strict: Server) -> None:
     """Its request ends, its connection too, and the others keep their pace."""
     assert eventually(lambda: idle(strict))

@@ -29,7 +29,8 @@ CLOSED_AT_ONCE = 64
 LINGER_SECONDS = 2.0
 # When to look whether a client that sends nothing more is still there.
 LOOK_SECONDS = (0.02, 0.1, 0.5, 2.0)
-_TCP_CLOSED = 7
+LOOK_EVERY = 0.5  # seconds, while requests wait behind another on their connection
+_TCP_CLOSED, _TCP_CLOSE_WAIT = 7, 8
 # Of an answer that the kernel does not take, before its writer is told to wait: the kernel's own buffer holds plenty.
 MAX_UNSENT_BYTES = 16 * 1024
 
@@ -194,6 +195,8 @@ class BoundedConnection(NoUpgrades):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._half_closed = False
         self._idle_bytes = 0
+        self._looking = False
+        self._requests: list[Any] = []  # not answered yet: the one at work, and those that were sent behind it
         if len(self.connections) > self.max_connections and not self._make_room():
             self.app = _busy
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.head_timeout, self._on_slow_head)
@@ -266,6 +269,36 @@ class BoundedConnection(NoUpgrades):
             return None, 0, True, True
         return cycle, len(cycle.body), cycle.response_complete, cycle.more_body
 
+    def on_headers_complete(self) -> None:
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:
+            self._requests = [*(r for r in self._requests if not r.response_complete), self.cycle]
+            if self.pipeline and not self._looking and self.scheme != "https":
+                self._looking = True
+                self.loop.call_later(LOOK_EVERY, self._look)
+
+    def _look(self) -> None:
+        """While requests wait behind another nothing is read, so that nobody sees the client leave."""
+        self._looking = not self.transport.is_closing() and bool(self.pipeline)
+        if not self._looking:
+            return
+        self._end_if_gone()
+        if self._tcp_state() == _TCP_CLOSE_WAIT:
+            self._on_half_close(next(request for request in self._requests if not request.response_complete))
+        self.loop.call_later(LOOK_EVERY, self._look)
+
+    def _tcp_state(self) -> int:
+        connection = self.transport.get_extra_info("socket")
+        return int(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0])
+
+    def _tell_requests(self) -> None:
+        """No answer can be sent any more. uvicorn tells only the last request."""
+        for request in self._requests:
+            if not request.response_complete:
+                request.disconnected = True
+                request.message_event.set()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
@@ -296,18 +329,21 @@ class BoundedConnection(NoUpgrades):
         working = cycle is not None and not cycle.response_complete and not cycle.more_body
         if not working or self.scheme == "https":  # TLS has no half of a connection
             return None
+        self._on_half_close(cycle)
+        return True
+
+    def _on_half_close(self, request: Any) -> None:
+        """request: the one at work."""
+        if self._half_closed:
+            return
         self._half_closed = True
-        if not cycle.response_started and cycle.scope["http_version"] == "1.1":
+        if not request.response_started and request.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         for seconds in LOOK_SECONDS:
             self.loop.call_later(seconds, self._end_if_gone)
-        return True
 
     def _end_if_gone(self) -> None:
-        if self.transport.is_closing():
-            return
-        connection = self.transport.get_extra_info("socket")
-        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSED:
+        if not self.transport.is_closing() and self._tcp_state() == _TCP_CLOSED:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -315,6 +351,7 @@ class BoundedConnection(NoUpgrades):
         self._stop_linger_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
+        self._tell_requests()
         if self._on_lost is not None:
             self._on_lost()
 
@@ -411,16 +448,13 @@ class BoundedConnection(NoUpgrades):
 
     def _answer_and_close(self, answer: bytes) -> None:
         cycle = self.cycle
-        if cycle is not None and cycle.more_body and cycle.response_complete:
-            # what is left of a request that was answered; another answer would be taken for the next one's
+        answered = cycle is not None and cycle.more_body and cycle.response_complete
+        begun = any(request.response_started and not request.response_complete for request in self._requests)
+        if answered or begun or self.pipeline:
+            # another answer would be taken for a part of the one before, or for that of the request before
             self.transport.abort()
             return
-        if cycle is not None and not cycle.response_complete:
-            if cycle.response_started:
-                self.transport.abort()
-                return
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._tell_requests()
         self.transport.write(answer)
         self.transport.close()
         self.loop.call_later(1.0, self.transport.abort)  # closing would wait for a reader that never comes
