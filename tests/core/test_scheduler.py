@@ -198,6 +198,18 @@ def test_without_chunked_prefill_a_prompt_is_never_split() -> None:
         sim.add("x", [1] * 65, 4)
 
 
+def test_where_prompts_are_not_divided_none_waits_for_a_shorter_step() -> None:
+    sizes = limits(max_num_batched_tokens=2048, max_model_len=2048, chunked_prefill=False, max_gap=0.06)
+    sim = Simulation(full_policy(), 1200, sizes, 1)
+    sim.pool("short", [1] * 4)  # as few tokens as an answer
+    sim.step()
+    sim.pool("long", [2] * 2000)
+    sim.pool("another", [3] * 2000)
+    for _ in range(4):
+        sim.step()
+    assert set(sim.finished) == {"short", "long", "another"}
+
+
 def test_priority_runs_first_and_is_preempted_last() -> None:
     sim = Simulation(full_policy(), 26, limits(max_num_seqs=3, priority=True), 1)
     for i in range(4):

@@ -56,7 +56,8 @@ class SchedulerConfig:
         None,
         Number(low=0, optional=True),
         "Milliseconds that a step may take which computes next tokens of answers beside prompts: of these it gets as "
-        "many tokens as steps so far have taken in that time. 0: no limit. Default: 60 in a server, else 0.",
+        "many tokens as steps so far have taken in that time. 0: no limit; there is none either where prompts are not "
+        "divided. Default: 60 in a server, else 0.",
         resolved=0.0,
     )
     max_num_queued_reqs: int | None = setting(

@@ -89,8 +89,9 @@ class Scheduler:
         self.paused: Sequence[str] = ()  # ids of requests that the next plan leaves out, the first if another can go on
         self._waiting = WaitingQueue(limits.priority, limits.max_num_seqs, limits.account_share)
         self._crowd = Crowd(self._waiting, limits.max_num_batched_tokens)
-        stages = limits.stages if limits.chunked_prefill else 1  # else a prompt may be as long as a step
-        self._pace = Pace(limits.max_gap, limits.max_num_batched_tokens, stages)
+        # where prompts are not divided, one may be as long as a step, and waits for ever for a shorter one
+        stages, max_gap = (limits.stages, limits.max_gap) if limits.chunked_prefill else (1, 0.0)
+        self._pace = Pace(max_gap, limits.max_num_batched_tokens, stages)
         self._blocked: dict[str, Request] = {}
         self._slots = Slots(limits.max_num_seqs, limits.priority, self._waiting, self._policies)
         self._yielding = Yielding(
