@@ -232,6 +232,22 @@ def test_first_sequences_go_in_the_order_of_their_arrival_before_all_further_one
     assert started[7:] == ["a1", "b1", "c1", "a2", "b2", "c2"]
 
 
+def test_accounts_whose_sequences_end_at_once_take_turns_with_others() -> None:
+    """As those of many long texts that are pooled: each takes a whole step, in which it ends."""
+    clients = Clients()
+    for account in "abc":
+        for i in range(5):
+            clients.add(f"{account}{i}", account, [i] * 1024, 1)
+    order: list[str] = []
+    while (plan := clients.scheduler.schedule()) is not None:
+        order += [new.request_id for new in plan.new]
+        clients.scheduler.apply(StepResult(plan.step_id, [5] * len(plan.sample)))
+        if len(order) == 4:
+            clients.add("late", "late", [1] * 8, 1)
+    assert order[:6] == ["a0", "b0", "c0", "a1", "b1", "c1"]
+    assert len(order) == 16 and order.index("late") < 9
+
+
 def test_a_lower_priority_never_takes_a_slot_from_a_higher_one() -> None:
     clients = Clients(priority=True)
     for i in range(SLOTS):
@@ -264,7 +280,10 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
     queue = WaitingQueue(priority, 16, 0.5)
     waiting: list[Request] = []
     held: list[Request] = []
-    number = 0
+    # the newest request when an account gave its last slot back, and how often one has
+    behind: dict[str | None, tuple[float, ...]] = {}
+    newest: tuple[float, ...] = ()
+    number = turns = 0
 
     def turn() -> Request | None:
         def rank(request: Request) -> tuple[float, ...]:
@@ -273,12 +292,17 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
             foremost = min(same, key=order) if request.account is not None else request
             further = foremost is not request
             first = (request.priority if priority else 0, bool(holds or further))
+            if not (holds or further):
+                return (*first, 0, *max((*arrival(request), 0), behind.get(request.account, ())))
             return (*first, 9 if further else holds, *order(request))
 
         return min(waiting, key=rank, default=None)
 
     def order(request: Request) -> tuple[float, ...]:
         return request.order() if priority else (request.sequence_number,)
+
+    def arrival(request: Request) -> tuple[float, ...]:
+        return request.order()[1:] if priority else (request.sequence_number,)
 
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(["push", "push", "push", "admit", "admit", "leave", "remove", "put back"]))
@@ -288,7 +312,7 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
             message = CoreRequest(str(number), [1], params, 0, priority=data.draw(st.integers(0, 2)), account=account)
             waiting.append(Request(message, 10, 1, number))
             queue.push(waiting[-1])
-            number += 1
+            newest, number = max(newest, arrival(waiting[-1])), number + 1
         elif action == "admit" and waiting:
             want = turn()
             request = queue.take()
@@ -303,6 +327,11 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
         elif action == "leave" and held:
             request = held.pop(data.draw(st.integers(0, len(held) - 1)))
             queue.left(request)
+            if all(other.account != request.account for other in held) and request.account is not None:
+                turns += 1
+                behind[request.account] = (*newest, turns)
+                if all(other.account != request.account for other in waiting):
+                    del behind[request.account]
             if data.draw(st.booleans()):
                 waiting.append(request)
                 queue.push_back_in(request)
@@ -310,6 +339,8 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
             gone = data.draw(st.lists(st.sampled_from(waiting), unique=True, max_size=3))
             waiting = [r for r in waiting if r not in gone]
             queue.remove(gone)
+        here = {r.account for r in (*waiting, *held)}
+        behind = {account: turn for account, turn in behind.items() if account in here}
         assert queue.first() is turn()
         assert len(queue) == len(waiting) and {id(r) for r in queue} == {id(r) for r in waiting}
 

@@ -4,6 +4,7 @@ priority.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -12,14 +13,17 @@ from itertools import islice
 
 from vllm.core.request import Request
 
+_NOBODY = -math.inf, 0  # arrival, before all
+
 
 class _Account:
     """The sequences of one account. While it holds no slot, its foremost waiting sequence stands among the firsts."""
 
-    __slots__ = ("aside", "first", "held", "paused", "waiting")
+    __slots__ = ("aside", "behind", "first", "held", "paused", "waiting")
 
     def __init__(self) -> None:
         self.held = 0  # slots
+        self.behind = _NOBODY, 0  # arrival of the newest request there was when it gave its last slot back, and a count
         self.waiting: deque[Request] = deque()
         self.first: Request | None = None  # the one among the firsts
         self.aside = 0  # sequences set aside
@@ -31,7 +35,8 @@ class WaitingQueue:
 
     Sequences of one user's request (n > 1, beams, many prompts in one call) have an account in common. The first
     sequence of each account goes before all further ones of others; among those, the account that holds the fewest
-    slots goes next. Requests without an account are accounts of one. Priorities come before all this.
+    slots goes next. An account that has given its last slot back stands behind all others with its next sequence.
+    Requests without an account are accounts of one. Priorities come before all this.
 
     share: while others wait, one account may keep this part of the slots; what it holds beyond may be preempted for
     others (`over_share`). Where nobody else waits an account may hold everything.
@@ -46,6 +51,8 @@ class WaitingQueue:
         self._aside: list[Request] = []
         self._passed: set[str] = set()  # accounts whose sequences may have gone before those set aside
         self._size = 0
+        self._newest = _NOBODY  # arrival of a request
+        self._turns = 0  # that accounts have had
 
     def __len__(self) -> int:
         return self._size
@@ -61,6 +68,7 @@ class WaitingQueue:
     def push(self, request: Request, front: bool = False) -> None:
         """Queue a request; `front`: before all others, because it had a slot already."""
         self._size += 1
+        self._newest = max(self._newest, self._arrival(request))
         if request.account is None:
             self._insert(self._firsts, request, front)
             return
@@ -71,8 +79,9 @@ class WaitingQueue:
     def push_back_in(self, request: Request) -> None:
         """Queue a request where it would stand had it waited here all the time."""
         self._size += 1
+        self._newest = max(self._newest, self._arrival(request))
         if request.account is None:
-            self._insert_in_order(self._firsts, request)
+            insort(self._firsts, request, key=self._turn)
             return
         account = self._accounts.setdefault(request.account, _Account())
         self._insert_in_order(account.waiting, request)
@@ -201,6 +210,9 @@ class WaitingQueue:
         if request.account is not None:
             account = self._accounts[request.account]
             account.held -= 1
+            if not account.held:
+                self._turns += 1
+                account.behind = self._newest, self._turns
             self._place(request.account, account)
 
     @property
@@ -256,7 +268,7 @@ class WaitingQueue:
 
     def _insert(self, queue: deque[Request], request: Request, front: bool) -> None:
         if self._priority:
-            insort(queue, request, key=Request.order)
+            insort(queue, request, key=self._turn if queue is self._firsts else Request.order)
         elif front:
             queue.appendleft(request)
         else:
@@ -264,6 +276,17 @@ class WaitingQueue:
 
     def _insert_in_order(self, queue: deque[Request], request: Request) -> None:
         insort(queue, request, key=Request.order if self._priority else _arrival)
+
+    def _arrival(self, request: Request) -> tuple[float, int]:
+        return request.arrival_time if self._priority else 0.0, request.sequence_number
+
+    def _turn(self, request: Request) -> tuple[int, tuple[tuple[float, int], int]]:
+        """Where one of the firsts stands: in the order of arrival, but an account that has had a turn behind those that
+        had come by then, who would wait for all of its sequences where each holds a slot for a step only.
+        """
+        arrival = self._arrival(request), 0
+        behind = arrival if request.account is None else self._accounts[request.account].behind
+        return request.priority if self._priority else 0, max(arrival, behind)
 
     def _place(self, name: str, account: _Account, front: bool = False) -> None:
         """Let the account's foremost sequence stand where it belongs, after a change."""
@@ -275,7 +298,7 @@ class WaitingQueue:
             if foremost is not None and front:
                 self._insert(self._firsts, foremost, front)
             elif foremost is not None:
-                self._insert_in_order(self._firsts, foremost)
+                insort(self._firsts, foremost, key=self._turn)
         if account.held and account.waiting:
             self._further[name] = account
         else:
