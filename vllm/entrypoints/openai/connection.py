@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import json
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -196,7 +197,7 @@ class BoundedConnection(NoUpgrades):
         self._half_closed = False
         self._idle_bytes = 0
         self._looking = False
-        self._requests: list[Any] = []  # not answered yet: the one at work, and those that were sent behind it
+        self._requests: deque[Any] = deque()  # not answered yet: the one at work, and those that were sent behind it
         if len(self.connections) > self.max_connections and not self._make_room():
             self.app = _busy
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.head_timeout, self._on_slow_head)
@@ -273,7 +274,7 @@ class BoundedConnection(NoUpgrades):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
-            self._requests = [*(r for r in self._requests if not r.response_complete), self.cycle]
+            self._requests.append(self.cycle)
             if self.pipeline and not self._looking and self.scheme != "https":
                 self._looking = True
                 self.loop.call_later(LOOK_EVERY, self._look)
@@ -289,8 +290,12 @@ class BoundedConnection(NoUpgrades):
         self.loop.call_later(LOOK_EVERY, self._look)
 
     def _tcp_state(self) -> int:
-        connection = self.transport.get_extra_info("socket")
-        return int(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0])
+        """0 for a connection that is not of TCP."""
+        try:
+            connection = self.transport.get_extra_info("socket")
+            return int(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0])
+        except OSError:
+            return 0
 
     def _tell_requests(self) -> None:
         """No answer can be sent any more. uvicorn tells only the last request."""
@@ -300,6 +305,8 @@ class BoundedConnection(NoUpgrades):
                 request.message_event.set()
 
     def on_response_complete(self) -> None:
+        while self._requests and self._requests[0].response_complete:
+            self._requests.popleft()
         super().on_response_complete()
         if self.transport.is_closing():
             return
