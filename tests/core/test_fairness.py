@@ -248,6 +248,30 @@ def test_accounts_whose_sequences_end_at_once_take_turns_with_others() -> None:
     assert len(order) == 16 and order.index("late") < 9
 
 
+@pytest.mark.parametrize("name", ("samples", "prompts"))
+def test_eight_short_sequences_of_one_request_wait_little_longer_than_one_where_all_slots_are_held(name: str) -> None:
+    """Beside many clients of one request each, who fill the batch and come again as soon as they are answered."""
+
+    def steps(count: int) -> int:
+        clients, number = Clients(), 0
+        for i in range(2 * SLOTS):
+            clients.add(f"o{i}", None, [i % 50] * 8, 20 + i % 20)
+        asked = False
+        while not asked or not all(f"g{i}" in clients.ended for i in range(count)):
+            clients.step()
+            for _ in range(2 * SLOTS - sum(name[0] == "o" for name in clients.scheduler.requests)):
+                number += 1
+                clients.add(f"o{2 * SLOTS + number}", None, [number % 50] * 8, 20 + number % 20)
+            if clients.steps == 60:
+                asked, begin = True, clients.steps
+                for i in range(count):
+                    forked = "g0" if i and name == "samples" else None
+                    clients.add(f"g{i}", "g", [7 if forked or not i else i] * 8, 20, fork_of=forked)
+        return clients.steps - begin
+
+    assert steps(8) < steps(1) + 8 * 30  # one after the other in one slot, at most
+
+
 def test_a_lower_priority_never_takes_a_slot_from_a_higher_one() -> None:
     clients = Clients(priority=True)
     for i in range(SLOTS):
@@ -280,8 +304,9 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
     queue = WaitingQueue(priority, 16, 0.5)
     waiting: list[Request] = []
     held: list[Request] = []
-    # the newest request when an account gave its last slot back, and how often one has
+    # the newest request when an account's turn ended, and how often one has; tokens that have left in this turn
     behind: dict[str | None, tuple[float, ...]] = {}
+    work: dict[str | None, int] = {}
     newest: tuple[float, ...] = ()
     number = turns = 0
 
@@ -309,8 +334,9 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
         if action == "push":
             account = data.draw(st.sampled_from([None, "a", "b", "c"]))
             params = SamplingParams(max_tokens=1)
-            message = CoreRequest(str(number), [1], params, 0, priority=data.draw(st.integers(0, 2)), account=account)
-            waiting.append(Request(message, 10, 1, number))
+            prompt = [1] * data.draw(st.sampled_from([1, 200, 300, 600]))
+            message = CoreRequest(str(number), prompt, params, 0, priority=data.draw(st.integers(0, 2)), account=account)
+            waiting.append(Request(message, 1000, 1, number))
             queue.push(waiting[-1])
             newest, number = max(newest, arrival(waiting[-1])), number + 1
         elif action == "admit" and waiting:
@@ -327,11 +353,13 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
         elif action == "leave" and held:
             request = held.pop(data.draw(st.integers(0, len(held) - 1)))
             queue.left(request)
+            work[request.account] = work.get(request.account, 0) + len(request.tokens)
             if all(other.account != request.account for other in held) and request.account is not None:
-                turns += 1
-                behind[request.account] = (*newest, turns)
+                if work[request.account] >= 512:
+                    turns, work[request.account] = turns + 1, 0
+                    behind[request.account] = (*newest, turns)
                 if all(other.account != request.account for other in waiting):
-                    del behind[request.account]
+                    behind.pop(request.account, None)
             if data.draw(st.booleans()):
                 waiting.append(request)
                 queue.push_back_in(request)
@@ -341,6 +369,7 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
             queue.remove(gone)
         here = {r.account for r in (*waiting, *held)}
         behind = {account: turn for account, turn in behind.items() if account in here}
+        work = {account: tokens for account, tokens in work.items() if account in here}
         assert queue.first() is turn()
         assert len(queue) == len(waiting) and {id(r) for r in queue} == {id(r) for r in waiting}
 

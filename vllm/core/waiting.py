@@ -14,16 +14,18 @@ from itertools import islice
 from vllm.core.request import Request
 
 _NOBODY = -math.inf, 0  # arrival, before all
+_TURN = 512  # tokens that an account may have computed in its turn before others have theirs
 
 
 class _Account:
     """The sequences of one account. While it holds no slot, its foremost waiting sequence stands among the firsts."""
 
-    __slots__ = ("aside", "behind", "first", "held", "paused", "waiting")
+    __slots__ = ("aside", "behind", "first", "held", "paused", "waiting", "work")
 
     def __init__(self) -> None:
         self.held = 0  # slots
-        self.behind = _NOBODY, 0  # arrival of the newest request there was when it gave its last slot back, and a count
+        self.work = 0  # tokens computed in its turn, known when it holds no slot
+        self.behind = _NOBODY, 0  # arrival of the newest request there was when its turn ended, and a count
         self.waiting: deque[Request] = deque()
         self.first: Request | None = None  # the one among the firsts
         self.aside = 0  # sequences set aside
@@ -35,8 +37,8 @@ class WaitingQueue:
 
     Sequences of one user's request (n > 1, beams, many prompts in one call) have an account in common. The first
     sequence of each account goes before all further ones of others; among those, the account that holds the fewest
-    slots goes next. An account that has given its last slot back stands behind all others with its next sequence.
-    Requests without an account are accounts of one. Priorities come before all this.
+    slots goes next. An account that gives its last slot back after 512 tokens or more stands behind all others with its
+    next sequence. Requests without an account are accounts of one. Priorities come before all this.
 
     share: while others wait, one account may keep this part of the slots; what it holds beyond may be preempted for
     others (`over_share`). Where nobody else waits an account may hold everything.
@@ -203,6 +205,7 @@ class WaitingQueue:
         if request.account is not None:
             account = self._accounts.setdefault(request.account, _Account())
             account.held += 1
+            account.work -= request.num_computed
             self._place(request.account, account)
 
     def left(self, request: Request) -> None:
@@ -210,9 +213,10 @@ class WaitingQueue:
         if request.account is not None:
             account = self._accounts[request.account]
             account.held -= 1
-            if not account.held:
+            account.work += len(request.tokens)
+            if not account.held and account.work >= _TURN:
                 self._turns += 1
-                account.behind = self._newest, self._turns
+                account.behind, account.work = (self._newest, self._turns), 0
             self._place(request.account, account)
 
     @property
