@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.simulation import full_policy
 from vllm import SamplingParams
 from vllm.core.adapters import AdapterSlots
 from vllm.core.policies import StepView, Verdict
 from vllm.core.request import Request
+from vllm.core.scheduler import Scheduler, SchedulerLimits
 from vllm.step.messages import CoreRequest
+from vllm.step.result import StepResult
 
 
 def request(number: int, adapter: int) -> Request:
@@ -101,3 +104,32 @@ def test_the_least_recently_used_adapter_gives_way_and_pinned_ones_stay() -> Non
     policy.remove(2)
     policy.pin(5)
     assert use(6) == places[2]
+
+
+@pytest.mark.parametrize("count", (8, 16, 200))
+def test_a_request_for_another_adapter_waits_for_those_that_run_and_takes_nothing_from_them(count: int) -> None:
+    """One account has all slots, which is more than its share; its adapter is the only one that fits in."""
+    now = [0.0]
+    limits = SchedulerLimits(8, 2048, 1024)
+    policies = [AdapterSlots(1, clock=lambda: now[0])]
+    scheduler = Scheduler(limits, full_policy(16), 2000, policies=policies, clock=lambda: now[0])
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    for i in range(count):
+        message = CoreRequest(f"g{i}", [i] * 8, params, 0, arrival_time=0.0, account="g", lora_id=1)
+        scheduler.add(message)
+    waited, preempted, ended = 0, 0, []
+    for step in range(200 * count):
+        plan = scheduler.schedule()
+        if plan is None:
+            break
+        now[0] += 0.01
+        outputs = scheduler.apply(StepResult(plan.step_id, [5 if s else -1 for s in plan.sample.tolist()]))
+        ended += [out.request_id for out in outputs if out.finish_reason]
+        preempted = scheduler.stats().num_preemptions
+        if step == 5:
+            scheduler.add(CoreRequest("other", [1] * 8, params, 0, arrival_time=now[0], lora_id=2))
+            scheduler.add(CoreRequest("base", [1] * 8, params, 0, arrival_time=now[0]))
+        waited += "other" not in ended
+    assert set(ended) == {"other", "base", *(f"g{i}" for i in range(count))}
+    assert preempted <= 2, "for the one without an adapter"
+    assert waited < 5 + 100 + 4 * 100, "those that start within a second, and those that run then, and its own tokens"

@@ -335,7 +335,8 @@ def test_the_queue_gives_turns_as_a_search_through_all_requests_would(data: st.D
             account = data.draw(st.sampled_from([None, "a", "b", "c"]))
             params = SamplingParams(max_tokens=1)
             prompt = [1] * data.draw(st.sampled_from([1, 200, 300, 600]))
-            message = CoreRequest(str(number), prompt, params, 0, priority=data.draw(st.integers(0, 2)), account=account)
+            level = data.draw(st.integers(0, 2))
+            message = CoreRequest(str(number), prompt, params, 0, priority=level, account=account)
             waiting.append(Request(message, 1000, 1, number))
             queue.push(waiting[-1])
             newest, number = max(newest, arrival(waiting[-1])), number + 1

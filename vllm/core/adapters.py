@@ -16,7 +16,8 @@ class AdapterSlots(AdmissionPolicy):
     recently used one that no running request uses gives way.
 
     Requests whose adapter is on the device pass one that waits for a slot, but not for longer than `patience` seconds:
-    then those that came after it wait behind it, except requests without an adapter.
+    then those that came after it wait behind it, except requests without an adapter, and so do the sequences of
+    another account whenever they came, of which there may be thousands.
     """
 
     def __init__(
@@ -41,8 +42,7 @@ class AdapterSlots(AdmissionPolicy):
         if not adapter:
             return Verdict.ADMIT
         starving, since = self._starving or (None, 0.0)
-        passes = starving is not None and starving is not request and starving.order() < request.order()
-        if passes and self._clock() - since > self._patience:
+        if starving is not None and self._behind(request, starving) and self._clock() - since > self._patience:
             return Verdict.SKIP
         if adapter in self._slot_of or self._free or self._victim() is not None:
             return Verdict.ADMIT
@@ -113,6 +113,14 @@ class AdapterSlots(AdmissionPolicy):
     def running(self) -> set[int]:
         """Adapters of running requests."""
         return {adapter for adapter, users in self._users.items() if users}
+
+    @staticmethod
+    def _behind(request: Request, starving: Request) -> bool:
+        if request is starving:
+            return False
+        if request.account is not None and request.account != starving.account:
+            return request.priority >= starving.priority
+        return starving.order() < request.order()
 
     def _victim(self) -> int | None:
         """The least recently used adapter on the device that may go."""

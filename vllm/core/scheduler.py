@@ -426,7 +426,14 @@ class Scheduler:
         """Preempt while requests whose turn it is find no slot or too few blocks, and others should yield to them."""
         fair = self._waiting.has_accounts
         turns = self._waiting.turns(self.limits.max_num_seqs if fair else 1)
-        startable = (r for r in turns if not r.num_pending and not self._starts.parent_waits(r, self._step_id))
+        view = self._view()
+        startable = (
+            r
+            for r in turns
+            if not r.num_pending
+            and not self._starts.parent_waits(r, self._step_id)
+            and all(policy.admit(r, view) is not Verdict.SKIP for policy in self._policies)
+        )
         for victim in self._yielding.for_waiting(startable, self.limits.max_num_batched_tokens, self._chunk, fair):
             self._preempt(victim)
 
