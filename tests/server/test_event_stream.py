@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 from vllm.engine.request_stream import RequestStream, Wakeups
 from vllm.entrypoints.openai.connection import Outbox, connection_class
 from vllm.entrypoints.openai.errors import APIError
-from vllm.entrypoints.openai.events import failed
+from vllm.entrypoints.openai.events import AnswerEvents, failed
 from vllm.entrypoints.openai.sse import Events, EventStream
 from vllm.exceptions import EngineGenerateError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -354,3 +354,23 @@ async def test_outbox_writes_in_order_and_one_failure_harms_no_other(caplog):
     outbox.flush()  # before its turn; then there is nothing left
     await turns()
     assert first.writes == [b"1", b"4", b"5"]
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("parsed", [True, False])
+def test_what_an_engine_says_of_an_error_is_told_by_the_last_event_alone(is_plain, parsed):
+    class Endings(AnswerEvents):
+        def _events(self, choice: int, result: RequestOutput, output: CompletionOutput, deltas: Any) -> str:
+            return f"{choice} {output.finish_reason} {output.stop_reason}\n"
+
+        def end(self) -> bytes:
+            return b""
+
+    events = Endings(1, 2, is_plain, (lambda choice, output: ()) if parsed else None)
+    traceback = 'Traceback (most recent call last):\n  File "worker_process.py", line 107'
+    outputs = [
+        CompletionOutput(0, "", [], None, None, finish_reason="error", stop_reason=traceback),
+        CompletionOutput(1, "", [], None, None, finish_reason="stop", stop_reason="END"),
+    ]
+    assert events.feed(0, RequestOutput("r", None, [1], None, outputs, True)) == b"0 error None\n1 stop END\n"
+    assert outputs[0].stop_reason == traceback  # the operator's log has it

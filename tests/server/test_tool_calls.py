@@ -14,7 +14,9 @@ import openai
 import pytest
 
 from tests.server.http_server import MODEL, Server, sse_events
+from vllm.entrypoints.openai.message import _form
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.structured_output.support import BACKENDS, JSON, missing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOOL: dict[str, Any] = {
@@ -31,6 +33,22 @@ TOOL: dict[str, Any] = {
 }
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 BODY: dict[str, Any] = {"messages": QUESTION, "tools": [TOOL], "temperature": 0}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("count", (1, 2))
+def test_every_back_end_alone_takes_calls_that_must_be(backend, count):
+    """What the server puts around the tools' own schemas needs nothing that one of them lacks."""
+    tools = [{**TOOL, "function": {**TOOL["function"], "name": f"get_weather_{i}"}} for i in range(count)]
+    form = _form("required", tools, one_call=False)
+    assert form is not None
+    schema = form.json
+    assert missing(backend, JSON, schema, json.dumps(schema), None) is None
+    call = {"name": "get_weather_0", "parameters": {"city": "Paris"}}
+    jsonschema.validate([call], schema)
+    for wrong in ([], [{**call, "name": "other"}], [{"name": "get_weather_0"}], ["get_weather_0"]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii as json_text
 
 from vllm.entrypoints.openai.errors import APIError, stream_error
@@ -72,6 +73,8 @@ class AnswerEvents(Events):
     def _full(self, prompt: int, result: RequestOutput, output: CompletionOutput) -> str:
         choice = prompt * self._count + output.index
         self._sent[choice] += len(output.token_ids)
+        if output.finish_reason == "error":  # which the last event says, in words for clients
+            output = replace(output, stop_reason=None)
         if self._deltas is not None:
             return self._events(choice, result, output, self._deltas(choice, output))
         return self._events(choice, result, output, (Content(output.text),) if output.text else ())

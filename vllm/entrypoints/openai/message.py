@@ -339,7 +339,8 @@ def _form(choice: Any, tools: Sequence[Any], one_call: bool) -> StructuredOutput
             raise bad_request(f"tools[{i}].function.parameters is no JSON schema: {error}.", "tools") from None
         properties = {"name": {"type": "string", "enum": [function["name"]]}, "parameters": parameters}
         items.append({"type": "object", "properties": properties, "required": ["name", "parameters"]})
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": items}}
+    call = items[0] if len(items) == 1 else {"anyOf": items}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": call}
     if shared:
         schema["$defs"] = shared
     if one_call:
