@@ -64,6 +64,11 @@ def add_parsing_flags(add: Callable[..., Any]) -> None:
         default=None,
         help="Python file that registers a tool parser of your own. It is run in the server's process.",
     )
+    add(
+        "--expand-tools-even-if-tool-choice-none",
+        action="store_true",
+        help='Changes nothing: with tool_choice "none" the prompt tells of the tools in any case.',
+    )
 
 
 def parsing_of(args: argparse.Namespace) -> ParsingSettings:
