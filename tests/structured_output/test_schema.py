@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.structured_output.driver import spec_of
-from vllm.structured_output.schema import choose_freely
+from vllm.structured_output.schema import choose_freely, closed
 from vllm.structured_output.support import BACKENDS
 
 
@@ -89,3 +89,23 @@ def test_choices_of_references_reach_a_back_end_that_has_them(backend: str) -> N
     defs = {name: pet(name, additionalProperties=False) for name in ("cat", "dog")}
     schema = {"$defs": defs, "oneOf": [ref("cat"), ref("dog"), {"type": "null"}]}
     assert "anyOf" in json.loads(spec_of(backend, json=schema).text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed", "is_closed_always"),
+    [
+        ({"type": "object"}, False, True),
+        ({"type": ["null", "object"]}, False, True),
+        ({"properties": {"a": True}}, True, True),
+        ({"patternProperties": {"^x": True}}, False, True),
+        ({"properties": {"a": True}, "patternProperties": {"^x": True}}, False, True),
+        ({"type": "object", "additionalProperties": True, "patternProperties": {"^x": True}}, False, False),
+        ({"type": "string"}, False, False),
+        ({}, False, False),
+    ],
+)
+def test_objects_are_closed(schema: dict[str, Any], is_closed: bool, is_closed_always: bool) -> None:
+    root = {"type": "array", "items": schema}
+    for always, wanted in ((False, is_closed), (True, is_closed_always)):
+        shut = closed(root, always)["items"]
+        assert shut == ({**schema, "additionalProperties": False} if wanted else schema)

@@ -275,7 +275,8 @@ def _resolve(root: Any, reference: str) -> Any:
 
 
 def closed(schema: Any, always: bool) -> Any:
-    """`schema` with `additionalProperties: false` in each object that lists its properties and is silent about others.
+    """`schema` with `additionalProperties: false` in each object that lists its properties and is silent about others;
+    if `always`, in each object that does not say `additionalProperties`.
 
     A schema that puts objects together (allOf, or properties beside a `$ref` or a choice) stays as it is unless
     `always`: its parts allow each other's properties.
@@ -284,8 +285,9 @@ def closed(schema: Any, always: bool) -> Any:
         return schema
     copy = json.loads(json.dumps(schema))
     for item in subschemas(copy):
-        named = "properties" in item or (always and item.get("type") == "object")
-        if named and not item.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties"}:
+        named = "properties" in item or (always and ("patternProperties" in item or "object" in item.get("type", ())))
+        others = {"additionalProperties", "unevaluatedProperties"} | (set() if always else {"patternProperties"})
+        if named and not item.keys() & others:
             item["additionalProperties"] = False
     return copy
 
