@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import vllm
 from tests.structured_output.driver import spec_of
-from vllm.structured_output.schema import choose_freely, closed
+from vllm.engine.tokenizer_files import load_tokenizer
+from vllm.structured_output.compiler import GrammarCompiler
+from vllm.structured_output.schema import choose_freely, closed, drop_names
 from vllm.structured_output.support import BACKENDS
+from vllm.structured_output.vocabulary import vocabulary_of
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    vocabulary = vocabulary_of(load_tokenizer(Path(vllm.__file__).parent / "assets" / "demo"), 4096)
+    made = GrammarCompiler(lambda: vocabulary)
+    yield made
+    made.close()
 
 
 def pet(*kinds: Any, **more: Any) -> dict[str, Any]:
@@ -109,3 +123,42 @@ def test_objects_are_closed(schema: dict[str, Any], is_closed: bool, is_closed_a
     for always, wanted in ((False, is_closed), (True, is_closed_always)):
         shut = closed(root, always)["items"]
         assert shut == ({**schema, "additionalProperties": False} if wanted else schema)
+
+
+INNER = {"$id": "a", "properties": {"x": {"$ref": "#/$defs/cat"}}}
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        ({"$id": "Output Format"}, {}),
+        ({"$id": "#foo", "$schema": "my schema"}, {}),
+        ({"id": "a b", "$schema": 5}, {}),
+        ({"$schema": "http://json-schema.org/schema#"}, {}),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#"},
+            {"$schema": "http://json-schema.org/draft-07/schema#"},
+        ),
+        ({"$id": "Form", "allOf": [{"$ref": "#/$defs/cat"}]}, {"allOf": [{"$ref": "#/$defs/cat"}]}),
+        ({"$id": "Form", "allOf": [{"$ref": "Form"}]}, {"$id": "Form", "allOf": [{"$ref": "Form"}]}),
+        ({"items": {"$id": "a b"}}, {"items": {}}),
+        ({"items": INNER}, {"items": INNER}),
+        (
+            {"enum": [{"$id": "a b"}], "properties": {"$id": True}},
+            {"enum": [{"$id": "a b"}], "properties": {"$id": True}},
+        ),
+    ],
+)
+def test_names_that_nothing_refers_to_are_dropped(names: dict[str, Any], kept: dict[str, Any]) -> None:
+    defs = {"$defs": {"cat": DEFS["cat"]}}
+    schema = copy.deepcopy({**names, **defs})
+    drop_names(schema)
+    assert schema == {**kept, **defs}
+
+
+@pytest.mark.parametrize("name", ["Output Format", "#foo", "https://example.com/a.json"])
+def test_schemas_may_be_called_anything(compiler: GrammarCompiler, name: str) -> None:
+    schema = {"$id": name, "$schema": name, "$defs": {"a": {"$id": name, "type": "null"}}, "$ref": "#/$defs/a"}
+    tag = json.dumps({"structures": [{"begin": "<n>", "schema": schema, "end": "</n>"}], "triggers": ["<n"]})
+    for arguments in ({"json": schema}, {"structural_tag": tag}):
+        compiler.compile(spec_of("guidance", **arguments)).result()

@@ -181,6 +181,29 @@ def drop_trivial(root: Any, keys: Set[str]) -> None:
                 del schema[key]
 
 
+# Drafts that libraries know; a schema that names another one is read like one that names none.
+_DRAFT = re.compile(
+    r"http://json-schema\.org/draft-0[3467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+)
+
+
+def drop_names(root: Any) -> None:
+    """Take out what a schema and those inside it are called, where no `$ref` needs it, and drafts that nobody knows:
+    libraries refuse names that are no addresses.
+    """
+    parts = list(subschemas(root))
+    references = [part["$ref"] for part in parts if "$ref" in part]
+    for part in parts:
+        if "$schema" in part and not (isinstance(part["$schema"], str) and _DRAFT.fullmatch(part["$schema"])):
+            del part["$schema"]
+    if not all(reference == "#" or reference.startswith("#/") for reference in references):
+        return
+    for part in parts:
+        for key in part.keys() & {"$id", "id"}:
+            if part is root or not any("$ref" in inner for inner in subschemas(part)):
+                del part[key]
+
+
 def move_references(root: Any, prefix: str) -> bool:
     """Let each `$ref` to a place in a schema lead to the same place of a document that holds it at `prefix` ("#/a").
     Returns whether there is any.

@@ -21,6 +21,7 @@ from vllm.structured_output.schema import (
     check_references,
     choose_freely,
     closed,
+    drop_names,
     drop_trivial,
     is_recursive,
     subschemas,
@@ -139,6 +140,7 @@ def _schema(constraint: Constraint, settings: DecodingConfig, name: str) -> Any:
 def _simplify(schema: Any) -> None:
     """Say the same in words that more back ends know."""
     drop_trivial(schema, _REFUSED_BY_NAME)
+    drop_names(schema)
     choose_freely(schema)
 
 
