@@ -677,8 +677,10 @@ class LLM:
                 ids = tokenizer.encode(text, add_special_tokens=True)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
             answer = last_text(conversation) if continue_final_message else None
-            found = None if think is None else think.begins(text, answer)
-            begins.append(found and form_begins(found, think, tokenizer, text, conversation))
+            found = None
+            if think is not None:
+                found = form_begins(think.begins(text, answer), think, tokenizer, text, conversation)
+            begins.append(found)
         return prompts, begins
 
     def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[Any]:
