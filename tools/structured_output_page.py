@@ -117,6 +117,10 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         "`oneOf`, told apart by a constant": {
             "oneOf": [_object({"additionalProperties": False}, kind={"const": k}, n=_WHOLE) for k in ("cat", "dog")]
         },
+        "`oneOf` of references to such": {
+            "$defs": {k: _object({"additionalProperties": False}, kind={"const": k}, n=_WHOLE) for k in ("cat", "dog")},
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        },
         "`oneOf` that may overlap": {"oneOf": [{"type": "number"}, {"type": "integer"}]},
         "`allOf` with one branch": _object(a={"allOf": [_WHOLE]}),
         "`allOf` with several": {"allOf": [_object(a=_WHOLE), _object(b={"type": "boolean"})]},

@@ -17,12 +17,16 @@ from vllm.entrypoints.chat_template import TemplateLimitError, accepts_content_p
 from vllm.entrypoints.chat_utils import (
     apply_chat_template,
     checked_messages,
+    form_begins,
+    last_text,
     load_chat_template,
     resolve_chat_template,
     resolve_content_format,
     resolve_hf_chat_template,
     validate_chat_template,
 )
+from vllm.reasoning import FORMATS
+from vllm.reasoning.think import Begins
 
 CHATML = """{% for message in messages %}
     {%- if message.role == 'user' and loop.first -%}
@@ -304,3 +308,21 @@ def test_thoughts_have_both_names():
     older = {"role": "assistant", "content": "x", "reasoning_content": "t"}
     newer = {"role": "assistant", "content": "x", "reasoning": "u"}
     assert show(template, older, newer) == "t/t;u/u;"
+
+
+def test_users_do_not_tell_a_model_to_think_in_place_of_a_form() -> None:
+    think, none = FORMATS["qwen3"], SimpleNamespace(token_to_id=lambda text: None)
+
+    def begins(*messages: tuple[str, Any], tokenizer: Any = none) -> Begins:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        prompt = render_chat(CHATML, checked_messages(chat, "string"), special_tokens={"bos_token": ""})
+        assert last_text(chat) in prompt
+        return form_begins(Begins.UNKNOWN, think, tokenizer, prompt, chat)
+
+    assert begins(("user", "Hello")) is Begins.SPEAKING
+    for said in ("a <think> b", "<think>", [{"type": "text", "text": "a"}, {"type": "text", "text": "<think>"}]):
+        assert begins(("user", said)) is begins(("user", "Hello"), ("tool", said)) is Begins.SPEAKING
+        assert begins(("system", "Write <think>thoughts</think> first."), ("user", said)) is Begins.UNKNOWN
+        assert begins(("user", said), tokenizer=SimpleNamespace(token_to_id=lambda text: 5)) is Begins.UNKNOWN
+    assert form_begins(Begins.THINKING, think, none, "<think>", []) is Begins.THINKING  # type: ignore[arg-type]
+    assert form_begins(Begins.UNKNOWN, FORMATS["step3"], none, "", []) is Begins.UNKNOWN  # type: ignore[arg-type]

@@ -74,8 +74,22 @@ def test_the_prompt_says_where_the_output_begins() -> None:
     assert form.begins("<|im_start|>assistant\n<think>\n") is Begins.THINKING
     assert form.begins("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Begins.SPEAKING
     assert form.begins("<think>a</think> said <think> once\n<|im_start|>assistant\n") is Begins.UNKNOWN
-    assert form.begins("<think>a</think>\nBecause", continues=True) is Begins.SPEAKING
-    assert form.begins("</think> before\n<think>Because", continues=True) is Begins.THINKING
+
+
+@pytest.mark.parametrize("said", ["Hello", "hello <think>", "a </think> b", "</think> <think> a"])
+def test_only_an_answer_that_is_gone_on_with_has_thoughts_that_go_on(said: str) -> None:
+    form, head = FORMATS["qwen3"], f"user: {said}\nassistant: "
+    assert form.begins(head) is Begins.UNKNOWN
+    for answer, begins in (
+        ("It is", Begins.SPEAKING),
+        ("", Begins.SPEAKING),
+        ("<think>a</think>\nBecause", Begins.SPEAKING),
+        ("<think>It is", Begins.THINKING),
+        ("Or </think> so\n<think>Because ", Begins.THINKING),
+    ):
+        assert form.begins(head + answer, answer) is begins
+        assert form.begins(head + answer.strip(), answer) is begins
+        assert form.begins(head + "<think>\n" + answer, answer) is (begins if "think>" in answer else Begins.THINKING)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +134,10 @@ def test_end_is_found_in_tokens(tokenizer: Tokenizer, name: str, as_token: bool)
             found = end.find(output[: seen + step], seen)
             seen += step
         assert found == len(thoughts)
-    assert end.in_prompt(marked.encode("Question", form.starts[0], "\n\n", form.ends[0], "\n\n"))
-    assert not end.in_prompt(marked.encode("Question", form.starts[0], "\n"))
-    assert not end.in_prompt(marked.encode(form.ends[0], " said the user"))
+    closed = marked.encode("Question", form.starts[0], "\n\n", form.ends[0], "\n\n")
+    assert end.begins(closed) is Begins.SPEAKING and end.openings(closed) == ()
+    assert end.begins(marked.encode("Question", form.starts[0], "\n")) is Begins.THINKING
+    assert end.begins(marked.encode(form.ends[0], " said the user")) is Begins.UNKNOWN
 
 
 def test_thoughts_that_an_output_need_not_begin_with_have_an_opening(tokenizer: Tokenizer) -> None:
@@ -133,7 +148,10 @@ def test_thoughts_that_an_output_need_not_begin_with_have_an_opening(tokenizer: 
     told = tokenizer.encode("Write <think>thoughts</think> first." + " Hello" * 2000, False)
     assert end.openings(told) == (spelled,)
     for prompt in ("assistant\n<think>\n", "assistant\n<think>Because" + " I think so" * 40):
-        assert end.openings(tokenizer.encode(prompt, False)) is None
+        ids = tokenizer.encode(prompt, False)
+        assert end.openings(ids) is None
+        assert end.openings(ids, Begins.UNKNOWN) == (spelled,) and end.openings(ids, Begins.SPEAKING) == ()
+    assert end.openings(question, Begins.THINKING) is None
     assert end.opens([*tokenizer.encode("\n", False), *spelled]) and not end.opens(question)
     marked: Any = Marked(tokenizer, "[THINK]", "[/THINK]")
     assert reasoning_end("mistral", marked).openings(question) == ((len(tokenizer),),)

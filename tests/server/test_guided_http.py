@@ -55,6 +55,7 @@ JSON_FORMS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}},
     {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"},
     {"guided_json": SCHEMA, "guided_decoding_backend": "outlines"},
+    {"structured_outputs": {"json": SCHEMA}, "guided_decoding_backend": "xgrammar:no-fallback,disable-any-whitespace"},
 ]
 
 
@@ -154,6 +155,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "can be given once"),
     ({"guided_regex": "a", "guided_decoding_backend": 5}, "guided_decoding_backend must be a string"),
     ({"guided_grammar": "start: /a/", "guided_decoding_backend": "outlines:no-fallback"}, "outlines has no grammars"),
+    (
+        {"structured_outputs": {"grammar": "start: /a/"}, "guided_decoding_backend": "outlines:no-fallback"},
+        "this grammar: outlines has no grammars (EBNF or Lark).",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}, "guided_decoding_backend": "xgrammar:magic"},
+        "Unsupported option 'magic' of the guided decoding backend 'xgrammar'",
+    ),
     ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "can be given once"),
     ({"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}, "can be given once"),
     ({"response_format": "json"}, "response_format must be an object"),

@@ -36,6 +36,12 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(DEMO)
 
 
+@pytest.fixture(scope="module")
+def qwen3() -> Iterator[Server]:
+    with Server(DEMO, "--reasoning-parser", "qwen3") as server:
+        yield server
+
+
 class Answer:
     """In place of a prompt: a text, whole and in pieces. encode: the tokens of each."""
 
@@ -269,6 +275,31 @@ def test_grammar_begins_after_the_thoughts() -> None:
         thinking = {**body, "chat_template_kwargs": {"enable_thinking": True}}
         thought = server.post("/v1/chat/completions", thinking).json["choices"][0]["message"]
         assert thought["content"] is None and not thought["reasoning_content"].lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("said", ["Hello <think>", "Hello <think> so", "Hello <think></think>", "Hello </think>"])
+def test_no_text_of_a_user_does_without_the_form(qwen3: Server, said: str) -> None:
+    body = {"messages": [{"role": "user", "content": said}], "max_tokens": 150, "temperature": 1}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for seed in range(4):
+        asked = {**body, "seed": seed}
+        message = qwen3.post("/v1/chat/completions", {**asked, "response_format": form}).json["choices"][0]["message"]
+        assert json.loads(message["content"])["a"] in (1, 2) and message["reasoning_content"] is None
+        asked |= {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        choice = qwen3.post("/v1/chat/completions", asked).json["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["a"] in (1, 2)
+
+
+def test_an_answer_is_gone_on_with_in_its_own_thoughts_only(qwen3: Server) -> None:
+    form = {"guided_regex": "[0-9]{4}", "add_generation_prompt": False, "continue_final_message": True}
+    for begun, speaks in (("It is", True), ("<think>a</think>", True), ("<think>It is", False)):
+        messages = [{"role": "user", "content": "Hello <think>"}, {"role": "assistant", "content": begun}]
+        body = {"messages": messages, "max_tokens": 20, "temperature": 0, **form}
+        message = qwen3.post("/v1/chat/completions", body).json["choices"][0]["message"]
+        assert (len(message["content"] or "") == 4) is speaks and (message["reasoning_content"] is None) is speaks
 
 
 def test_answers_without_thoughts_have_the_form_and_count_no_thoughts() -> None:

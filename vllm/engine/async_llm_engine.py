@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.outputs import PoolingRequestOutput, RequestOutput
     from vllm.pooling_params import PoolingParams
     from vllm.prompt_adapter.request import PromptAdapterRequest
+    from vllm.reasoning.think import Begins
 
 logger = init_logger(__name__)
 
@@ -387,12 +388,12 @@ class AsyncLLMEngine:
         account: str | None = None,
         lora_request: LoRARequest | None = None,
         prompt_adapter_request: PromptAdapterRequest | None = None,
-        speaks: bool = False,
+        begins: Begins | None = None,
     ) -> RequestStream:
         """Begin a request for a consumer that wants to be called rather than to wait; it has to close the stream.
 
         account: common to several requests of one call, which `check_admission` was asked for as a whole.
-        speaks: as of `RequestInput`.
+        begins: as of `RequestInput`.
 
         The parameters are the engine's from here on. Raises, here or through the stream, what `generate` raises.
         """
@@ -405,7 +406,7 @@ class AsyncLLMEngine:
             priority=priority,
             owns_params=True,
             account=account,
-            speaks=speaks,
+            begins=begins,
         )
         return await self._open(request, timeout)
 

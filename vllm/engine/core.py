@@ -122,7 +122,7 @@ class EngineCore:
             return [CoreOutput(request.request_id, [], finish_reason="error", error=str(error))]
         if request.grammar is not None:
             added = self.scheduler.requests[request.request_id]
-            if not self._grammars.add(added, request.grammar, request.speaks):
+            if not self._grammars.add(added, request.grammar, request.begins):
                 self.scheduler.block(added.id, COMPILING)
         if request.lora_id and self.adapters is not None:
             self.adapters.want(request, self.scheduler)

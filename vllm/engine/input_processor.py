@@ -573,7 +573,7 @@ class InputProcessor:
             virtual=virtual,
             tokenizer=None if request.lora_request is None else self._lora(request.lora_request).tokenizer,
             known_prompt=self._known_prompt,
-            speaks=request.speaks,
+            begins=request.begins,
         )
         return made if beams is not None else made._replace(children=self._children(made))
 

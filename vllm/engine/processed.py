@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.rope import prompt_stage
 from vllm.pooling_params import PoolingParams
 from vllm.prompt_adapter.source import VirtualTokens
+from vllm.reasoning.think import Begins
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.step.messages import CoreRequest
 from vllm.structured_output.spec import GrammarSpec
@@ -28,8 +29,7 @@ class RequestInput(NamedTuple):
 
     owns_params: the parameters were made, and so checked, for this request alone, and nobody else has them.
     account: the name that all requests of one call of a user have in common, if there are several.
-    speaks: it is known that no thoughts will come, so that a grammar begins with the output; else the prompt's last
-    tokens say it.
+    begins: where the output begins, which whoever has made a prompt of a chat knows; None if its tokens are to tell.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class RequestInput(NamedTuple):
     add_special_tokens: bool = True  # bos, where the tokenizer adds one; chat templates write their own
     owns_params: bool = False
     account: str | None = None
-    speaks: bool = False
+    begins: Begins | None = None
 
 
 class ProcessedRequest(NamedTuple):
@@ -54,7 +54,7 @@ class ProcessedRequest(NamedTuple):
     `pooled` are the parameters of a request that is pooled, which others of its batch may have in common with it;
     `params` are neutral ones then, and `children` empty. `second_from` is where the second text of a pair begins.
     `tokenizer` is that of the request's adapter, if it has one.
-    `known_prompt` is as of `Facts`, None where no prompt can be longer. `speaks` is as of `RequestInput`.
+    `known_prompt` is as of `Facts`, None where no prompt can be longer. `begins` is as of `RequestInput`.
     """
 
     request_id: str
@@ -76,7 +76,7 @@ class ProcessedRequest(NamedTuple):
     virtual: VirtualTokens | None = None
     tokenizer: Tokenizer | None = None
     known_prompt: int | None = None
-    speaks: bool = False
+    begins: Begins | None = None
 
 
 class Children(Sequence[CoreRequest]):
@@ -158,7 +158,7 @@ def core_request(
         content_keys=keys,
         virtual=b"" if virtual is None else virtual.embeddings,
         lends=lends,
-        speaks=request.speaks,
+        begins=request.begins,
     )
 
 

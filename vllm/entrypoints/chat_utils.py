@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Union
 
 from vllm.entrypoints.chat_template import accepts_content_parts, render_chat
+from vllm.reasoning.think import Begins
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam as OpenAIChatCompletionMessageParam
 
     from vllm.config import ModelConfig
     from vllm.engine.tokenizer import Tokenizer
+    from vllm.reasoning.think import ThinkFormat
 
 ContentFormat = Literal["string", "openai"]
 ContentFormatOption = Literal["auto", "string", "openai"]
@@ -241,6 +243,25 @@ def _parse_message(message: Any, index: int, content_format: ContentFormat) -> C
     elif role == "user" and message.get("content") is None:
         raise ValueError(f"messages[{index}] has no 'content': expected a string or a list of parts.")
     return parsed  # type: ignore[return-value]
+
+
+def last_text(messages: Sequence[Any]) -> str:
+    """The text of the last message, with which a prompt ends that `continue_final_message` is for."""
+    return str(checked_messages(messages[-1:], "string")[0]["content"])
+
+
+def form_begins(
+    begins: Begins, think: ThinkFormat, tokenizer: Tokenizer, prompt: str, messages: Sequence[Any]
+) -> Begins:
+    """Where an output begins that must have a form. A model that has no token for the tag of thoughts writes one only
+    if it is told to; what users and tools say does not count, or their texts could do without the form.
+    """
+    starts = think.starts
+    if begins is not Begins.UNKNOWN or think.opens_itself or any(tokenizer.token_to_id(s) is not None for s in starts):
+        return begins
+    said = [str(m["content"]) for m in checked_messages(messages, "string") if m["role"] in ("user", "tool")]
+    told = any(prompt.count(start) > sum(text.count(start) for text in said) for start in starts)
+    return begins if told else Begins.SPEAKING
 
 
 def _parse_content(content: Any, index: int, content_format: ContentFormat) -> str | list[dict[str, Any]]:

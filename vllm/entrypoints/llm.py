@@ -19,7 +19,7 @@ from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.processed import RequestInput
 from vllm.engine.prompts import listed, tokenization_options
 from vllm.entrypoints import pooling
-from vllm.entrypoints.chat_utils import tokenize_chat
+from vllm.entrypoints.chat_utils import form_begins, last_text, tokenize_chat
 from vllm.entrypoints.interrupt import deferred_interrupt
 from vllm.entrypoints.llm_forms import (
     CHAT_OPTIONS,
@@ -240,7 +240,7 @@ class LLM:
         add_generation_prompt, continue_final_message: begin a new answer, or go on with the last message.
         tokenization_kwargs: as for `generate`; `add_special_tokens` is False, since templates write special tokens.
         """
-        prompts, speaks = self._render(
+        prompts, begins = self._render(
             messages,
             tokenization_kwargs,
             chat_template=chat_template,
@@ -253,7 +253,7 @@ class LLM:
         )
         with self._turn:
             ids = self._add(
-                prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs, speaks
+                prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs, begins
             )
             return self._run(ids, use_tqdm)
 
@@ -326,10 +326,10 @@ class LLM:
         unknown = sorted(chat_options.keys() - CHAT_OPTIONS)
         if unknown:
             raise TypeError(f"enqueue_chat has no argument {unknown[0]!r}; it takes those of chat.")
-        prompts, speaks = self._render(messages, tokenization_kwargs, **chat_options)
+        prompts, begins = self._render(messages, tokenization_kwargs, **chat_options)
         with self._turn:
             ids = self._add(
-                prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs, speaks
+                prompts, sampling_params, None, lora_request, None, None, priority, tokenization_kwargs, begins
             )
             self._queued += ids
         return ids
@@ -541,9 +541,9 @@ class LLM:
         guided: LLMGuidedOptions | GuidedDecodingRequest | None,
         priority: list[int] | None,
         tokenization: dict[str, Any] | None,
-        speaks: Sequence[bool] = (),
+        begins: Sequence[Begins | None] = (),
     ) -> list[str]:
-        """Check everything, then queue everything. speaks: as of `RequestInput`, one per prompt; () for none."""
+        """Check everything, then queue everything. begins: as of `RequestInput`, one per prompt; () for none."""
         if self.model_config.pooling is not None:
             raise ValueError(needs_generation(self.model_config.convert_type))
         found = self._prompts(prompts, prompt_token_ids)
@@ -555,7 +555,7 @@ class LLM:
             raise ValueError("The lengths of prompts and params must be the same.")
         special, truncate = tokenization_options(tokenization)
         params = [final_only(p, guided, truncate) for p in given]
-        return self._submit(found, params, lora_request, prompt_adapter_request, priority, special, speaks)
+        return self._submit(found, params, lora_request, prompt_adapter_request, priority, special, begins)
 
     def _prompts(self, prompts: Any, prompt_token_ids: Any) -> list[Any]:
         """The prompts of a call, which may be of the older form."""
@@ -609,7 +609,7 @@ class LLM:
         prompt_adapter_request: PromptAdapterRequest | None = None,
         priority: list[int] | None = None,
         add_special_tokens: bool = True,
-        speaks: Sequence[bool] = (),
+        begins: Sequence[Begins | None] = (),
     ) -> list[str]:
         """`params`: one for all, or one per prompt."""
         count = len(prompts)
@@ -631,7 +631,7 @@ class LLM:
                 prompt_adapter_request=prompt_adapter_request,
                 priority=0 if priority is None else priority[i],
                 add_special_tokens=add_special_tokens,
-                speaks=bool(speaks) and speaks[i],
+                begins=begins[i] if begins else None,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -650,10 +650,8 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[list[Any], list[bool]]:
-        """The prompts of one or several conversations, and for each whether it goes on with an answer whose thoughts
-        are over.
-        """
+    ) -> tuple[list[Any], list[Begins | None]]:
+        """The prompts of one or several conversations, and where the output of each begins, if it may have thoughts."""
         self._require("generate", "LLM.chat() is only supported for generative models")
         _refuse_processor_options(mm_processor_kwargs)
         check_chat_options(tools, chat_template_kwargs)
@@ -661,8 +659,9 @@ class LLM:
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
         tokenizer = self.llm_engine.tokenizer
         parser = self.llm_engine.vllm_config.decoding_config.reasoning_backend
-        think = think_format(parser) if parser and continue_final_message else None
-        prompts, speaks = [], []
+        think = think_format(parser) if parser else None
+        prompts: list[Any] = []
+        begins: list[Begins | None] = []
         for conversation in messages if several else [messages]:
             text, ids = tokenize_chat(
                 tokenizer,
@@ -677,8 +676,12 @@ class LLM:
             if add_special_tokens and not tokenizer.writes_chats:
                 ids = tokenizer.encode(text, add_special_tokens=True)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-            speaks.append(think is not None and think.begins(text, continues=True) is Begins.SPEAKING)
-        return prompts, speaks
+            answer = last_text(conversation) if continue_final_message else None
+            found = None
+            if think is not None:
+                found = form_begins(think.begins(text, answer), think, tokenizer, text, conversation)
+            begins.append(found)
+        return prompts, begins
 
     def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[Any]:
         """Step until all of these requests have finished; what else finishes meanwhile is kept."""

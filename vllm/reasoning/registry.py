@@ -54,34 +54,40 @@ class ReasoningEnd:
         self._pattern = _FINAL if form is None else re.compile("|".join(map(re.escape, spelled)) or "(?!)")
         self._has_pattern = form is None or bool(spelled)
 
-    def in_prompt(self, ids: Sequence[int]) -> bool:
-        """Whether the prompt says that no thoughts will come: it has closed their block."""
+    def begins(self, ids: Sequence[int]) -> Begins:
+        """Where the output begins after a prompt of which nobody knows who has said what: any of it may be the model's
+        own, so that thoughts go on which are open there.
+        """
         if self._form is None:
-            return self.find(ids, max(0, len(ids) - 16)) == len(ids)
-        tail = "".join(map(self._tokenizer.token_text, ids[-_LOOK_BACK:]))
-        return self._form.begins(tail) is Begins.SPEAKING
+            return Begins.SPEAKING if self.find(ids, max(0, len(ids) - 16)) == len(ids) else Begins.THINKING
+        tail = self._text(ids[-_THOUGHTS_BACK:])
+        if self._form.begins(tail, tail) is Begins.THINKING:
+            return Begins.THINKING
+        return self._form.begins(tail)
 
-    def openings(self, ids: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    def openings(self, ids: Sequence[int], begins: Begins | None = None) -> tuple[tuple[int, ...], ...] | None:
         """The tokens with which an output may open thoughts before its answer, in each way that there is; None if it
         begins inside thoughts. A tag that is no token can only be written by a model that the prompt tells of it.
+
+        begins: where the output begins; None if that is to be read from the prompt's tokens, `ids`.
         """
-        if self._form is None or self._form.opens_itself:
-            return None
-        tail = "".join(map(self._tokenizer.token_text, ids[-_THOUGHTS_BACK:]))
-        if Begins.THINKING in (self._form.begins(tail), self._form.begins(tail, continues=True)):
+        begins = begins or self.begins(ids)
+        if begins is Begins.SPEAKING:
+            return ()
+        if self._form is None or self._form.opens_itself or begins is Begins.THINKING:
             return None
         starts = self._form.starts
         tokens = [token for token in map(self._tokenizer.token_to_id, starts) if token is not None]
         if tokens:
             return tuple((token,) for token in tokens)
-        head = "".join(map(self._tokenizer.token_text, ids[:_INSTRUCTIONS]))
+        head, tail = self._text(ids[:_INSTRUCTIONS]), self._text(ids[-_THOUGHTS_BACK:])
         return tuple(tuple(self._tokenizer.encode(start, False)) for start in starts if start in head or start in tail)
 
     def opens(self, ids: Sequence[int]) -> bool:
         """Whether an output begins with the opening tag of thoughts."""
         if self._form is None:
             return False
-        return "".join(map(self._tokenizer.token_text, ids[:_LOOK_BACK])).lstrip().startswith(self._form.starts)
+        return self._text(ids[:_LOOK_BACK]).lstrip().startswith(self._form.starts)
 
     def find(self, ids: Sequence[int], start: int) -> int:
         """Index of the first token after the thoughts; -1 if they have not ended. Tokens before `start` were looked at,
@@ -103,6 +109,9 @@ class ReasoningEnd:
         if found is None:
             return -1
         return first + next(i for i, end in enumerate(ends) if end >= found.end()) + 1
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return "".join(map(self._tokenizer.token_text, ids))
 
 
 def reasoning_end(name: str, tokenizer: Tokenizer) -> ReasoningEnd:

@@ -13,9 +13,9 @@ from vllm.tool_parsers.machine import NOTHING, Machine, Markers, Routine
 class Begins(Enum):
     """Where a model's output begins, as far as its prompt tells."""
 
-    THINKING = "the prompt has opened the block of thoughts"
-    SPEAKING = "the prompt has closed it: there will be no thoughts"
-    UNKNOWN = "the model opens it, or does not"
+    THINKING = "thinking"  # the prompt has opened the block of thoughts
+    SPEAKING = "speaking"  # the prompt has closed it: there will be no thoughts
+    UNKNOWN = "unknown"  # the model opens it, or does not
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,17 @@ class ThinkFormat:
     opens_itself: bool = False
     other_ends: tuple[str, ...] = ()
 
-    def begins(self, prompt: str, *, continues: bool = False) -> Begins:
-        """Where the output begins after a prompt. `continues`: the prompt ends inside the answer itself."""
-        if continues:
-            start = max(map(prompt.rfind, self.starts), default=-1)
-            end = max(map(prompt.rfind, self.ends), default=-1)
+    def begins(self, prompt: str, answer: str | None = None) -> Begins:
+        """Where the output begins after a prompt. `answer`: what the prompt ends with is the beginning of the answer,
+        and this is its text; tags before it count only where they end the prompt up to there.
+        """
+        if answer is not None:
+            start = max(map(answer.rfind, self.starts), default=-1)
+            end = max(map(answer.rfind, self.ends), default=-1)
             if max(start, end) >= 0:
                 return Begins.THINKING if start > end else Begins.SPEAKING
-            return Begins.SPEAKING
+            before = prompt.rstrip().removesuffix(answer.strip())
+            return Begins.THINKING if self.begins(before) is Begins.THINKING else Begins.SPEAKING
         tail = prompt[-256:].rstrip()
         if tail.endswith(self.starts):
             return Begins.THINKING

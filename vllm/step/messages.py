@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from vllm.pooling_params import PoolingParams
+from vllm.reasoning.think import Begins
 from vllm.sampling_params import SamplingParams
 from vllm.step.result import Pooled, TokenLogprobs
 from vllm.structured_output.spec import GrammarSpec
@@ -37,7 +38,8 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     for kinds of pooling that make one row of a prompt; together they fit into one step.
     `lends`: others will be forked from it as soon as its first token is known; until they have come, or for a limited
     time, it computes no more, so that they find it there.
-    `speaks`: it is known that no thoughts precede the answer, so that its grammar holds from the first token.
+    `begins` is where the output begins, inside thoughts or not, so that its grammar holds from the answer on; None if
+    the prompt's tokens are to tell.
     """
 
     request_id: str
@@ -60,7 +62,7 @@ class CoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     virtual: bytes = b""
     parts: tuple[tuple[int, int], ...] = ()
     lends: bool = False
-    speaks: bool = False
+    begins: Begins | None = None
 
 
 class CoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

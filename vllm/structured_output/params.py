@@ -45,21 +45,10 @@ class GuidedDecodingParams:
                 parameter="guided_decoding",
             )
         _check_constraint_types("guided_decoding", self.__dict__)
-        if self.backend is not None and ":" in self.backend:
-            self._read_backend_options()
-
-    def _read_backend_options(self) -> None:
-        """The older spelling of options, "xgrammar:no-fallback,disable-any-whitespace"."""
-        self.backend, _, options = str(self.backend).partition(":")
-        for option in filter(None, options.split(",")):
-            attribute = BACKEND_OPTIONS.get(option.strip())
-            if attribute is None:
-                raise VLLMValidationError(
-                    f"Unsupported option {show(option)!r} of the guided decoding backend {self.backend!r}; "
-                    f"expected one of {', '.join(BACKEND_OPTIONS)}.",
-                    parameter="guided_decoding",
-                )
-            setattr(self, attribute, True)
+        if self.backend is not None:
+            self.backend, options = backend_and_options(self.backend)
+            for option in options:
+                setattr(self, option, True)
 
     @staticmethod
     def from_optional(
@@ -112,6 +101,24 @@ class StructuredOutputsParams:
                 parameter="structured_outputs",
             )
         _check_constraint_types("structured_outputs", self.__dict__)
+
+
+def backend_and_options(backend: str) -> tuple[str, set[str]]:
+    """What is named in the older spelling of options, "xgrammar:no-fallback,disable-any-whitespace": the back end and
+    the fields that are true.
+    """
+    backend, _, options = backend.partition(":")
+    found = set()
+    for option in filter(None, options.split(",")):
+        field_name = BACKEND_OPTIONS.get(option.strip())
+        if field_name is None:
+            raise VLLMValidationError(
+                f"Unsupported option {show(option)!r} of the guided decoding backend {backend!r}; "
+                f"expected one of {', '.join(BACKEND_OPTIONS)}.",
+                parameter="guided_decoding",
+            )
+        found.add(field_name)
+    return backend, found
 
 
 def schema_of(value: Any) -> Any:

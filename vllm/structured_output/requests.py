@@ -24,6 +24,7 @@ from vllm.structured_output.vocabulary import WORD_BITS
 
 if TYPE_CHECKING:
     from vllm.core.request import Request
+    from vllm.reasoning.think import Begins
     from vllm.step.messages import CoreOutput
     from vllm.structured_output.spec import GrammarSpec
 
@@ -46,12 +47,9 @@ _NO_MASKS: np.ndarray = np.zeros((0, 0), np.uint32)
 class ReasoningEnd(Protocol):
     """Says where a model's reasoning ends and its answer begins."""
 
-    def in_prompt(self, token_ids: Sequence[int]) -> bool:
-        """Whether the answer begins with the first token that is generated."""
-
-    def openings(self, token_ids: Sequence[int]) -> Sequence[tuple[int, ...]] | None:
+    def openings(self, token_ids: Sequence[int], begins: Begins | None) -> Sequence[tuple[int, ...]] | None:
         """The tokens with which the output may open reasoning before its answer, in each way that there is; None if it
-        begins inside reasoning.
+        begins inside reasoning. begins: where it begins, None if the prompt's tokens are to tell.
         """
 
     def find(self, token_ids: Sequence[int], start: int) -> int:
@@ -86,7 +84,7 @@ class _Waiting(NamedTuple):
     spec: GrammarSpec
     future: Future[Compiled]
     deadline: float
-    speaks: bool
+    begins: Begins | None
 
 
 class _State:
@@ -209,16 +207,16 @@ class GrammarRequests:
         for future in [self.compiler.compile(spec) for spec in dict.fromkeys(specs)]:
             future.result()
 
-    def add(self, request: Request, spec: GrammarSpec, speaks: bool = False) -> bool:
+    def add(self, request: Request, spec: GrammarSpec, begins: Begins | None = None) -> bool:
         """Take in a request that has not begun; whether it may at once. If not, `ready` will tell.
 
-        speaks: no thoughts will come, whatever the prompt's last tokens say.
+        begins: where its output begins, None if the prompt's tokens are to tell.
         """
         future = self.compiler.compile(spec)
         if future.done() and future.exception() is None:
-            self._begin(request, future.result(), speaks)
+            self._begin(request, future.result(), begins)
             return True
-        self._waiting[request.id] = _Waiting(request, spec, future, self._clock() + WAIT_SECONDS, speaks)
+        self._waiting[request.id] = _Waiting(request, spec, future, self._clock() + WAIT_SECONDS, begins)
         return False
 
     def ready(self, patience: float = 0.0) -> Ready:
@@ -226,7 +224,7 @@ class GrammarRequests:
         found = Ready([], {}, {})
         if patience:
             wait([waiting.future for waiting in self._waiting.values()], patience, FIRST_COMPLETED)
-        for request_id, (request, _, future, deadline, speaks) in list(self._waiting.items()):
+        for request_id, (request, _, future, deadline, begins) in list(self._waiting.items()):
             if not future.done():
                 if self._clock() > deadline:
                     found.late[request_id] = f"Its grammar was not compiled within {WAIT_SECONDS:g} s; try again later."
@@ -235,7 +233,7 @@ class GrammarRequests:
             del self._waiting[request_id]
             error = future.exception()
             if error is None:
-                self._begin(request, future.result(), speaks)
+                self._begin(request, future.result(), begins)
                 found.begin.append(request_id)
             elif isinstance(error, GrammarError):
                 found.refused[request_id] = refusal(error)
@@ -259,10 +257,10 @@ class GrammarRequests:
     def _reasoning_end(self) -> ReasoningEnd | None:
         return None if self._make_reasoning_end is None else self._make_reasoning_end()
 
-    def _begin(self, request: Request, compiled: Compiled, speaks: bool) -> None:
+    def _begin(self, request: Request, compiled: Compiled, begins: Begins | None) -> None:
         """From here on the grammar says where the request may end, and the sampler nothing any more."""
         end = self._reasoning_end
-        openings = () if end is None or speaks or end.in_prompt(request.tokens) else end.openings(request.tokens)
+        openings = () if end is None else end.openings(request.tokens, begins)
         width = self.compiler.vocabulary.width  # adapters may have further tokens, which no mask allows
         if openings:
             openings = [opening for opening in openings if max(opening) < width]

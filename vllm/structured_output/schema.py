@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 from urllib.parse import unquote
 
@@ -181,6 +181,29 @@ def drop_trivial(root: Any, keys: Set[str]) -> None:
                 del schema[key]
 
 
+# Drafts that libraries know; a schema that names another one is read like one that names none.
+_DRAFT = re.compile(
+    r"http://json-schema\.org/draft-0[3467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+)
+
+
+def drop_names(root: Any) -> None:
+    """Take out what a schema and those inside it are called, where no `$ref` needs it, and drafts that nobody knows:
+    libraries refuse names that are no addresses.
+    """
+    parts = list(subschemas(root))
+    references = [part["$ref"] for part in parts if "$ref" in part]
+    for part in parts:
+        if "$schema" in part and not (isinstance(part["$schema"], str) and _DRAFT.fullmatch(part["$schema"])):
+            del part["$schema"]
+    if not all(reference == "#" or reference.startswith("#/") for reference in references):
+        return
+    for part in parts:
+        for key in part.keys() & {"$id", "id"}:
+            if part is root or not any("$ref" in inner for inner in subschemas(part)):
+                del part[key]
+
+
 def move_references(root: Any, prefix: str) -> bool:
     """Let each `$ref` to a place in a schema lead to the same place of a document that holds it at `prefix` ("#/a").
     Returns whether there is any.
@@ -275,7 +298,8 @@ def _resolve(root: Any, reference: str) -> Any:
 
 
 def closed(schema: Any, always: bool) -> Any:
-    """`schema` with `additionalProperties: false` in each object that lists its properties and is silent about others.
+    """`schema` with `additionalProperties: false` in each object that lists its properties and is silent about others;
+    if `always`, in each object that does not say `additionalProperties`.
 
     A schema that puts objects together (allOf, or properties beside a `$ref` or a choice) stays as it is unless
     `always`: its parts allow each other's properties.
@@ -284,10 +308,92 @@ def closed(schema: Any, always: bool) -> Any:
         return schema
     copy = json.loads(json.dumps(schema))
     for item in subschemas(copy):
-        named = "properties" in item or (always and item.get("type") == "object")
-        if named and not item.keys() & {"additionalProperties", "patternProperties", "unevaluatedProperties"}:
+        named = "properties" in item or (always and ("patternProperties" in item or "object" in item.get("type", ())))
+        others = {"additionalProperties", "unevaluatedProperties"} | (set() if always else {"patternProperties"})
+        if named and not item.keys() & others:
             item["additionalProperties"] = False
     return copy
+
+
+_MAX_TAGS = 8  # properties that are looked at to tell the branches of a choice apart
+_Values = list[Any] | None  # that a text may have; None for any
+
+
+def choose_freely(root: Any) -> None:
+    """Write `anyOf` for each `oneOf` of which no text matches two branches, which no back end has to find out then."""
+    parts = list(subschemas(root))
+    references = [part["$ref"] for part in parts if "$ref" in part]
+    if any("/oneOf/" in reference for reference in references):
+        return
+    follows = not any("$id" in part for part in parts[1:])  # else references inside those lead elsewhere
+    for part in parts:
+        if "oneOf" in part and "anyOf" not in part and _are_apart([_behind(root, b, follows) for b in part["oneOf"]]):
+            part["anyOf"] = part.pop("oneOf")
+
+
+def _behind(root: Any, schema: Any, follows: bool = True) -> Any:
+    """The schema that a `$ref` leads to, possibly through others, of which it says all; {} if that is not known."""
+    for _ in range(MAX_SCHEMA_DEPTH):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        if not follows or not re.match(r"#(/|\Z)", schema["$ref"]):
+            break
+        schema = _resolve(root, schema["$ref"])
+    return {}
+
+
+def _are_apart(branches: list[Any]) -> bool:
+    """Whether no value matches two schemas: those that take the same type differ in their constants, or in those of a
+    property that all of them require.
+    """
+    kinds: dict[str, list[Schema]] = {}
+    for branch in branches:
+        if branch is True:
+            return False
+        for kind in _kinds(branch) if isinstance(branch, dict) else ():
+            kinds.setdefault(kind, []).append(branch)
+    return all(
+        len(found) == 1
+        or _differ(_constants(branch) for branch in found)
+        or (kind == "object" and any(_differ(_tags(branch, name) for branch in found) for name in _tag_names(found[0])))
+        for kind, found in kinds.items()
+    )
+
+
+def _kinds(schema: Schema) -> set[str]:
+    """The types of which a value may match, of numbers the wider one."""
+    kinds = schema.get("type", list(TYPES))
+    return {"number" if kind == "integer" else kind for kind in ([kinds] if isinstance(kinds, str) else kinds)}
+
+
+def _constants(schema: Any) -> _Values:
+    if not isinstance(schema, dict):
+        return None
+    values: _Values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values
+
+
+def _tag_names(schema: Schema) -> list[str]:
+    names = [name for name in schema.get("required", ()) if _constants(schema.get("properties", {}).get(name))]
+    return names[:_MAX_TAGS]
+
+
+def _tags(schema: Schema, name: str) -> _Values:
+    """The values of a property, if it must be there."""
+    return _constants(schema.get("properties", {}).get(name)) if name in schema.get("required", ()) else None
+
+
+def _differ(found: Iterable[_Values]) -> bool:
+    """Whether no value is in two of the lists, all of which are there and have plain values only."""
+    seen: set[tuple[bool, Any]] = set()
+    for values in found:
+        if values is None or any(isinstance(value, dict | list) for value in values):
+            return False
+        own = {(isinstance(value, bool), value) for value in values}  # 1 is 1.0, but not true
+        if own & seen:
+            return False
+        seen |= own
+    return True
 
 
 def _composes(schema: Schema) -> bool:

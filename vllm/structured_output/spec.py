@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm.exceptions import VLLMValidationError
-from vllm.structured_output.params import GuidedDecodingParams, StructuredOutputsParams
+from vllm.structured_output.params import GuidedDecodingParams, StructuredOutputsParams, backend_and_options
 
 JSON, REGEX, CHOICE, GRAMMAR, STRUCTURAL_TAG = "json", "regex", "choice", "grammar", "structural_tag"
 ANY_OBJECT = '{"type":"object"}'  # the schema of `json_object`
@@ -55,8 +55,12 @@ def constraint_of(params: GuidedDecodingParams | StructuredOutputsParams, name: 
     if kind is None:
         return None
     _check_size(kind, text, name)
-    newer = isinstance(params, StructuredOutputsParams)
-    whitespace = "" if params.disable_any_whitespace else None
+    if isinstance(params, StructuredOutputsParams):
+        backend, options = (None, set()) if params._backend is None else backend_and_options(params._backend)
+    else:
+        backend, options = params.backend, {"disable_fallback"} if params.disable_fallback else set()
+    compact = params.disable_any_whitespace or "disable_any_whitespace" in options
+    whitespace = "" if compact else None
     if params.whitespace_pattern is not None:
         if kind != JSON:
             raise VLLMValidationError(
@@ -68,9 +72,9 @@ def constraint_of(params: GuidedDecodingParams | StructuredOutputsParams, name: 
         kind=kind,
         text=text,
         whitespace=whitespace,
-        backend=params._backend if isinstance(params, StructuredOutputsParams) else params.backend,
-        fallback=newer or not params.disable_fallback,  # type: ignore[union-attr]
-        close_objects=params.disable_additional_properties,
+        backend=backend,
+        fallback="disable_fallback" not in options,
+        close_objects=params.disable_additional_properties or "disable_additional_properties" in options,
     )
 
 

@@ -19,7 +19,9 @@ from vllm.structured_output.schema import (
     assertions,
     check_finite,
     check_references,
+    choose_freely,
     closed,
+    drop_names,
     drop_trivial,
     is_recursive,
     subschemas,
@@ -129,10 +131,17 @@ def _schema(constraint: Constraint, settings: DecodingConfig, name: str) -> Any:
         check_finite(schema)
         close = constraint.close_objects or settings.disable_additional_properties
         schema = closed(schema, always=close)
-        drop_trivial(schema, _REFUSED_BY_NAME)
+        _simplify(schema)
         return schema
     except SchemaError as error:
         raise VLLMValidationError(f"{name}: the JSON schema is invalid: {error}.", parameter=name) from None
+
+
+def _simplify(schema: Any) -> None:
+    """Say the same in words that more back ends know."""
+    drop_trivial(schema, _REFUSED_BY_NAME)
+    drop_names(schema)
+    choose_freely(schema)
 
 
 def _checked_tag(text: str, name: str) -> str:
@@ -142,7 +151,7 @@ def _checked_tag(text: str, name: str) -> str:
         for part in _schemas_of_tag(tag):
             check_references(part)
             check_finite(part)
-            drop_trivial(part, _REFUSED_BY_NAME)
+            _simplify(part)
     except SchemaError as error:
         raise VLLMValidationError(
             f"{name}: a JSON schema of the structural tag is invalid: {error}.", parameter=name
@@ -241,28 +250,7 @@ def _beside(found: frozenset[str], keys: tuple[str, ...]) -> str | None:
     return None
 
 
-def _overlapping(branches: list[Any]) -> bool:
-    """Whether a text might match two branches of a oneOf: they are told apart by their type, or by a constant."""
-    if not all(isinstance(branch, dict) for branch in branches):
-        return True
-    types = [branch.get("type") for branch in branches]
-    kinds = {"number" if kind == "integer" else kind for kind in types if isinstance(kind, str)}
-    if len(kinds) == len(branches):
-        return False
-    for key in branches[0].get("properties", {}):
-        values: list[str] = []
-        for branch in branches:
-            part = branch.get("properties", {}).get(key, {})
-            part = part if isinstance(part, dict) else {}
-            own = [part["const"]] if "const" in part else part.get("enum", [])
-            if not own or key not in branch.get("required", []) or branch.get("type") != "object":
-                break
-            values += [json.dumps(value) for value in own]
-        else:
-            return len(set(values)) != len(values)
-    return True
-
-
+_OVERLAPPING = "oneOf whose branches may overlap"
 _TRUE_OR_FALSE = "schemas that are true or false"
 _NOT_PLAIN = "text outside printable ASCII"
 
@@ -397,8 +385,8 @@ def _guidance_combinations(schema: Schema, found: frozenset[str]) -> str | None:
 def _xgrammar_combinations(schema: Schema, found: frozenset[str]) -> str | None:
     if len(schema.get("allOf", ())) > 1:
         return "allOf with several branches"
-    if "oneOf" in found and _overlapping(schema["oneOf"]):
-        return "oneOf whose branches may overlap"
+    if "oneOf" in found:
+        return _OVERLAPPING
     if "pattern" in found and found & {"minLength", "maxLength", "format"}:
         return "pattern beside length or format"
     if "format" in found and found & {"minLength", "maxLength"}:
@@ -415,8 +403,8 @@ def _xgrammar_combinations(schema: Schema, found: frozenset[str]) -> str | None:
 
 
 def _outlines_combinations(schema: Schema, found: frozenset[str]) -> str | None:
-    if "oneOf" in found and _overlapping(schema["oneOf"]):
-        return "oneOf whose branches may overlap"
+    if "oneOf" in found:
+        return _OVERLAPPING
     if "pattern" in found and found & {"minLength", "maxLength", "format"}:
         return "pattern beside length or format"
     if "format" in found and found & {"minLength", "maxLength"}:
@@ -440,7 +428,7 @@ def _lmfe_combinations(schema: Schema, found: frozenset[str]) -> str | None:
     if any(not isinstance(value, str) for value in values):
         return "enum and const of anything but strings"
     if "oneOf" in found:
-        return "oneOf"
+        return _OVERLAPPING
     if isinstance(schema.get("items"), list):
         return "items as a list"
     if "pattern" in found and found & {"minLength", "maxLength"}:

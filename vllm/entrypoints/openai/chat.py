@@ -160,7 +160,7 @@ async def prepare(context: ServerContext, request: ChatCompletionRequest, reques
     role, last = _roles(context, request)
     work = Prompt(
         context.engine, item, params, name, request.priority, timeout, lora_request=adapter,
-        prompt_adapter_request=context.prompt_adapter(request.model), speaks=wanted.speaks,
+        prompt_adapter_request=context.prompt_adapter(request.model), begins=wanted.begins,
     )  # fmt: skip
     return Chat(request, shown, model, int(time.time()), work, text_of, role, last, wanted.parsing)
 

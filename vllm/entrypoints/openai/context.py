@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.prompt_adapter.request import PromptAdapterRequest
+    from vllm.reasoning.think import Begins
 
 logger = init_logger(__name__)
 
@@ -216,7 +217,7 @@ class ServerContext:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One checked prompt of a request, not handed to the engine yet. `timeout` is in seconds, None for none; `speaks`
+    """One checked prompt of a request, not handed to the engine yet. `timeout` is in seconds, None for none; `begins`
     is as of `RequestInput`.
     """
 
@@ -229,7 +230,7 @@ class Prompt:
     account: str | None = None  # of all prompts of one request
     lora_request: LoRARequest | None = None
     prompt_adapter_request: PromptAdapterRequest | None = None
-    speaks: bool = False
+    begins: Begins | None = None
 
     async def generate(self) -> AsyncGenerator[RequestOutput, None]:
         """The outputs as they come. Leaving the generator aborts the request."""
@@ -251,7 +252,7 @@ class Prompt:
             account=self.account,
             lora_request=self.lora_request,
             prompt_adapter_request=self.prompt_adapter_request,
-            speaks=self.speaks,
+            begins=self.begins,
         )
 
 

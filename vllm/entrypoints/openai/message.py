@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.entrypoints.chat_utils import form_begins, last_text
 from vllm.entrypoints.openai.errors import bad_request
 from vllm.outputs import CompletionOutput
 from vllm.reasoning import ReasoningEnd, reasoning_end, think_format
@@ -218,15 +219,15 @@ class Wanted:
 
     parsing: reads the answer, None if all of it is content. form: what the text must look like, None if it is free.
     shows_special: whether special tokens must stay visible, since some of them are markers.
-    stop_token_ids: what ends an answer besides the model's own ends.   speaks: the prompt says that there will be no
-    thoughts.
+    stop_token_ids: what ends an answer besides the model's own ends.   begins: where its answer begins, None if that is
+    not known.
     """
 
     parsing: AnswerParsing | None = None
     form: StructuredOutputsParams | None = None
     shows_special: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    speaks: bool = False
+    begins: Begins | None = None
 
 
 def tool_choice_of(request: Any) -> Any:
@@ -262,15 +263,17 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     one_call = request.parallel_tool_calls is False
     markers: tuple[str, ...] = MARKERS if is_harmony else ()
     thoughts: Callable[[], Machine] | None = None
-    speaks = may_speak = False
+    begins, may_speak = None, False
     if settings.reasoning_parser is not None and not is_harmony:
         think = think_format(settings.reasoning_parser)
         assert think is not None
-        begins = think.begins(prompt, continues=request.continue_final_message)
-        speaks, may_speak = begins is Begins.SPEAKING, begins is Begins.UNKNOWN and not think.opens_itself
-        if not speaks:
-            thoughts = lambda: think.machine(begins)  # noqa: E731
+        begins = found = think.begins(prompt, last_text(request.messages) if request.continue_final_message else None)
+        may_speak = begins is Begins.UNKNOWN and not think.opens_itself
+        if begins is not Begins.SPEAKING:
+            thoughts = lambda: think.machine(found)  # noqa: E731
             markers += (*think.starts, *think.ends, *think.other_ends)
+        if tokenizer is not None:
+            begins = form_begins(begins, think, tokenizer, prompt, request.messages)
     calls: Callable[[], Machine | PluginMachine] | None = None
     if is_harmony:
         takes_calls = choice == "auto" and settings.tool_parser == "openai"
@@ -286,7 +289,7 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     elif choice == "auto" and isinstance(form, type):
         calls = _plugin(form, tokenizer, request)
     if thoughts is None and calls is None:
-        return Wanted(speaks=speaks)
+        return Wanted(begins=begins)
     special = tokenizer.special_ids if tokenizer is not None else frozenset()
     shows = tokenizer is not None and any(tokenizer.token_to_id(marker) in special for marker in markers)
 
@@ -305,7 +308,7 @@ def wanted_of(settings: ParsingSettings, tokenizer: Tokenizer | None, request: A
     stops: tuple[int, ...] = ()
     if is_harmony and tokenizer is not None and not request.ignore_eos:
         stops = tuple(i for i in map(tokenizer.token_to_id, (RETURN, CALL)) if i is not None)
-    return Wanted(parsing, _form(choice, tools, one_call), shows, stops, speaks)
+    return Wanted(parsing, _form(choice, tools, one_call), shows, stops, begins)
 
 
 def _plugin(
