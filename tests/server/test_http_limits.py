@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.server.http_server import Server
+from vllm.entrypoints.openai.connection import LINGER_SECONDS
 from vllm.entrypoints.openai.context import LARGE_BYTES, ServerContext
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.openai.limits import (
@@ -255,6 +256,35 @@ def test_pipelined_bodies_arrive_whole(strict: Server) -> None:
     assert raw.count(b'"text_completion"') == 2
 
 
+@pytest.mark.parametrize("answered", [1, 2])
+def test_a_body_that_takes_its_time_behind_other_requests_is_waited_for(narrow: Server, answered: int) -> None:
+    """It is not that of a request which was answered before its body came."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
+    request = post_head(len(body)) + body
+    with socket.create_connection(("127.0.0.1", narrow.port), timeout=30) as connection:
+        connection.sendall(request * answered + request[:-5])
+        received = b""
+        while received.count(b'"text_completion"') < answered:
+            part = connection.recv(1 << 16)
+            assert part
+            received += part
+        time.sleep(LINGER_SECONDS + 0.5)
+        connection.sendall(request[-5:] + b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        while part := connection.recv(1 << 16):
+            received += part
+    assert received.count(b"HTTP/1.1 200 OK") == answered + 2
+
+
+def test_all_requests_before_the_end_of_the_clients_half_are_answered(strict: Server) -> None:
+    """Of more than is read at once, while those before them are at work; but for the last, which did not come whole."""
+    bodies = [json.dumps({"prompt": "Hi", "max_tokens": 1 + i % 9, "user": "x" * 4000}).encode() for i in range(100)]
+    requests = b"".join(post_head(len(body)) + body for body in bodies)
+    for sent, answers in ((requests, 100), (requests[:-1], 99)):
+        received = strict.raw(sent, timeout=30, half_close=True)
+        assert received.count(b"HTTP/1.1 200 OK") == answers
+        assert received.count(b'"text_completion"') == answers
+
+
 LONG = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
@@ -279,10 +309,11 @@ def test_too_many_connections_get_503_and_a_hint(strict: Server) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /v1/completions HTTP/1.1\r\n", post_head(1000), b"GET /version HTTP/1.1\r\n\r\n"]
 )
-def test_connections_without_a_request_make_room_for_others(strict: Server, sent: bytes) -> None:
-    body = json.dumps(LONG).encode()
+@pytest.mark.parametrize("behind", [b"", post_head(1000)])
+def test_connections_without_a_request_make_room_for_others(strict: Server, sent: bytes, behind: bytes) -> None:
+    body = json.dumps({**LONG, "prompt": ["Hi"] * 16}).encode()
     working = socket.create_connection(("127.0.0.1", strict.port))
-    working.sendall(post_head(len(body), extra="connection: close\r\n") + body)
+    working.sendall(post_head(len(body)) + body + behind)
     held = []
     try:
         for _ in range(60):
@@ -290,9 +321,10 @@ def test_connections_without_a_request_make_room_for_others(strict: Server, sent
             held[-1].sendall(sent)
         assert [strict.get("/v1/models").status for _ in range(5)] == [200] * 5
         received = b""
-        while part := working.recv(1 << 20):
+        while b"data: [DONE]" not in received:
+            part = working.recv(1 << 20)
+            assert part
             received += part
-        assert b"data: [DONE]" in received
     finally:
         for connection in (working, *held):
             connection.close()

@@ -194,7 +194,8 @@ class BoundedConnection(NoUpgrades):
         self._write_timer: asyncio.TimerHandle | None = None
         self._held_head: _HeldHead | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._half_closed = False
+        self._half_closed = False  # the client sends nothing more
+        self._read_all = False  # and what it has sent was read
         self._idle_bytes = 0
         self._looking = False
         self._requests: deque[Any] = deque()  # not answered yet: the one at work, and those that were sent behind it
@@ -214,8 +215,7 @@ class BoundedConnection(NoUpgrades):
     @property
     def waits_for_client(self) -> bool:
         """Whether there is no whole request to work at."""
-        _, _, at_rest, more_body = self._progress()
-        return at_rest or more_body
+        return not self._requests or self._requests[0].more_body
 
     def data_received(self, data: bytes) -> None:
         if self._unfed:
@@ -286,7 +286,7 @@ class BoundedConnection(NoUpgrades):
             return
         self._end_if_gone()
         if self._tcp_state() == _TCP_CLOSE_WAIT:
-            self._on_half_close(next(request for request in self._requests if not request.response_complete))
+            self._on_half_close()
         self.loop.call_later(LOOK_EVERY, self._look)
 
     def _tcp_state(self) -> int:
@@ -312,9 +312,12 @@ class BoundedConnection(NoUpgrades):
             return
         self.idle_since = self.loop.time()
         self.flow.resume_reading()  # which waited while there was another request
-        if self._half_closed and not self.pipeline:
+        if self._requests:
+            return
+        if self._read_all:
             self.transport.close()
         elif self.cycle.more_body:  # and perhaps never comes: nobody may hold a connection like that
+            self._stop_linger_timer()
             self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def on_message_complete(self) -> None:
@@ -332,18 +335,18 @@ class BoundedConnection(NoUpgrades):
         Most that end their side have left, though, and nothing tells them apart but what happens to something that is
         sent: so those who wait for an answer are sent an interim one.
         """
-        cycle = self.cycle
-        working = cycle is not None and not cycle.response_complete and not cycle.more_body
-        if not working or self.scheme == "https":  # TLS has no half of a connection
+        if self.waits_for_client or self.scheme == "https":  # TLS has no half of a connection
             return None
-        self._on_half_close(cycle)
+        self._read_all = True
+        self._on_half_close()
         return True
 
-    def _on_half_close(self, request: Any) -> None:
-        """request: the one at work."""
+    def _on_half_close(self) -> None:
+        """A request is at work, and the client sends nothing more; some of what it has sent may wait to be read."""
         if self._half_closed:
             return
         self._half_closed = True
+        request = self._requests[0]
         if not request.response_started and request.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         for seconds in LOOK_SECONDS:
