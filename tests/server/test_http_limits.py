@@ -387,19 +387,28 @@ def test_leaving_takes_the_request_out_of_the_queue(narrow: Server, path: str, s
     assert narrow.metric("vllm:prompt_tokens_total") - before == 6  # nobody computed what nobody waits for
 
 
-@pytest.mark.parametrize("rubbish", [b"\x00\xff\r\n\r\n", post_head(None) + b"ZZZ\r\n"])
-def test_rubbish_behind_a_stream_is_not_answered_within_it(strict: Server, rubbish: bytes) -> None:
-    body = json.dumps(LONG).encode()
-    with socket.create_connection(("127.0.0.1", strict.port), timeout=20) as connection:
-        connection.sendall(post_head(len(body)) + body)
-        received = connection.recv(1 << 10)
-        assert received.startswith(b"HTTP/1.1 200")
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(rubbish)
-            while part := connection.recv(1 << 16):
-                received += part
-    assert received.count(b"HTTP/1.1") == 1
+@pytest.mark.parametrize("rubbish", [b"\x00\xff\r\n\r\n", post_head(None) + b"ZZZ\r\n"], ids=["head", "chunk"])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+def test_rubbish_behind_requests_is_answered_behind_them(
+    strict: Server, rubbish: bytes, requests: int, stream: bool
+) -> None:
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    received = strict.raw((post_head(len(body)) + body) * requests + rubbish + b"GET / HTTP/1.1\r\n\r\n")
+    *answers, last = received.split(b"HTTP/1.1 ")[1:]
+    assert len(answers) == requests and all(answer.startswith(b"200") for answer in answers)
+    assert all((b"data: [DONE]" if stream else b'"finish_reason": "length"') in answer for answer in answers)
+    assert last.startswith(b"400") and last.endswith(b"}")
+
+
+def test_leaving_aborts_the_request_before_rubbish(strict: Server) -> None:
+    body = json.dumps({**LONG, "prompt": [[5]] * 64}).encode()
+    before = strict.metric("vllm:generation_tokens_total")
+    with socket.create_connection(("127.0.0.1", strict.port)) as connection:
+        connection.sendall(post_head(len(body)) + body + b"\x00\xff\r\n\r\n")
+        assert connection.recv(1 << 10).startswith(b"HTTP/1.1 200")
     assert eventually(lambda: idle(strict))
+    assert strict.metric("vllm:generation_tokens_total") - before < 500 * 64
 
 
 @pytest.mark.parametrize("stream", [True, False])

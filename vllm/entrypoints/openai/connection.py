@@ -198,6 +198,7 @@ class BoundedConnection(NoUpgrades):
         self._read_all = False  # and what it has sent was read
         self._idle_bytes = 0
         self._looking = False
+        self._last_answer: bytes | None = None  # goes out behind those to `_requests`; nothing is read any more
         self._requests: deque[Any] = deque()  # not answered yet: the one at work, and those that were sent behind it
         if len(self.connections) > self.max_connections and not self._make_room():
             self.app = _busy
@@ -218,6 +219,8 @@ class BoundedConnection(NoUpgrades):
         return not self._requests or self._requests[0].more_body
 
     def data_received(self, data: bytes) -> None:
+        if self._last_answer is not None:
+            return
         if self._unfed:
             self._unfed += data
         elif len(data) > BYTES_PER_TURN:
@@ -245,7 +248,7 @@ class BoundedConnection(NoUpgrades):
         if self._unfed and not self._feeding and not self.pipeline:
             self._feeding = True
             self.loop.call_soon(self._feed_part)
-        return bool(self._unfed or self.pipeline)
+        return bool(self._unfed or self.pipeline or self._last_answer is not None)
 
     def _feed(self, data: bytes) -> None:
         before = self._progress()
@@ -275,13 +278,18 @@ class BoundedConnection(NoUpgrades):
         super().on_headers_complete()
         if self.cycle is not before:
             self._requests.append(self.cycle)
-            if self.pipeline and not self._looking and self.scheme != "https":
-                self._looking = True
-                self.loop.call_later(LOOK_EVERY, self._look)
+            if self.pipeline:
+                self._start_looking()
+
+    def _start_looking(self) -> None:
+        """While requests wait behind another nothing is read, so that nobody sees the client leave."""
+        if not self._looking and self.scheme != "https":
+            self._looking = True
+            self.loop.call_later(LOOK_EVERY, self._look)
 
     def _look(self) -> None:
-        """While requests wait behind another nothing is read, so that nobody sees the client leave."""
-        self._looking = not self.transport.is_closing() and bool(self.pipeline)
+        waiting = bool(self.pipeline) or (self._last_answer is not None and bool(self._requests))
+        self._looking = waiting and not self.transport.is_closing()
         if not self._looking:
             return
         self._end_if_gone()
@@ -314,7 +322,9 @@ class BoundedConnection(NoUpgrades):
         self.flow.resume_reading()  # which waited while there was another request
         if self._requests:
             return
-        if self._read_all:
+        if self._last_answer is not None:
+            self._close_with(self._last_answer)
+        elif self._read_all:
             self.transport.close()
         elif self.cycle.more_body:  # and perhaps never comes: nobody may hold a connection like that
             self._stop_linger_timer()
@@ -457,14 +467,29 @@ class BoundedConnection(NoUpgrades):
             self._head_timer = None
 
     def _answer_and_close(self, answer: bytes) -> None:
-        cycle = self.cycle
-        answered = cycle is not None and cycle.more_body and cycle.response_complete
-        begun = any(request.response_started and not request.response_complete for request in self._requests)
-        if answered or begun or self.pipeline:
-            # another answer would be taken for a part of the one before, or for that of the request before
-            self.transport.abort()
+        """Answer what was read last, once the requests before it have been, and read no more."""
+        if self._last_answer is not None:
             return
-        self._tell_requests()
+        self._unfed = b""
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body:  # it is a part of this request
+            if cycle.response_started:  # another answer would be taken for a part of this request's
+                self.transport.abort()
+                return
+            self._requests.pop()
+            if self.pipeline:
+                self.pipeline.popleft()
+            else:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        if not self._requests:
+            self._close_with(answer)
+            return
+        self._last_answer = answer
+        self.flow.pause_reading()
+        self._start_looking()
+
+    def _close_with(self, answer: bytes) -> None:
         self.transport.write(answer)
         self.transport.close()
         self.loop.call_later(1.0, self.transport.abort)  # closing would wait for a reader that never comes
