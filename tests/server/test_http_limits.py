@@ -118,6 +118,27 @@ def test_endless_heads_are_cut(strict: Server, head: bytes) -> None:
     assert memory(strict) - before < 20 << 20
 
 
+def test_an_endless_head_behind_a_request_is_cut(strict: Server) -> None:
+    body = json.dumps({**LONG, "prompt": ["Hi"] * 16, "stream": False}).encode()
+    before = memory(strict)
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=30) as connection:
+        connection.sendall(post_head(len(body)) + body + b"GET / HTTP/1.1\r\n")
+        connection.setblocking(False)
+        lines, sent = b"x: y\r\n" * 10_000, 0
+        received = b""
+        while not received and sent < 200 << 20:
+            with contextlib.suppress(BlockingIOError):
+                sent += connection.send(lines)
+            with contextlib.suppress(BlockingIOError):
+                received = connection.recv(1 << 10)
+        assert memory(strict) - before < 20 << 20
+        connection.setblocking(True)
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(1 << 16):
+                received += part
+    assert received.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 431" in received
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -254,8 +254,7 @@ class BoundedConnection(NoUpgrades):
         before = self._progress()
         super().data_received(data)
         after = self._progress()
-        at_rest = not after[2] and not after[3]  # received whole, not answered yet
-        self._idle_bytes = 0 if after != before or at_rest else self._idle_bytes + len(data)
+        self._idle_bytes = 0 if after != before else self._idle_bytes + len(data)
         if not after[2]:
             self._stop_head_timer()
         elif before[2] and self._head_timer is None:  # the head of the next request has begun, and is not whole
