@@ -238,6 +238,20 @@ def test_http_of_before_there_were_versions_is_refused(strict: Server) -> None:
     assert status_of(received) in (0, 400)
 
 
+def test_http_1_0_gets_its_events_without_chunks(strict: Server) -> None:
+    body = json.dumps({"prompt": "Hi", "ignore_eos": True, "stream": True}).encode()
+    request = post_head(len(body)) + body
+    chunked = strict.raw(request.replace(b"content-type", b"connection: close\r\ncontent-type", 1), timeout=10)
+    head, _, events = strict.raw(request.replace(b"HTTP/1.1", b"HTTP/1.0"), timeout=10).partition(b"\r\n\r\n")
+    assert status_of(head) == 200 and b"\r\nconnection: close" in head
+    assert b"transfer-encoding" not in head and b"transfer-encoding: chunked" in chunked
+    blocks = events.decode().split("\n\n")
+    assert blocks.pop() == "" and len(blocks) > 5
+    assert all(block.startswith("data: ") and "\r" not in block for block in blocks)
+    plain = strict.raw(b"GET /version HTTP/1.0\r\nhost: x\r\n\r\n", timeout=10)
+    assert b"content-length: " in plain and plain.endswith(b"}")
+
+
 def test_pipelined_and_kept_alive_requests_are_answered_in_order(strict: Server) -> None:
     one = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     last = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

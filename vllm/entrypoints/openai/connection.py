@@ -97,6 +97,25 @@ class _HeldHead:
         return getattr(self._transport, name)
 
 
+def _send_unchunked(cycle: Any) -> None:
+    """Have a body of unknown length end with the connection: HTTP/1.0 knows no chunks (RFC 9112, 6.1), which uvicorn
+    would send.
+    """
+    inner, unknown = cycle.send, False
+
+    async def send(message: Any) -> None:
+        nonlocal unknown
+        if message["type"] == "http.response.start":
+            unknown = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if unknown:
+                cycle.chunked_encoding = False
+        elif unknown:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await inner(message)
+
+    cycle.send = send
+
+
 def raw_answer(status: int, phrase: str, message: str, type: str, retry_after: int | None = None) -> bytes:
     """A whole HTTP answer with the usual error body, after which the connection is closed."""
     body = json.dumps(error_body(message, type, status)).encode()
@@ -276,6 +295,8 @@ class BoundedConnection(NoUpgrades):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
+            if self.scope["http_version"] != "1.1":
+                _send_unchunked(self.cycle)
             self._requests.append(self.cycle)
             if self.pipeline:
                 self._start_looking()
