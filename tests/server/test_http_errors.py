@@ -192,6 +192,7 @@ def test_small_routes(server: Server) -> None:
     assert ids["count"] == len(ids["tokens"]) == len(ids["token_strs"])
     assert ids["max_model_len"] == 512
     assert server.post("/detokenize", {"tokens": ids["tokens"]}).json == {"prompt": "Hello 世界"}
+    assert server.post("/detokenize", {"tokens": [0, *ids["tokens"], 1]}).json == {"prompt": "<s>Hello 世界</s>"}
     chat = server.post("/tokenize", {"messages": USER}).json
     answer = server.post(CHAT, {"messages": USER, "max_tokens": 1}).json
     assert chat["count"] == answer["usage"]["prompt_tokens"]

@@ -444,7 +444,7 @@ async def detokenized(context: ServerContext, body: DetokenizeRequest) -> bytes:
             size = len(tokenizer)
             if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
                 raise bad_request(f"Token ids must be between 0 and {size - 1}.", "tokens")
-            return json.dumps({"prompt": tokenizer.decode(body.tokens)}).encode()
+            return json.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}).encode()
 
         return await context.in_lane(4 * len(body.tokens), decoded)
     except Exception as error:
