@@ -243,9 +243,7 @@ def test_an_adapter_brings_tokens_of_its_own(lora_server: Server, folders: tuple
             model="with-tokens", prompt=output.prompt_token_ids, stream=True, **options
         )
         assert "".join(event.choices[0].text for event in streamed) == output.outputs[0].text
-        echoed = client.completions.create(
-            model="with-tokens", prompt=output.prompt_token_ids, echo=True, max_tokens=1
-        )
+        echoed = client.completions.create(model="with-tokens", prompt=output.prompt_token_ids, echo=True, max_tokens=1)
         assert "Hello <new1> and" in echoed.choices[0].text
         with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
             client.completions.create(model=MODEL, prompt=output.prompt_token_ids, max_tokens=2)
